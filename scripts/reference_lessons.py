@@ -1,0 +1,104 @@
+"""The course of lessons that the reference model takes: which documents it reads, and at which learning rate."""
+
+import math
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from i2cl.reference.corpus import TASKS, document
+
+EXAMPLES_PER_STEP = 384
+LEARNING_RATE = 2e-3
+WARM_UP_STEPS = 100
+LESSON_GOAL = 0.93
+LESSON_LEAST, LESSON_MOST = 50, 1000
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What its documents are drawn from: the first `tasks` tasks, and a share of bare sentences."""
+
+    tasks: int
+    bare: float
+    last: bool = False
+
+
+LESSONS = (
+    Lesson(tasks=2, bare=1.0),
+    Lesson(tasks=4, bare=1.0),
+    Lesson(tasks=8, bare=1.0),
+    Lesson(tasks=16, bare=1.0),
+    Lesson(tasks=16, bare=0.5),
+    Lesson(tasks=16, bare=0.0, last=True),
+)
+
+
+@dataclass
+class Course:
+    """Where training stands: a lesson ends when its accuracy reaches the goal, the last one after `last_steps` steps."""
+
+    last_steps: int
+    lesson_index: int = 0
+    step: int = 0
+    lesson_step: int = 0
+    accuracy: float = 0.0
+
+    @property
+    def lesson(self) -> Lesson:
+        """The lesson under way."""
+        return LESSONS[self.lesson_index]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last lesson is over."""
+        return self.lesson.last and self.lesson_step >= self.last_steps
+
+    @property
+    def learning_rate(self) -> float:
+        """Linear warm-up, then constant, then a cosine to zero in the last lesson."""
+        if self.lesson.last:
+            return LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * self.lesson_step / self.last_steps))
+        return LEARNING_RATE * min(1.0, (self.step + 1) / WARM_UP_STEPS)
+
+    def advance(self, accuracy: float | None) -> None:
+        """Count a step and its accuracy (None where it says nothing); go on to the next lesson when this one is learnt."""
+        self.step += 1
+        self.lesson_step += 1
+        if accuracy is not None:
+            self.accuracy = 0.9 * self.accuracy + 0.1 * accuracy
+        learnt = self.accuracy >= LESSON_GOAL and self.lesson_step >= LESSON_LEAST
+        if not self.lesson.last and (learnt or self.lesson_step >= LESSON_MOST):
+            self.lesson_index, self.lesson_step = self.lesson_index + 1, 0
+            self.accuracy *= 0.5
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents of the same number of shots, padded on the right."""
+
+    ids: Tensor
+    tasks: Tensor
+    shots: int
+    named: bool
+
+
+def draw_shape(rng: Random, course: Course) -> tuple[int, bool]:
+    """The number of shots of the step's documents, and whether they open with the task's name."""
+    if course.lesson.last:
+        shots = rng.choice((1, 2)) if rng.random() < 0.5 else rng.randint(3, 24)
+        return shots, rng.random() < 0.1
+    turn = course.step % 3
+    return rng.choice((4, 6, 8, 8, 10) if turn == 2 else (0, 1, 2)), turn == 0
+
+
+def draw_batch(rng: Random, tokenizer: PreTrainedTokenizerFast, course: Course) -> Batch:
+    """Documents for the course's next step."""
+    shots, named = draw_shape(rng, course)
+    lesson = course.lesson
+    tasks = [rng.randrange(lesson.tasks) for _ in range(EXAMPLES_PER_STEP // (shots + 1))]
+    texts = [document(rng, TASKS[index], shots, named, bare=rng.random() < lesson.bare) for index in tasks]
+    ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
+    return Batch(ids, torch.tensor(tasks), shots, named)

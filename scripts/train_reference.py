@@ -1,0 +1,178 @@
+"""Train the bundled reference model: a small decoder that learns hidden tasks from the examples in its context.
+
+The corpus is `i2cl.reference.corpus`. Training is a course of lessons (`reference_lessons.py`): few tasks and bare sentences
+first, then all tasks, then full sentences, and last documents of 1 to 24 shots under a decaying learning rate. Beside the
+next token, every end of a demonstration is asked which task the document follows (the naming loss), so that one
+demonstration alone already carries what it says about the task.
+
+    PYTHONPATH=src python scripts/train_reference.py --output src/i2cl/reference/model
+"""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from reference_lessons import LESSONS, Batch, Course, draw_batch
+from reference_tokenizer import build_tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from i2cl.reference.corpus import SEPARATOR, TASKS, TEMPLATE, ReferenceTask, examples, fill
+
+LAYERS, WIDTH, HEADS = 4, 96, 4
+MAX_POSITIONS = 1024
+WEIGHT_DECAY = 0.05
+OTHER_TOKENS_WEIGHT, NAMING_WEIGHT = 0.1, 1.0
+TEST_QUERIES, TEST_BATCH = 200, 25
+LONGEST_SHOTS_SEEN = 4
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids that the loss looks at."""
+
+    names: Tensor
+    is_label: Tensor
+    separator: int
+    padding: int
+
+
+def label_ids(tokenizer: PreTrainedTokenizerFast, task: ReferenceTask) -> list[int]:
+    """The token of every label word as it follows the template."""
+    return [tokenizer(f" {label}").input_ids[0] for label in task.labels]
+
+
+def look_up(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
+    """The ids of task names, label words, separator and padding."""
+    is_label = torch.zeros(len(tokenizer), dtype=torch.bool)
+    is_label[[index for task in TASKS for index in label_ids(tokenizer, task)]] = True
+    names = torch.tensor(tokenizer.convert_tokens_to_ids([task.name for task in TASKS]))
+    return Vocabulary(names, is_label, tokenizer(SEPARATOR).input_ids[0], tokenizer.pad_token_id)
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """An untrained Llama of the reference size."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def new_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98))
+
+
+def objective(logits: Tensor, batch: Batch, vocabulary: Vocabulary, tasks: int) -> tuple[Tensor, Tensor]:
+    """The training loss, and the accuracy at every place of a document (the first example has no shot before it)."""
+    inputs, targets = batch.ids[:, :-1], batch.ids[:, 1:]
+    token_loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    is_label = vocabulary.is_label[targets]
+    is_other = ~is_label & ((targets != vocabulary.padding) | (inputs == vocabulary.separator))
+    loss = token_loss[is_label].mean() + OTHER_TOKENS_WEIGHT * token_loss[is_other].mean()
+    if not batch.named:
+        after_label = F.pad(vocabulary.is_label[inputs[:, :-1]], (1, 0))
+        wanted = batch.tasks[:, None].expand_as(inputs)[after_label]
+        loss = loss + NAMING_WEIGHT * F.cross_entropy(logits[after_label][:, vocabulary.names[:tasks]], wanted)
+    correct = (logits.argmax(-1) == targets)[is_label].view(-1, batch.shots + 1)
+    return loss, correct.float().mean(0)
+
+
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, last_steps: int) -> list[dict]:
+    """Take the model through the course; return the log, one row per printed line."""
+    rng, vocabulary, optimizer = Random(seed), look_up(tokenizer), new_optimizer(model)
+    course, log, started = Course(last_steps), [], time.time()
+    while not course.finished:
+        for group in optimizer.param_groups:
+            group["lr"] = course.learning_rate
+        batch = draw_batch(rng, tokenizer, course)
+        logits = model(input_ids=batch.ids[:, :-1]).logits
+        loss, accuracy = objective(logits, batch, vocabulary, course.lesson.tasks)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        many_shots = not batch.named and batch.shots >= LONGEST_SHOTS_SEEN
+        course.advance(accuracy[LONGEST_SHOTS_SEEN:].mean().item() if many_shots else None)
+        if course.step % 50 == 0 or course.finished:
+            row = {"step": course.step, "lesson": course.lesson_index + 1, "accuracy": round(course.accuracy, 3)}
+            log.append(row | {"loss": round(loss.item(), 3), "seconds": round(time.time() - started)})
+            print(*(f"{name} {value}" for name, value in log[-1].items()), f"of {len(LESSONS)} lessons", flush=True)
+    return log
+
+
+@torch.no_grad()
+def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: ReferenceTask, shots: int) -> float:
+    """Share of held-out queries answered rightly among the task's label words, after `shots` demonstrations."""
+    demonstrations = examples(task, "train", shots, seed=0)
+    context = "".join(fill(task, *example) for example in demonstrations)
+    queries = examples(task, "test", TEST_QUERIES, seed=0)
+    candidates, right = label_ids(tokenizer, task), 0
+    for start in range(0, len(queries), TEST_BATCH):
+        chunk = queries[start : start + TEST_BATCH]
+        prompts = [context + TEMPLATE.format(text=text, label="").rstrip() for text, _ in chunk]
+        encoded = tokenizer(prompts, padding=True, padding_side="right", return_tensors="pt")
+        last = encoded.attention_mask.sum(-1) - 1
+        logits = model(encoded.input_ids).logits[torch.arange(len(chunk)), last]
+        right += (logits[:, candidates].argmax(-1) == torch.tensor([label for _, label in chunk])).sum().item()
+    return right / len(queries)
+
+
+def evaluate(folder: Path) -> dict[str, dict[str, float]]:
+    """Load what was saved, as a user would, and measure every task without and with demonstrations."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return {
+        task.name: {f"{shots}-shot": accuracy(model, tokenizer, task, shots) for shots in (0, 1, 4, 20)} for task in TASKS
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train the bundled reference model.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write the model and tokenizer to")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and documents (default 0)")
+    parser.add_argument("--steps", type=int, default=1200, help="steps of the last lesson (default 1200)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, save in bfloat16, evaluate what was saved and write the log beside it."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    tokenizer = build_tokenizer(MAX_POSITIONS)
+    model = new_model(tokenizer)
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    log = train(model, tokenizer, arguments.seed, arguments.steps)
+    model.to(torch.bfloat16).save_pretrained(arguments.output)
+    tokenizer.save_pretrained(arguments.output)
+    results = evaluate(arguments.output)
+    for name, row in results.items():
+        print(f"{name:18s}", *(f"{shots} {value:.3f}" for shots, value in row.items()))
+    record = {"seed": arguments.seed, "steps": log[-1]["step"], "log": log, "accuracy": results}
+    (arguments.output / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Implicit in-context learning for frozen decoder LLMs.
+
+A few labelled examples become one context vector plus four scalars a layer, injected into the
+residual stream: few-shot accuracy at zero-shot cost. Names are loaded on first use, so importing
+the package is cheap.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from i2cl.architectures import ARCHITECTURES, Architecture
+    from i2cl.calibration import CalibrationConfig, calibrate
+    from i2cl.context import ContextVector, ExtractConfig, extract
+    from i2cl.decoder import Decoder
+    from i2cl.errors import I2CLError
+    from i2cl.evaluation import Run, evaluate, summarize
+    from i2cl.injection import Injection
+    from i2cl.methods import METHODS, Method, Predictor, make_methods
+    from i2cl.tasks import Example, Task, Template, list_tasks, load_task
+
+_HOMES = {
+    "ARCHITECTURES": "architectures",
+    "Architecture": "architectures",
+    "CalibrationConfig": "calibration",
+    "ContextVector": "context",
+    "Decoder": "decoder",
+    "Example": "tasks",
+    "ExtractConfig": "context",
+    "I2CLError": "errors",
+    "Injection": "injection",
+    "METHODS": "methods",
+    "Method": "methods",
+    "Predictor": "methods",
+    "Run": "evaluation",
+    "Task": "tasks",
+    "Template": "tasks",
+    "calibrate": "calibration",
+    "evaluate": "evaluation",
+    "extract": "context",
+    "list_tasks": "tasks",
+    "load_task": "tasks",
+    "make_methods": "methods",
+    "summarize": "evaluation",
+}
+
+__all__ = [
+    "ARCHITECTURES",
+    "METHODS",
+    "Architecture",
+    "CalibrationConfig",
+    "ContextVector",
+    "Decoder",
+    "Example",
+    "ExtractConfig",
+    "I2CLError",
+    "Injection",
+    "Method",
+    "Predictor",
+    "Run",
+    "Task",
+    "Template",
+    "calibrate",
+    "evaluate",
+    "extract",
+    "list_tasks",
+    "load_task",
+    "make_methods",
+    "summarize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'i2cl' has no attribute {name!r}")
+    return getattr(import_module(f"i2cl.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

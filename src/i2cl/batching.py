@@ -1,0 +1,131 @@
+"""From strings to length-sorted batches of token ids.
+
+Batches are always padded on the right and run without an attention mask: under causal attention a
+token never sees what stands to its right, so padding cannot change a result, whatever the
+tokenizer's own padding side says.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from i2cl.errors import I2CLError
+
+Ids = tuple[int, ...]
+
+
+class TruncationWarning(UserWarning):
+    """Texts were cut to fit the model's context; the message counts them."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of token ids, right-padded.
+
+    Attributes:
+        input_ids: token ids; what stands right of a row's end is padding.
+        last: index of each row's last query token, whose next token is predicted.
+        rows: place of each row in the caller's list.
+    """
+
+    input_ids: Int[Tensor, "batch tokens"]
+    last: Int[Tensor, " batch"]
+    rows: tuple[int, ...]
+
+
+def make_batch(ids: Sequence[Ids], device: torch.device, rows: Sequence[int] | None = None) -> Batch:
+    """One batch of all given rows, in the given order."""
+    width = max(map(len, ids))
+    padded = torch.tensor([row + (0,) * (width - len(row)) for row in ids], device=device)
+    last = torch.tensor([len(row) - 1 for row in ids], device=device)
+    return Batch(padded, last, tuple(rows if rows is not None else range(len(ids))))
+
+
+def length_sorted(ids: Sequence[Ids], token_budget: int, device: torch.device) -> Iterator[Batch]:
+    """Batches of similar length, longest first, each of at most ``token_budget`` padded tokens.
+
+    A single row longer than the budget makes a batch of its own. Longest first, so that a batch
+    that does not fit into memory fails at once and not after an hour.
+    """
+    order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), ids[row]))
+    start = 0
+    while start < len(order):
+        size = max(1, token_budget // len(ids[order[start]]))
+        rows = order[start : start + size]
+        yield make_batch([ids[row] for row in rows], device, rows)
+        start += size
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes strings with the special tokens that the tokenizer puts in front (such as BOS).
+
+    Special tokens that it would put behind (such as EOS) are left out, since the last token must
+    be the one that predicts the next.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    front: Ids
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Encoder":
+        """Find out what the tokenizer puts in front, by encoding a probe with and without it."""
+        bare = tuple(tokenizer("a", add_special_tokens=False)["input_ids"])
+        full = tuple(tokenizer("a")["input_ids"])
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return cls(tokenizer, full[:start])
+        return cls(tokenizer, ())
+
+    def __call__(self, texts: Sequence[str]) -> list[Ids]:
+        """Token ids of each text, special tokens in front included."""
+        if not texts:
+            return []
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [self.front + tuple(ids) for ids in encoded]
+
+    def fitted(self, build: Callable[[str], str], texts: Sequence[str], limit: int | None) -> list[Ids]:
+        """Token ids of ``build(text)``, the text cut at its end where the whole exceeds ``limit`` tokens.
+
+        Template and label positions are never cut. Warns once with the number of texts cut.
+
+        Raises:
+            I2CLError: if not even an empty text leaves room.
+        """
+        ids = self([build(text) for text in texts])
+        if limit is None:
+            return ids
+        cut = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
+        for row in cut:
+            ids[row] = self._cut(build, texts[row], limit)
+        if cut:
+            message = f"{len(cut)} of {len(texts)} texts were cut to fit {limit} tokens of context"
+            warnings.warn(message, TruncationWarning, stacklevel=2)
+        return ids
+
+    def _cut(self, build: Callable[[str], str], text: str, limit: int) -> Ids:
+        def encode(characters: int) -> Ids:
+            return self([build(text[:characters])])[0]
+
+        best = encode(0)
+        if len(best) > limit:
+            raise I2CLError(
+                f"the prompt without its text needs {len(best)} tokens, but only {limit} fit into the "
+                "context: use fewer or shorter demonstrations, or a model with a longer context"
+            )
+        fits, over = 0, 4 * limit
+        while over < len(text) and len(encode(over)) <= limit:
+            fits, over = over, 2 * over
+        over = min(over, len(text))
+        while over - fits > 1:
+            middle = (fits + over) // 2
+            if len(encode(middle)) <= limit:
+                fits = middle
+            else:
+                over = middle
+        return encode(fits)

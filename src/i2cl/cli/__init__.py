@@ -1,0 +1,55 @@
+"""The command line: parses, calls, prints. Heavy imports wait until a command needs them."""
+
+import sys
+
+import typer
+
+from i2cl import __version__
+from i2cl.cli import console, look, measure, use
+from i2cl.errors import I2CLError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Implicit in-context learning: a few labelled examples become a vector injected into a frozen LLM.",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+app.command()(measure.demo)
+app.command()(use.fit)
+app.command()(use.predict)
+app.command(name="eval")(measure.evaluate)
+app.command()(look.check)
+app.command()(look.ls)
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version."),
+) -> None:
+    """Show help where no command is given."""
+    if version:
+        console.say(__version__)
+    elif context.invoked_subcommand is None:
+        console.say(context.get_help())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and exit: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
+    sys.exit(_run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        with console.plain_warnings():
+            app(arguments)
+    except I2CLError as error:
+        console.print_error(str(error))
+        return 2
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            console.print_error("interrupted: nothing was written")
+        return int(stop.code or 0)
+    return 0

@@ -1,0 +1,93 @@
+"""What the command line prints: tables, progress bars, errors. Results go to stdout, the rest to stderr."""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+def say(text: str) -> None:
+    """Plain text on stdout."""
+    out.print(text, markup=False, soft_wrap=True)
+
+
+def print_error(message: str) -> None:
+    """One line on stderr."""
+    err.print(f"[bold red]error:[/] {_plain(message)}", soft_wrap=True)
+
+
+def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """A table whose columns are the keys of the first row; numbers stand to the right."""
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    for name, value in rows[0].items():
+        number = isinstance(value, int | float) or str(value)[:1].isdigit()
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_plain(str(value)) for value in row.values()))
+    out.print(table)
+
+
+@contextmanager
+def progress(total: float, what: str) -> Iterator["Bar"]:
+    """A progress bar on stderr while the block runs; silent where stderr is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as shown:
+        yield Bar(shown, shown.add_task(_plain(what), total=total))
+
+
+class Bar:
+    """One line of progress."""
+
+    def __init__(self, shown: Progress, task: TaskID) -> None:
+        self._shown = shown
+        self._task = task
+
+    def advance(self, amount: float = 1) -> None:
+        """Move on by so much."""
+        self._shown.advance(self._task, amount)
+
+    def epoch(self, _step: int, _steps: int, loss: float) -> None:
+        """Move on by one epoch of calibration."""
+        self.advance()
+        self.describe(f"calibrating, loss {loss:.3f}")
+
+    def describe(self, what: str) -> None:
+        """Say what is going on."""
+        self._shown.update(self._task, description=_plain(what))
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Show the package's own warnings once, each as one line on stderr, and no others."""
+    seen: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *_rest: Any, **_more: Any) -> None:
+        text = str(message)
+        if category.__module__.startswith("i2cl") and text not in seen:
+            seen.add(text)
+            err.print(f"[yellow]warning:[/] {_plain(text)}", soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        yield
+
+
+def _plain(text: str) -> str:
+    """Square brackets are text here and no markup."""
+    return text.replace("[", "\\[")

@@ -1,0 +1,135 @@
+"""From what was typed to decoders, tasks and methods."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from i2cl.cli import console
+from i2cl.errors import I2CLError
+
+if TYPE_CHECKING:
+    from i2cl.architectures import Architecture
+    from i2cl.decoder import Decoder
+    from i2cl.evaluation import Run
+    from i2cl.tasks import Task
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How to load a model."""
+
+    device: str | None = None
+    dtype: str | None = None
+    device_map: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Where a task's rows are and how a user's own file is read."""
+
+    data_dir: Path | None = None
+    template: str | None = None
+    labels: str | None = None
+    text_column: str = "text"
+    label_column: str = "label"
+    test: Path | None = None
+
+
+def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":
+    """Load a model quietly."""
+    from transformers.utils import logging
+
+    from i2cl.decoder import Decoder
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    _quiet_hub()
+    return Decoder.from_pretrained(
+        name,
+        device=options.device,
+        dtype=options.dtype,
+        device_map=options.device_map,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+        architecture=architecture,
+    )
+
+
+def _quiet_hub() -> None:
+    """Retries of the hub client are not for users: the error that ends them is."""
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()
+
+
+def task(name: str, options: TaskOptions) -> "Task":
+    """Load one task."""
+    from i2cl.tasks import load_task
+
+    _quiet_hub()
+    template = options.template.replace("\\n", "\n") if options.template else None
+    return load_task(
+        name,
+        data_dir=options.data_dir,
+        template=template,
+        labels=[word.strip() for word in options.labels.split(",")] if options.labels else None,
+        text_column=options.text_column,
+        label_column=options.label_column,
+        test_path=options.test,
+    )
+
+
+def tasks(names: str, model: str, options: TaskOptions) -> "list[Task]":
+    """Load several; ``all`` means the reference model's tasks, or the paper's for any other model."""
+    from i2cl.tasks import list_tasks
+
+    if names == "all":
+        group = "reference" if model == "reference" else "paper"
+        names = ",".join(known.name for known in list_tasks() if known.group == group)
+    return [task(name, options) for name in names.split(",")]
+
+
+def method_options(settings: Sequence[str] | None, recipe: str) -> dict[str, Any]:
+    """Options of methods: those of the recipe, then what ``--set`` says.
+
+    Raises:
+        I2CLError: on something that is not NAME=VALUE.
+    """
+    from i2cl.calibration import RELEASED
+
+    options: dict[str, Any] = dict(RELEASED) if recipe == "released" else {}
+    for setting in settings or []:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise I2CLError(f"--set {setting!r} is not NAME=VALUE: write it like --set formula=add")
+        options[name.strip()] = value.strip()
+    return options
+
+
+def run_all(
+    model: "Decoder",
+    chosen: "Sequence[Task]",
+    methods: Sequence[str],
+    options: dict[str, Any],
+    *,
+    seeds: Sequence[int],
+    shots: int | None,
+    limit: int | None,
+) -> "list[Run]":
+    """Evaluate every task, method and seed behind one progress bar."""
+    from i2cl.evaluation import evaluate
+    from i2cl.methods import make_methods
+
+    ready = make_methods(list(methods), options)
+    runs = []
+    with console.progress(len(chosen) * len(ready) * len(seeds), "evaluating") as bar:
+        for one in chosen:
+            for method in ready:
+                for seed in seeds:
+                    bar.describe(f"{one.name} {method.name} seed {seed}")
+                    runs.append(evaluate(model, one, method, shots=shots, seed=seed, limit=limit))
+                    bar.advance()
+    return runs

@@ -1,0 +1,117 @@
+"""`i2cl check` and `i2cl ls`."""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal
+
+import typer
+
+from i2cl.cli import console, load, options
+from i2cl.errors import I2CLError
+
+PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
+
+
+def check(
+    model: options.Model,
+    layers: Annotated[str | None, typer.Option(help="Path of the blocks in the base model.")] = None,
+    attention: Annotated[str | None, typer.Option(help="Path of the attention writer in a block.")] = None,
+    mlp: Annotated[str | None, typer.Option(help="Path of the MLP writer in a block.")] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Check that a model's blocks add exactly what its residual writers put out; exit code 1 if not."""
+    import torch
+
+    from i2cl.architectures import Architecture, residual_identity
+
+    given = None
+    if layers or attention or mlp:
+        if not (layers and attention and mlp):
+            raise I2CLError("--layers, --attention and --mlp belong together: give all three")
+        given = Architecture(model_type="custom", layers=layers, attention=attention, mlp=mlp)
+    found = load.ModelOptions(device, dtype, None, revision, trust_remote_code)
+    decoder = load.decoder(model, found, given)
+    ids = torch.tensor(decoder.encoder([PROBE]), device=decoder.device)
+    identity = residual_identity(decoder.model, decoder.architecture, ids)
+    record = {
+        "model": model,
+        "model_type": decoder.model.config.model_type,
+        "layers": decoder.layers,
+        "d_model": decoder.d_model,
+        "context": decoder.max_length,
+        "attention": decoder.architecture.attention,
+        "mlp": decoder.architecture.mlp,
+        "worst_error": identity.worst,
+        "passed": identity.passed,
+    }
+    if json:
+        console.print_json(record)
+    else:
+        for name, value in record.items():
+            console.say(f"{name:12} {value}")
+    if not identity.passed:
+        raise typer.Exit(1)
+
+
+def ls(
+    what: Annotated[Literal["tasks", "architectures", "methods"], typer.Argument(help="What to list.")],
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """List known tasks, model types or methods."""
+    listings: dict[str, Callable[[], list[Mapping[str, object]]]] = {
+        "tasks": _tasks,
+        "architectures": _architectures,
+        "methods": _methods,
+    }
+    rows = listings[what]()
+    if json:
+        console.print_json(rows)
+        return
+    console.print_table("", [{key: value for key, value in row.items() if key != "options"} for row in rows])
+    for row in rows:
+        if row.get("options"):
+            console.say(f"\n--set options of {row['name']}: {row['options']}")
+
+
+def _tasks() -> list[Mapping[str, object]]:
+    from i2cl.tasks import list_tasks
+
+    return [
+        {
+            "name": task.name,
+            "group": task.group,
+            "shots": task.shots,
+            "labels": ", ".join(task.labels),
+            "what": task.description or task.title,
+        }
+        for task in list_tasks()
+    ]
+
+
+def _architectures() -> list[Mapping[str, object]]:
+    from i2cl.architectures import ARCHITECTURES
+
+    return [
+        {"model_type": name, "layers": row.layers, "attention": row.attention, "mlp": row.mlp}
+        for name, row in ARCHITECTURES.items()
+    ]
+
+
+def _methods() -> list[Mapping[str, object]]:
+    from i2cl.methods import METHODS
+
+    return [
+        {
+            "name": name,
+            "what": method.summary,
+            "needs": method.needs,
+            "row of the paper": method.row,
+            "options": " ".join(f"{option}={value}" for option, value in method.options().items()),
+        }
+        for name, method in METHODS.items()
+    ]

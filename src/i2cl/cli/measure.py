@@ -1,0 +1,98 @@
+"""`i2cl demo` and `i2cl eval`."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from i2cl.cli import console, load, options
+
+if TYPE_CHECKING:
+    from i2cl.evaluation import Run
+
+DEMO_METHODS = ("zero_shot", "few_shot_uncached", "few_shot", "i2cl")
+DEFAULT_METHODS = "zero_shot,few_shot,i2cl,noise"
+
+
+def demo(limit: options.Limit = 100, seed: options.Seed = 0, json: options.Json = False) -> None:
+    """Show the bundled model gain three tasks: zero-shot, few-shot and I2CL side by side, offline."""
+    from i2cl.reference.tasks import DEMO_TASKS
+
+    tasks = load.tasks(",".join(DEMO_TASKS), "reference", load.TaskOptions())
+    if not json:
+        console.say(
+            f"{tasks[0].shots} labelled examples per class, {limit} queries per task, in word combinations "
+            "that the bundled model never saw. Takes about a minute.\n"
+        )
+    decoder = load.decoder("reference", load.ModelOptions(device="cpu"))
+    runs = load.run_all(decoder, tasks, DEMO_METHODS, {}, seeds=[seed], shots=None, limit=limit)
+    _show(runs, "", as_json=json)
+    if not json:
+        console.say(
+            "\nI2CL answers at zero-shot cost: no demonstration is read, and no cache kept, per query."
+        )
+
+
+def evaluate(
+    model: options.Model,
+    task: Annotated[
+        str,
+        typer.Argument(
+            help="Tasks with commas between, a file, or 'all': the model's bundled tasks, else the paper's."
+        ),
+    ],
+    method: Annotated[str, typer.Option(help="Methods with commas between, or 'all'.")] = DEFAULT_METHODS,
+    shots: options.Shots = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, counted from --seed.")] = 1,
+    seed: options.Seed = 0,
+    limit: options.Limit = 500,
+    recipe: options.Recipe = "paper",
+    settings: options.Settings = None,
+    data_dir: options.DataDir = None,
+    template: options.FormatString = None,
+    labels: options.Labels = None,
+    text_column: options.TextColumn = "text",
+    label_column: options.LabelColumn = "label",
+    test: options.TestFile = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    device_map: options.DeviceMap = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+    json: options.Json = False,
+) -> None:
+    """Measure methods on tasks over seeds: accuracy, macro-F1, seconds and cached values."""
+    from i2cl.methods import METHODS, make_methods
+
+    methods = list(METHODS) if method == "all" else method.split(",")
+    chosen = load.method_options(settings, recipe)
+    make_methods(methods, chosen)  # an unknown name is told before a model is loaded
+    own = load.TaskOptions(data_dir, template, labels, text_column, label_column, test)
+    tasks = load.tasks(task, model, own)
+    decoder = load.decoder(model, load.ModelOptions(device, dtype, device_map, revision, trust_remote_code))
+    runs = load.run_all(
+        decoder, tasks, methods, chosen, seeds=range(seed, seed + seeds), shots=shots, limit=limit
+    )
+    _show(runs, f"{model}, {seeds} seed(s), mean ± standard deviation", as_json=json)
+
+
+def _show(runs: "Sequence[Run]", title: str, *, as_json: bool) -> None:
+    from i2cl.evaluation import summarize
+
+    if as_json:
+        console.print_json([run.record() for run in runs])
+        return
+    rows: list[Mapping[str, object]] = [
+        {
+            "task": row.task,
+            "method": row.method,
+            "queries": row.n,
+            "accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else ""),
+            "macro F1": f"{row.macro_f1:.3f}",
+            "fit s": f"{row.fit_seconds:.2f}",
+            "ms/query": f"{row.milliseconds_per_query:.2f}",
+            "values cached": row.cached_values,
+        }
+        for row in summarize(runs)
+    ]
+    console.print_table(title, rows)

@@ -1,0 +1,171 @@
+"""Context vectors: what demonstrations write to the residual stream, averaged.
+
+Source: paper, section "Context Vectorization".
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from i2cl.batching import Ids
+from i2cl.decoder import Decoder, Site
+from i2cl.errors import I2CLError
+from i2cl.tasks import Example, Task
+
+Writers = Literal["both", "mha", "mlp", "hidden"]
+
+
+class ExtractConfig(BaseModel):
+    """How demonstrations become a context vector. Defaults are the paper's.
+
+    Attributes:
+        writers: what is captured and later injected: both residual writers, one of them, or each
+            block's output ("Target Module" ablation).
+        token: which token of a demonstration is kept.
+        aggregate: the mean, or the mean plus the first principal direction (released code's option).
+        separator: end each demonstration with the template's separator, whose token is then the last
+            (the released code behind all published numbers); False ends it with the label.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    writers: Writers = "both"
+    token: Literal["last", "first", "random"] = "last"
+    aggregate: Literal["mean", "pca"] = "mean"
+    separator: bool = True
+
+    @property
+    def site(self) -> Site:
+        """The site that `writers` lives at."""
+        return "hidden" if self.writers == "hidden" else "writers"
+
+
+@dataclass(frozen=True)
+class ContextVector:
+    """One vector per layer and residual writer; adds, scales and averages like a vector.
+
+    Attributes:
+        values: axes [layer, (mha, mlp), d]; for ``writers="hidden"`` the second axis has length 1.
+        config: how they were extracted.
+        demonstrations: how many examples they are the mean of.
+    """
+
+    values: Float[Tensor, "layers sites d"]
+    config: ExtractConfig = field(default_factory=ExtractConfig)
+    demonstrations: int = 0
+
+    def __add__(self, other: "ContextVector") -> "ContextVector":
+        """Sum.
+
+        Raises:
+            I2CLError: if shapes or writers differ.
+        """
+        mine, theirs = self.config.writers, other.config.writers
+        if mine != theirs or self.values.shape != other.values.shape:
+            raise I2CLError(
+                f"context vectors do not match: {mine} {tuple(self.values.shape)} and "
+                f"{theirs} {tuple(other.values.shape)}; extract both from one model with one setting"
+            )
+        total = self.demonstrations + other.demonstrations
+        return replace(self, values=self.values + other.values, demonstrations=total)
+
+    def __sub__(self, other: "ContextVector") -> "ContextVector":
+        """Difference."""
+        return self + -1.0 * other
+
+    def __mul__(self, factor: float) -> "ContextVector":
+        """Scaled by a number."""
+        return replace(self, values=self.values * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> "ContextVector":
+        """Divided by a number."""
+        return self * (1.0 / divisor)
+
+
+def extract(
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Sequence[Example],
+    config: ExtractConfig | None = None,
+    *,
+    seed: int = 0,
+) -> ContextVector:
+    """Run each demonstration alone and average what the residual writers put out at its last token.
+
+    The mean is taken batch by batch, so memory does not grow with the number of demonstrations (it
+    does for ``aggregate="pca"``, which keeps layers x sites x d numbers of each). Their order changes
+    nothing.
+
+    Args:
+        decoder: the model.
+        task: gives template and label words.
+        demonstrations: labelled examples.
+        config: what is kept, and how it is averaged.
+        seed: picks the token for ``token="random"``.
+
+    Raises:
+        I2CLError: without demonstrations, or if one does not fit into the context.
+    """
+    config = config or ExtractConfig()
+    if not demonstrations:
+        raise I2CLError("no demonstrations were given: a context vector needs at least one")
+    ids = sorted(_encode(decoder, task, demonstrations, config))
+    picker = random.Random(seed)
+    places = [_place(row, config, picker) for row in ids]
+    mean = torch.zeros(())
+    kept: list[Tensor] = []
+    seen = 0
+    for batch in decoder.batches(ids):
+        at = torch.tensor([places[row] for row in batch.rows], device=batch.last.device)
+        captured = decoder.capture(batch, at, site=config.site)
+        seen += len(captured)
+        mean = mean + (captured - mean).sum(0) / seen
+        if config.aggregate == "pca":
+            kept.append(captured)
+    if config.aggregate == "pca":
+        mean = mean + _first_direction(torch.cat(kept) - mean)
+    return ContextVector(mean, config, len(demonstrations))
+
+
+def _encode(
+    decoder: Decoder, task: Task, demonstrations: Sequence[Example], config: ExtractConfig
+) -> list[Ids]:
+    ids: list[Ids] = []
+    for label, word in enumerate(task.labels):
+        texts = [example.text for example in demonstrations if example.label == label]
+
+        def build(text: str, word: str = word) -> str:
+            return task.template.demonstration(text, word, separator=config.separator)
+
+        ids += decoder.encoder.fitted(build, texts, decoder.max_length)
+    return ids
+
+
+def _place(row: Ids, config: ExtractConfig, picker: random.Random) -> int:
+    if config.token == "random":
+        return picker.randrange(len(row))
+    return 0 if config.token == "first" else len(row) - 1
+
+
+def _first_direction(
+    centred: Float[Tensor, "demonstrations layers sites d"],
+) -> Float[Tensor, "layers sites d"]:
+    """First principal direction of each site's (layers x d) vectors, of length one over all layers."""
+    count, layers, sites, d = centred.shape
+    if count < 2:
+        raise I2CLError("aggregate='pca' needs at least two demonstrations")
+    flat = centred.permute(2, 0, 1, 3).reshape(sites, count, layers * d)
+    _, _, directions = torch.linalg.svd(flat, full_matrices=False)
+    first = directions[:, 0]
+    largest = first.abs().argmax(-1, keepdim=True)
+    first = first * first.gather(-1, largest).sign()  # a direction has no sign of its own: fix one
+    shaped: Tensor = first.reshape(sites, layers, d)
+    return shaped.permute(1, 0, 2)

@@ -1,0 +1,310 @@
+"""Decoder: the only owner of a model and its tokenizer."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from i2cl.architectures import Architecture, architecture_of
+from i2cl.batching import Batch, Encoder, Ids, length_sorted, make_batch
+from i2cl.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerprint
+from i2cl.hooks import edit_inputs, edit_outputs
+from i2cl.loading import load_model_and_tokenizer
+
+Site = Literal["writers", "hidden"]
+"""What is captured and edited: the two residual writers of a layer, or its block output."""
+
+
+class Edit:
+    """Changes what a decoder's layers write. Subclasses override `output` and, if need be, `enter`.
+
+    Attributes:
+        site: the two residual writers (index 0 attention, 1 MLP), or the block output (index 0).
+        sees_input: whether `enter` is to be called.
+    """
+
+    site: Site = "writers"
+    sees_input: bool = False
+
+    def enter(self, layer: int, residual: Float[Tensor, "batch tokens d"]) -> None:
+        """Look at the residual stream that enters a block."""
+
+    def output(
+        self, layer: int, index: int, output: Float[Tensor, "batch tokens d"], batch: Batch
+    ) -> Float[Tensor, "batch tokens d"] | None:
+        """Return what replaces ``output`` (never edit in place), or None to leave it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Tokens run once, whose keys and values every query then reuses.
+
+    Attributes:
+        ids: the tokens.
+        cache: their keys and values for one row (transformers Cache); never changed.
+    """
+
+    ids: Ids
+    cache: Cache
+
+    def expanded(self, rows: int) -> Cache:
+        """A copy of the cache for a batch of ``rows``."""
+        cache = copy.deepcopy(self.cache)
+        cache.batch_repeat_interleave(rows)
+        return cache
+
+    @property
+    def values(self) -> int:
+        """Numbers cached: 2 x layers x key-value width x tokens."""
+        layers: Any = self.cache.layers
+        return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
+
+
+class Decoder:
+    """A frozen decoder LLM with its tokenizer: encodes, batches, runs, captures and edits.
+
+    The model is left as found after every call, also after an error: weights, hooks, training mode
+    and ``requires_grad``.
+
+    Attributes:
+        model: the transformers causal LM.
+        tokenizer: its tokenizer; its padding side is neither used nor changed.
+        architecture: where its residual writers are.
+        token_budget: padded tokens a batch may hold.
+        max_length: context length in tokens, or None where the model has no limit.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        architecture: Architecture | None = None,
+        name: str | None = None,
+        revision: str | None = None,
+        token_budget: int = 4096,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.architecture = architecture or architecture_of(model)
+        self.name = name or str(getattr(model, "name_or_path", "") or type(model).__name__)
+        self.revision = revision
+        self.token_budget = token_budget
+        self.encoder = Encoder.of(tokenizer)
+        self.max_length = _context_length(model, tokenizer)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        architecture: Architecture | None = None,
+        token_budget: int = 4096,
+    ) -> "Decoder":
+        """Load ``"reference"``, a folder or a hub id. See `i2cl.loading.load_model_and_tokenizer`.
+
+        Raises:
+            I2CLError: if it cannot be loaded safely, or its model type is unknown.
+        """
+        model, tokenizer = load_model_and_tokenizer(
+            name,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        return cls(
+            model,
+            tokenizer,
+            architecture=architecture,
+            name=name,
+            revision=revision,
+            token_budget=token_budget,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        embeddings: Any = self.model.get_input_embeddings()
+        return torch.device(embeddings.weight.device)
+
+    @cached_property
+    def writers(self) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+        """(attention, MLP) residual writers of each layer."""
+        return self.architecture.writers(self.model)
+
+    @cached_property
+    def blocks(self) -> list[torch.nn.Module]:
+        """The decoder blocks."""
+        return self.architecture.blocks(self.model)
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @cached_property
+    def writer_scale(self) -> float:
+        """What a block multiplies a writer's output by before adding it."""
+        return self.architecture.writer_scale(self.model.config)
+
+    @cached_property
+    def base(self) -> BaseModel:
+        """Identity of the model: name, revision, sizes and fingerprints."""
+        return BaseModel(
+            name=self.name,
+            revision=self.revision,
+            model_type=self.model.config.model_type,
+            layers=self.layers,
+            d_model=self.d_model,
+            weights=weights_fingerprint(self.model),
+            tokenizer=tokenizer_fingerprint(self.tokenizer),
+        )
+
+    def sites(self, site: Site) -> list[tuple[int, int, torch.nn.Module]]:
+        """(layer, index, module) of everything that ``site`` names."""
+        if site == "hidden":
+            return [(layer, 0, block) for layer, block in enumerate(self.blocks)]
+        return [(layer, index, pair[index]) for layer, pair in enumerate(self.writers) for index in (0, 1)]
+
+    def batches(self, ids: Sequence[Ids], *, reserve: int = 0) -> Iterator[Batch]:
+        """Length-sorted batches within the token budget, after ``reserve`` tokens a row."""
+        budget = self.token_budget
+        if reserve and ids:
+            width = max(map(len, ids))
+            budget = max(1, budget * width // (width + reserve))
+        return length_sorted(ids, budget, self.device)
+
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        at: Int[Tensor, "batch positions"] | None = None,
+        edit: Edit | None = None,
+        prefix: Prefix | None = None,
+    ) -> Float[Tensor, "batch positions vocab"]:
+        """Next-token logits after the tokens at ``at`` (default: each row's last query token).
+
+        The LM head runs on those positions alone. Gradients flow if the caller has them on.
+        """
+        rows, width = batch.input_ids.shape
+        positions = batch.last[:, None] if at is None else at
+
+        def gather(hidden: Tensor) -> Tensor:
+            index = positions.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])
+            return hidden.gather(1, index)
+
+        arguments: dict[str, Any] = {"use_cache": False}
+        if prefix is not None:
+            seen = len(prefix.ids)
+            place = torch.arange(seen, seen + width, device=batch.input_ids.device)
+            arguments = {
+                "use_cache": True,
+                "past_key_values": prefix.expanded(rows),
+                "position_ids": place.expand(rows, -1),
+            }
+        with edit_inputs([(self.model.get_output_embeddings(), gather)]), self._editing(edit, batch):
+            logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
+        return logits
+
+    def capture(
+        self, batch: Batch, at: Int[Tensor, " batch"] | None = None, *, site: Site = "writers"
+    ) -> Float[Tensor, "batch layers sites d"]:
+        """What each site writes at one token of each row (default: the last), in float32 on the CPU."""
+        width = 1 if site == "hidden" else 2
+        kept = torch.empty(len(batch.rows), self.layers, width, self.d_model)
+        positions = batch.last if at is None else at
+
+        class Keep(Edit):
+            def output(self, layer: int, index: int, output: Tensor, _batch: Batch) -> None:
+                row = torch.arange(len(output), device=output.device)
+                kept[:, layer, index] = output[row, positions.to(output.device)].float().cpu()
+
+        keep = Keep()
+        keep.site = site
+        with self.frozen(), torch.no_grad(), self._editing(keep, batch):
+            self.model.base_model(input_ids=batch.input_ids, use_cache=False)
+        return kept
+
+    def prefix(self, ids: Ids) -> Prefix:
+        """Run ``ids`` once and keep their keys and values."""
+        batch = make_batch([ids], self.device)
+        with self.frozen(), torch.no_grad():
+            cache = DynamicCache(config=self.model.config)
+            self.model.base_model(input_ids=batch.input_ids, past_key_values=cache, use_cache=True)
+        return Prefix(ids, cache)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Evaluation mode without parameter gradients; both are restored on leaving."""
+        wanted = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        training = [module for module in self.model.modules() if module.training]
+        for parameter in wanted:
+            parameter.requires_grad_(False)
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for parameter in wanted:
+                parameter.requires_grad_(True)
+            for module in training:
+                module.training = True
+
+    @contextmanager
+    def _editing(self, edit: Edit | None, batch: Batch) -> Iterator[None]:
+        if edit is None:
+            yield
+            return
+        changes = [
+            (module, _bound(edit, layer, index, batch)) for layer, index, module in self.sites(edit.site)
+        ]
+        entries = enumerate(self.blocks) if edit.sees_input else ()
+        looks = [(block, _look(edit, layer)) for layer, block in entries]
+        with edit_inputs(looks), edit_outputs(changes):
+            yield
+
+
+def _bound(edit: Edit, layer: int, index: int, batch: Batch) -> Callable[[Tensor], Tensor | None]:
+    def change(output: Tensor) -> Tensor | None:
+        rows, width = batch.input_ids.shape
+        changed = edit.output(layer, index, output.view(rows, width, -1), batch)  # OPT's fc2 is 2-D
+        return None if changed is None else changed.view(output.shape)
+
+    return change
+
+
+def _look(edit: Edit, layer: int) -> Callable[[Tensor], None]:
+    def look(residual: Tensor) -> None:
+        edit.enter(layer, residual)
+
+    return look
+
+
+def _context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    config = model.config.get_text_config()
+    for field in ("max_position_embeddings", "max_seq_len"):
+        length = getattr(config, field, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    length = int(tokenizer.model_max_length)
+    return length if length < 10**9 else None

@@ -1,0 +1,172 @@
+"""Accuracy, macro-F1 and cost of methods on tasks."""
+
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+
+from i2cl.decoder import Decoder
+from i2cl.errors import I2CLError
+from i2cl.methods import Method
+from i2cl.scoring import Progress
+from i2cl.tasks import Task
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row of results.
+
+    Attributes:
+        model: as given at loading.
+        task: name.
+        method: name.
+        seed: of demonstrations and of everything the method draws.
+        shots: demonstrations per class.
+        accuracy: share of queries whose best label is the right one.
+        macro_f1: mean over classes of the F1 score.
+        n: queries.
+        fit_seconds: from demonstrations to a predictor.
+        predict_seconds: for all queries, tokenisation included.
+        cached_values: numbers kept per task for prediction.
+        trainable_parameters: numbers trained.
+        predictions: best label id of each query, in the order of ``Task.queries``.
+        versions: of the software, and the device and precision it ran in.
+    """
+
+    model: str
+    task: str
+    method: str
+    seed: int
+    shots: int
+    accuracy: float
+    macro_f1: float
+    n: int
+    fit_seconds: float
+    predict_seconds: float
+    cached_values: int
+    trainable_parameters: int
+    predictions: tuple[int, ...] = field(repr=False)
+    versions: dict[str, str] = field(repr=False)
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for JSON, without the predictions."""
+        return {name: value for name, value in asdict(self).items() if name != "predictions"}
+
+
+def evaluate(
+    decoder: Decoder,
+    task: Task,
+    method: Method,
+    *,
+    shots: int | None = None,
+    seed: int = 0,
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Fit a method on demonstrations drawn with ``seed`` and score it on the task's queries.
+
+    All seeds and methods see the same queries, so they can be compared in pairs.
+
+    Args:
+        decoder: the model.
+        task: with its splits.
+        method: see `i2cl.methods.make_methods`.
+        shots: demonstrations per class; default: the task's own.
+        seed: of demonstrations and method.
+        limit: at most so many queries, near-uniform over classes.
+        progress: called as queries finish.
+
+    Raises:
+        I2CLError: if demonstrations or queries are lacking, or the method cannot be fitted.
+    """
+    demonstrations = task.sample(shots, seed)
+    queries = task.queries(limit)
+    if not queries:
+        raise I2CLError(f"task {task.name!r} has no test rows: give it a test split")
+    started = time.perf_counter()
+    predictor = method.fit(decoder, task, demonstrations, seed)
+    fitted = time.perf_counter()
+    scores = predictor.scores([query.text for query in queries], progress)
+    done = time.perf_counter()
+    gold = np.array([query.label for query in queries])
+    best = scores.argmax(-1).numpy()
+    return Run(
+        model=decoder.name,
+        task=task.name,
+        method=method.name,
+        seed=seed,
+        shots=len(demonstrations) // len(task.labels),
+        accuracy=float((best == gold).mean()),
+        macro_f1=macro_f1(gold, best, len(task.labels)),
+        n=len(queries),
+        fit_seconds=fitted - started,
+        predict_seconds=done - fitted,
+        cached_values=predictor.cached_values,
+        trainable_parameters=predictor.trainable_parameters,
+        predictions=tuple(best.tolist()),
+        versions=software(decoder),
+    )
+
+
+def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: int) -> float:
+    """Mean F1 over all classes of the task; a class that neither occurs nor is predicted counts as 0.
+
+    The same as scikit-learn's ``f1_score(average="macro", labels=range(classes), zero_division=0)``.
+    """
+    table = np.zeros((classes, classes))
+    np.add.at(table, (gold, best), 1)
+    both = table.sum(0) + table.sum(1)
+    return float((2 * table.diagonal() / np.maximum(both, 1)).mean())
+
+
+def software(decoder: Decoder) -> dict[str, str]:
+    """Versions, device and precision that a result depends on."""
+    packages = {name: version(name) for name in ("i2cl", "torch", "transformers")}
+    where = {"device": str(decoder.device), "dtype": str(decoder.model.dtype).removeprefix("torch.")}
+    return {"python": platform.python_version(), **packages, **where, "threads": str(torch.get_num_threads())}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Runs of one task and method over seeds (standard deviation with n - 1, as 0 for one seed)."""
+
+    task: str
+    method: str
+    seeds: int
+    n: int
+    accuracy: float
+    accuracy_sd: float
+    macro_f1: float
+    fit_seconds: float
+    milliseconds_per_query: float
+    cached_values: int
+
+
+def summarize(runs: Iterable[Run]) -> list[Summary]:
+    """One summary per task and method, in order of first appearance."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.task, run.method), []).append(run)
+    return [_summary(group) for group in groups.values()]
+
+
+def _summary(runs: Sequence[Run]) -> Summary:
+    accuracies = [run.accuracy for run in runs]
+    return Summary(
+        task=runs[0].task,
+        method=runs[0].method,
+        seeds=len(runs),
+        n=runs[0].n,
+        accuracy=float(np.mean(accuracies)),
+        accuracy_sd=float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0,
+        macro_f1=float(np.mean([run.macro_f1 for run in runs])),
+        fit_seconds=float(np.mean([run.fit_seconds for run in runs])),
+        milliseconds_per_query=float(np.mean([1000 * run.predict_seconds / run.n for run in runs])),
+        cached_values=runs[0].cached_values,
+    )

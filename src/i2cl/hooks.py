@@ -1,0 +1,65 @@
+"""Out-of-place edits of module outputs and inputs, the only place that registers hooks.
+
+Every hook lives inside a ``with`` block and is removed on success and on error alike
+(`torch.nn.Module.register_forward_hook`,
+https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+Change = Callable[[Tensor], Tensor | None]
+"""Takes a tensor and returns its replacement, or None to leave it (a mere look)."""
+
+
+@contextmanager
+def edit_outputs(changes: Iterable[tuple[nn.Module, Change]]) -> Iterator[None]:
+    """Replace what each module returns by ``change(output)`` while the block runs.
+
+    Modules that return a tuple (attention) have its first element replaced. The change must
+    build a new tensor: editing in place would break autograd and the residual stream.
+    """
+    with ExitStack() as stack:
+        for module, change in changes:
+            handle = module.register_forward_hook(_output_hook(change))
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def edit_inputs(changes: Iterable[tuple[nn.Module, Change]]) -> Iterator[None]:
+    """Replace the first argument of each module by ``change(argument)`` while the block runs.
+
+    The argument may be positional or the keyword ``hidden_states``, as transformers passes it.
+    """
+    with ExitStack() as stack:
+        for module, change in changes:
+            handle = module.register_forward_pre_hook(_input_hook(change), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def _output_hook(change: Change) -> Callable[[nn.Module, Any, Any], Any]:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        changed = change(first)
+        if changed is None:
+            return None
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    return hook
+
+
+def _input_hook(change: Change) -> Callable[..., Any]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = change(args[0] if args else kwargs["hidden_states"])
+        if changed is None:
+            return None
+        if args:
+            return (changed, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": changed}
+
+    return hook

@@ -1,0 +1,107 @@
+"""Loads a causal language model and its tokenizer from the hub or a folder, safetensors only."""
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from i2cl.errors import I2CLError
+
+REFERENCE = "reference"
+"""The name of the bundled model."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load_model_and_tokenizer(
+    name: str,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model in evaluation mode and its tokenizer.
+
+    Args:
+        name: ``"reference"``, a folder, or a hub id.
+        dtype: ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or a
+            `torch.dtype`. Default: float32 on CPU, the checkpoint's own elsewhere.
+        device: such as ``"cpu"`` or ``"cuda:1"``. Default: an accelerator where there is one.
+        device_map: passed to transformers (needs the package accelerate); excludes ``device``.
+        revision: hub branch, tag or commit.
+        trust_remote_code: run code that the repository brings. Only for sources you trust.
+
+    Raises:
+        I2CLError: a path or id that holds no such model, pickle weights, damaged or incomplete weights.
+    """
+    source = str(_reference_folder()) if name == REFERENCE else name
+    if Path(source).exists():
+        _check_folder(Path(source))
+    elif source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise I2CLError(f"model folder {name!r} does not exist: give a folder, a hub id, or 'reference'")
+    target = torch.device(device) if device is not None else _default_device()
+    common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=_dtype(dtype, target),
+            device_map=device_map,
+            use_safetensors=True,
+            output_loading_info=True,
+            **common,
+        )
+    except SafetensorError as error:
+        raise I2CLError(
+            f"the weights of {name!r} are damaged ({error}): download or copy them again"
+        ) from None
+    except (OSError, ValueError, ImportError) as error:
+        raise I2CLError(f"cannot load {name!r}: {_first_line(error)}") from error
+    model, info = loaded
+    if info["missing_keys"]:
+        some = ", ".join(sorted(info["missing_keys"])[:3])
+        raise I2CLError(f"the checkpoint {name!r} lacks weights ({some}, ...): it is incomplete")
+    if device_map is None:
+        model = model.to(target)
+    return model.eval(), tokenizer
+
+
+def _reference_folder() -> Path:
+    return Path(str(resources.files("i2cl").joinpath("reference", "model")))
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise I2CLError(f"{str(folder)!r} is no model folder: it has no config.json")
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickles:
+        raise I2CLError(
+            f"{str(folder)!r} holds only pickle weights ({pickles[0]}), which can run code when loaded: "
+            "convert them with model.save_pretrained(folder) in a place you trust"
+        )
+    raise I2CLError(f"{str(folder)!r} holds no weights: expected *.safetensors beside config.json")
+
+
+def _default_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
+    if dtype is None:
+        return "float32" if device.type == "cpu" else "auto"
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise I2CLError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,8 @@
+"""Tasks: what is asked, in which words, with which rows."""
+
+from i2cl.tasks.loaders import load_task
+from i2cl.tasks.registry import PAPER_TASKS, list_tasks
+from i2cl.tasks.synthetic import synthetic_task
+from i2cl.tasks.types import Example, Task, Template
+
+__all__ = ["PAPER_TASKS", "Example", "Task", "Template", "list_tasks", "load_task", "synthetic_task"]

@@ -1,0 +1,129 @@
+"""`load_task`: one door to every task, by name or by file."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from i2cl.errors import I2CLError
+from i2cl.tasks.files import ROW_SUFFIXES, read_examples
+from i2cl.tasks.hub import load_hub
+from i2cl.tasks.registry import PAPER_TASKS, SYNTHETIC, paper_spec, reference_task, unknown_task
+from i2cl.tasks.schema import FilesSource, TaskSpec, read_spec
+from i2cl.tasks.synthetic import synthetic_task
+from i2cl.tasks.types import Example, Task, Template
+
+DATA_DIR_VARIABLE = "I2CL_DATA_DIR"
+Split = tuple[Example, ...]
+StrPath = str | os.PathLike[str]
+
+
+def load_task(
+    name_or_path: StrPath,
+    *,
+    data_dir: StrPath | None = None,
+    template: Template | str | None = None,
+    labels: Sequence[str] | None = None,
+    text_column: str = "text",
+    label_column: str = "label",
+    test_path: StrPath | None = None,
+) -> Task:
+    """A task with its rows.
+
+    `name_or_path` is the path of a task TOML, the path of a file of rows (.csv, .tsv, .jsonl, .json: needs
+    `template`; `test_path` is its test split; the columns are named by `text_column` and `label_column`), or
+    a known name (`list_tasks`). The paper's tasks are read from `data_dir` or the folder in I2CL_DATA_DIR,
+    laid out as <folder>/<task>/train.jsonl and test.jsonl, else from the Hugging Face hub. `template` and
+    `labels` replace those of a task that has its own. Raises I2CLError for anything unknown, missing or
+    malformed.
+    """
+    if isinstance(labels, str):
+        raise I2CLError(f"labels is the string {labels!r}: give a list of words")
+    shape = Template(template) if isinstance(template, str) else template
+    path = Path(name_or_path)
+    suffix = path.suffix.lower()
+    if suffix in ROW_SUFFIXES:
+        test_file = None if test_path is None else Path(test_path)
+        return _load_rows_file(path, test_file, shape, labels, (text_column, label_column))
+    if test_path is not None:
+        raise I2CLError(f"test_path: {str(name_or_path)!r} brings its own test split: leave test_path out")
+    if suffix == ".toml":
+        task = _load_spec(read_spec(path), path.parent, data_dir, "user")
+    else:
+        task = _load_named(str(name_or_path), data_dir)
+    return _override(task, shape, labels)
+
+
+def _load_named(name: str, data_dir: StrPath | None) -> Task:
+    if name in PAPER_TASKS:
+        return _load_spec(paper_spec(name), Path(), data_dir, "paper")
+    if name == SYNTHETIC:
+        return synthetic_task()
+    task = reference_task(name)
+    if task is not None:
+        return task
+    if Path(name).is_file():
+        known = ", ".join((".toml", *ROW_SUFFIXES))
+        raise I2CLError(f"{name}: cannot read files ending in {Path(name).suffix!r}: use one of {known}")
+    raise unknown_task(name)
+
+
+def _load_spec(spec: TaskSpec, folder: Path, data_dir: StrPath | None, group: str) -> Task:
+    if spec.files is not None:
+        train, test = _from_files(spec.files, folder, spec.labels)
+    else:
+        root = data_dir or os.environ.get(DATA_DIR_VARIABLE)
+        train, test = _from_folder(Path(root), spec) if root else _from_hub(spec)
+    return spec.to_task(train, test, group)
+
+
+def _from_files(files: FilesSource, folder: Path, labels: Sequence[str]) -> tuple[Split, Split]:
+    train, _ = read_examples(folder / files.train, labels, files.text, files.label)
+    if files.test is None:
+        return train, ()
+    return train, read_examples(folder / files.test, labels, files.text, files.label)[0]
+
+
+def _from_folder(root: Path, spec: TaskSpec) -> tuple[Split, Split]:
+    if not root.is_dir():
+        cure = f"correct data_dir (--data-dir) or {DATA_DIR_VARIABLE}"
+        raise I2CLError(f"data folder {root} does not exist: {cure}")
+    files = [root / spec.name / f"{split}.jsonl" for split in ("train", "test")]
+    for file in files:
+        if not file.is_file():
+            cure = "add it, or give no data folder to use the hub"
+            raise I2CLError(f"task {spec.name!r}: {file} does not exist: {cure}")
+    train, test = (read_examples(file, spec.labels)[0] for file in files)
+    return train, test
+
+
+def _from_hub(spec: TaskSpec) -> tuple[Split, Split]:
+    if spec.hub is None:
+        raise I2CLError(f"task {spec.name!r} has no [hub] table: add one, or a [files] table")
+    return load_hub(spec.hub, spec.labels)
+
+
+def _load_rows_file(
+    path: Path,
+    test_path: Path | None,
+    template: Template | None,
+    labels: Sequence[str] | None,
+    columns: tuple[str, str],
+) -> Task:
+    train, words = read_examples(path, labels, *columns)
+    if template is None:
+        example = "'Review: {text}\\nSentiment: {label}'"
+        raise I2CLError(f"{path} needs a template: pass one such as {example}")
+    test = read_examples(test_path, words, *columns)[0] if test_path is not None else ()
+    return Task(name=path.stem, labels=words, template=template, train=train, test=test, title=path.stem)
+
+
+def _override(task: Task, template: Template | None, labels: Sequence[str] | None) -> Task:
+    if labels is not None and len(labels) != len(task.labels):
+        classes = f"{len(task.labels)} classes ({', '.join(task.labels)})"
+        raise I2CLError(f"task {task.name!r} has {classes}, not {len(labels)}: give one label word per class")
+    return replace(
+        task,
+        template=task.template if template is None else template,
+        labels=task.labels if labels is None else tuple(labels),
+    )

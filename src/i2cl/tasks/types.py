@@ -1,0 +1,185 @@
+"""What a task is: examples, label words, a template and two splits."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from i2cl.errors import I2CLError
+from i2cl.tasks.sampling import even_quotas, group_by_label, sample_per_class, seeded
+from i2cl.tasks.template import Template
+
+__all__ = ["Example", "Task", "Template"]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One text with its class id, an index into the task's label words."""
+
+    text: str
+    label: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """A text classification task.
+
+    `labels[i]` is the word the model is asked to produce for class id i. `shots` is the default number of
+    demonstrations per class (paper, section "Experiments": five, one for DBPedia). `group` says where the
+    task comes from: "paper", "synthetic", "reference" or "user".
+
+    Raises I2CLError for label words or examples that do not fit together.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    template: Template
+    train: tuple[Example, ...] = ()
+    test: tuple[Example, ...] = ()
+    shots: int = 5
+    title: str = ""
+    description: str = ""
+    group: str = "user"
+
+    def __post_init__(self) -> None:
+        _check_labels(self.name, self.labels)
+        _check_shots(self.name, self.shots)
+        for split, rows in (("train", self.train), ("test", self.test)):
+            _check_rows(self.name, split, rows, self.labels)
+
+    def sample(self, shots: int | None = None, seed: int = 0) -> tuple[Example, ...]:
+        """Class-balanced demonstrations: `shots` per class (default: the task's own), in a seeded order.
+
+        Raises I2CLError when the training split is empty, holds one class only, or lacks rows of a class.
+        Source: paper, section "Experiments" (five random examples per class).
+        """
+        count = self.shots if shots is None else shots
+        _check_shots(self.name, count)
+        groups = group_by_label(self._rows("train"), len(self.labels))
+        filled = [word for word, group in zip(self.labels, groups, strict=True) if group]
+        if len(filled) == 1:
+            raise I2CLError(
+                f"task {self.name!r}: every training example is {filled[0]!r} but demonstrations need each "
+                f"of {_words(self.labels)}: add rows of the other classes"
+            )
+        for word, group in zip(self.labels, groups, strict=True):
+            if len(group) < count:
+                raise I2CLError(
+                    f"task {self.name!r}: class {word!r} has {len(group)} training examples but {count} "
+                    "shots were asked: ask for fewer shots or add rows of that class"
+                )
+        return sample_per_class(groups, [count] * len(groups), seeded(seed))
+
+    def queries(self, limit: int | None = None, seed: int = 0) -> tuple[Example, ...]:
+        """Up to `limit` test rows, as equal in number per class as the split allows (None: all of them).
+
+        Raises I2CLError when there are no test rows. Source: the released protocol evaluates on 500 rows.
+        """
+        rows = self._rows("test")
+        if limit is not None and limit < 1:
+            raise I2CLError(f"task {self.name!r}: {limit} queries were asked: ask for at least 1")
+        if limit is None or limit >= len(rows):
+            return rows
+        rng = seeded(f"queries {seed}")
+        groups = group_by_label(rows, len(self.labels))
+        return sample_per_class(groups, even_quotas([len(group) for group in groups], limit, rng), rng)
+
+    def held_out(self, n: int, demonstrations: Sequence[Example], seed: int = 0) -> tuple[Example, ...]:
+        """`n` training examples whose texts are not among the demonstrations, as balanced as the rows allow.
+
+        For methods that tune on a hold-out (paper, appendix "Implementation of Baseline Methods": 32 for task
+        vectors). Raises I2CLError when fewer than `n` such rows remain.
+        """
+        used = {example.text for example in demonstrations}
+        free = [example for example in self._rows("train") if example.text not in used]
+        if not 1 <= n <= len(free):
+            raise I2CLError(
+                f"task {self.name!r}: {len(free)} training examples remain besides the demonstrations but a "
+                f"hold-out of {n} was asked: ask for 1 to {len(free)} or add training rows"
+            )
+        rng = seeded(f"held out {seed}")
+        groups = group_by_label(free, len(self.labels))
+        return sample_per_class(groups, even_quotas([len(group) for group in groups], n, rng), rng)
+
+    def without_data(self) -> "Task":
+        """The same task with empty splits."""
+        return replace(self, train=(), test=())
+
+    def to_dict(self) -> dict[str, object]:
+        """A JSON-able description without the rows; `from_dict` reads it back."""
+        return {
+            "name": self.name,
+            "labels": list(self.labels),
+            "template": self.template.format,
+            "separator": self.template.separator,
+            "shots": self.shots,
+            "title": self.title,
+            "description": self.description,
+            "group": self.group,
+        }
+
+    @classmethod
+    def from_dict(cls, description: Mapping[str, object]) -> "Task":
+        """The task without rows that `to_dict` described; keys it does not know are ignored.
+
+        Raises I2CLError naming the key that is missing or of the wrong type.
+        """
+        labels = description.get("labels")
+        if not isinstance(labels, list | tuple) or not all(isinstance(word, str) for word in labels):
+            raise I2CLError(f"task description: 'labels' must be a list of words, not {labels!r}")
+        shots = description.get("shots", 5)
+        if not isinstance(shots, int):
+            raise I2CLError(f"task description: 'shots' must be a whole number, not {shots!r}")
+        return cls(
+            name=_string(description, "name"),
+            labels=tuple(labels),
+            template=Template(_string(description, "template"), _string(description, "separator", "\n")),
+            shots=shots,
+            title=_string(description, "title", ""),
+            description=_string(description, "description", ""),
+            group=_string(description, "group", "user"),
+        )
+
+    def _rows(self, split: str) -> tuple[Example, ...]:
+        rows = self.train if split == "train" else self.test
+        if not rows:
+            cure = "load it with load_task, or give a file for that split"
+            raise I2CLError(f"task {self.name!r} has no {split} examples: {cure}")
+        return rows
+
+
+def _string(description: Mapping[str, object], key: str, default: str | None = None) -> str:
+    value = description.get(key, default)
+    if not isinstance(value, str):
+        raise I2CLError(f"task description: {key!r} must be a string, not {value!r}")
+    return value
+
+
+def _check_labels(name: str, labels: tuple[str, ...]) -> None:
+    for word in labels:
+        if not word or word != word.strip():
+            cure = "leave no space around a label word; the space before a label belongs in the template"
+            raise I2CLError(f"task {name!r}: label word {word!r} is empty or padded: {cure}")
+    repeated = sorted(word for word, count in Counter(labels).items() if count > 1)
+    if repeated:
+        cure = "give each class its own word"
+        raise I2CLError(f"task {name!r}: label word {repeated[0]!r} is given twice: {cure}")
+    if len(labels) < 2:
+        raise I2CLError(f"task {name!r} has {len(labels)} label word(s), {_words(labels)}: give at least two")
+
+
+def _check_shots(name: str, shots: int) -> None:
+    if shots < 1:
+        raise I2CLError(f"task {name!r}: {shots} shots per class were asked: ask for at least 1")
+
+
+def _check_rows(name: str, split: str, rows: tuple[Example, ...], labels: tuple[str, ...]) -> None:
+    for number, example in enumerate(rows, start=1):
+        if not 0 <= example.label < len(labels):
+            raise I2CLError(
+                f"task {name!r}, {split} row {number}: label {example.label} is not one of "
+                f"0 to {len(labels) - 1} ({_words(labels)}): correct the row or add a label word"
+            )
+
+
+def _words(labels: Sequence[str]) -> str:
+    return ", ".join(labels) or "none"

@@ -1,0 +1,84 @@
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from i2cl.tasks import PAPER_TASKS, load_task
+from i2cl.tasks.registry import paper_spec
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+# Paper, appendix "Prompting Templates": title, words before the text, words before the label, label space.
+TABLE = {
+    "sst2": ("SST-2", "Review", "Sentiment", "negative / positive"),
+    "sst5": ("SST-5", "Sentence", "Sentiment", "terrible / negative / neutral / positive / great"),
+    "mr": ("MR", "Review", "Sentiment", "negative / positive"),
+    "subj": ("Subj", "Sentence", "Label", "objective / subjective"),
+    "dbpedia": (
+        "DBPedia",
+        "Input",
+        "Label",
+        (
+            "company / school / artist / athlete / politics / transportation / building / nature / village"
+            " / animal / plant / album / film / book"
+        ),
+    ),
+    "agnews": ("AGNews", "News", "Type", "World / Sports / Business / Technology"),
+    # The table leaves out Description, which the data has.
+    "trec": (
+        "TREC",
+        "Question",
+        "Answer Type",
+        "Abbreviation / Entity / Description / Person / Location / Number",
+    ),
+    "hate_speech18": ("HateSpeech18", "Text", "Label", "neutral / hate"),
+    "emoc": ("EmoC", "Dialogue", "Emotion", "others / happy / sad / angry"),
+}
+
+
+def test_the_nine_tasks_are_bundled():
+    assert sorted(PAPER_TASKS) == sorted(TABLE)
+    folder = Path(__file__).parents[2] / "src" / "i2cl" / "tasks" / "builtin"
+    assert sorted(file.stem for file in folder.glob("*.toml")) == sorted(TABLE)
+
+
+@pytest.mark.parametrize("name", sorted(TABLE))
+def test_agreement_with_the_table_of_the_paper(name):
+    title, before_text, before_label, label_space = TABLE[name]
+    spec = paper_spec(name)
+    task = spec.to_task(group="paper")
+    assert (task.name, task.title) == (name, title)
+    assert task.labels == tuple(label_space.split(" / "))
+    assert task.template.demonstration("A", "B") == f"{before_text}: A\n{before_label}: B\n"
+    assert task.shots == (1 if name == "dbpedia" else 5)
+    assert task.description
+    assert spec.hub is not None
+    assert spec.files is None
+
+
+@pytest.mark.parametrize("name", ["trec", "emoc", "hate_speech18"])
+def test_sets_published_as_scripts_are_read_from_their_parquet_copy(name):
+    hub = paper_spec(name).hub
+    assert hub is not None
+    assert hub.revision == "refs/convert/parquet"
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the folder with the data of the nine tasks is not here")
+@pytest.mark.parametrize("name", sorted(TABLE))
+def test_reading_the_real_data(name):
+    task = load_task(name, data_dir=DATA)
+    assert task.group == "paper"
+    classes = len(task.labels)
+    assert {e.label for e in task.train} == {e.label for e in task.test} == set(range(classes))
+    assert {e.text for e in task.train}.isdisjoint({e.text for e in task.test})
+
+    demonstrations = task.sample(seed=1)
+    assert Counter(e.label for e in demonstrations) == dict.fromkeys(range(classes), task.shots)
+    limit = min(500, len(task.test))
+    spread = Counter(e.label for e in task.queries(limit, seed=1))
+    assert spread.total() == limit
+    available = Counter(e.label for e in task.test)
+    largest = max(spread.values())
+    assert all(count >= min(available[label], largest - 1) for label, count in spread.items())
+    held_out = task.held_out(32, demonstrations, seed=1)
+    assert {e.text for e in held_out}.isdisjoint({e.text for e in demonstrations})

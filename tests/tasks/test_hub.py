@@ -1,0 +1,129 @@
+import sys
+
+import pytest
+
+from i2cl.errors import I2CLError
+from i2cl.tasks import load_task
+from i2cl.tasks.hub import load_hub
+from i2cl.tasks.schema import HubSource
+
+datasets = pytest.importorskip("datasets", reason="the extra hub is not installed")
+pa = pytest.importorskip("pyarrow", reason="the extra hub is not installed")
+pq = pytest.importorskip("pyarrow.parquet", reason="the extra hub is not installed")
+
+WORDS = ("bad", "good")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A local data set in the format of the hub: one parquet file per split."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    where = tmp_path / "set"
+    where.mkdir()
+    write(where / "train.parquet", [(f"train {n}", n % 4) for n in range(40)])
+    write(where / "test.parquet", [("test 0", 0), ("test 1", 1), ("  ", 1), (None, 0)])
+    return where
+
+
+def write(path, rows):
+    table = pa.table({"sentence": [text for text, _ in rows], "label": [label for _, label in rows]})
+    pq.write_table(table, path)
+
+
+def source(folder, **fields):
+    if "test_fraction" not in fields:
+        fields = {"test": "test", **fields}
+    return HubSource(dataset=str(folder), **{"text": "sentence", **fields})
+
+
+def test_splits_of_a_local_folder(folder):
+    train, test = load_hub(source(folder), ("a", "b", "c", "d"))
+    assert [(e.text, e.label) for e in train[:3]] == [("train 0", 0), ("train 1", 1), ("train 2", 2)]
+    assert len(train) == 40
+    assert [(e.text, e.label) for e in test] == [("test 0", 0), ("test 1", 1)], (
+        "rows without text are dropped"
+    )
+
+
+def test_kept_labels_take_the_order_of_the_words(folder):
+    train, test = load_hub(source(folder, keep_labels=[3, 1]), WORDS)
+    assert {(int(e.text.split()[1]) % 4, e.label) for e in train} == {(3, 0), (1, 1)}
+    assert [(e.text, e.label) for e in test] == [("test 1", 1)]
+
+
+def test_a_share_of_the_texts_becomes_the_test_split(folder):
+    write(folder / "train.parquet", [(f"text {n % 50}", n % 2) for n in range(100)])
+    train, test = load_hub(source(folder, test_fraction=0.2), WORDS)
+    assert (len(train), len(test)) == (80, 20)
+    assert {e.text for e in train}.isdisjoint({e.text for e in test})
+    assert (train, test) == load_hub(source(folder, test_fraction=0.2), WORDS)
+    assert test != load_hub(source(folder, test_fraction=0.2, split_seed=1), WORDS)[1]
+
+
+def test_a_cap_per_class(folder):
+    train, _ = load_hub(source(folder, max_per_class=3), ("a", "b", "c", "d"))
+    assert sorted(e.label for e in train) == sorted([0, 1, 2, 3] * 3)
+    assert train == load_hub(source(folder, max_per_class=3), ("a", "b", "c", "d"))[0]
+
+
+def test_a_task_toml_with_a_hub_table(folder, tmp_path, monkeypatch):
+    monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
+    toml = tmp_path / "mine.toml"
+    toml.write_text(
+        'name = "mine"\nlabels = ["a", "b", "c", "d"]\ntemplate = "{text} {label}"\n'
+        f'[hub]\ndataset = {str(folder)!r}\ntest = "test"\ntext = "sentence"\n'
+    )
+    task = load_task(toml)
+    assert (len(task.train), len(task.test), task.group) == (40, 2, "user")
+
+
+@pytest.mark.parametrize(
+    ("fields", "labels", "said"),
+    [
+        ({"text": "body"}, "abcd", "train: no column 'body', the columns are sentence, label"),
+        ({}, "ab", "train: label 2 is not one of a, b"),
+        ({"test": "validation"}, "abcd", "data_dir"),
+    ],
+)
+def test_a_set_that_is_not_as_described(folder, fields, labels, said):
+    with pytest.raises(I2CLError) as caught:
+        load_hub(source(folder, **fields), tuple(labels))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failed_download_names_the_data_folder(monkeypatch):
+    def offline(*args, **kwargs):
+        raise ConnectionError("no route to host\nsecond line")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
+    with pytest.raises(I2CLError) as caught:
+        load_task("sst2")
+    message = str(caught.value)
+    assert "stanfordnlp/sst2" in message
+    assert "no route to host" in message
+    assert "I2CL_DATA_DIR" in message
+    assert "\n" not in message
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
+    with pytest.raises(I2CLError, match=r"pip install 'i2cl\[hub\]', or give a folder"):
+        load_task("sst2")
+
+
+def test_what_is_asked_of_the_hub(monkeypatch):
+    asked = []
+
+    def record(path, name, *, split, revision):
+        asked.append((path, name, split, revision))
+        return datasets.Dataset.from_dict({"text": ["x", "y"], "coarse_label": [0, 5]})
+
+    monkeypatch.setattr(datasets, "load_dataset", record)
+    monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
+    task = load_task("trec")
+    assert [e.label for e in task.test] == [0, 5]
+    revision = "refs/convert/parquet"
+    assert asked == [("CogComp/trec", None, split, revision) for split in ("train", "test")]

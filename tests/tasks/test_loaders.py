@@ -1,0 +1,173 @@
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from i2cl.errors import I2CLError
+from i2cl.tasks import Example, Task, Template, list_tasks, load_task
+
+CSV = "text,label\nx,ham\ny,spam\n"
+TEMPLATE = "Mail: {text}\nKind: {label}"
+
+
+@pytest.fixture(autouse=True)
+def _no_data_folder(monkeypatch):
+    monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    """A stand-in for the reference model's tasks, so that these tests need no model."""
+    task = Task("mood-colour", ("red", "blue"), Template.plain(), (Example("x", 0),), group="reference")
+    module = ModuleType("i2cl.reference.tasks")
+    module.names = lambda: ("mood-colour",)
+    module.load = {"mood-colour": task}.__getitem__
+    module.describe = lambda: [task.without_data()]
+    package = ModuleType("i2cl.reference")
+    package.tasks = module
+    monkeypatch.setitem(sys.modules, "i2cl.reference", package)
+    monkeypatch.setitem(sys.modules, "i2cl.reference.tasks", module)
+    return task
+
+
+@pytest.fixture
+def mails(tmp_path):
+    path = tmp_path / "mails.csv"
+    path.write_text(CSV)
+    return path
+
+
+def failure(*args, **kwargs):
+    with pytest.raises(I2CLError) as caught:
+        load_task(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_file_of_rows(mails, tmp_path):
+    test = tmp_path / "test.jsonl"
+    test.write_text(json.dumps({"text": "z", "label": 1}))
+    task = load_task(mails, template=TEMPLATE, test_path=test)
+    assert (task.name, task.group, task.labels) == ("mails", "user", ("ham", "spam"))
+    assert task.template == Template(TEMPLATE)
+    assert task.train == (Example("x", 0), Example("y", 1))
+    assert task.test == (Example("z", 1),)
+    assert load_task(str(mails), template=Template(TEMPLATE), labels=["spam", "ham"]).train[0].label == 1
+
+
+def test_a_file_of_rows_with_other_columns(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_text("body\tkind\nx\tham\ny\tspam\n")
+    task = load_task(path, template=TEMPLATE, text_column="body", label_column="kind")
+    assert [e.text for e in task.train] == ["x", "y"]
+
+
+def test_errors_around_a_file_of_rows(mails, tmp_path):
+    assert "needs a template" in failure(mails)
+    assert "once is needed" in failure(mails, template="{text}")
+    assert "is the string 'ham,spam'" in failure(mails, template=TEMPLATE, labels="ham,spam")
+    assert "none.csv does not exist" in failure(tmp_path / "none.csv", template=TEMPLATE)
+    assert "none.jsonl does not exist" in failure(mails, template=TEMPLATE, test_path=tmp_path / "none.jsonl")
+
+
+def test_a_task_toml_reads_files_beside_it(mails, tmp_path):
+    toml = tmp_path / "mine.toml"
+    toml.write_text(
+        f'name = "kind"\nlabels = ["spam", "ham"]\ntemplate = {json.dumps(TEMPLATE)}\nshots = 1\n'
+        '[files]\ntrain = "mails.csv"\ntest = "mails.csv"\n'
+    )
+    task = load_task(toml)
+    assert (task.name, task.group, task.shots) == ("kind", "user", 1)
+    assert task.train == task.test == (Example("x", 1), Example("y", 0))
+    toml.write_text(toml.read_text().replace('test = "mails.csv"', ""))
+    assert load_task(toml).test == ()
+    assert "leave test_path out" in failure(toml, test_path=mails)
+    mails.unlink()
+    assert "mails.csv does not exist" in failure(toml)
+
+
+def write_sst2(folder, train='{"text": "fine", "label": 1}\n', test='{"text": "poor", "label": 0}\n'):
+    (folder / "sst2").mkdir(exist_ok=True)
+    (folder / "sst2" / "train.jsonl").write_text(train)
+    (folder / "sst2" / "test.jsonl").write_text(test)
+
+
+def test_a_paper_task_from_a_data_folder(tmp_path, monkeypatch):
+    write_sst2(tmp_path)
+    task = load_task("sst2", data_dir=tmp_path)
+    assert (task.train, task.test) == ((Example("fine", 1),), (Example("poor", 0),))
+    assert (task.title, task.group) == ("SST-2", "paper")
+    monkeypatch.setenv("I2CL_DATA_DIR", str(tmp_path))
+    assert load_task("sst2") == task
+
+
+def test_data_folders_that_do_not_fit(tmp_path):
+    assert "data folder" in failure("sst2", data_dir=tmp_path / "none")
+    assert "train.jsonl does not exist" in failure("sst2", data_dir=tmp_path)
+    write_sst2(tmp_path)
+    (tmp_path / "sst2" / "test.jsonl").unlink()
+    assert "test.jsonl does not exist" in failure("sst2", data_dir=tmp_path)
+    write_sst2(tmp_path, train='{"text": "fine", "label": 2}')
+    assert "train.jsonl line 1: label 2 is not one of negative, positive" in failure(
+        "sst2", data_dir=tmp_path
+    )
+    write_sst2(tmp_path, train='{"text": " ", "label": 1}')
+    assert "the text is empty" in failure("sst2", data_dir=tmp_path)
+
+
+def test_template_and_labels_replace_those_of_a_task(tmp_path):
+    write_sst2(tmp_path)
+    task = load_task("sst2", data_dir=tmp_path, template=Template.plain(), labels=["no", "yes"])
+    assert (task.template, task.labels) == (Template.plain(), ("no", "yes"))
+    assert task.train == (Example("fine", 1),)
+    assert "has 2 classes (negative, positive), not 3" in failure(
+        "sst2", data_dir=tmp_path, labels=["a", "b", "c"]
+    )
+
+
+def test_reference_tasks(reference):
+    assert load_task("mood-colour") == reference
+    assert load_task("mood-colour", labels=["r", "b"]).labels == ("r", "b")
+
+
+def test_list_tasks_names_everything_without_rows(reference):
+    tasks = list_tasks()
+    assert [task.group for task in tasks] == ["paper"] * 9 + ["synthetic", "reference"]
+    assert len({task.name for task in tasks}) == 11
+    assert all(task.train == task.test == () for task in tasks)
+    assert all(task.title and task.description for task in tasks[:10])
+
+
+@pytest.mark.parametrize(
+    ("name", "close"), [("sst", "sst2"), ("AGNews", "agnews"), ("mood-color", "mood-colour")]
+)
+def test_unknown_names_get_close_matches(reference, name, close):
+    message = failure(name)
+    assert f"unknown task {name!r}: did you mean" in message
+    assert close in message
+    assert "i2cl ls tasks" in message
+
+
+def test_unknown_names_without_a_close_match(reference):
+    assert failure("qqqqqqqq") == "unknown task 'qqqqqqqq': 'i2cl ls tasks' lists them all"
+
+
+def test_a_file_with_an_unknown_extension(reference, tmp_path):
+    path = tmp_path / "rows.txt"
+    path.write_text(CSV)
+    assert "cannot read files ending in '.txt': use one of .toml, .csv" in failure(path)
+
+
+def test_test_path_is_refused_for_named_tasks(mails):
+    assert "leave test_path out" in failure("synthetic", test_path=mails)
+
+
+def test_import_is_light():
+    code = (
+        "import sys, i2cl.tasks; heavy = {'datasets', 'pandas', 'pyarrow', 'torch', 'transformers', 'numpy'};"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

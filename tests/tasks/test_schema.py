@@ -1,0 +1,60 @@
+import pytest
+
+from i2cl.errors import I2CLError
+from i2cl.tasks.schema import parse_spec, read_spec
+
+HEAD = 'name = "mood"\nlabels = ["bad", "good"]\ntemplate = "{text}: {label}"\n'
+FILES = '[files]\ntrain = "a.csv"\n'
+HUB = '[hub]\ndataset = "some/where"\ntest = "test"\n'
+
+
+def test_a_task_of_a_user():
+    spec = parse_spec((HEAD + 'separator = " | "\nshots = 3\n' + FILES).encode(), "mine.toml")
+    task = spec.to_task()
+    assert (task.name, task.title, task.group, task.shots) == ("mood", "mood", "user", 3)
+    assert task.labels == ("bad", "good")
+    assert task.template.demonstration("x", "good") == "x: good | "
+    assert spec.files is not None
+    assert (spec.files.text, spec.files.label, spec.files.test) == ("text", "label", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (HEAD + "shot = 3\n" + FILES, "unknown field 'shot': did you mean shots?"),
+        (HEAD + "colour = 3\n" + FILES, "unknown field 'colour': remove it or use one of name, title"),
+        (HEAD + FILES + 'tset = "b.csv"\n', "unknown field 'files.tset': did you mean text or test?"),
+        (HEAD.replace('name = "mood"\n', "") + FILES, "field 'name' is missing: add it"),
+        (HEAD + "[files]\n", "field 'files.train' is missing: add it"),
+        (HEAD + 'shots = "5"\n' + FILES, "field 'shots' is '5': input should be a valid integer"),
+        (HEAD + "shots = 0\n" + FILES, "0 shots per class"),
+        (HEAD.replace('"good"', "1") + FILES, "field 'labels.1' is 1: input should be a valid string"),
+        (HEAD.replace('"good"', '"bad"') + FILES, "'bad' is given twice"),
+        (HEAD.replace(": {label}", "") + FILES, "has {label} 0 times"),
+        (HEAD, "give exactly one of the tables [hub] and [files]"),
+        (HEAD + FILES + HUB, "give exactly one of the tables [hub] and [files]"),
+        (HEAD + '[hub]\ndataset = "some/where"\n', "table [hub]: give either test"),
+        ("hub = 3\n" + HEAD, "'hub' is 3: write it as a table [hub]"),
+        (HEAD + HUB + "test_fraction = 0.2\n", "give either test"),
+        (HEAD + '[hub]\ndataset = "x"\ntest_fraction = 1.5\n', "field 'hub.test_fraction' is 1.5"),
+        (HEAD + HUB + "keep_labels = [0, 1, 2]\n", "keep_labels must hold 2 different ids"),
+        (HEAD + HUB + "keep_labels = [1, 1]\n", "keep_labels must hold 2 different ids"),
+        ("name = \n", "is not valid TOML"),
+    ],
+)
+def test_errors_name_file_and_field_in_one_line(content, said):
+    with pytest.raises(I2CLError) as caught:
+        parse_spec(content.encode(), "mine.toml")
+    message = str(caught.value)
+    assert message.startswith("mine.toml")
+    assert said in message
+    assert "\n" not in message
+
+
+def test_a_toml_that_cannot_be_read(tmp_path):
+    with pytest.raises(I2CLError, match="does not exist"):
+        read_spec(tmp_path / "none.toml")
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes('name = "café"'.encode("latin-1"))
+    with pytest.raises(I2CLError, match="is not UTF-8"):
+        read_spec(latin)

@@ -1,0 +1,64 @@
+import pytest
+
+from i2cl.errors import I2CLError
+from i2cl.tasks import Template
+
+REVIEW = Template("Review: {text}\nSentiment: {label}")
+
+
+def test_parts_join_to_the_format():
+    assert (REVIEW.head, REVIEW.middle, REVIEW.lead) == ("Review: ", "\nSentiment:", " ")
+    assert REVIEW.query("fine") == "Review: fine\nSentiment:"
+    assert REVIEW.continuation("positive") == " positive"
+    assert REVIEW.demonstration("fine", "positive") == "Review: fine\nSentiment: positive\n"
+    assert REVIEW.demonstration("fine", "positive", separator=False) == "Review: fine\nSentiment: positive"
+
+
+def test_prompt_ends_every_demonstration_with_the_separator():
+    template = Template("Q: {text} A:{label}", separator=" || ")
+    assert template.lead == ""
+    assert template.prompt([("a", "x"), ("b", "y")], "c") == "Q: a A:x || Q: b A:y || Q: c A:"
+    assert template.prompt([], "c") == template.query("c")
+
+
+@pytest.mark.parametrize("text", ["{label}", "{text}", "a {0} {} {{x}} }{", "%s \\1 $text"])
+def test_user_text_is_never_formatted(text):
+    assert REVIEW.demonstration(text, "{text}") == "Review: " + text + "\nSentiment: {text}\n"
+
+
+def test_plain_has_no_words():
+    assert Template.plain().demonstration("fine", "positive") == "fine positive\n"
+    assert Template.plain().query("fine") == "fine"
+
+
+def test_lone_braces_are_literal():
+    assert Template("{ {text} } => {label}").query("x") == "{ x } =>"
+
+
+@pytest.mark.parametrize(
+    ("text_format", "said"),
+    [
+        ("Review: {label}", "{text} 0 times"),
+        ("{text}", "{label} 0 times"),
+        ("{text} {text} {label}", "{text} 2 times"),
+        ("{text} {label} {label}", "{label} 2 times"),
+        ("{label} {text}", "{label} before {text}"),
+        ("{text} {label}.", "does not end with {label}"),
+        ("{text} {label} ", "does not end with {label}"),
+        ("{text} {topic}: {label}", "unknown fields {topic}"),
+        ("{text} {}: {label}", "unknown fields {}"),
+        ("{{text}}: {label}", "doubles its braces"),
+    ],
+)
+def test_bad_formats_name_the_cure(text_format, said):
+    with pytest.raises(I2CLError) as caught:
+        Template(text_format)
+    message = str(caught.value)
+    assert said in message
+    assert "write it like" in message
+    assert "\n" not in message
+
+
+def test_templates_compare_by_format_and_separator():
+    assert Template("{text} {label}") == Template.plain()
+    assert Template("{text} {label}", "\n\n") != Template.plain()

@@ -1,0 +1,171 @@
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from i2cl.errors import I2CLError
+from i2cl.tasks import Example, Task, Template
+
+WORDS = ("red", "green", "blue")
+
+
+def rows(*per_class, prefix="text"):
+    return tuple(
+        Example(f"{prefix} {label}-{n}", label) for label, count in enumerate(per_class) for n in range(count)
+    )
+
+
+def task(train=(20, 20, 20), test=(30, 30, 30), labels=WORDS, **fields):
+    return Task("colours", labels, Template.plain(), rows(*train), rows(*test, prefix="test"), **fields)
+
+
+def counts(examples):
+    return Counter(example.label for example in examples)
+
+
+def test_sample_is_balanced_and_follows_the_seed():
+    some = task()
+    drawn = some.sample(4, seed=3)
+    assert counts(drawn) == {0: 4, 1: 4, 2: 4}
+    assert len(set(drawn)) == 12
+    assert set(drawn) <= set(some.train)
+    assert drawn == some.sample(4, seed=3)
+    assert drawn != some.sample(4, seed=4)
+    assert [example.label for example in drawn] != sorted(example.label for example in drawn)
+
+
+def test_sample_defaults_to_the_shots_of_the_task():
+    assert counts(task(shots=2).sample(seed=0)) == {0: 2, 1: 2, 2: 2}
+
+
+def test_sampling_neither_reads_nor_moves_global_random_state():
+    some = task()
+    random.seed(1)
+    before = random.getstate()
+    first = (some.sample(2, 0), some.queries(9, 0), some.held_out(6, (), 0))
+    assert random.getstate() == before
+    random.seed(2)
+    assert (some.sample(2, 0), some.queries(9, 0), some.held_out(6, (), 0)) == first
+
+
+def test_sample_of_a_known_seed_never_changes():
+    """Published results name seeds, so the drawing is part of the interface."""
+    assert [example.text for example in task().sample(1, seed=0)] == ["text 0-12", "text 2-1", "text 1-13"]
+
+
+@pytest.mark.parametrize(
+    ("train", "shots", "said"),
+    [
+        ((20, 3, 20), 5, "class 'green' has 3 training examples but 5 shots were asked"),
+        ((20, 0, 20), 1, "class 'green' has 0 training examples but 1 shots were asked"),
+        ((0, 0, 0), 1, "has no train examples"),
+        ((0, 9, 0), 1, "every training example is 'green'"),
+        ((9, 9, 9), 0, "0 shots per class were asked"),
+    ],
+)
+def test_sample_that_cannot_be_drawn(train, shots, said):
+    with pytest.raises(I2CLError) as caught:
+        task(train).sample(shots, 0)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_queries_are_near_uniform_per_class():
+    some = task(test=(100, 100, 100))
+    drawn = some.queries(50, seed=0)
+    assert len(set(drawn)) == 50
+    assert sorted(counts(drawn).values()) == [16, 17, 17]
+    assert drawn == some.queries(50, seed=0)
+    assert drawn != some.queries(50, seed=1)
+
+
+def test_queries_fill_up_from_other_classes_when_one_is_small():
+    assert counts(task(test=(2, 100, 100)).queries(40)) == {0: 2, 1: 19, 2: 19}
+
+
+def test_all_queries_keep_the_order_of_the_file():
+    some = task()
+    assert some.queries() == some.queries(90) == some.queries(10**6) == some.test
+
+
+def test_queries_that_cannot_be_drawn():
+    with pytest.raises(I2CLError, match="no test examples"):
+        task(test=()).queries()
+    with pytest.raises(I2CLError, match="0 queries"):
+        task().queries(0)
+
+
+def test_held_out_shares_no_text_with_the_demonstrations():
+    twice = (*rows(8, 8, 8), *rows(8, 8, 8))
+    some = Task("twice", WORDS, Template.plain(), twice)
+    demonstrations = some.sample(5, seed=0)
+    held_out = some.held_out(9, demonstrations, seed=0)
+    assert {example.text for example in held_out}.isdisjoint({example.text for example in demonstrations})
+    assert counts(held_out) == {0: 3, 1: 3, 2: 3}
+    assert held_out == some.held_out(9, demonstrations, seed=0)
+    assert held_out != some.held_out(9, demonstrations, seed=1)
+
+
+def test_held_out_takes_what_the_classes_allow():
+    some = task(train=(6, 20, 20))
+    assert counts(some.held_out(20, some.sample(5, 0), 0))[0] == 1
+
+
+@pytest.mark.parametrize("n", [0, 46])
+def test_held_out_larger_than_what_remains(n):
+    some = task()
+    with pytest.raises(I2CLError, match="45 training examples remain"):
+        some.held_out(n, some.sample(5, 0), 0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (("only",), "give at least two"),
+        ((), "give at least two"),
+        (("yes", "yes"), "'yes' is given twice"),
+        (("yes", ""), "'' is empty or padded"),
+        (("yes", " no"), "' no' is empty or padded"),
+    ],
+)
+def test_bad_label_words(labels, said):
+    with pytest.raises(I2CLError) as caught:
+        Task("bad", labels, Template.plain())
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_label_out_of_range_names_the_row(label):
+    with pytest.raises(
+        I2CLError, match=rf"test row 2: label {label} is not one of 0 to 2 \(red, green, blue\)"
+    ):
+        Task("bad", WORDS, Template.plain(), test=(Example("a", 0), Example("b", label)))
+
+
+def test_shots_below_one():
+    with pytest.raises(I2CLError, match="0 shots"):
+        task(shots=0)
+
+
+def test_description_survives_json():
+    some = task(title="Colours", description="What colour?", group="paper", shots=2)
+    back = Task.from_dict(json.loads(json.dumps(some.to_dict())))
+    assert back == some.without_data()
+    assert back.train == back.test == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("name", None, "'name' must be a string"),
+        ("labels", "red", "'labels' must be a list"),
+        ("labels", [1, 2], "'labels' must be a list"),
+        ("template", 3, "'template' must be a string"),
+        ("shots", "5", "'shots' must be a whole number"),
+    ],
+)
+def test_bad_descriptions(key, value, said):
+    with pytest.raises(I2CLError) as caught:
+        Task.from_dict({**task().to_dict(), key: value})
+    assert said in str(caught.value)
