@@ -1,0 +1,41 @@
+"""Shapes in signatures are checked while tests run; models are tiny, random and built in memory."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from jaxtyping import install_import_hook
+
+SHAPED = ("batching", "calibration", "context", "decoder", "edits", "evaluation", "injection", "methods", "scoring")
+install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
+
+from tiny import tiny_model, tiny_tokenizer  # noqa: E402
+
+from i2cl.decoder import Decoder  # noqa: E402
+from i2cl.tasks import Example, Task, Template  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    """A tiny random Llama."""
+    return Decoder(tiny_model("llama"), tiny_tokenizer(), name="tiny-llama")
+
+
+@pytest.fixture
+def task() -> Task:
+    """Two classes, texts of different lengths."""
+    words = ("good", "bad")
+    rows = tuple(
+        Example(f"this film number {number} is {words[number % 2]}" + " indeed" * (number % 5), number % 2)
+        for number in range(40)
+    )
+    template = Template("Review: {text}\nSentiment: {label}")
+    return Task("films", ("positive", "negative"), template, train=rows[:24], test=rows[24:])
