@@ -6,7 +6,18 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-SHAPED = ("batching", "calibration", "context", "decoder", "edits", "evaluation", "injection", "methods", "scoring")
+SHAPED = (
+    "architectures",
+    "batching",
+    "calibration",
+    "context",
+    "decoder",
+    "edits",
+    "evaluation",
+    "injection",
+    "methods",
+    "scoring",
+)
 install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
 
 from tiny import tiny_model, tiny_tokenizer  # noqa: E402

@@ -102,6 +102,14 @@ def test_a_scale_left_out_fails():
     assert not residual_identity(granite, replace(ARCHITECTURES["granite"], scale=None), IDS).passed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_scale_that_is_a_tenth_off_fails(dtype):
+    granite = tiny_model("granite", dtype=dtype)
+    assert residual_identity(granite, ARCHITECTURES["granite"], IDS).passed
+    granite.config.residual_multiplier *= 1.1  # its blocks keep the value they were built with
+    assert not residual_identity(granite, ARCHITECTURES["granite"], IDS).passed
+
+
 def test_one_wrong_layer_fails(gemma2):
     class Patchy(Architecture):
         def writers(self, model):
@@ -137,6 +145,12 @@ def test_writers_that_are_never_run_are_named():
     bloom = tiny_model("bloom", pretraining_tp=2, slow_but_exact=True)
     with pytest.raises(I2CLError, match=r"'attention' of layer 0 was never run.*BloomBlock"):
         residual_identity(bloom, architecture_of(bloom), IDS)
+
+
+def test_writers_of_another_width_are_named(gemma2):
+    wrong = replace(ARCHITECTURES["gemma2"], mlp="mlp.up_proj")
+    with pytest.raises(I2CLError, match=r"'mlp' of layer 0 has shape \(3, 26, 48\).*Gemma2DecoderLayer"):
+        residual_identity(gemma2, wrong, IDS)
 
 
 def test_the_check_leaves_the_model_as_it_was(gemma2):

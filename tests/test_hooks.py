@@ -121,7 +121,13 @@ def test_hooks_are_removed_after_an_error(edit, place):
 @pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
 def test_hooks_are_removed_when_a_later_one_cannot_be_set(edit):
     module = nn.Identity()
-    with pytest.raises(AttributeError), edit([(module, lambda value: value), (None, lambda value: value)]):
+
+    def changes():
+        yield module, lambda value: value
+        assert hooks(module) == 1
+        raise LookupError("no such module")
+
+    with pytest.raises(LookupError), edit(changes()):
         pass
     assert hooks(module) == 0
 
