@@ -1,12 +1,12 @@
 """Every compared method by name. A new one is a file, a line here and a parametrised test."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Method, Predictor
+from i2cl.methods.base import Method, Predictor, Wrapper
 from i2cl.methods.few_shot import FewShot, FewShotUncached
 from i2cl.methods.i2cl import I2CL
 from i2cl.methods.noise import Noise
@@ -23,25 +23,48 @@ _ALL: tuple[type[Method], ...] = (
 METHODS: Mapping[str, type[Method]] = MappingProxyType({method.name: method for method in _ALL})
 
 
-def make_methods(names: list[str], options: Mapping[str, Any] | None = None) -> list[Method]:
-    """Methods by name; each takes those of the options that it knows.
+def make_methods(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Method]:
+    """Methods by name, or ``below+wrapper``; each takes those of the options that it knows.
 
     Raises:
         I2CLError: on an unknown method, or an option that none of them knows.
     """
-    for name in names:
-        if name not in METHODS:
-            close = difflib.get_close_matches(name, METHODS)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise I2CLError(f"unknown method {name!r}: {hint}known are {', '.join(METHODS)}")
-    chosen = [METHODS[name] for name in names]
-    known = sorted({option for method in chosen for option in method.options()})
-    for option in options or {}:
+    options = options or {}
+    chosen = [part for name in names for part in _parts(name)]
+    known = sorted({option for part in chosen for option in _known(part).options()})
+    for option in options:
         if option not in known:
             raise I2CLError(
                 f"no chosen method has the option {option!r}: known are {', '.join(known) or 'none'}"
             )
-    return [method.configured(options or {}) for method in chosen]
+    return [_built(_parts(name), options) for name in names]
+
+
+def _parts(name: str) -> list[str]:
+    """The methods a name stacks up, lowest first."""
+    parts = name.split("+")
+    lowest = _known(parts[0])
+    return [lowest.default, *parts] if issubclass(lowest, Wrapper) else parts
+
+
+def _built(parts: Sequence[str], options: Mapping[str, Any]) -> Method:
+    method = _known(parts[0]).configured(options)
+    for part in parts[1:]:
+        above = _known(part)
+        if not issubclass(above, Wrapper):
+            raise I2CLError(
+                f"{part!r} cannot stand on {method.name!r}: only a calibration such as batch_calibration can"
+            )
+        method = above(method)
+    return method
+
+
+def _known(name: str) -> type[Method]:
+    if name not in METHODS:
+        close = difflib.get_close_matches(name, METHODS)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise I2CLError(f"unknown method {name!r}: {hint}known are {', '.join(METHODS)}")
+    return METHODS[name]
 
 
 __all__ = ["METHODS", "Method", "Predictor", "make_methods"]

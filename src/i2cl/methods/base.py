@@ -1,29 +1,29 @@
 """What every compared method offers, and what several of them share."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import pydantic
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.decoder import Decoder
+from i2cl.batching import Ids
+from i2cl.decoder import Decoder, Edit, Prefix
 from i2cl.errors import I2CLError
-from i2cl.injection import Injection
-from i2cl.scoring import Progress
+from i2cl.scoring import LabelTokens, Progress, encode_queries, label_tokens, score
 from i2cl.tasks import Example, Task
 
 M = TypeVar("M", bound=pydantic.BaseModel)
+Shown = tuple[tuple[str, str], ...]
+"""Demonstrations as (text, label word), in the order they stand in a prompt."""
 
 
 class Predictor(Protocol):
-    """A method fitted to a task.
-
-    Attributes:
-        trainable_parameters: numbers that were trained.
-        cached_values: numbers kept per task for prediction (paper, column "# cached param.").
-    """
+    """A method fitted to a task."""
 
     @property
     def trainable_parameters(self) -> int:
@@ -32,7 +32,12 @@ class Predictor(Protocol):
 
     @property
     def cached_values(self) -> int:
-        """How many numbers are kept per task."""
+        """How many numbers are kept per task (paper, column "# cached param.")."""
+        ...
+
+    @property
+    def held_out(self) -> int:
+        """How many labelled examples beyond the demonstrations were used."""
         ...
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
@@ -40,73 +45,151 @@ class Predictor(Protocol):
         ...
 
 
-class Method(Protocol):
+class Method(ABC):
     """A way to classify with a frozen decoder and a few demonstrations.
 
     Attributes:
         name: as used on the command line.
         summary: one line on what it does.
         row: the paper's row it stands for, or "-".
-        needs: what it takes beyond the demonstrations.
+        needs: what it takes, beyond the demonstrations too.
+        formula: the paper's count of cached values, with D width, L layers, M demonstration tokens,
+            1/K share of tokens kept.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    row: ClassVar[str]
-    needs: ClassVar[str]
+    row: ClassVar[str] = "-"
+    needs: ClassVar[str] = "demonstrations"
+    formula: ClassVar[str] = "0"
+    settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = ()
 
     @classmethod
     def options(cls) -> Mapping[str, str]:
         """Names of the options it takes, each with its default."""
-        ...
+        return {
+            name: str(field.default) for model in cls.settings for name, field in model.model_fields.items()
+        }
 
     @classmethod
     def configured(cls, options: Mapping[str, Any]) -> Self:
-        """Build it from options, given as strings or values.
+        """Build it from those of the options that it knows, given as strings or values.
 
         Raises:
-            I2CLError: on an unknown option or a value it cannot take.
+            I2CLError: on a value that an option cannot take.
         """
-        ...
+        return cls(*(_read(model, options) for model in cls.settings))
 
+    @abstractmethod
     def fit(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
         """Prepare for a task.
 
         Raises:
             I2CLError: if it cannot be done on this model with these demonstrations.
         """
-        ...
+
+
+class Wrapper(Method):
+    """A method on top of another one, written ``below+name``.
+
+    Attributes:
+        default: the method below where none is named.
+    """
+
+    default: ClassVar[str] = "few_shot"
+    formula: ClassVar[str] = "that of the method below"
+
+    def __init__(self, below: Method | None = None) -> None:
+        self._below = below
+
+    @property
+    def below(self) -> Method:
+        """The method below.
+
+        Raises:
+            I2CLError: if there is none.
+        """
+        if self._below is None:
+            raise I2CLError(f"{self.name} stands on another method: name one, such as few_shot+{self.name}")
+        return self._below
 
 
 @dataclass(frozen=True)
-class InjectedPredictor:
-    """Scores by an injection. Cached: one vector per layer and site (paper: 2DL)."""
+class PromptPredictor:
+    """Scores label words behind a prompt: the query, after demonstrations or not, under an edit or not.
+
+    Attributes:
+        decoder: the model.
+        task: gives template and label words.
+        shown: demonstrations in front of the query.
+        prefix: their keys and values, if they were run once beforehand.
+        edit: applied to every layer, to prompt and query alike.
+        cached_values: see `Predictor`.
+        trainable_parameters: see `Predictor`.
+        held_out: see `Predictor`.
+    """
 
     decoder: Decoder
-    injection: Injection
-    trainable_parameters: int
-
-    @property
-    def cached_values(self) -> int:
-        """Numbers of the context vector."""
-        return self.injection.context.values.numel()
+    task: Task
+    shown: Shown = ()
+    prefix: Prefix | None = None
+    edit: Edit | None = None
+    cached_values: int = 0
+    trainable_parameters: int = 0
+    held_out: int = 0
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities under the injection."""
-        return self.injection.scores(self.decoder, texts, progress=progress)
+        """Log-probability of each label word."""
+        labels = label_tokens(self.decoder, self.task.template, self.task.labels)
+        prompts = encode_prompts(self.decoder, self.task, self.shown, texts, labels)
+        if self.prefix is None:
+            return score(self.decoder, prompts, labels, edit=self.edit, progress=progress)
+        return self._behind(self.prefix, prompts, labels, progress)
+
+    def _behind(
+        self, prefix: Prefix, prompts: list[Ids], labels: LabelTokens, progress: Progress | None
+    ) -> Float[Tensor, "texts labels"]:
+        """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""
+        start = len(prefix.ids)
+        fits = [row for row, ids in enumerate(prompts) if ids[:start] == prefix.ids and len(ids) > start]
+        whole = sorted(set(range(len(prompts))) - set(fits))
+        scores = torch.empty(len(prompts), len(labels.ids))
+        queries = [prompts[row][start:] for row in fits]
+        scores[fits] = score(self.decoder, queries, labels, edit=self.edit, prefix=prefix, progress=progress)
+        rest = [prompts[row] for row in whole]
+        scores[whole] = score(self.decoder, rest, labels, edit=self.edit, progress=progress)
+        return scores
 
 
-def option_defaults(*models: type[pydantic.BaseModel]) -> dict[str, str]:
-    """Option names of several settings with their defaults, as text."""
-    return {name: str(field.default) for model in models for name, field in model.model_fields.items()}
+def shown(task: Task, demonstrations: Sequence[Example]) -> Shown:
+    """Demonstrations with their label words."""
+    return tuple((example.text, task.labels[example.label]) for example in demonstrations)
 
 
-def read_options(model: type[M], options: Mapping[str, Any]) -> M:
-    """Build settings from those of the options that they have.
+def encode_prompts(
+    decoder: Decoder, task: Task, demonstrations: Shown, texts: Sequence[str], labels: LabelTokens
+) -> list[Ids]:
+    """Token ids of demonstrations and query, for each text.
 
     Raises:
-        I2CLError: naming the option, the value and what is allowed.
+        I2CLError: if the demonstrations do not fit, naming tokens needed and available.
     """
+    return encode_queries(decoder, lambda text: task.template.prompt(demonstrations, text), texts, labels)
+
+
+def shared_ids(decoder: Decoder, task: Task, demonstrations: Shown) -> Ids:
+    """The tokens that prompts have in common, whatever the query.
+
+    Raises:
+        I2CLError: if the demonstrations do not fit, naming tokens needed and available.
+    """
+    labels = label_tokens(decoder, task.template, task.labels)
+    probes = encode_prompts(decoder, task, demonstrations, ["a", "7"], labels)
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*probes, strict=False))
+    return tuple(token for token, _ in pairs)
+
+
+def _read(model: type[M], options: Mapping[str, Any]) -> M:
     try:
         return model.model_validate({name: options[name] for name in model.model_fields if name in options})
     except pydantic.ValidationError as error:
