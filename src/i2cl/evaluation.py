@@ -4,13 +4,14 @@ import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from jaxtyping import Int
 
+from i2cl import __version__
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.methods import Method
@@ -127,7 +128,7 @@ def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: 
 
 def software(decoder: Decoder) -> dict[str, str]:
     """Versions, device and precision that a result depends on."""
-    packages = {name: version(name) for name in ("i2cl", "torch", "transformers")}
+    packages = {"i2cl": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     where = {"device": str(decoder.device), "dtype": str(decoder.model.dtype).removeprefix("torch.")}
     return {"python": platform.python_version(), **packages, **where, "threads": str(torch.get_num_threads())}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -33,7 +34,7 @@ def print_error(message: str) -> None:
 
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     """A table whose columns are the keys of the first row; numbers stand to the right."""
-    table = Table(title=title or None, title_justify="left", header_style="bold")
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name, value in rows[0].items():
         number = isinstance(value, int | float) or str(value)[:1].isdigit()
         table.add_column(name, justify="right" if number else "left", overflow="fold")

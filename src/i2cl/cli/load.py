@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from i2cl.architectures import Architecture
     from i2cl.decoder import Decoder
     from i2cl.evaluation import Run
+    from i2cl.methods import Method
     from i2cl.tasks import Task
 
 
@@ -110,26 +112,26 @@ def method_options(settings: Sequence[str] | None, recipe: str) -> dict[str, Any
 
 
 def run_all(
-    model: "Decoder",
+    model: str,
+    found: ModelOptions,
     chosen: "Sequence[Task]",
-    methods: Sequence[str],
-    options: dict[str, Any],
+    methods: "Sequence[Method]",
     *,
     seeds: Sequence[int],
     shots: int | None,
     limit: int | None,
+    workers: int | None,
 ) -> "list[Run]":
-    """Evaluate every task, method and seed behind one progress bar."""
-    from i2cl.evaluation import evaluate
-    from i2cl.methods import make_methods
+    """Evaluate every task, method and seed behind one progress bar, in that order."""
+    from i2cl.parallel import Cell, run_cells, suggested_workers
 
-    ready = make_methods(list(methods), options)
-    runs = []
-    with console.progress(len(chosen) * len(ready) * len(seeds), "evaluating") as bar:
-        for one in chosen:
-            for method in ready:
-                for seed in seeds:
-                    bar.describe(f"{one.name} {method.name} seed {seed}")
-                    runs.append(evaluate(model, one, method, shots=shots, seed=seed, limit=limit))
-                    bar.advance()
-    return runs
+    cells = [Cell(one, method, seed, shots, limit) for one in chosen for method in methods for seed in seeds]
+    loaded = decoder(model, found)
+    count = workers or suggested_workers(loaded, len(cells))
+    runs: dict[int, Run] = {}
+    with console.progress(len(cells), "evaluating") as bar:
+        for place, run in run_cells(loaded, partial(decoder, model, found), cells, count):
+            runs[place] = run
+            bar.advance()
+            bar.describe(f"{run.task} {run.method} seed {run.seed}: {run.accuracy:.2f}")
+    return [runs[place] for place in sorted(runs)]

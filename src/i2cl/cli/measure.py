@@ -16,6 +16,7 @@ DEFAULT_METHODS = "zero_shot,few_shot,i2cl,noise"
 
 def demo(limit: options.Limit = 100, seed: options.Seed = 0, json: options.Json = False) -> None:
     """Show the bundled model gain three tasks: zero-shot, few-shot and I2CL side by side, offline."""
+    from i2cl.methods import make_methods
     from i2cl.reference.tasks import DEMO_TASKS
 
     tasks = load.tasks(",".join(DEMO_TASKS), "reference", load.TaskOptions())
@@ -24,8 +25,16 @@ def demo(limit: options.Limit = 100, seed: options.Seed = 0, json: options.Json 
             f"{tasks[0].shots} labelled examples per class, {limit} queries per task, in word combinations "
             "that the bundled model never saw. Takes about a minute.\n"
         )
-    decoder = load.decoder("reference", load.ModelOptions(device="cpu"))
-    runs = load.run_all(decoder, tasks, DEMO_METHODS, {}, seeds=[seed], shots=None, limit=limit)
+    runs = load.run_all(
+        "reference",
+        load.ModelOptions(device="cpu"),
+        tasks,
+        make_methods(DEMO_METHODS),
+        seeds=[seed],
+        shots=None,
+        limit=limit,
+        workers=1,
+    )
     _show(runs, "", as_json=json)
     if not json:
         console.say(
@@ -46,6 +55,10 @@ def evaluate(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, counted from --seed.")] = 1,
     seed: options.Seed = 0,
     limit: options.Limit = 500,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes; default: one a core for a small model on a CPU."),
+    ] = None,
     recipe: options.Recipe = "paper",
     settings: options.Settings = None,
     data_dir: options.DataDir = None,
@@ -65,15 +78,20 @@ def evaluate(
     from i2cl.methods import METHODS, make_methods
 
     methods = list(METHODS) if method == "all" else method.split(",")
-    chosen = load.method_options(settings, recipe)
-    make_methods(methods, chosen)  # an unknown name is told before a model is loaded
+    chosen = make_methods(methods, load.method_options(settings, recipe))
     own = load.TaskOptions(data_dir, template, labels, text_column, label_column, test)
     tasks = load.tasks(task, model, own)
-    decoder = load.decoder(model, load.ModelOptions(device, dtype, device_map, revision, trust_remote_code))
     runs = load.run_all(
-        decoder, tasks, methods, chosen, seeds=range(seed, seed + seeds), shots=shots, limit=limit
+        model,
+        load.ModelOptions(device, dtype, device_map, revision, trust_remote_code),
+        tasks,
+        chosen,
+        seeds=range(seed, seed + seeds),
+        shots=shots,
+        limit=limit,
+        workers=workers,
     )
-    _show(runs, f"{model}, {seeds} seed(s), mean ± standard deviation", as_json=json)
+    _show(runs, f"{model}: mean ± standard deviation over {seeds} seed(s)", as_json=json)
 
 
 def _show(runs: "Sequence[Run]", title: str, *, as_json: bool) -> None:
@@ -86,12 +104,11 @@ def _show(runs: "Sequence[Run]", title: str, *, as_json: bool) -> None:
         {
             "task": row.task,
             "method": row.method,
-            "queries": row.n,
             "accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else ""),
-            "macro F1": f"{row.macro_f1:.3f}",
-            "fit s": f"{row.fit_seconds:.2f}",
+            "F1": f"{row.macro_f1:.3f}",
+            "fit s": f"{row.fit_seconds:.1f}",
             "ms/query": f"{row.milliseconds_per_query:.2f}",
-            "values cached": row.cached_values,
+            "cached": row.cached_values,
         }
         for row in summarize(runs)
     ]

@@ -1,6 +1,9 @@
 """What every compared method offers, and what several of them share."""
 
+import warnings
 from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -11,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.batching import Ids
+from i2cl.batching import Ids, TruncationWarning
 from i2cl.decoder import Decoder, Edit, Prefix
 from i2cl.errors import I2CLError
 from i2cl.scoring import LabelTokens, Progress, encode_queries, label_tokens, score
@@ -161,9 +164,50 @@ class PromptPredictor:
         return scores
 
 
-def shown(task: Task, demonstrations: Sequence[Example]) -> Shown:
-    """Demonstrations with their label words."""
-    return tuple((example.text, task.labels[example.label]) for example in demonstrations)
+def fitting(decoder: Decoder, task: Task, demonstrations: Sequence[Example]) -> Shown:
+    """Demonstrations for a prompt, as many per class as fit into the context with a query behind them.
+
+    Room is kept for a query as long as the longest demonstration. Warns where fewer are shown.
+
+    Raises:
+        I2CLError: if not even one per class fits, naming tokens needed and available.
+    """
+    limit = decoder.max_length
+    counts = Counter(example.label for example in demonstrations)
+    most = max(counts.values(), default=0)
+    room = label_tokens(decoder, task.template, task.labels).room
+    longest = max((example.text for example in demonstrations), key=len, default="")
+
+    def needed(per_class: int) -> int:
+        prompt = task.template.prompt(_first_of_each(task, demonstrations, per_class), longest)
+        return len(decoder.encoder([prompt])[0]) + room
+
+    if limit is None or needed(most) <= limit:
+        return _first_of_each(task, demonstrations, most)
+    fits = bisect_right(range(1, most + 1), limit, key=needed)
+    if fits == 0:
+        raise I2CLError(
+            f"one demonstration per class and a query need {needed(1)} tokens, but the context "
+            f"holds {limit}: use shorter demonstrations or a model with a longer context"
+        )
+    warnings.warn(
+        f"{task.name}: {most} demonstrations per class and a query need {needed(most)} tokens, but the "
+        f"context holds {limit}; showing {fits} per class",
+        TruncationWarning,
+        stacklevel=3,
+    )
+    return _first_of_each(task, demonstrations, fits)
+
+
+def _first_of_each(task: Task, demonstrations: Sequence[Example], per_class: int) -> Shown:
+    """Texts and label words of the first few demonstrations of each class, in the given order."""
+    seen: Counter[int] = Counter()
+    chosen: list[tuple[str, str]] = []
+    for example in demonstrations:
+        seen[example.label] += 1
+        if seen[example.label] <= per_class:
+            chosen.append((example.text, task.labels[example.label]))
+    return tuple(chosen)
 
 
 def encode_prompts(

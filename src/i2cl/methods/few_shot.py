@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from i2cl.decoder import Decoder
-from i2cl.methods.base import Method, PromptPredictor, shared_ids, shown
+from i2cl.methods.base import Method, PromptPredictor, fitting, shared_ids
 from i2cl.tasks import Example, Task
 
 
@@ -25,9 +25,9 @@ class FewShot(Method):
         """Run the demonstrations once, if they are to be cached.
 
         Raises:
-            I2CLError: if they do not fit into the context, naming tokens needed and available.
+            I2CLError: if not even one per class fits into the context, naming tokens needed and available.
         """
-        pairs = shown(task, demonstrations)
+        pairs = fitting(decoder, task, demonstrations)
         ids = shared_ids(decoder, task, pairs)
         if not self.cache or not ids:
             return PromptPredictor(decoder, task, pairs)
