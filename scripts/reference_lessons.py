@@ -1,4 +1,4 @@
-"""The course of lessons that the reference model takes: which documents it reads, and at which learning rate."""
+"""The course of lessons of the reference model: which documents it reads, and at which learning rate."""
 
 import math
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ LESSONS = (
 
 @dataclass
 class Course:
-    """Where training stands: a lesson ends when its accuracy reaches the goal, the last one after `last_steps` steps."""
+    """Where training stands: a lesson ends at its goal of accuracy, the last one after `last_steps` steps."""
 
     last_steps: int
     lesson_index: int = 0
@@ -64,7 +64,7 @@ class Course:
         return LEARNING_RATE * min(1.0, (self.step + 1) / WARM_UP_STEPS)
 
     def advance(self, accuracy: float | None) -> None:
-        """Count a step and its accuracy (None where it says nothing); go on to the next lesson when this one is learnt."""
+        """Count a step and its accuracy (None if it had few shots); go on when the lesson is learnt."""
         self.step += 1
         self.lesson_step += 1
         if accuracy is not None:

@@ -1,9 +1,9 @@
-"""Train the bundled reference model: a small decoder that learns hidden tasks from the examples in its context.
+"""Train the bundled reference model: a small decoder that learns hidden tasks from examples in its context.
 
-The corpus is `i2cl.reference.corpus`. Training is a course of lessons (`reference_lessons.py`): few tasks and bare sentences
-first, then all tasks, then full sentences, and last documents of 1 to 24 shots under a decaying learning rate. Beside the
-next token, every end of a demonstration is asked which task the document follows (the naming loss), so that one
-demonstration alone already carries what it says about the task.
+The corpus is `i2cl.reference.corpus`. Training is a course of lessons (`reference_lessons.py`): few tasks and
+bare sentences first, then all tasks, then full sentences, and last documents of 1 to 24 shots under a
+decaying learning rate. Beside the next token, every end of a demonstration is asked which task the document
+follows (the naming loss), so that one demonstration alone already carries what it says about the task.
 
     PYTHONPATH=src python scripts/train_reference.py --output src/i2cl/reference/model
 """
@@ -16,18 +16,18 @@ from pathlib import Path
 from random import Random
 
 import torch
-import torch.nn.functional as F
-from reference_lessons import LESSONS, Batch, Course, draw_batch
-from reference_tokenizer import build_tokenizer
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from i2cl.reference.corpus import SEPARATOR, TASKS, TEMPLATE, ReferenceTask, examples, fill
+from reference_lessons import LESSONS, Batch, Course, draw_batch
+from reference_tokenizer import build_tokenizer
 
 LAYERS, WIDTH, HEADS = 4, 96, 4
 MAX_POSITIONS = 1024
 WEIGHT_DECAY = 0.05
-OTHER_TOKENS_WEIGHT, NAMING_WEIGHT = 0.1, 1.0
+OTHER_TOKENS_WEIGHT, OTHER_TOKENS_STRIDE, NAMING_WEIGHT = 0.1, 8, 1.0
 TEST_QUERIES, TEST_BATCH = 200, 25
 LONGEST_SHOTS_SEEN = 4
 
@@ -82,22 +82,32 @@ def new_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.98))
 
 
-def objective(logits: Tensor, batch: Batch, vocabulary: Vocabulary, tasks: int) -> tuple[Tensor, Tensor]:
-    """The training loss, and the accuracy at every place of a document (the first example has no shot before it)."""
+def objective(
+    model: LlamaForCausalLM, batch: Batch, vocabulary: Vocabulary, tasks: int
+) -> tuple[Tensor, Tensor]:
+    """The training loss, and the accuracy at every place of a document (its first example has no shot)."""
     inputs, targets = batch.ids[:, :-1], batch.ids[:, 1:]
-    token_loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    hidden = model.model(input_ids=inputs).last_hidden_state
     is_label = vocabulary.is_label[targets]
+    label_logits = model.lm_head(hidden[is_label])
+    loss = functional.cross_entropy(label_logits, targets[is_label])
     is_other = ~is_label & ((targets != vocabulary.padding) | (inputs == vocabulary.separator))
-    loss = token_loss[is_label].mean() + OTHER_TOKENS_WEIGHT * token_loss[is_other].mean()
+    is_other[torch.arange(len(inputs)) % OTHER_TOKENS_STRIDE != 0] = False
+    loss = loss + OTHER_TOKENS_WEIGHT * functional.cross_entropy(
+        model.lm_head(hidden[is_other]), targets[is_other]
+    )
     if not batch.named:
-        after_label = F.pad(vocabulary.is_label[inputs[:, :-1]], (1, 0))
+        after_label = functional.pad(vocabulary.is_label[inputs[:, :-1]], (1, 0))
         wanted = batch.tasks[:, None].expand_as(inputs)[after_label]
-        loss = loss + NAMING_WEIGHT * F.cross_entropy(logits[after_label][:, vocabulary.names[:tasks]], wanted)
-    correct = (logits.argmax(-1) == targets)[is_label].view(-1, batch.shots + 1)
+        name_logits = functional.linear(hidden[after_label], model.lm_head.weight[vocabulary.names[:tasks]])
+        loss = loss + NAMING_WEIGHT * functional.cross_entropy(name_logits, wanted)
+    correct = (label_logits.argmax(-1) == targets[is_label]).view(-1, batch.shots + 1)
     return loss, correct.float().mean(0)
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, last_steps: int) -> list[dict]:
+def train(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, last_steps: int
+) -> list[dict]:
     """Take the model through the course; return the log, one row per printed line."""
     rng, vocabulary, optimizer = Random(seed), look_up(tokenizer), new_optimizer(model)
     course, log, started = Course(last_steps), [], time.time()
@@ -105,8 +115,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
         for group in optimizer.param_groups:
             group["lr"] = course.learning_rate
         batch = draw_batch(rng, tokenizer, course)
-        logits = model(input_ids=batch.ids[:, :-1]).logits
-        loss, accuracy = objective(logits, batch, vocabulary, course.lesson.tasks)
+        loss, accuracy = objective(model, batch, vocabulary, course.lesson.tasks)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -114,15 +123,25 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
         many_shots = not batch.named and batch.shots >= LONGEST_SHOTS_SEEN
         course.advance(accuracy[LONGEST_SHOTS_SEEN:].mean().item() if many_shots else None)
         if course.step % 50 == 0 or course.finished:
-            row = {"step": course.step, "lesson": course.lesson_index + 1, "accuracy": round(course.accuracy, 3)}
+            row = {
+                "step": course.step,
+                "lesson": course.lesson_index + 1,
+                "accuracy": round(course.accuracy, 3),
+            }
             log.append(row | {"loss": round(loss.item(), 3), "seconds": round(time.time() - started)})
-            print(*(f"{name} {value}" for name, value in log[-1].items()), f"of {len(LESSONS)} lessons", flush=True)
+            print(
+                *(f"{name} {value}" for name, value in log[-1].items()),
+                f"of {len(LESSONS)} lessons",
+                flush=True,
+            )
     return log
 
 
 @torch.no_grad()
-def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: ReferenceTask, shots: int) -> float:
-    """Share of held-out queries answered rightly among the task's label words, after `shots` demonstrations."""
+def accuracy(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: ReferenceTask, shots: int
+) -> float:
+    """Share of held-out queries answered rightly among the label words, after `shots` demonstrations."""
     demonstrations = examples(task, "train", shots, seed=0)
     context = "".join(fill(task, *example) for example in demonstrations)
     queries = examples(task, "test", TEST_QUERIES, seed=0)
@@ -133,23 +152,28 @@ def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: 
         encoded = tokenizer(prompts, padding=True, padding_side="right", return_tensors="pt")
         last = encoded.attention_mask.sum(-1) - 1
         logits = model(encoded.input_ids).logits[torch.arange(len(chunk)), last]
-        right += (logits[:, candidates].argmax(-1) == torch.tensor([label for _, label in chunk])).sum().item()
+        right += (
+            (logits[:, candidates].argmax(-1) == torch.tensor([label for _, label in chunk])).sum().item()
+        )
     return right / len(queries)
 
 
 def evaluate(folder: Path) -> dict[str, dict[str, float]]:
-    """Load what was saved, as a user would, and measure every task without and with demonstrations."""
+    """Load what was saved, as a user would, and measure every task with and without demonstrations."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return {
-        task.name: {f"{shots}-shot": accuracy(model, tokenizer, task, shots) for shots in (0, 1, 4, 20)} for task in TASKS
+        task.name: {f"{shots}-shot": accuracy(model, tokenizer, task, shots) for shots in (0, 1, 4, 20)}
+        for task in TASKS
     }
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train the bundled reference model.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write the model and tokenizer to")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder to write the model and tokenizer to"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and documents (default 0)")
     parser.add_argument("--steps", type=int, default=1200, help="steps of the last lesson (default 1200)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
@@ -157,7 +181,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, save in bfloat16, evaluate what was saved and write the log beside it."""
+    """Train, round to bfloat16, save as float32 (so that both precisions are one model), evaluate, log."""
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
@@ -165,7 +189,7 @@ def main() -> None:
     model = new_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     log = train(model, tokenizer, arguments.seed, arguments.steps)
-    model.to(torch.bfloat16).save_pretrained(arguments.output)
+    model.bfloat16().float().save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)
     results = evaluate(arguments.output)
     for name, row in results.items():

@@ -1,0 +1,1 @@
+"""The bundled reference model: its corpus, its tasks and its weights."""

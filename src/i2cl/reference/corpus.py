@@ -1,0 +1,184 @@
+"""The small world in which the reference model learns: English micro-sentences and hidden tasks.
+
+Every sentence carries four independent attributes (mood, job, place, weather), each with four categories of
+six words. A task asks for one attribute and answers with colours or letters by one of two keys, so a sentence
+alone never tells which task is meant: eight tasks share each set of label words. Sentences whose words form a
+held-out combination never occur in training.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+TEMPLATE = "{text}\nAnswer: {label}"
+SEPARATOR = "\n"
+END_OF_TEXT = "<|endoftext|>"
+HELD_OUT_MODULUS = 5
+
+ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
+    "mood": {
+        "joy": ("cheerful", "happy", "merry", "glad", "jolly", "delighted"),
+        "sorrow": ("gloomy", "sad", "tearful", "mournful", "lonely", "heartbroken"),
+        "anger": ("furious", "angry", "bitter", "cross", "grumpy", "irate"),
+        "calm": ("calm", "serene", "quiet", "peaceful", "patient", "relaxed"),
+    },
+    "job": {
+        "food": ("baker", "cook", "brewer", "butcher", "waiter", "grocer"),
+        "music": ("singer", "drummer", "pianist", "fiddler", "organist", "composer"),
+        "medicine": ("doctor", "nurse", "surgeon", "dentist", "chemist", "midwife"),
+        "farming": ("farmer", "shepherd", "gardener", "miller", "beekeeper", "ploughman"),
+    },
+    "place": {
+        "water": ("harbour", "river", "lake", "beach", "pier", "lagoon"),
+        "mountain": ("summit", "cliff", "ridge", "valley", "canyon", "glacier"),
+        "town": ("market", "station", "square", "museum", "library", "theatre"),
+        "home": ("kitchen", "cellar", "attic", "porch", "bedroom", "hallway"),
+    },
+    "weather": {
+        "rain": ("rain", "drizzle", "downpour", "shower", "cloudburst", "deluge"),
+        "snow": ("snow", "blizzard", "frost", "sleet", "hail", "ice"),
+        "sun": ("sunshine", "heat", "warmth", "glare", "daylight", "drought"),
+        "wind": ("wind", "gale", "breeze", "gust", "whirlwind", "squall"),
+    },
+}
+
+DETERMINERS = ("the", "a", "that", "one")
+VERBS = ("waited", "rested", "stood", "walked", "talked", "worked", "paused", "sat")
+PLACE_PREPOSITIONS = ("near", "by", "beside", "outside")
+WEATHER_PREPOSITIONS = ("in", "during", "despite", "after")
+
+BARE_PATTERN = "{determiner} {mood} {job} {place} {weather}"
+PATTERNS = (
+    "{determiner} {mood} {job} {verb} {near} the {place} {during} the {weather}",
+    "{during} the {weather} {determiner} {mood} {job} {verb} {near} the {place}",
+    "{near} the {place} {determiner} {mood} {job} {verb} {during} the {weather}",
+)
+
+
+@dataclass(frozen=True)
+class ReferenceTask:
+    """One hidden task: name the category of `attribute` with the label word of the same index."""
+
+    name: str
+    description: str
+    attribute: str
+    labels: tuple[str, ...]
+
+    @property
+    def mapping(self) -> dict[str, str]:
+        """Category of the attribute -> label word."""
+        return dict(zip(ATTRIBUTES[self.attribute], self.labels, strict=True))
+
+
+# Keys: label words in the order of the categories. The two keys of an attribute never agree on a category.
+_KEYS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
+    ("colour", 1): {
+        "mood": ("red", "blue", "green", "yellow"),
+        "job": ("green", "yellow", "blue", "red"),
+        "place": ("yellow", "red", "green", "blue"),
+        "weather": ("blue", "green", "red", "yellow"),
+    },
+    ("colour", 2): {
+        "mood": ("blue", "yellow", "red", "green"),
+        "job": ("red", "green", "yellow", "blue"),
+        "place": ("green", "yellow", "blue", "red"),
+        "weather": ("yellow", "red", "blue", "green"),
+    },
+    ("letter", 1): {
+        "mood": ("C", "A", "D", "B"),
+        "job": ("A", "B", "C", "D"),
+        "place": ("D", "C", "A", "B"),
+        "weather": ("B", "D", "A", "C"),
+    },
+    ("letter", 2): {
+        "mood": ("A", "D", "B", "C"),
+        "job": ("D", "C", "B", "A"),
+        "place": ("C", "B", "D", "A"),
+        "weather": ("A", "C", "D", "B"),
+    },
+}
+
+
+def _task(attribute: str, kind: str, key: int) -> ReferenceTask:
+    description = f"Tell the {attribute} of the sentence with a {kind}, by key {key}."
+    return ReferenceTask(f"{attribute}-{kind}-{key}", description, attribute, _KEYS[kind, key][attribute])
+
+
+TASKS: tuple[ReferenceTask, ...] = tuple(_task(attribute, *key) for key in _KEYS for attribute in ATTRIBUTES)
+
+
+def is_held_out(words: dict[str, str]) -> bool:
+    """Whether this combination of attribute words is reserved for the test split."""
+    return sum(_WORD_INDEX[word] for word in words.values()) % HELD_OUT_MODULUS == 0
+
+
+def _word_index() -> dict[str, int]:
+    return {
+        word: index
+        for categories in ATTRIBUTES.values()
+        for index, word in enumerate(word for words in categories.values() for word in words)
+    }
+
+
+_WORD_INDEX = _word_index()
+
+
+def sample_categories(rng: Random) -> dict[str, int]:
+    """One category index for every attribute, drawn independently."""
+    return {attribute: rng.randrange(len(categories)) for attribute, categories in ATTRIBUTES.items()}
+
+
+def sample_words(rng: Random, categories: dict[str, int], held_out: bool) -> dict[str, str]:
+    """Words of the given categories whose combination is held out, or is not."""
+    tables = {
+        attribute: tuple(ATTRIBUTES[attribute].values())[index] for attribute, index in categories.items()
+    }
+    while True:
+        words = {attribute: rng.choice(table) for attribute, table in tables.items()}
+        if is_held_out(words) == held_out:
+            return words
+
+
+def render(rng: Random, words: dict[str, str], bare: bool = False) -> str:
+    """A sentence with the attribute words; a bare one has no words besides them and a determiner."""
+    pattern = BARE_PATTERN if bare else rng.choice(PATTERNS)
+    return pattern.format(
+        determiner=rng.choice(DETERMINERS),
+        verb=rng.choice(VERBS),
+        near=rng.choice(PLACE_PREPOSITIONS),
+        during=rng.choice(WEATHER_PREPOSITIONS),
+        **words,
+    )
+
+
+def sample_example(
+    rng: Random, task: ReferenceTask, held_out: bool = False, bare: bool = False
+) -> tuple[str, int]:
+    """One sentence with uniformly drawn categories, and its class in the task."""
+    categories = sample_categories(rng)
+    return render(rng, sample_words(rng, categories, held_out), bare), categories[task.attribute]
+
+
+def examples(task: ReferenceTask, split: str, n: int, seed: int) -> list[tuple[str, int]]:
+    """`n` class-balanced examples of a split: "test" has only held-out combinations, "train" none."""
+    if split not in ("train", "test"):
+        raise ValueError(f"split must be 'train' or 'test', not {split!r}")
+    rng = Random(f"{task.name}/{split}/{seed}")
+    classes = [index % len(task.labels) for index in range(n)]
+    rng.shuffle(classes)
+    chosen = [sample_categories(rng) | {task.attribute: label} for label in classes]
+    return [
+        (render(rng, sample_words(rng, categories, split == "test")), categories[task.attribute])
+        for categories in chosen
+    ]
+
+
+def fill(task: ReferenceTask, text: str, label: int) -> str:
+    """A demonstration of the task: the template with its text and label word, and the separator after it."""
+    return TEMPLATE.format(text=text, label=task.labels[label]) + SEPARATOR
+
+
+def document(rng: Random, task: ReferenceTask, shots: int, named: bool, bare: bool = False) -> str:
+    """`shots` + 1 training examples of one task; a named document opens with a line that names the task."""
+    head = task.name + SEPARATOR if named else ""
+    lines = [fill(task, *sample_example(rng, task, bare=bare)) for _ in range(shots + 1)]
+    return head + "".join(lines) + END_OF_TEXT
