@@ -46,16 +46,19 @@ def make_batch(ids: Sequence[Ids], device: torch.device, rows: Sequence[int] | N
     return Batch(padded, last, tuple(rows if rows is not None else range(len(ids))))
 
 
-def length_sorted(ids: Sequence[Ids], token_budget: int, device: torch.device) -> Iterator[Batch]:
+def length_sorted(
+    ids: Sequence[Ids], token_budget: int, device: torch.device, reserve: int = 0
+) -> Iterator[Batch]:
     """Batches of similar length, longest first, each of at most ``token_budget`` padded tokens.
 
-    A single row longer than the budget makes a batch of its own. Longest first, so that a batch
-    that does not fit into memory fails at once and not after an hour.
+    Every row counts ``reserve`` tokens more than it has, for what is cached in front of it. A single
+    row longer than the budget makes a batch of its own. Longest first, so that a batch that does not
+    fit into memory fails at once and not after an hour.
     """
     order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), ids[row]))
     start = 0
     while start < len(order):
-        size = max(1, token_budget // len(ids[order[start]]))
+        size = max(1, token_budget // (len(ids[order[start]]) + reserve))
         rows = order[start : start + size]
         yield make_batch([ids[row] for row in rows], device, rows)
         start += size
@@ -97,15 +100,21 @@ class Encoder:
         Raises:
             I2CLError: if not even an empty text leaves room.
         """
-        ids = self([build(text) for text in texts])
+        return self.fitted_each([build] * len(texts), texts, limit)
+
+    def fitted_each(
+        self, builds: Sequence[Callable[[str], str]], texts: Sequence[str], limit: int | None
+    ) -> list[Ids]:
+        """Like `fitted`, with a prompt format for each text."""
+        ids = self([build(text) for build, text in zip(builds, texts, strict=True)])
         if limit is None:
             return ids
         cut = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
         for row in cut:
-            ids[row] = self._cut(build, texts[row], limit)
+            ids[row] = self._cut(builds[row], texts[row], limit)
         if cut:
             message = f"{len(cut)} of {len(texts)} texts were cut to fit {limit} tokens of context"
-            warnings.warn(message, TruncationWarning, stacklevel=2)
+            warnings.warn(message, TruncationWarning, stacklevel=3)
         return ids
 
     def _cut(self, build: Callable[[str], str], text: str, limit: int) -> Ids:

@@ -1,19 +1,17 @@
 """Noisy self-calibration of the coefficients (paper, section "Noisy Self-calibration")."""
 
-import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from i2cl.batching import Ids
-from i2cl.context import ContextVector, Writers
+from i2cl.context import ContextVector, Writers, require_demonstrations
 from i2cl.decoder import Decoder
 from i2cl.edits import NoisyEdit, Positions
 from i2cl.errors import I2CLError
@@ -26,11 +24,9 @@ from i2cl.scoring import (
     sequence_log_probabilities,
 )
 from i2cl.tasks import Example, Task
+from i2cl.training import StepProgress, TrainConfig, train
 
 Formula = Literal["linear", "add", "balance"]
-StepProgress = Callable[[int, int, float], None]
-"""Called after each epoch with steps done, steps in all and the epoch's mean loss in nats."""
-
 
 RELEASED: Mapping[str, object] = MappingProxyType(
     {"draw": "step", "lr_final": 0.0, "warmup": 0.05, "noise_place": "writer"}
@@ -38,7 +34,7 @@ RELEASED: Mapping[str, object] = MappingProxyType(
 """Where the recipe of the paper's released code differs from its text."""
 
 
-class CalibrationConfig(BaseModel):
+class CalibrationConfig(TrainConfig):
     """How coefficients are fitted. Defaults are the paper's text; `released` gives the released code's.
 
     Attributes:
@@ -46,31 +42,15 @@ class CalibrationConfig(BaseModel):
         positions: query tokens that are injected ("Injection Position" ablation).
         formula: ``linear`` lambda v + beta a; ``add`` lambda v + a with lambda > 0; ``balance``
             (lambda v + (1 - lambda) a) beta with beta > 0 ("Injection Formula" ablation).
-        epochs: passes over the demonstrations.
-        batch_size: queries a step (the paper is silent; released code).
-        draw: shuffle once an epoch, or draw each step's batch afresh (released code).
-        lr: first learning rate of AdamW.
-        lr_final: the rate that the cosine ends at.
-        warmup: share of the steps over which the rate first rises from 0.
-        weight_decay: of AdamW (the paper is silent; released code).
         noise: gamma, the noise's size relative to the L2 norm of what it is added to.
         noise_place: on the residual stream, or on each writer's output (released code).
         init_lambda: first value of lambda.
         init_beta: first value of beta.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     layers: Literal["all", "early", "middle", "late"] | tuple[int, ...] = "all"
     positions: Positions = "all"
     formula: Formula = "linear"
-    epochs: int = Field(100, ge=0)
-    batch_size: int = Field(2, ge=1)
-    draw: Literal["epoch", "step"] = "epoch"
-    lr: float = Field(1e-2, gt=0)
-    lr_final: float = Field(1e-5, ge=0)
-    warmup: float = Field(0.0, ge=0, lt=1)
-    weight_decay: float = Field(1e-3, ge=0)
     noise: float = Field(1e-3, ge=0)
     noise_place: Literal["residual", "writer"] = "residual"
     init_lambda: float = 0.1
@@ -117,13 +97,6 @@ class CalibrationConfig(BaseModel):
         """How many scalars are trained: two for each active site, one where beta is fixed."""
         return int(self.active(layers, writers).sum()) * (1 if self.formula == "add" else 2)
 
-    def rate(self, step: int, steps: int) -> float:
-        """Learning rate at an optimiser step: warm-up if any, then a cosine over all steps."""
-        rising = int(self.warmup * steps)
-        if rising and step <= rising:
-            return self.lr * step / rising
-        return self.lr_final + (self.lr - self.lr_final) * (1 + math.cos(math.pi * step / steps)) / 2
-
 
 def calibrate(
     decoder: Decoder,
@@ -136,6 +109,7 @@ def calibrate(
     scoring: Scoring = "auto",
     start: Float[Tensor, "layers sites 2"] | None = None,
     batches: Sequence[Sequence[int]] | None = None,
+    prompt: Callable[[str], str] | None = None,
     progress: StepProgress | None = None,
 ) -> Injection:
     """Fit lambda and beta on the demonstrations by cross-entropy of the label after its query.
@@ -153,26 +127,29 @@ def calibrate(
         scoring: predict each label's first token or its whole sequence; see `i2cl.scoring`.
         start: first coefficients, instead of the config's init values.
         batches: demonstration indices of every step, instead of random batches (one pass, in order).
+        prompt: from a text to what precedes its label, instead of the template's query alone.
         progress: called after each epoch.
 
     Raises:
         I2CLError: without demonstrations, on sizes that do not fit, or on a loss that is not finite.
     """
     config = config or CalibrationConfig()
-    if not demonstrations:
-        raise I2CLError("no demonstrations were given: calibration needs at least one")
+    require_demonstrations(task, demonstrations)
+    context.require_sizes(decoder)
     labels = label_tokens(decoder, task.template, task.labels, scoring)
-    queries = encode_queries(
-        decoder, task.template.query, [example.text for example in demonstrations], labels
-    )
+    texts = [example.text for example in demonstrations]
+    queries = encode_queries(decoder, prompt or task.template.query, texts, labels)
     targets = [labels.target(example.label) for example in demonstrations]
-    coefficients = Coefficients(
-        config, config.active(decoder.layers, context.config.writers), start, decoder.device
-    )
+    active = config.active(decoder.layers, context.config.writers)
+    _require_start(start, active, config.formula)
+    coefficients = Coefficients(config, active, start, decoder.device)
     if batches is None:
-        batches = list(_batches(config, len(queries), random.Random(seed)))
-    run = _Run(decoder, queries, targets, context, config, coefficients, seed)
-    history = run.train(batches, progress)
+        batches = config.batches(len(queries), seed)
+    elif not all(rows and set(rows) <= set(range(len(queries))) for rows in batches):
+        raise I2CLError(f"batches are to hold demonstration indices, each 0 to {len(queries) - 1}")
+    loss = _Loss(decoder, queries, targets, context, config, coefficients, seed)
+    with decoder.frozen():
+        history = train([coefficients.free], loss, batches, config, progress)
     return Injection(
         context=context,
         coefficients=coefficients.linear().detach().cpu(),
@@ -181,8 +158,18 @@ def calibrate(
         positions=config.positions,
         seed=seed,
         settings=config.model_dump(mode="json"),
-        history=tuple(history),
+        history=history,
     )
+
+
+def _require_start(start: Tensor | None, active: Tensor, formula: Formula) -> None:
+    if start is not None and formula != "linear":
+        raise I2CLError(f"start coefficients are linear, but formula={formula!r}: use formula='linear'")
+    if start is not None and start.shape != (*active.shape, 2):
+        raise I2CLError(
+            f"start coefficients have shape {tuple(start.shape)}, but {(*active.shape, 2)} is needed: "
+            "take those of an injection into this model"
+        )
 
 
 class Coefficients:
@@ -195,10 +182,6 @@ class Coefficients:
         start: Float[Tensor, "layers sites 2"] | None,
         device: torch.device,
     ) -> None:
-        if start is not None and config.formula != "linear":
-            raise I2CLError(
-                f"start coefficients are linear, but formula={config.formula!r}: use formula='linear'"
-            )
         self.formula = config.formula
         self.active = active
         fixed = torch.tensor([0.0, 1.0]).expand(*active.shape, 2)
@@ -223,82 +206,39 @@ class Coefficients:
         return torch.stack([amount, scale], dim=-1)
 
 
-@dataclass
-class _Run:
-    """One calibration: everything that stays the same from step to step."""
+class _Loss:
+    """Cross-entropy of the labels under the injection and its noise."""
 
-    decoder: Decoder
-    queries: Sequence[Ids]
-    targets: Sequence[Ids]
-    context: ContextVector
-    config: CalibrationConfig
-    coefficients: Coefficients
-    seed: int
-
-    def train(self, batches: Sequence[Sequence[int]], progress: StepProgress | None) -> list[float]:
-        """Take one optimiser step per batch; mean loss of each epoch."""
-        config, steps = self.config, len(batches)
-        optimizer = torch.optim.AdamW(
-            [self.coefficients.free], lr=config.lr, weight_decay=config.weight_decay
-        )
-        generator = torch.Generator(self.decoder.device).manual_seed(self.seed)
-        values = self.context.values.to(self.decoder.device)
-        per_epoch = max(1, steps // max(1, config.epochs))
-        history: list[float] = []
-        losses: list[Tensor] = []
-        with self.decoder.frozen(), torch.enable_grad():
-            for step, chosen in enumerate(batches):
-                for group in optimizer.param_groups:
-                    group["lr"] = config.rate(step, steps)
-                loss = self._loss(chosen, values, generator)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-                if len(losses) == per_epoch or step == steps - 1:
-                    history.append(self._checked_mean(losses, step))
-                    losses.clear()
-                    if progress is not None:
-                        progress(step + 1, steps, history[-1])
-        return history
-
-    def _loss(self, chosen: Sequence[int], values: Tensor, generator: torch.Generator) -> Tensor:
-        config = self.config
-        edit = NoisyEdit(
-            values,
-            self.coefficients.linear(),
-            site=self.context.config.site,
+    def __init__(
+        self,
+        decoder: Decoder,
+        queries: Sequence[Ids],
+        targets: Sequence[Ids],
+        context: ContextVector,
+        config: CalibrationConfig,
+        coefficients: Coefficients,
+        seed: int,
+    ) -> None:
+        self.decoder = decoder
+        self.queries = queries
+        self.targets = targets
+        self.coefficients = coefficients
+        generator = torch.Generator(decoder.device).manual_seed(seed)
+        self.noisy = partial(
+            NoisyEdit,
+            context.values.to(decoder.device),
+            site=context.config.site,
             positions=config.positions,
-            seed=self.seed,
-            active=self.coefficients.active,
+            seed=seed,
+            active=coefficients.active,
             scale=config.noise,
             place=config.noise_place,
-            writer_scale=self.decoder.writer_scale,
+            writer_scale=decoder.writer_scale,
             generator=generator,
         )
+
+    def __call__(self, chosen: Sequence[int]) -> Tensor:
         targets = [self.targets[row] for row in chosen]
         batch = labelled_batch([self.queries[row] for row in chosen], targets, self.decoder.device)
+        edit = self.noisy(coefficients=self.coefficients.linear())
         return -sequence_log_probabilities(self.decoder, batch, targets, edit).mean()
-
-    @staticmethod
-    def _checked_mean(losses: list[Tensor], step: int) -> float:
-        mean = torch.stack(losses).mean().item()
-        if not math.isfinite(mean):
-            raise I2CLError(
-                f"the calibration loss became {mean} by step {step + 1}: "
-                "lower the noise or the learning rate, or load the model in float32"
-            )
-        return mean
-
-
-def _batches(config: CalibrationConfig, count: int, picker: random.Random) -> Iterator[list[int]]:
-    """Demonstration indices of every step."""
-    order = list(range(count))
-    for _ in range(config.epochs):
-        if config.draw == "step":
-            for _ in range(max(1, count // config.batch_size)):
-                yield picker.sample(order, min(config.batch_size, count))
-        else:
-            picker.shuffle(order)
-            for start in range(0, count, config.batch_size):
-                yield order[start : start + config.batch_size]

@@ -6,6 +6,7 @@ Source: paper, section "Context Vectorization".
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,7 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from i2cl.batching import Ids
-from i2cl.decoder import Decoder, Site
+from i2cl.decoder import Decoder
+from i2cl.edits import Site
 from i2cl.errors import I2CLError
 from i2cl.tasks import Example, Task
 
@@ -60,6 +62,20 @@ class ContextVector:
     config: ExtractConfig = field(default_factory=ExtractConfig)
     demonstrations: int = 0
 
+    def require_sizes(self, decoder: Decoder) -> None:
+        """Refuse a decoder of other sizes.
+
+        Raises:
+            I2CLError: naming both.
+        """
+        sites = 1 if self.config.site == "hidden" else 2
+        shape = (decoder.layers, sites, decoder.d_model)
+        if self.values.shape != shape:
+            raise I2CLError(
+                f"the context vector has (layers, sites, width) {tuple(self.values.shape)}, "
+                f"the model needs {shape}: extract it on this model"
+            )
+
     def __add__(self, other: "ContextVector") -> "ContextVector":
         """Sum.
 
@@ -87,7 +103,7 @@ class ContextVector:
 
     def __truediv__(self, divisor: float) -> "ContextVector":
         """Divided by a number."""
-        return self * (1.0 / divisor)
+        return replace(self, values=self.values / divisor)
 
 
 def extract(
@@ -112,11 +128,10 @@ def extract(
         seed: picks the token for ``token="random"``.
 
     Raises:
-        I2CLError: without demonstrations, or if one does not fit into the context.
+        I2CLError: without demonstrations, or if one has no such label or does not fit into the context.
     """
     config = config or ExtractConfig()
-    if not demonstrations:
-        raise I2CLError("no demonstrations were given: a context vector needs at least one")
+    require_demonstrations(task, demonstrations)
     ids = sorted(_encode(decoder, task, demonstrations, config))
     picker = random.Random(seed)
     places = [_place(row, config, picker) for row in ids]
@@ -135,18 +150,33 @@ def extract(
     return ContextVector(mean, config, len(demonstrations))
 
 
+def require_demonstrations(task: Task, demonstrations: Sequence[Example]) -> None:
+    """Refuse to work without demonstrations, or with labels that the task does not have.
+
+    Raises:
+        I2CLError: naming the demonstration.
+    """
+    if not demonstrations:
+        raise I2CLError("no demonstrations were given: at least one is needed")
+    for number, example in enumerate(demonstrations, start=1):
+        if not 0 <= example.label < len(task.labels):
+            raise I2CLError(
+                f"demonstration {number} has label {example.label}, task {task.name!r} has labels "
+                f"0 to {len(task.labels) - 1}: correct it"
+            )
+
+
 def _encode(
     decoder: Decoder, task: Task, demonstrations: Sequence[Example], config: ExtractConfig
 ) -> list[Ids]:
-    ids: list[Ids] = []
-    for label, word in enumerate(task.labels):
-        texts = [example.text for example in demonstrations if example.label == label]
-
-        def build(text: str, word: str = word) -> str:
-            return task.template.demonstration(text, word, separator=config.separator)
-
-        ids += decoder.encoder.fitted(build, texts, decoder.max_length)
-    return ids
+    builds = [
+        partial(
+            task.template.demonstration, label_word=task.labels[example.label], separator=config.separator
+        )
+        for example in demonstrations
+    ]
+    texts = [example.text for example in demonstrations]
+    return decoder.encoder.fitted_each(builds, texts, decoder.max_length)
 
 
 def _place(row: Ids, config: ExtractConfig, picker: random.Random) -> int:

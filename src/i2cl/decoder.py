@@ -1,71 +1,23 @@
 """Decoder: the only owner of a model and its tokenizer."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from i2cl.alibi import keys_at
 from i2cl.architectures import Architecture, architecture_of
 from i2cl.batching import Batch, Encoder, Ids, length_sorted, make_batch
+from i2cl.edits import Edit, Site
 from i2cl.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerprint
 from i2cl.hooks import edit_inputs, edit_outputs
 from i2cl.loading import load_model_and_tokenizer
-
-Site = Literal["writers", "hidden"]
-"""What is captured and edited: the two residual writers of a layer, or its block output."""
-
-
-class Edit:
-    """Changes what a decoder's layers write. Subclasses override `output` and, if need be, `enter`.
-
-    Attributes:
-        site: the two residual writers (index 0 attention, 1 MLP), or the block output (index 0).
-        sees_input: whether `enter` is to be called.
-    """
-
-    site: Site = "writers"
-    sees_input: bool = False
-
-    def enter(self, layer: int, residual: Float[Tensor, "batch tokens d"]) -> None:
-        """Look at the residual stream that enters a block."""
-
-    def output(
-        self, layer: int, index: int, output: Float[Tensor, "batch tokens d"], batch: Batch
-    ) -> Float[Tensor, "batch tokens d"] | None:
-        """Return what replaces ``output`` (never edit in place), or None to leave it."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Tokens run once, whose keys and values every query then reuses.
-
-    Attributes:
-        ids: the tokens.
-        cache: their keys and values for one row (transformers Cache); never changed.
-    """
-
-    ids: Ids
-    cache: Cache
-
-    def expanded(self, rows: int) -> Cache:
-        """A copy of the cache for a batch of ``rows``."""
-        cache = copy.deepcopy(self.cache)
-        cache.batch_repeat_interleave(rows)
-        return cache
-
-    @property
-    def values(self) -> int:
-        """Numbers cached: 2 x layers x key-value width x tokens."""
-        layers: Any = self.cache.layers
-        return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
+from i2cl.prefix import Prefix
 
 
 class Decoder:
@@ -180,6 +132,16 @@ class Decoder:
             tokenizer=tokenizer_fingerprint(self.tokenizer),
         )
 
+    @property
+    def window(self) -> int | None:
+        """Tokens that a layer with a sliding window sees, or None where every layer sees all."""
+        config = self.model.config.get_text_config()
+        for field in ("sliding_window", "window_size"):
+            size = getattr(config, field, None)
+            if isinstance(size, int):
+                return size
+        return None
+
     def sites(self, site: Site) -> list[tuple[int, int, torch.nn.Module]]:
         """(layer, index, module) of everything that ``site`` names."""
         if site == "hidden":
@@ -188,11 +150,7 @@ class Decoder:
 
     def batches(self, ids: Sequence[Ids], *, reserve: int = 0) -> Iterator[Batch]:
         """Length-sorted batches within the token budget, after ``reserve`` tokens a row."""
-        budget = self.token_budget
-        if reserve and ids:
-            width = max(map(len, ids))
-            budget = max(1, budget * width // (width + reserve))
-        return length_sorted(ids, budget, self.device)
+        return length_sorted(ids, self.token_budget, self.device, reserve)
 
     def forward(
         self,
@@ -214,15 +172,18 @@ class Decoder:
             return hidden.gather(1, index)
 
         arguments: dict[str, Any] = {"use_cache": False}
-        if prefix is not None:
-            seen = len(prefix.ids)
-            place = torch.arange(seen, seen + width, device=batch.input_ids.device)
-            arguments = {
-                "use_cache": True,
-                "past_key_values": prefix.expanded(rows),
-                "position_ids": place.expand(rows, -1),
-            }
-        with edit_inputs([(self.model.get_output_embeddings(), gather)]), self._editing(edit, batch):
+        with ExitStack() as stack:
+            if prefix is not None:
+                keys = prefix.key_places(width, batch.input_ids.device)
+                arguments = {
+                    "use_cache": True,
+                    "past_key_values": prefix.expanded(rows),
+                    "position_ids": keys[-width:].expand(rows, -1),
+                }
+                if prefix.kept is not None:
+                    stack.enter_context(keys_at(self.model, self.blocks, keys))
+            stack.enter_context(edit_inputs([(self.model.get_output_embeddings(), gather)]))
+            stack.enter_context(self._editing(edit, batch))
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
         return logits
 
@@ -232,24 +193,19 @@ class Decoder:
         """What each site writes at one token of each row (default: the last), in float32 on the CPU."""
         width = 1 if site == "hidden" else 2
         kept = torch.empty(len(batch.rows), self.layers, width, self.d_model)
-        positions = batch.last if at is None else at
-
-        class Keep(Edit):
-            def output(self, layer: int, index: int, output: Tensor, _batch: Batch) -> None:
-                row = torch.arange(len(output), device=output.device)
-                kept[:, layer, index] = output[row, positions.to(output.device)].float().cpu()
-
-        keep = Keep()
-        keep.site = site
+        keep = _Keep(site, kept, batch.last if at is None else at)
         with self.frozen(), torch.no_grad(), self._editing(keep, batch):
             self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         return kept
 
-    def prefix(self, ids: Ids) -> Prefix:
-        """Run ``ids`` once and keep their keys and values."""
+    def prefix(self, ids: Ids, *, edit: Edit | None = None, whole: bool = False) -> Prefix:
+        """Run ``ids`` once, under an edit if any, and keep their keys and values.
+
+        ``whole`` keeps all of them also in layers with a sliding window.
+        """
         batch = make_batch([ids], self.device)
-        with self.frozen(), torch.no_grad():
-            cache = DynamicCache(config=self.model.config)
+        with self.frozen(), torch.no_grad(), self._editing(edit, batch):
+            cache = DynamicCache() if whole else DynamicCache(config=self.model.config)
             self.model.base_model(input_ids=batch.input_ids, past_key_values=cache, use_cache=True)
         return Prefix(ids, cache)
 
@@ -282,6 +238,21 @@ class Decoder:
         looks = [(block, _look(edit, layer)) for layer, block in entries]
         with edit_inputs(looks), edit_outputs(changes):
             yield
+
+
+class _Keep(Edit):
+    """Copies what is put out at one token of each row, and changes nothing."""
+
+    def __init__(
+        self, site: Site, kept: Float[Tensor, "batch layers sites d"], at: Int[Tensor, " batch"]
+    ) -> None:
+        self.site = site
+        self.kept = kept
+        self.at = at
+
+    def output(self, layer: int, index: int, output: Float[Tensor, "batch tokens d"], _batch: Batch) -> None:
+        row = torch.arange(len(output), device=output.device)
+        self.kept[:, layer, index] = output[row, self.at.to(output.device)].float().cpu()
 
 
 def _bound(edit: Edit, layer: int, index: int, batch: Batch) -> Callable[[Tensor], Tensor | None]:

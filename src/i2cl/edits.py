@@ -1,4 +1,7 @@
-"""The edit that injects a context vector into every layer (paper, equation of "Context Injection")."""
+"""What may change a decoder's layers, and the change that injects a context vector into all of them.
+
+Source: paper, section "Context Injection".
+"""
 
 import random
 from typing import Literal
@@ -8,15 +11,39 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from i2cl.batching import Batch
-from i2cl.decoder import Edit, Site
+
+Site = Literal["writers", "hidden"]
+"""What is captured and edited: the two residual writers of a layer, or its block output."""
 
 Positions = Literal["all", "first", "last", "random"]
+
+
+class Edit:
+    """Changes what a decoder's layers write. Subclasses override `output` and, if need be, `enter`.
+
+    Attributes:
+        site: the two residual writers (index 0 attention, 1 MLP), or the block output (index 0).
+        sees_input: whether `enter` is to be called.
+    """
+
+    site: Site = "writers"
+    sees_input: bool = False
+
+    def enter(self, layer: int, residual: Float[Tensor, "batch tokens d"]) -> None:
+        """Look at the residual stream that enters a block."""
+
+    def output(
+        self, layer: int, index: int, output: Float[Tensor, "batch tokens d"], batch: Batch
+    ) -> Float[Tensor, "batch tokens d"] | None:
+        """Return what replaces ``output`` (never edit in place), or None to leave it."""
+        raise NotImplementedError
 
 
 class LinearEdit(Edit):
     """Writes ``lambda * v + beta * a`` instead of ``a``, at every token or at one.
 
-    Coefficients keep their own precision (float32); the sum has the model's.
+    The sum is taken in the coefficients' precision (float32) and rounded once to the model's: a beta
+    of 1.003 would be 1 in bfloat16.
 
     Attributes:
         values: context vector.
@@ -45,8 +72,8 @@ class LinearEdit(Edit):
     ) -> Float[Tensor, "batch tokens d"]:
         """The linear combination, where the token is injected; what was there, elsewhere."""
         amount, keep = self.coefficients[layer, index].to(output.device)
-        vector = (amount * self.values[layer, index].to(output.device)).to(output.dtype)
-        injected: Tensor = keep.to(output.dtype) * output + vector
+        vector = amount * self.values[layer, index].to(output.device)
+        injected: Tensor = (keep * output.to(keep.dtype) + vector).to(output.dtype)
         if self.positions == "all":
             return injected
         return torch.where(self._chosen(batch).to(output.device), injected, output)
@@ -116,8 +143,10 @@ class NoisyEdit(LinearEdit):
         return injected + noise / self.writer_scale
 
     def _noise(self, signal: Float[Tensor, "batch tokens d"]) -> Float[Tensor, "batch tokens d"]:
-        norm = signal.detach().norm(dim=-1, keepdim=True)
+        size = self.scale * torch.linalg.vector_norm(
+            signal.detach(), dim=-1, keepdim=True, dtype=torch.float32
+        )
         device = self.generator.device
         drawn = torch.randn(signal.shape, generator=self.generator, device=device, dtype=signal.dtype)
-        noise: Tensor = self.scale * norm * drawn.to(signal.device)
+        noise: Tensor = size.to(signal.dtype) * drawn.to(signal.device)  # the norm itself can exceed float16
         return noise

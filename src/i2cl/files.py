@@ -1,6 +1,5 @@
 """Writing that leaves either everything or nothing."""
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +44,12 @@ def new_folder(path: Path, marker: str) -> Iterator[Path]:
         fresh = Path(scratch) / "new"
         fresh.mkdir()
         yield fresh
+        old = Path(scratch) / "old"
         if path.is_dir():
-            path.rename(Path(scratch) / "old")
-        shutil.move(fresh, path)
+            path.rename(old)
+        try:
+            fresh.rename(path)
+        except BaseException:
+            if old.is_dir():
+                old.rename(path)
+            raise

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 Change = Callable[[Tensor], Tensor | None]
 """Takes a tensor and returns its replacement, or None to leave it (a mere look)."""
 
+KeywordChange = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
+"""Takes a module and its keyword arguments and returns the ones it is to have."""
+
 
 @contextmanager
 def edit_outputs(changes: Iterable[tuple[nn.Module, Change]]) -> Iterator[None]:
@@ -40,6 +43,23 @@ def edit_inputs(changes: Iterable[tuple[nn.Module, Change]]) -> Iterator[None]:
             handle = module.register_forward_pre_hook(_input_hook(change), with_kwargs=True)
             stack.callback(handle.remove)
         yield
+
+
+@contextmanager
+def edit_keywords(changes: Iterable[tuple[nn.Module, KeywordChange]]) -> Iterator[None]:
+    """Replace the keyword arguments of each module by ``change(module, keywords)`` while the block runs."""
+    with ExitStack() as stack:
+        for module, change in changes:
+            handle = module.register_forward_pre_hook(_keyword_hook(change), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def _keyword_hook(change: KeywordChange) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, change(module, kwargs)
+
+    return hook
 
 
 def _output_hook(change: Change) -> Callable[[nn.Module, Any, Any], Any]:

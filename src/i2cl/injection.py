@@ -142,7 +142,7 @@ class Injection:
             values, coefficients = tensors["context_vector"], tensors["coefficients"]
         except (pydantic.ValidationError, UnicodeDecodeError) as error:
             raise I2CLError(
-                f"{folder / DESCRIPTION} is malformed ({_first_problem(error)}): fit it again"
+                f"{folder / DESCRIPTION} cannot be read ({_first_problem(error)}): fit it again"
             ) from None
         except (SafetensorError, OSError, KeyError) as error:
             raise I2CLError(
@@ -183,7 +183,7 @@ class _Stored(pydantic.BaseModel):
     @classmethod
     def _known(cls, version: int) -> int:
         if version > FORMAT_VERSION:
-            raise ValueError(f"format version {version} is newer than this i2cl reads: upgrade i2cl")
+            raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
         return version
 
     def injection(self, values: Tensor, coefficients: Tensor) -> Injection:
@@ -191,7 +191,10 @@ class _Stored(pydantic.BaseModel):
         sites = 1 if self.extraction.site == "hidden" else 2
         shape = (base.layers, sites, base.d_model)
         if values.shape != shape or coefficients.shape != (base.layers, sites, 2):
-            raise I2CLError(f"tensors of {tuple(values.shape)} where {shape} is described: fit it again")
+            found = f"{tuple(values.shape)} and {tuple(coefficients.shape)}"
+            raise I2CLError(
+                f"{TENSORS} holds shapes {found}, {shape} and {(*shape[:2], 2)} are described: fit it again"
+            )
         return Injection(
             context=ContextVector(values, self.extraction, self.demonstrations),
             coefficients=coefficients,

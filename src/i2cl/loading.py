@@ -1,5 +1,7 @@
 """Loads a causal language model and its tokenizer from the hub or a folder, safetensors only."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -44,31 +46,50 @@ def load_model_and_tokenizer(
         _check_folder(Path(source))
     elif source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise I2CLError(f"model folder {name!r} does not exist: give a folder, a hub id, or 'reference'")
-    target = torch.device(device) if device is not None else _default_device()
+    if device is not None and device_map is not None:
+        raise I2CLError("device and device_map exclude each other: give one of them")
+    target = _device(device)
+    wanted = _dtype(dtype, target)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
+    with _told(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
+    with _told(f"the model {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=_dtype(dtype, target),
+            dtype=wanted,
             device_map=device_map,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, in a line of our own
             **common,
         )
-    except SafetensorError as error:
-        raise I2CLError(
-            f"the weights of {name!r} are damaged ({error}): download or copy them again"
-        ) from None
-    except (OSError, ValueError, ImportError) as error:
-        raise I2CLError(f"cannot load {name!r}: {_first_line(error)}") from error
     model, info = loaded
-    if info["missing_keys"]:
-        some = ", ".join(sorted(info["missing_keys"])[:3])
-        raise I2CLError(f"the checkpoint {name!r} lacks weights ({some}, ...): it is incomplete")
+    _check_complete(name, info)
     if device_map is None:
         model = model.to(target)
     return model.eval(), tokenizer
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise I2CLError(f"{what} has damaged weights ({error}): download or copy them again") from None
+    except (OSError, ValueError, ImportError) as error:
+        raise I2CLError(f"cannot load {what}: {_first_line(error)}") from error
+
+
+def _check_complete(name: str, info: dict[str, Any]) -> None:
+    if info["missing_keys"]:
+        some = ", ".join(sorted(info["missing_keys"])[:3])
+        raise I2CLError(f"the checkpoint {name!r} lacks weights ({some}, ...): it is incomplete")
+    if info["mismatched_keys"]:
+        first, found, expected = sorted(info["mismatched_keys"])[0]
+        raise I2CLError(
+            f"the checkpoint {name!r} holds {first} as {tuple(found)} where its config.json says "
+            f"{tuple(expected)}: one of the two files is of another model"
+        )
 
 
 def _reference_folder() -> Path:
@@ -89,6 +110,17 @@ def _check_folder(folder: Path) -> None:
     raise I2CLError(f"{str(folder)!r} holds no weights: expected *.safetensors beside config.json")
 
 
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return _default_device()
+    try:
+        return torch.empty(1, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises the latter
+        raise I2CLError(
+            f"cannot use device {str(device)!r} ({_first_line(error)}): choose cpu, or one this machine has"
+        ) from None
+
+
 def _default_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator if accelerator is not None else torch.device("cpu")
@@ -104,4 +136,4 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0].rstrip(":") if lines else type(error).__name__

@@ -10,8 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.batching import Batch, Ids, make_batch
-from i2cl.decoder import Decoder, Edit, Prefix
+from i2cl.decoder import Decoder
+from i2cl.edits import Edit
 from i2cl.errors import I2CLError
+from i2cl.prefix import Prefix
 from i2cl.tasks import Template
 
 Scoring = Literal["auto", "first_token", "full"]
@@ -88,11 +90,13 @@ def encode_queries(
     """Encode ``build(text)`` for each text, leaving room for the label.
 
     Raises:
-        I2CLError: on an empty text, or if the prompt without its text exceeds the context.
+        I2CLError: on a text that is empty or no Unicode, or if the prompt without it exceeds the context.
     """
     for row, text in enumerate(texts):
         if not text.strip():
             raise I2CLError(f"text {row + 1} is empty: remove it or give it content")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise I2CLError(f"text {row + 1} holds half a surrogate pair, which is no character: remove it")
     limit = None if decoder.max_length is None else decoder.max_length - labels.room
     return decoder.encoder.fitted(build, texts, limit)
 
@@ -124,6 +128,18 @@ def score(
             if progress is not None:
                 progress(values.numel() / len(labels.ids))
     return scores
+
+
+def next_token_log_probabilities(
+    decoder: Decoder, queries: Sequence[Ids], *, prefix: Prefix | None = None
+) -> Float[Tensor, "queries vocab"]:
+    """Log-probability of every token after each query, in float32 on the CPU."""
+    found: dict[int, Tensor] = {}
+    with decoder.frozen(), torch.no_grad():
+        for batch in decoder.batches(queries, reserve=len(prefix.ids) if prefix else 0):
+            logits = decoder.forward(batch, prefix=prefix)[:, 0]
+            found |= dict(zip(batch.rows, logits.float().log_softmax(-1).cpu(), strict=True))
+    return torch.stack([found[row] for row in range(len(queries))])
 
 
 Chunk = tuple[tuple[Tensor, ...], Tensor]

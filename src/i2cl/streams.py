@@ -1,7 +1,6 @@
 """Texts in and predictions out, row by row, so that input of any length takes the same memory."""
 
 import csv
-import io
 import json
 import os
 import sys
@@ -32,23 +31,13 @@ def read_texts(source: str, kind: TextFormat | None = None, column: str = "text"
     """
     kind = kind or _BY_SUFFIX.get(Path(source).suffix.lower(), "lines")
     where = "stdin" if source == "-" else source
+    read = _table if kind in {"csv", "tsv"} else _lines
     number = 0
     with _opened(source) as handle:
-        try:
-            rows = (
-                _table(handle, kind, column, where)
-                if kind in {"csv", "tsv"}
-                else _lines(handle, kind, column, where)
-            )
-            for number, text in enumerate(rows, start=1):
-                if not text.strip():
-                    raise I2CLError(f"{where}: text {number} is empty: remove it or give it content")
-                yield text
-        except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            raise I2CLError(
-                f"{where} is not UTF-8 (byte 0x{byte:02x} after text {number}): convert it first"
-            ) from None
+        for number, text in enumerate(read(_decoded(handle, where), kind, column, where), start=1):
+            if not text.strip():
+                raise I2CLError(f"{where}: text {number} is empty: remove it or give it content")
+            yield text
     if number == 0:
         raise I2CLError(f"{where} is empty: give at least one text")
 
@@ -64,6 +53,8 @@ def chunks(texts: Iterable[str], size: int) -> Iterator[list[str]]:
 def written(path: Path | None) -> Iterator[IO[str]]:
     """stdout, or a file that appears under its name only when the block ends without an error.
 
+    What is no regular file, such as /dev/null or a pipe, is written to and not replaced.
+
     Raises:
         I2CLError: if the file cannot be written.
     """
@@ -71,9 +62,19 @@ def written(path: Path | None) -> Iterator[IO[str]]:
         yield sys.stdout
         return
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        if path.exists() and not path.is_file():
+            with path.open("w", encoding="utf-8") as handle:
+                yield handle
+        else:
+            with _replaced(path) as handle:
+                yield handle
     except OSError as error:
         raise I2CLError(f"cannot write {str(path)!r} ({error.strerror}): choose another place") from None
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[IO[str]]:
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     scratch = Path(name)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
@@ -102,20 +103,31 @@ def write_predictions(
 
 
 @contextmanager
-def _opened(source: str) -> Iterator[IO[str]]:
+def _opened(source: str) -> Iterator[IO[bytes]]:
     if source == "-":
-        yield io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline="")
+        yield sys.stdin.buffer
         return
     with ExitStack() as stack:
         try:
-            handle = stack.enter_context(Path(source).open(encoding="utf-8-sig", newline=""))
+            handle = stack.enter_context(Path(source).open("rb"))
         except OSError as error:
             raise I2CLError(f"cannot read {source!r} ({error.strerror}): check the path") from None
         yield handle
 
 
-def _lines(handle: IO[str], kind: TextFormat, column: str, where: str) -> Iterator[str]:
+def _decoded(handle: IO[bytes], where: str) -> Iterator[str]:
     for number, line in enumerate(handle, start=1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            byte = line[error.start]
+            raise I2CLError(
+                f"{where} line {number} is not UTF-8 (byte 0x{byte:02x}): convert it first"
+            ) from None
+
+
+def _lines(lines: Iterator[str], kind: TextFormat, column: str, where: str) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
         text = line.rstrip("\r\n")
         if kind == "jsonl" and text.strip():
             yield _from_json(text, column, f"{where} line {number}")
@@ -126,17 +138,20 @@ def _lines(handle: IO[str], kind: TextFormat, column: str, where: str) -> Iterat
 def _from_json(line: str, column: str, place: str) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise I2CLError(f"{place} is no JSON ({error.msg}): one object a line is needed") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise I2CLError(f"{place} is no JSON ({error}): one object a line is needed") from None
     if not isinstance(record, dict) or not isinstance(record.get(column), str):
         raise I2CLError(f"{place} has no string {column!r}: name the key with --text-column")
-    return str(record[column])
+    text = str(record[column])
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise I2CLError(f"{place} holds half a surrogate pair: repair the escape")
+    return text
 
 
-def _table(handle: IO[str], kind: TextFormat, column: str, where: str) -> Iterator[str]:
+def _table(lines: Iterator[str], kind: TextFormat, column: str, where: str) -> Iterator[str]:
     before = csv.field_size_limit(MAX_FIELD)
     try:
-        rows = csv.reader(handle, delimiter="\t" if kind == "tsv" else ",", strict=True)
+        rows = csv.reader(lines, delimiter="\t" if kind == "tsv" else ",", strict=True)
         header = next(rows, None)
         if header is None:
             return

@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints. Heavy imports wait until a command needs them."""
 
 import sys
+from typing import Any
 
 import typer
 
@@ -8,7 +9,9 @@ from i2cl import __version__
 from i2cl.cli import console, look, measure, use
 from i2cl.errors import I2CLError
 
+NAME = "i2cl"
 INTERRUPTED = 130
+_UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it
 
 app = typer.Typer(
     help="Implicit in-context learning: a few labelled examples become a vector injected into a frozen LLM.",
@@ -44,12 +47,16 @@ def main(arguments: list[str] | None = None) -> None:
 def _run(arguments: list[str]) -> int:
     try:
         with console.plain_warnings():
-            app(arguments)
+            code = app(arguments, prog_name=NAME, standalone_mode=False) or 0
     except I2CLError as error:
         console.print_error(str(error))
         return 2
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED:
-            console.print_error("interrupted: nothing was written")
-        return int(stop.code or 0)
-    return 0
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx else NAME
+        console.print_error(f"{error.format_message().rstrip('.')}: see {command} --help")
+        return 2
+    except (typer.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        console.print_error("interrupted: no file was written")
+    return int(code)

@@ -28,8 +28,8 @@ def say(text: str) -> None:
 
 
 def print_error(message: str) -> None:
-    """One line on stderr."""
-    err.print(f"[bold red]error:[/] {_plain(message)}", soft_wrap=True)
+    """One line on stderr, whatever the message."""
+    err.print(f"[bold red]error:[/] {_plain(' '.join(message.split()))}", soft_wrap=True)
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:

@@ -60,6 +60,20 @@ def decoder(name: str, options: ModelOptions, architecture: "Architecture | None
     )
 
 
+def base_decoder(name: str, options: ModelOptions) -> "Decoder":
+    """Load the model that an injection names.
+
+    Raises:
+        I2CLError: if it is not found there, naming the option that says where it is.
+    """
+    try:
+        return decoder(name, options)
+    except I2CLError as error:
+        raise I2CLError(
+            f"{error} (the injection was made on {name!r}; --model names another place)"
+        ) from None
+
+
 def _quiet_hub() -> None:
     """Retries of the hub client are not for users: the error that ends them is."""
     from huggingface_hub.utils import logging
@@ -77,7 +91,7 @@ def task(name: str, options: TaskOptions) -> "Task":
         name,
         data_dir=options.data_dir,
         template=template,
-        labels=[word.strip() for word in options.labels.split(",")] if options.labels else None,
+        labels=split(options.labels) if options.labels else None,
         text_column=options.text_column,
         label_column=options.label_column,
         test_path=options.test,
@@ -91,7 +105,12 @@ def tasks(names: str, model: str, options: TaskOptions) -> "list[Task]":
     if names == "all":
         group = "reference" if model == "reference" else "paper"
         names = ",".join(known.name for known in list_tasks() if known.group == group)
-    return [task(name, options) for name in names.split(",")]
+    return [task(name, options) for name in split(names)]
+
+
+def split(names: str) -> list[str]:
+    """Names with commas between, and spaces or not."""
+    return [name.strip() for name in names.split(",")]
 
 
 def method_options(settings: Sequence[str] | None, recipe: str) -> dict[str, Any]:

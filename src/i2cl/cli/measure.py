@@ -77,7 +77,7 @@ def evaluate(
     """Measure methods on tasks over seeds: accuracy, macro-F1, seconds and cached values."""
     from i2cl.methods import METHODS, make_methods
 
-    methods = list(METHODS) if method == "all" else method.split(",")
+    methods = list(METHODS) if method == "all" else load.split(method)
     chosen = make_methods(methods, load.method_options(settings, recipe))
     own = load.TaskOptions(data_dir, template, labels, text_column, label_column, test)
     tasks = load.tasks(task, model, own)

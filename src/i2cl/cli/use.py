@@ -103,7 +103,7 @@ def predict(
     found = load.ModelOptions(
         device, dtype, device_map, revision or (None if model else injection.base.revision), trust_remote_code
     )
-    decoder = load.decoder(model or injection.base.name, found)
+    decoder = load.base_decoder(injection.base.name, found) if model is None else load.decoder(model, found)
     injection.require_base(decoder, force=force)
     texts = read_texts(source, text_format, text_column)
     with written(output) as handle:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import pydantic
 import torch
@@ -15,16 +15,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.batching import Ids, TruncationWarning
-from i2cl.decoder import Decoder, Edit, Prefix
+from i2cl.decoder import Decoder
+from i2cl.edits import Edit
 from i2cl.errors import I2CLError
+from i2cl.prefix import Prefix
 from i2cl.scoring import LabelTokens, Progress, encode_queries, label_tokens, score
 from i2cl.tasks import Example, Task
 
 M = TypeVar("M", bound=pydantic.BaseModel)
+C = TypeVar("C", bound="Method")
 Shown = tuple[tuple[str, str], ...]
 """Demonstrations as (text, label word), in the order they stand in a prompt."""
 
 
+@runtime_checkable
 class Predictor(Protocol):
     """A method fitted to a task."""
 
@@ -75,7 +79,7 @@ class Method(ABC):
         }
 
     @classmethod
-    def configured(cls, options: Mapping[str, Any]) -> Self:
+    def configured(cls: type[C], options: Mapping[str, Any]) -> C:  # noqa: PYI019 - the checks in tests know no Self
         """Build it from those of the options that it knows, given as strings or values.
 
         Raises:
