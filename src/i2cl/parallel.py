@@ -38,10 +38,15 @@ class Cell:
         return evaluate(decoder, self.task, self.method, shots=self.shots, seed=self.seed, limit=self.limit)
 
 
+def is_small(decoder: Decoder) -> bool:
+    """Whether the model runs on the CPU and is so small that several threads only wait for each other."""
+    size = sum(parameter.numel() for parameter in decoder.model.parameters())
+    return decoder.device.type == "cpu" and size <= SMALL_MODEL
+
+
 def suggested_workers(decoder: Decoder, cells: int) -> int:
     """One process a core for a small model on the CPU and enough cells to repay the start, else one."""
-    small = sum(parameter.numel() for parameter in decoder.model.parameters()) <= SMALL_MODEL
-    if decoder.device.type != "cpu" or not small or cells < 4:
+    if not is_small(decoder) or cells < 4:
         return 1
     return max(1, min(os.cpu_count() or 1, cells // 2))
 

@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+SHORT = 20
+"""Cells up to this length are never wrapped."""
+
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -34,10 +37,14 @@ def print_error(message: str) -> None:
 
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     """A table whose columns are the keys of the first row; numbers stand to the right."""
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+    )
     for name, value in rows[0].items():
         number = isinstance(value, int | float) or str(value)[:1].isdigit()
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
+        widest = max(len(str(row[name])) for row in rows)
+        fixed = max(widest, len(name)) if widest <= SHORT else None  # short cells are never cut
+        table.add_column(name, justify="right" if number else "left", overflow="fold", min_width=fixed)
     for row in rows:
         table.add_row(*(_plain(str(value)) for value in row.values()))
     out.print(table)

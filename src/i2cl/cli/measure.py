@@ -105,7 +105,6 @@ def _show(runs: "Sequence[Run]", title: str, *, as_json: bool) -> None:
             "task": row.task,
             "method": row.method,
             "accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else ""),
-            "F1": f"{row.macro_f1:.3f}",
             "fit s": f"{row.fit_seconds:.1f}",
             "ms/query": f"{row.milliseconds_per_query:.2f}",
             "cached": row.cached_values,

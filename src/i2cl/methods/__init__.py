@@ -21,6 +21,7 @@ _ALL: tuple[type[Method], ...] = (
 )
 
 METHODS: Mapping[str, type[Method]] = MappingProxyType({method.name: method for method in _ALL})
+"""Every method by its name. Read-only."""
 
 
 def make_methods(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Method]:
