@@ -20,10 +20,9 @@ SHAPED = (
 )
 install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
 
-from tiny import tiny_model, tiny_tokenizer  # noqa: E402
-
 from i2cl.decoder import Decoder  # noqa: E402
 from i2cl.tasks import Example, Task, Template  # noqa: E402
+from tiny import tiny_model, tiny_tokenizer  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="session")

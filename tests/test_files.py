@@ -1,0 +1,102 @@
+from pathlib import Path
+
+import pytest
+
+from i2cl.errors import I2CLError
+from i2cl.files import new_folder, require_writable
+
+MARKER = "marker.json"
+
+
+def write(path, content="new"):
+    with new_folder(path, MARKER) as fresh:
+        (fresh / MARKER).write_text(str(content))
+        if not isinstance(content, str):
+            raise content
+        (fresh / "data").write_text(content)
+
+
+def contents(path):
+    return {entry.name: entry.read_text() for entry in path.iterdir()}
+
+
+@pytest.mark.parametrize("before", ["nothing", "empty folder", "older", "missing parents"])
+def test_a_new_folder_takes_its_place(tmp_path, before):
+    path = tmp_path / "some" / "where" / "out" if before == "missing parents" else tmp_path / "out"
+    if before == "empty folder":
+        path.mkdir()
+    if before == "older":
+        write(path, "old")
+    write(path)
+    assert contents(path) == {MARKER: "new", "data": "new"}
+    assert [entry.name for entry in path.parent.iterdir()] == ["out"]
+
+
+def test_nothing_is_seen_before_the_end(tmp_path):
+    with new_folder(tmp_path / "out", MARKER) as fresh:
+        (fresh / MARKER).write_text("half")
+        assert not (tmp_path / "out").exists()
+        assert fresh.is_relative_to(tmp_path)  # a rename from another disk could fail half way
+    assert (tmp_path / "out").is_dir()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("older", [True, False])
+def test_an_error_leaves_what_was_there(tmp_path, older, error):
+    path = tmp_path / "out"
+    if older:
+        write(path, "old")
+    with pytest.raises(error):
+        write(path, error)
+    assert contents(tmp_path / "out") == {MARKER: "old", "data": "old"} if older else not path.exists()
+    assert len(list(tmp_path.iterdir())) == older
+
+
+def test_a_failing_rename_puts_the_older_folder_back(tmp_path, monkeypatch):
+    path = tmp_path / "out"
+    write(path, "old")
+    rename = Path.rename
+
+    def failing(self, target):
+        if self.name == "new":
+            raise OSError("no space left")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no space left"):
+        write(path)
+    assert contents(path) == {MARKER: "old", "data": "old"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "thesis.txt").write_text("mine")
+    with pytest.raises(I2CLError, match=r"out' exists and holds other files"):
+        write(path)
+    assert contents(path) == {"thesis.txt": "mine"}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_file_in_the_way_is_refused(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(I2CLError, match="is a file"):
+        write(tmp_path / "out")
+    with pytest.raises(I2CLError, match="cannot write to"):
+        write(tmp_path / "out" / "deeper")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_the_early_check_writes_nothing(tmp_path):
+    require_writable(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def denied(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("i2cl.files.tempfile.TemporaryFile", denied)
+    with pytest.raises(I2CLError, match=r"cannot write to .*Permission denied"):
+        require_writable(tmp_path / "out")

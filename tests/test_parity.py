@@ -1,0 +1,86 @@
+"""Numbers of the paper's released code on a small Llama, reproduced through the public API.
+
+The released code drew its batches at random; the recorded ones are given to `calibrate`, and both
+sides trained without noise, so that every number is determined.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
+from i2cl.scoring import encode_queries, label_tokens
+
+FOLDER = Path(__file__).parent / "data" / "parity"
+CLOSE = {"atol": 1e-5, "rtol": 0}
+RECORD = json.loads((FOLDER / "golden.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return load_file(FOLDER / "golden.safetensors")
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder.from_pretrained(str(FOLDER), device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def task():
+    return Task("parity", tuple(RECORD["labels"]), Template("Review: {text}\nSentiment: {label}"))
+
+
+@pytest.fixture(scope="module")
+def demonstrations():
+    return [Example(**demonstration) for demonstration in RECORD["demonstrations"]]
+
+
+@pytest.fixture(scope="module")
+def context(decoder, task, demonstrations):
+    return extract(decoder, task, demonstrations)
+
+
+@pytest.fixture(scope="module")
+def calibrated(decoder, task, demonstrations, context):
+    config = CalibrationConfig.released(epochs=8, noise=0.0)
+    batches = RECORD["calibration"]["batches"]
+    return calibrate(decoder, task, demonstrations, context, config, batches=batches)
+
+
+def logits(decoder, task, edit=None):
+    """Logits of the whole vocabulary after each recorded query."""
+    labels = label_tokens(decoder, task.template, task.labels)
+    texts = [query["text"] for query in RECORD["queries"]]
+    queries = encode_queries(decoder, task.template.query, texts, labels)
+    rows = torch.empty(len(queries), decoder.model.config.vocab_size)
+    with torch.no_grad():
+        for batch in decoder.batches(queries):
+            rows[list(batch.rows)] = decoder.forward(batch, edit=edit)[:, 0]
+    return rows
+
+
+def test_context_vector(context, golden):
+    torch.testing.assert_close(context.values, golden["context_vector"], **CLOSE)
+
+
+def test_zero_shot_logits(decoder, task, golden):
+    torch.testing.assert_close(logits(decoder, task), golden["zero_shot_logits"], **CLOSE)
+
+
+def test_logits_under_the_first_coefficients(decoder, task, demonstrations, context, golden):
+    first = calibrate(decoder, task, demonstrations, context, CalibrationConfig(epochs=0))
+    torch.testing.assert_close(logits(decoder, task, first.edit()), golden["initial_logits"], **CLOSE)
+    assert not torch.allclose(golden["initial_logits"], golden["zero_shot_logits"], atol=1e-3)
+
+
+def test_calibrated_coefficients(calibrated, golden):
+    torch.testing.assert_close(calibrated.coefficients, golden["coefficients"], **CLOSE)
+
+
+def test_calibrated_logits(decoder, task, calibrated, golden):
+    torch.testing.assert_close(logits(decoder, task, calibrated.edit()), golden["calibrated_logits"], **CLOSE)
+    assert not torch.allclose(golden["calibrated_logits"], golden["initial_logits"], atol=1e-3)
