@@ -38,6 +38,12 @@ class Prefix:
         layers: Any = self.cache.layers
         return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of those numbers."""
+        layers: Any = self.cache.layers
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
     def kept_at(self, places: tuple[int, ...]) -> "Prefix":
         """The same with only the tokens at ``places``. Needs a cache that holds all tokens."""
         cache = DynamicCache()

@@ -131,13 +131,13 @@ def score(
 
 
 def next_token_log_probabilities(
-    decoder: Decoder, queries: Sequence[Ids], *, prefix: Prefix | None = None
+    decoder: Decoder, queries: Sequence[Ids], *, edit: Edit | None = None, prefix: Prefix | None = None
 ) -> Float[Tensor, "queries vocab"]:
     """Log-probability of every token after each query, in float32 on the CPU."""
     found: dict[int, Tensor] = {}
     with decoder.frozen(), torch.no_grad():
         for batch in decoder.batches(queries, reserve=len(prefix.ids) if prefix else 0):
-            logits = decoder.forward(batch, prefix=prefix)[:, 0]
+            logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0]
             found |= dict(zip(batch.rows, logits.float().log_softmax(-1).cpu(), strict=True))
     return torch.stack([found[row] for row in range(len(queries))])
 

@@ -4,7 +4,7 @@ import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -19,7 +19,14 @@ from i2cl.decoder import Decoder
 from i2cl.edits import Edit
 from i2cl.errors import I2CLError
 from i2cl.prefix import Prefix
-from i2cl.scoring import LabelTokens, Progress, encode_queries, label_tokens, score
+from i2cl.scoring import (
+    LabelTokens,
+    Progress,
+    encode_queries,
+    label_tokens,
+    next_token_log_probabilities,
+    score,
+)
 from i2cl.tasks import Example, Task
 
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -40,6 +47,11 @@ class Predictor(Protocol):
     @property
     def cached_values(self) -> int:
         """How many numbers are kept per task (paper, column "# cached param.")."""
+        ...
+
+    @property
+    def cached_bytes(self) -> int:
+        """How many bytes those take, in the precision they are kept in."""
         ...
 
     @property
@@ -145,27 +157,44 @@ class PromptPredictor:
     trainable_parameters: int = 0
     held_out: int = 0
 
+    @property
+    def cached_bytes(self) -> int:
+        """Keys and values in the model's precision, the rest in float32."""
+        if self.prefix is None:
+            return 4 * self.cached_values
+        return self.prefix.bytes + 4 * (self.cached_values - self.prefix.values)
+
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word."""
         labels = label_tokens(self.decoder, self.task.template, self.task.labels)
         prompts = encode_prompts(self.decoder, self.task, self.shown, texts, labels)
-        if self.prefix is None:
-            return score(self.decoder, prompts, labels, edit=self.edit, progress=progress)
-        return self._behind(self.prefix, prompts, labels, progress)
-
-    def _behind(
-        self, prefix: Prefix, prompts: list[Ids], labels: LabelTokens, progress: Progress | None
-    ) -> Float[Tensor, "texts labels"]:
-        """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""
-        start = len(prefix.ids)
-        fits = [row for row, ids in enumerate(prompts) if ids[:start] == prefix.ids and len(ids) > start]
-        whole = sorted(set(range(len(prompts))) - set(fits))
         scores = torch.empty(len(prompts), len(labels.ids))
-        queries = [prompts[row][start:] for row in fits]
-        scores[fits] = score(self.decoder, queries, labels, edit=self.edit, prefix=prefix, progress=progress)
-        rest = [prompts[row] for row in whole]
-        scores[whole] = score(self.decoder, rest, labels, edit=self.edit, progress=progress)
+        for rows, queries, prefix in self._parts(prompts):
+            scores[rows] = score(
+                self.decoder, queries, labels, edit=self.edit, prefix=prefix, progress=progress
+            )
         return scores
+
+    def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
+        """Log-probability of every token behind each prompt."""
+        labels = label_tokens(self.decoder, self.task.template, self.task.labels)
+        prompts = encode_prompts(self.decoder, self.task, self.shown, texts, labels)
+        found: dict[int, Tensor] = {}
+        for rows, queries, prefix in self._parts(prompts):
+            values = next_token_log_probabilities(self.decoder, queries, edit=self.edit, prefix=prefix)
+            found |= dict(zip(rows, values, strict=True))
+        return torch.stack([found[row] for row in range(len(prompts))])
+
+    def _parts(self, prompts: list[Ids]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
+        """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""
+        start = len(self.prefix.ids) if self.prefix else 0
+        shared = self.prefix.ids if self.prefix else ()
+        fits = [row for row, ids in enumerate(prompts) if ids[:start] == shared and len(ids) > start]
+        rest = sorted(set(range(len(prompts))) - set(fits))
+        if fits:
+            yield fits, [prompts[row][start:] for row in fits], self.prefix
+        if rest:
+            yield rest, [prompts[row] for row in rest], None
 
 
 def fitting(decoder: Decoder, task: Task, demonstrations: Sequence[Example]) -> Shown:

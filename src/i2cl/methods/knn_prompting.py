@@ -1,0 +1,99 @@
+"""kNN prompting: nearest neighbours among next-token distributions of labelled anchors.
+
+Source: Xu et al. 2023, https://arxiv.org/abs/2303.13824.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from i2cl.decoder import Decoder
+from i2cl.methods.base import Method, PromptPredictor, fitting, shared_ids
+from i2cl.scoring import Progress
+from i2cl.tasks import Example, Task
+
+
+class KNNConfig(BaseModel):
+    """The vote.
+
+    Attributes:
+        neighbours: how many anchors vote.
+        anchors: held-out examples to vote; they are labelled data beyond the demonstrations.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    neighbours: int = Field(3, ge=1)
+    anchors: int = Field(32, ge=1)
+
+
+@dataclass(frozen=True)
+class KNNPrompting(Method):
+    """Anchors and queries stand behind the same demonstrations; distance is KL(query || anchor)."""
+
+    name: ClassVar[str] = "knn_prompting"
+    summary: ClassVar[str] = "nearest anchors by next-token distribution behind the demonstrations"
+    needs: ClassVar[str] = "demonstrations, 32 held-out examples as anchors"
+    formula: ClassVar[str] = "2MDL + anchors x vocabulary"
+    settings = (KNNConfig,)
+
+    config: KNNConfig = field(default_factory=KNNConfig)
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> "KNNPredictor":
+        """Keep each anchor's distribution.
+
+        Raises:
+            I2CLError: if the training split has too few further examples, or the context is too small.
+        """
+        held_out = task.held_out(self.config.anchors, demonstrations, seed)
+        pairs = fitting(decoder, task, demonstrations)
+        prefix = decoder.prefix(shared_ids(decoder, task, pairs))
+        prompt = PromptPredictor(decoder, task, pairs, prefix)
+        kept = prompt.distributions([example.text for example in held_out])
+        labels = torch.tensor([example.label for example in held_out])
+        return KNNPredictor(prompt, kept, labels, self.config.neighbours)
+
+
+@dataclass(frozen=True)
+class KNNPredictor:
+    """A vote of the nearest anchors; the nearest one breaks ties."""
+
+    prompt: PromptPredictor
+    kept: Float[Tensor, "anchors vocab"]
+    labels: Int[Tensor, " anchors"]
+    neighbours: int
+    trainable_parameters: ClassVar[int] = 0
+
+    @property
+    def held_out(self) -> int:
+        """One per anchor."""
+        return len(self.labels)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Those of the cache, and float32 distributions."""
+        prefix = self.prompt.prefix
+        return self.kept.nbytes + (prefix.bytes if prefix else 0)
+
+    @property
+    def cached_values(self) -> int:
+        """Distributions of the anchors, keys and values of the demonstrations."""
+        prefix = self.prompt.prefix
+        return self.kept.numel() + (prefix.values if prefix else 0)
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Share of the votes, plus a tie-break smaller than one vote for the nearest anchor's label."""
+        query = self.prompt.distributions(texts)
+        distance = (query.exp() * query).sum(-1, keepdim=True) - query.exp() @ self.kept.T
+        count = min(self.neighbours, len(self.labels))
+        nearest = self.labels[distance.topk(count, largest=False).indices]
+        votes = torch.zeros(len(texts), len(self.prompt.task.labels))
+        votes.scatter_add_(1, nearest, torch.full(nearest.shape, 1 / count))
+        return votes.scatter_add_(1, nearest[:, :1], torch.full((len(texts), 1), 0.5 / count))

@@ -1,0 +1,70 @@
+"""Label anchor: few-shot with the cache cut down to the tokens that carry format and labels.
+
+Source: paper, "Label-anchor" and its appendix; Wang et al. 2023, https://arxiv.org/abs/2305.14160.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from i2cl.decoder import Decoder
+from i2cl.errors import I2CLError
+from i2cl.methods.base import Method, PromptPredictor, Shown, fitting, shared_ids
+from i2cl.tasks import Example, Task
+
+
+@dataclass(frozen=True)
+class LabelAnchor(Method):
+    """Keeps keys and values of template tokens, separators and label words, at their own positions."""
+
+    name: ClassVar[str] = "label_anchor"
+    summary: ClassVar[str] = "few-shot whose cache keeps only template, newline and label tokens"
+    row: ClassVar[str] = "Label-anchor"
+    formula: ClassVar[str] = "2(M/K)DL"
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> PromptPredictor:
+        """Run all demonstrations once and keep the anchors' entries.
+
+        Raises:
+            I2CLError: if not even one demonstration per class fits into the context, or the tokenizer
+                cannot tell where in the text a token stands.
+        """
+        pairs = fitting(decoder, task, demonstrations)
+        ids = shared_ids(decoder, task, pairs)
+        if decoder.window is not None and len(ids) >= decoder.window:
+            raise I2CLError(
+                f"label_anchor: the demonstrations are {len(ids)} tokens, but some layers see only "
+                f"{decoder.window} at a time: use fewer or shorter demonstrations"
+            )
+        whole = decoder.prefix(ids, whole=True)
+        prefix = whole.kept_at(anchors(decoder, task, pairs, len(ids)))
+        return PromptPredictor(decoder, task, pairs, prefix, cached_values=prefix.values)
+
+
+def anchors(decoder: Decoder, task: Task, pairs: Shown, count: int) -> tuple[int, ...]:
+    """Places of the first ``count`` prompt tokens that hold something other than a demonstration's text.
+
+    A token that holds both counts, as do special tokens in front.
+    """
+    tokenizer = decoder.tokenizer
+    if not tokenizer.is_fast:
+        raise I2CLError(
+            "label_anchor needs a fast tokenizer (tokenizer.json), which knows where tokens stand"
+        )
+    template = task.template
+    prompt, texts = "", []
+    for text, word in pairs:
+        start = len(prompt) + len(template.head)
+        texts.append((start, start + len(text)))
+        prompt += template.demonstration(text, word)
+    prompt += template.head
+    encoded = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    inside = [
+        any(start <= left and right <= end for start, end in texts)
+        for left, right in encoded["offset_mapping"]
+    ]
+    front = len(decoder.encoder.front)
+    kept = [place for place in range(count) if place < front or not inside[place - front]]
+    return tuple(kept)

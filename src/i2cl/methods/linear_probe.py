@@ -1,0 +1,112 @@
+"""Linear probe: logistic regression on the query's last state, what a practitioner would try first."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from i2cl.decoder import Decoder
+from i2cl.errors import I2CLError
+from i2cl.methods.base import Method
+from i2cl.scoring import Progress, encode_queries, label_tokens
+from i2cl.tasks import Example, Task
+
+
+class ProbeConfig(BaseModel):
+    """The classifier.
+
+    Attributes:
+        probe_layer: block whose output is used; negative counts from the last.
+        probe_c: inverse strength of the L2 penalty (scikit-learn's ``C``).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    probe_layer: int = -1
+    probe_c: float = Field(1.0, gt=0)
+
+
+@dataclass(frozen=True)
+class LinearProbe(Method):
+    """Standardised block output at the query's last token, then scikit-learn's logistic regression."""
+
+    name: ClassVar[str] = "linear_probe"
+    summary: ClassVar[str] = "logistic regression on the query's last state"
+    needs: ClassVar[str] = "demonstrations, scikit-learn"
+    formula: ClassVar[str] = "(D+1) per label"
+    settings = (ProbeConfig,)
+
+    config: ProbeConfig = field(default_factory=ProbeConfig)
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> "ProbePredictor":
+        """Fit on the demonstrations' states.
+
+        Raises:
+            I2CLError: without scikit-learn, or if the model has no such layer.
+        """
+        try:
+            from sklearn.linear_model import LogisticRegression
+            from sklearn.pipeline import make_pipeline
+            from sklearn.preprocessing import StandardScaler
+        except ImportError:
+            raise I2CLError("linear_probe needs scikit-learn: pip install 'i2cl[sklearn]'") from None
+        if not -decoder.layers <= self.config.probe_layer < decoder.layers:
+            raise I2CLError(f"probe_layer={self.config.probe_layer}: the model has {decoder.layers} layers")
+        states = last_states(
+            decoder, task, [example.text for example in demonstrations], self.config.probe_layer
+        )
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=self.config.probe_c, max_iter=10_000))
+        model.fit(states.numpy(), [example.label for example in demonstrations])
+        return ProbePredictor(decoder, task, self.config.probe_layer, model)
+
+
+def last_states(decoder: Decoder, task: Task, texts: Sequence[str], layer: int) -> Float[Tensor, "texts d"]:
+    """Block output of one layer at each query's last token, in float32."""
+    labels = label_tokens(decoder, task.template, task.labels)
+    queries = encode_queries(decoder, task.template.query, texts, labels)
+    states = torch.empty(len(queries), decoder.d_model)
+    for batch in decoder.batches(queries):
+        states[list(batch.rows)] = decoder.capture(batch, site="hidden")[:, layer, 0]
+    return states
+
+
+@dataclass(frozen=True)
+class ProbePredictor:
+    """Scores by the fitted classifier."""
+
+    decoder: Decoder
+    task: Task
+    layer: int
+    model: Any
+    held_out: ClassVar[int] = 0
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Weights and biases of the logistic regression."""
+        regression = self.model[-1]
+        return int(regression.coef_.size + regression.intercept_.size)
+
+    @property
+    def cached_values(self) -> int:
+        """The classifier is all that is kept."""
+        return self.trainable_parameters
+
+    @property
+    def cached_bytes(self) -> int:
+        """The classifier's own precision."""
+        regression = self.model[-1]
+        return int(regression.coef_.nbytes + regression.intercept_.nbytes)
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probability of each label; minus infinity for one without demonstrations."""
+        states = last_states(self.decoder, self.task, texts, self.layer)
+        scores = torch.full((len(texts), len(self.task.labels)), -torch.inf)
+        found = torch.from_numpy(self.model.predict_log_proba(states.numpy())).float()
+        scores[:, self.model.classes_.tolist()] = found
+        return scores

@@ -1,0 +1,78 @@
+"""Task vector: the hidden state behind demonstrations and a dummy query replaces the query's own.
+
+Source: paper, appendix "Implementation of Baseline Methods"; Hendel et al. 2023,
+https://arxiv.org/abs/2310.15916.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.batching import Batch, make_batch
+from i2cl.decoder import Decoder
+from i2cl.edits import Edit
+from i2cl.methods.base import Method, PromptPredictor, encode_prompts, fitting
+from i2cl.scoring import label_tokens
+from i2cl.tasks import Example, Task
+
+HELD_OUT = 32
+
+
+class ReplaceLast(Edit):
+    """One layer's block output at the query's last token becomes ``state``."""
+
+    site = "hidden"
+
+    def __init__(self, layer: int, state: Float[Tensor, " d"]) -> None:
+        self.layer = layer
+        self.state = state
+
+    def output(
+        self, layer: int, _index: int, output: Float[Tensor, "batch tokens d"], batch: Batch
+    ) -> Float[Tensor, "batch tokens d"] | None:
+        """The replacement at one token of one layer."""
+        if layer != self.layer:
+            return None
+        tokens = torch.arange(output.shape[1], device=output.device)
+        last = (tokens == batch.last.to(output.device)[:, None])[..., None]
+        return torch.where(last, self.state.to(output.device, output.dtype), output)
+
+
+@dataclass(frozen=True)
+class TaskVector(Method):
+    """The state's layer is the one that does best on held-out examples, ties going to the earliest."""
+
+    name: ClassVar[str] = "task_vector"
+    summary: ClassVar[str] = "state behind the demonstrations replaces the query's at one layer"
+    row: ClassVar[str] = "Task-vector"
+    needs: ClassVar[str] = f"demonstrations, {HELD_OUT} held-out examples (layer) and a dummy query"
+    formula: ClassVar[str] = "D"
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> PromptPredictor:
+        """Take the states of all layers at once, then try each on the held-out examples.
+
+        Raises:
+            I2CLError: if the training split has too few further examples, or the context is too small.
+        """
+        dummy, *held_out = task.held_out(HELD_OUT + 1, demonstrations, seed)
+        labels = label_tokens(decoder, task.template, task.labels)
+        (prompt,) = encode_prompts(
+            decoder, task, fitting(decoder, task, demonstrations), [dummy.text], labels
+        )
+        states = decoder.capture(make_batch([prompt], decoder.device), site="hidden")[0, :, 0]
+        tried = [_predictor(decoder, task, layer, state) for layer, state in enumerate(states)]
+        gold = torch.tensor([example.label for example in held_out])
+        texts = [example.text for example in held_out]
+        right = [int((candidate.scores(texts).argmax(-1) == gold).sum()) for candidate in tried]
+        return tried[right.index(max(right))]
+
+
+def _predictor(decoder: Decoder, task: Task, layer: int, state: Float[Tensor, " d"]) -> PromptPredictor:
+    edit = ReplaceLast(layer, state)
+    return PromptPredictor(decoder, task, edit=edit, cached_values=state.numel(), held_out=HELD_OUT + 1)
