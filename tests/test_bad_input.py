@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from i2cl.cli import main
 from tiny import tiny_model, tiny_tokenizer
@@ -291,6 +292,12 @@ def test_places_that_cannot_be_written(refused, home, tmp_path):
     assert "cannot write" in refused(*predicted(home, "-o", tmp_path))
 
 
+def test_a_place_that_cannot_be_written_is_told_before_any_work(refused, home, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("i2cl.decoder.Decoder.from_pretrained", None)
+    assert "cannot write" in refused(*fit(home, "-o", tmp_path / "file" / "new"))
+
+
 def test_a_folder_with_other_files_is_not_replaced(refused, home, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("irreplaceable")
@@ -316,6 +323,15 @@ def test_ctrl_c_in_calibration_and_in_saving_leaves_nothing(call, home, tmp_path
         assert (code, out) == (130, "")
         assert err.splitlines() == ["error: interrupted: no file was written"]
         assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize("error", [typer.Abort, KeyboardInterrupt])
+def test_ctrl_c_is_the_same_in_every_version_of_typer(call, monkeypatch, error):
+    def interrupt(*_args, **_named):
+        raise error
+
+    monkeypatch.setattr("i2cl.cli.app", interrupt)
+    assert call("ls", "tasks") == (130, "", "error: interrupted: no file was written\n")
 
 
 TOLD = """

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from i2cl import Decoder, Injection, __version__
-from i2cl.cli import main
+from i2cl.cli import console, main
 from i2cl.methods import METHODS
 from tiny import tiny_model, tiny_tokenizer
 
@@ -272,6 +272,19 @@ def test_eval_prints_a_table_for_people(call, home):
     assert code == 0
     assert "few_shot_uncached" in out
     assert "±" in out
+
+
+def test_a_table_loses_nothing_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    row = {
+        "task": "weather-colour-1",
+        "method": "few_shot_uncached",
+        "accuracy": "0.500 ± 0.123",
+        "n": 1234567,
+    }
+    console.print_table("", [row, row | {"task": "the weather, told in more words than fit"}])
+    words = set(capsys.readouterr().out.split())
+    assert words >= {"weather-colour-1", "few_shot_uncached", "0.500", "0.123", "1234567", "weather,", "fit"}
 
 
 def test_ls_names_everything(call):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from i2cl import I2CLError, __version__
-from i2cl.evaluation import Run, evaluate, macro_f1, summarize
+from i2cl.evaluation import evaluate, macro_f1, summarize
 from i2cl.methods import Method, make_methods
 
 
@@ -21,6 +21,7 @@ class Told:
     labels: int = 2
     trainable_parameters: int = 7
     cached_values: int = 11
+    cached_bytes: int = 44
     held_out: int = 0
 
     def scores(self, texts, progress=None):
@@ -110,26 +111,14 @@ def test_a_task_without_test_rows(decoder, task):
         evaluate(decoder, replace(task, test=()), Fake(Told((), [])), shots=2)
 
 
-def run(accuracy, *, method="i2cl", task="films", seed=0, seconds=1.0):
-    return Run(
-        model="m",
-        task=task,
-        method=method,
-        seed=seed,
-        shots=5,
-        accuracy=accuracy,
-        macro_f1=accuracy / 2,
-        n=10,
-        fit_seconds=2 * seconds,
-        predict_seconds=seconds,
-        cached_values=128,
-        trainable_parameters=8,
-        predictions=(),
-        versions={},
-    )
+def test_summaries_have_mean_and_sample_standard_deviation(decoder, task):
+    measured = evaluate(decoder, task, Fake(Told((0,) * 40, [])), shots=2)
 
+    def run(accuracy, *, method="i2cl", task="films", seed=0, seconds=1.0):
+        scores = {"accuracy": accuracy, "macro_f1": accuracy / 2, "n": 10, "cached_values": 128}
+        seconds = {"fit_seconds": 2 * seconds, "predict_seconds": seconds}
+        return replace(measured, method=method, task=task, seed=seed, **scores, **seconds)
 
-def test_summaries_have_mean_and_sample_standard_deviation():
     runs = [
         run(0.5),
         run(0.9, method="noise"),

@@ -6,10 +6,11 @@ from i2cl.errors import I2CLError
 from i2cl.files import new_folder, require_writable
 
 MARKER = "marker.json"
+OWNED = {MARKER, "data"}
 
 
 def write(path, content="new"):
-    with new_folder(path, MARKER) as fresh:
+    with new_folder(path, OWNED) as fresh:
         (fresh / MARKER).write_text(str(content))
         if not isinstance(content, str):
             raise content
@@ -33,7 +34,7 @@ def test_a_new_folder_takes_its_place(tmp_path, before):
 
 
 def test_nothing_is_seen_before_the_end(tmp_path):
-    with new_folder(tmp_path / "out", MARKER) as fresh:
+    with new_folder(tmp_path / "out", OWNED) as fresh:
         (fresh / MARKER).write_text("half")
         assert not (tmp_path / "out").exists()
         assert fresh.is_relative_to(tmp_path)  # a rename from another disk could fail half way
@@ -71,11 +72,11 @@ def test_a_failing_rename_puts_the_older_folder_back(tmp_path, monkeypatch):
 
 def test_a_folder_with_other_files_is_refused(tmp_path):
     path = tmp_path / "out"
-    path.mkdir()
+    write(path, "old")
     (path / "thesis.txt").write_text("mine")
-    with pytest.raises(I2CLError, match=r"out' exists and holds other files"):
+    with pytest.raises(I2CLError, match=r"out' holds other files \(thesis.txt\)"):
         write(path)
-    assert contents(path) == {"thesis.txt": "mine"}
+    assert contents(path) == {MARKER: "old", "data": "old", "thesis.txt": "mine"}
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -10,6 +10,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from i2cl.batching import make_batch
 from i2cl.context import ContextVector, ExtractConfig
 from i2cl.decoder import Decoder
+from i2cl.edits import LinearEdit
 from i2cl.errors import I2CLError
 from i2cl.injection import DESCRIPTION, FORMAT_VERSION, TENSORS, Injection
 from i2cl.scoring import label_tokens, score
@@ -67,14 +68,18 @@ def describe(folder, **changes):
 
 @pytest.mark.parametrize("writers", ["both", "mha", "hidden"])
 @pytest.mark.parametrize("positions", ["all", "first", "last", "random"])
-def test_scores_are_those_of_its_edit(writers, positions):
+def test_scores_are_those_of_a_linear_edit(writers, positions):
     decoder, injection = decoder_of("llama"), made(writers=writers, positions=positions)
     labels = label_tokens(decoder, TASK.template, TASK.labels)
+    site = "hidden" if writers == "hidden" else "writers"
+    edit = LinearEdit(
+        injection.context.values, injection.coefficients, site=site, positions=positions, seed=injection.seed
+    )
     for text, found in zip(TEXTS, injection.scores(decoder, TEXTS), strict=True):
         ids = tuple(tiny_tokenizer()(TASK.template.query(text))["input_ids"])
         batch = make_batch([ids], torch.device("cpu"))
         with torch.no_grad():
-            logits = decoder.forward(batch, edit=injection.edit())[0, 0].log_softmax(-1)
+            logits = decoder.forward(batch, edit=edit)[0, 0].log_softmax(-1)
         assert torch.allclose(found, logits[list(labels.first)], atol=2e-5)
         assert torch.allclose(score(decoder, [ids], labels, edit=injection.edit())[0], found, atol=2e-5)
 

@@ -52,8 +52,10 @@ class AdaptedDecoder(Decoder):
     @classmethod
     def wearing(cls, decoder: Decoder, model: Any, virtual_tokens: int) -> "AdaptedDecoder":
         """Run ``model`` in place of the decoder's own."""
-        adapted = cls(model, decoder.tokenizer, architecture=decoder.architecture, name=decoder.name)
-        adapted.token_budget = decoder.token_budget
+        adapted = cls.__new__(cls)
+        found_on_the_bare_model = {"writers", "blocks", "identity", "base"}
+        vars(adapted).update({k: v for k, v in vars(decoder).items() if k not in found_on_the_bare_model})
+        adapted.model = model  # a PeftModel, which looks up on the bare model what it does not have
         adapted.virtual_tokens = virtual_tokens
         adapted.max_length = None if decoder.max_length is None else decoder.max_length - virtual_tokens
         return adapted

@@ -156,6 +156,7 @@ def calibrate(
         task=task.without_data(),
         base=decoder.base,
         positions=config.positions,
+        scoring=scoring,
         seed=seed,
         settings=config.model_dump(mode="json"),
         history=history,

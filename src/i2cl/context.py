@@ -48,7 +48,7 @@ class ExtractConfig(BaseModel):
         return "hidden" if self.writers == "hidden" else "writers"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ContextVector:
     """One vector per layer and residual writer; adds, scales and averages like a vector.
 
@@ -91,6 +91,10 @@ class ContextVector:
         total = self.demonstrations + other.demonstrations
         return replace(self, values=self.values + other.values, demonstrations=total)
 
+    def __radd__(self, zero: int) -> "ContextVector":
+        """So that ``sum`` works, which starts from 0."""
+        return self if zero == 0 else NotImplemented
+
     def __sub__(self, other: "ContextVector") -> "ContextVector":
         """Difference."""
         return self + -1.0 * other
@@ -128,10 +132,12 @@ def extract(
         seed: picks the token for ``token="random"``.
 
     Raises:
-        I2CLError: without demonstrations, or if one has no such label or does not fit into the context.
+        I2CLError: without demonstrations, or if one has no such label or does not fit into the
+            context, or if the model's blocks do not simply add their writers.
     """
     config = config or ExtractConfig()
     require_demonstrations(task, demonstrations)
+    decoder.require_identity()
     ids = sorted(_encode(decoder, task, demonstrations, config))
     picker = random.Random(seed)
     places = [_place(row, config, picker) for row in ids]

@@ -11,13 +11,16 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.alibi import keys_at
-from i2cl.architectures import Architecture, architecture_of
+from i2cl.architectures import Architecture, ResidualIdentity, architecture_of, residual_identity
 from i2cl.batching import Batch, Encoder, Ids, length_sorted, make_batch
 from i2cl.edits import Edit, Site
+from i2cl.errors import I2CLError
 from i2cl.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerprint
 from i2cl.hooks import edit_inputs, edit_outputs
 from i2cl.loading import load_model_and_tokenizer
 from i2cl.prefix import Prefix
+
+PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
 
 
 class Decoder:
@@ -141,6 +144,25 @@ class Decoder:
             if isinstance(size, int):
                 return size
         return None
+
+    @cached_property
+    def identity(self) -> ResidualIdentity:
+        """How exactly the blocks add what the two writers put out, measured once on a few tokens."""
+        ids = torch.tensor(self.encoder([PROBE]), device=self.device)
+        with self.frozen():
+            return residual_identity(self.model, self.architecture, ids)
+
+    def require_identity(self) -> None:
+        """Refuse a model whose blocks do not simply add their writers, such as a post-norm OPT.
+
+        Raises:
+            I2CLError: naming the cure.
+        """
+        if not self.identity.passed:
+            raise I2CLError(
+                f"the blocks of {self.name!r} add something other than its two residual writers put out "
+                f"(error {self.identity.worst:.2g}): pass an Architecture that `i2cl check` accepts"
+            )
 
     def sites(self, site: Site) -> list[tuple[int, int, torch.nn.Module]]:
         """(layer, index, module) of everything that ``site`` names."""

@@ -35,7 +35,9 @@ class Run:
         fit_seconds: from demonstrations to a predictor.
         predict_seconds: for all queries, tokenisation included.
         cached_values: numbers kept per task for prediction.
+        cached_bytes: the same in bytes.
         trainable_parameters: numbers trained.
+        held_out: labelled examples used beyond the demonstrations.
         predictions: best label id of each query, in the order of ``Task.queries``.
         versions: of the software, and the device and precision it ran in.
     """
@@ -51,7 +53,9 @@ class Run:
     fit_seconds: float
     predict_seconds: float
     cached_values: int
+    cached_bytes: int
     trainable_parameters: int
+    held_out: int
     predictions: tuple[int, ...] = field(repr=False)
     versions: dict[str, str] = field(repr=False)
 
@@ -100,7 +104,7 @@ def evaluate(
     return Run(
         model=decoder.name,
         task=task.name,
-        method=method.name,
+        method=method.called,
         seed=seed,
         shots=len(demonstrations) // len(task.labels),
         accuracy=float((best == gold).mean()),
@@ -109,7 +113,9 @@ def evaluate(
         fit_seconds=fitted - started,
         predict_seconds=done - fitted,
         cached_values=predictor.cached_values,
+        cached_bytes=predictor.cached_bytes,
         trainable_parameters=predictor.trainable_parameters,
+        held_out=predictor.held_out,
         predictions=tuple(best.tolist()),
         versions=software(decoder),
     )

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,19 +28,21 @@ def require_writable(path: Path) -> None:
 
 
 @contextmanager
-def new_folder(path: Path, marker: str) -> Iterator[Path]:
+def new_folder(path: Path, owned: AbstractSet[str]) -> Iterator[Path]:
     """A temporary folder that takes the place of ``path`` when the block ends without an error.
 
     Args:
         path: where the folder goes.
-        marker: a file name; an existing folder is only replaced if it holds such a file or nothing.
+        owned: names of files; an existing folder is only replaced if it holds nothing else.
 
     Raises:
         I2CLError: if ``path`` holds something else or cannot be written.
     """
+    path = path.resolve()
     require_writable(path)
-    if path.is_dir() and any(path.iterdir()) and not (path / marker).is_file():
-        raise I2CLError(f"{str(path)!r} exists and holds other files: choose an empty or new folder")
+    others = sorted({entry.name for entry in path.iterdir()} - owned) if path.is_dir() else []
+    if others:
+        raise I2CLError(f"{str(path)!r} holds other files ({others[0]}): choose an empty or new folder")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         fresh = Path(scratch) / "new"
         fresh.mkdir()

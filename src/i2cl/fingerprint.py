@@ -61,7 +61,8 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     """Hash of names, shapes and evenly spaced values of all parameters, as 16 hex digits.
 
     Values are rounded to bfloat16 first, so a checkpoint loaded in float32 and in bfloat16 has one
-    fingerprint. Sampling keeps it to well under a second for billions of parameters.
+    fingerprint; one loaded in float16 may differ, since rounding twice is not rounding once. Sampling
+    keeps it to well under a second for billions of parameters.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):

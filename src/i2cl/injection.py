@@ -27,7 +27,7 @@ TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Injection:
     """Context vector, coefficients and task, bound to one base model (paper, "Context Injection").
 
@@ -40,6 +40,7 @@ class Injection:
         task: name, label words and template; its splits are left out when saved.
         base: the model it belongs to.
         positions: which query tokens are injected.
+        scoring: how labels were calibrated, and are scored.
         seed: of calibration, and of ``positions="random"``.
         settings: of calibration, JSON-able.
         history: mean calibration loss of each epoch, in nats.
@@ -50,6 +51,7 @@ class Injection:
     task: Task
     base: BaseModel
     positions: Positions = "all"
+    scoring: Scoring = "auto"
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     history: tuple[float, ...] = ()
@@ -69,7 +71,7 @@ class Injection:
         decoder: Decoder,
         texts: Sequence[str],
         *,
-        scoring: Scoring = "auto",
+        scoring: Scoring | None = None,
         progress: Progress | None = None,
     ) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word after each text, injected.
@@ -83,7 +85,7 @@ class Injection:
             raise I2CLError(
                 f"this injection is for (layers, width) {mine}, the model has {shape}: fit it again"
             )
-        labels = label_tokens(decoder, self.task.template, self.task.labels, scoring)
+        labels = label_tokens(decoder, self.task.template, self.task.labels, scoring or self.scoring)
         queries = encode_queries(decoder, self.task.template.query, texts, labels)
         return score(decoder, queries, labels, edit=self.edit(), progress=progress)
 
@@ -119,7 +121,7 @@ class Injection:
             "context_vector": self.context.values.contiguous(),
             "coefficients": self.coefficients.contiguous(),
         }
-        with new_folder(Path(folder), DESCRIPTION) as fresh:
+        with new_folder(Path(folder), {TENSORS, DESCRIPTION}) as fresh:
             save_file(tensors, fresh / TENSORS, metadata={"format": "pt"})
             text = json.dumps(self._description(), indent=2, ensure_ascii=False)
             (fresh / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
@@ -158,6 +160,7 @@ class Injection:
             "demonstrations": self.context.demonstrations,
             "extraction": self.context.config.model_dump(),
             "positions": self.positions,
+            "scoring": self.scoring,
             "seed": self.seed,
             "calibration": self.settings,
             "loss": list(self.history),
@@ -175,6 +178,7 @@ class _Stored(pydantic.BaseModel):
     demonstrations: int
     extraction: ExtractConfig
     positions: Positions
+    scoring: Scoring
     seed: int
     calibration: dict[str, Any]
     loss: list[float]
@@ -201,6 +205,7 @@ class _Stored(pydantic.BaseModel):
             task=Task.from_dict(self.task),
             base=base,
             positions=self.positions,
+            scoring=self.scoring,
             seed=self.seed,
             settings=self.calibration,
             history=tuple(self.loss),

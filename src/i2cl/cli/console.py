@@ -15,6 +15,12 @@ from rich.table import Table
 SHORT = 20
 """Cells up to this length are never wrapped."""
 
+FOLDED = 20
+"""Width in characters from which a column of a table may be folded."""
+
+GAP = 3
+"""Characters between two columns."""
+
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -36,18 +42,25 @@ def print_error(message: str) -> None:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
-    """A table whose columns are the keys of the first row; numbers stand to the right."""
-    table = Table(
-        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
-    )
+    """A table whose columns are the keys of the first row; numbers stand to the right.
+
+    Only long texts are folded. Where that is not enough, lines are longer than the terminal is wide:
+    nothing is ever cut off.
+    """
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    needed = 0
     for name, value in rows[0].items():
         number = isinstance(value, int | float) or str(value)[:1].isdigit()
-        widest = max(len(str(row[name])) for row in rows)
-        fixed = max(widest, len(name)) if widest <= SHORT else None  # short cells are never cut
-        table.add_column(name, justify="right" if number else "left", overflow="fold", min_width=fixed)
+        longest = max(len(text) for text in (name, *(str(row[name]) for row in rows)))
+        needed += min(longest, FOLDED) + GAP
+        table.add_column(
+            name, justify="right" if number else "left", overflow="fold", no_wrap=longest <= FOLDED
+        )
     for row in rows:
         table.add_row(*(_plain(str(value)) for value in row.values()))
-    out.print(table)
+    if needed > out.width:
+        table.width = needed
+    out.print(table, crop=False)
 
 
 @contextmanager

@@ -8,8 +8,6 @@ import typer
 from i2cl.cli import console, load, options
 from i2cl.errors import I2CLError
 
-PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
-
 
 def check(
     model: options.Model,
@@ -24,9 +22,7 @@ def check(
     json: options.Json = False,
 ) -> None:
     """Check that a model's blocks add exactly what its residual writers put out; exit code 1 if not."""
-    import torch
-
-    from i2cl.architectures import Architecture, residual_identity
+    from i2cl.architectures import Architecture
 
     given = None
     if layers or attention or mlp:
@@ -35,8 +31,7 @@ def check(
         given = Architecture(model_type="custom", layers=layers, attention=attention, mlp=mlp)
     found = load.ModelOptions(device, dtype, None, revision, trust_remote_code)
     decoder = load.decoder(model, found, given)
-    ids = torch.tensor(decoder.encoder([PROBE]), device=decoder.device)
-    identity = residual_identity(decoder.model, decoder.architecture, ids)
+    identity = decoder.identity
     record = {
         "model": model,
         "model_type": decoder.model.config.model_type,
@@ -72,10 +67,16 @@ def ls(
     if json:
         console.print_json(rows)
         return
-    console.print_table("", [{key: value for key, value in row.items() if key != "options"} for row in rows])
+    if what != "methods":
+        console.print_table("", rows)
+        return
     for row in rows:
-        if row.get("options"):
-            console.say(f"\n--set options of {row['name']}: {row['options']}")
+        console.say(f"{row['name']}\n    {row['what']}")
+        console.say(
+            f"    needs {row['needs']}; caches {row['cached']}; row of the paper: {row['row of the paper']}"
+        )
+        if row["options"]:
+            console.say(f"    --set {row['options']}")
 
 
 def _tasks() -> list[Mapping[str, object]]:
@@ -110,6 +111,7 @@ def _methods() -> list[Mapping[str, object]]:
             "name": name,
             "what": method.summary,
             "needs": method.needs,
+            "cached": method.formula,
             "row of the paper": method.row,
             "options": " ".join(f"{option}={value}" for option, value in method.options().items()),
         }

@@ -83,6 +83,11 @@ class Method(ABC):
     formula: ClassVar[str] = "0"
     settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = ()
 
+    @property
+    def called(self) -> str:
+        """The name that makes it again."""
+        return self.name
+
     @classmethod
     def options(cls) -> Mapping[str, str]:
         """Names of the options it takes, each with its default."""
@@ -120,6 +125,12 @@ class Wrapper(Method):
 
     def __init__(self, below: Method | None = None) -> None:
         self._below = below
+
+    @property
+    def called(self) -> str:
+        """With the method below, where that is not the default."""
+        below = self.below.called
+        return self.name if below == self.default else f"{below}+{self.name}"
 
     @property
     def below(self) -> Method:
