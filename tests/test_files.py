@@ -90,7 +90,7 @@ def test_a_file_in_the_way_is_refused(tmp_path):
 
 
 def test_the_early_check_writes_nothing(tmp_path):
-    require_writable(tmp_path / "out")
+    require_writable(tmp_path / "out", OWNED)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,4 +100,4 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr("i2cl.files.tempfile.TemporaryFile", denied)
     with pytest.raises(I2CLError, match=r"cannot write to .*Permission denied"):
-        require_writable(tmp_path / "out")
+        require_writable(tmp_path / "out", OWNED)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from i2cl.edits import Edit, Site
 from i2cl.errors import I2CLError
 from i2cl.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerprint
 from i2cl.hooks import edit_inputs, edit_outputs
-from i2cl.loading import load_model_and_tokenizer
+from i2cl.loading import REFERENCE, load_model_and_tokenizer
 from i2cl.prefix import Prefix
 
 PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
@@ -125,8 +126,9 @@ class Decoder:
     @cached_property
     def base(self) -> BaseModel:
         """Identity of the model: name, revision, sizes and fingerprints."""
+        here = Path(self.name)
         return BaseModel(
-            name=self.name,
+            name=str(here.resolve()) if self.name != REFERENCE and here.is_dir() else self.name,
             revision=self.revision,
             model_type=self.model.config.model_type,
             layers=self.layers,

@@ -9,14 +9,17 @@ from pathlib import Path
 from i2cl.errors import I2CLError
 
 
-def require_writable(path: Path) -> None:
-    """Fail early where ``path`` cannot be written later.
+def require_writable(path: Path, owned: AbstractSet[str]) -> None:
+    """Fail early where `new_folder` would fail later.
 
     Raises:
-        I2CLError: if its parent cannot be made or written, or ``path`` is a file.
+        I2CLError: if the parent cannot be made or written, or ``path`` is a file or holds other files.
     """
     if path.is_file():
         raise I2CLError(f"{str(path)!r} is a file: give a folder")
+    others = sorted({entry.name for entry in path.iterdir()} - owned) if path.is_dir() else []
+    if others:
+        raise I2CLError(f"{str(path)!r} holds other files ({others[0]}): choose an empty or new folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -39,10 +42,7 @@ def new_folder(path: Path, owned: AbstractSet[str]) -> Iterator[Path]:
         I2CLError: if ``path`` holds something else or cannot be written.
     """
     path = path.resolve()
-    require_writable(path)
-    others = sorted({entry.name for entry in path.iterdir()} - owned) if path.is_dir() else []
-    if others:
-        raise I2CLError(f"{str(path)!r} holds other files ({others[0]}): choose an empty or new folder")
+    require_writable(path, owned)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         fresh = Path(scratch) / "new"
         fresh.mkdir()

@@ -25,6 +25,7 @@ from i2cl.tasks import Task
 FORMAT_VERSION = 1
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
+FILES = frozenset({TENSORS, DESCRIPTION})
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +122,7 @@ class Injection:
             "context_vector": self.context.values.contiguous(),
             "coefficients": self.coefficients.contiguous(),
         }
-        with new_folder(Path(folder), {TENSORS, DESCRIPTION}) as fresh:
+        with new_folder(Path(folder), FILES) as fresh:
             save_file(tensors, fresh / TENSORS, metadata={"format": "pt"})
             text = json.dumps(self._description(), indent=2, ensure_ascii=False)
             (fresh / DESCRIPTION).write_text(text + "\n", encoding="utf-8")

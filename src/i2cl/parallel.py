@@ -1,6 +1,7 @@
 """Evaluation of many cells in several processes: small models leave most of a machine idle."""
 
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -84,6 +85,7 @@ def run_cells(
 
 
 def _start(source: DecoderSource, threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once
     torch.set_num_threads(threads)
     _WORKER.append(source())
 

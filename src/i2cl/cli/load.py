@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from i2cl.cli import console
 from i2cl.errors import I2CLError
@@ -118,21 +118,22 @@ def split(names: str) -> list[str]:
     return [name.strip() for name in names.split(",")]
 
 
-def method_options(settings: Sequence[str] | None, recipe: str) -> dict[str, Any]:
-    """Options of methods: those of the recipe, then what ``--set`` says.
+def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -> "list[Method]":
+    """Methods under a recipe and what ``--set`` says.
 
     Raises:
         I2CLError: on something that is not NAME=VALUE.
     """
     from i2cl.calibration import RELEASED
+    from i2cl.methods import make_methods
 
-    options: dict[str, Any] = dict(RELEASED) if recipe == "released" else {}
+    options: dict[str, str] = {}
     for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals:
             raise I2CLError(f"--set {setting!r} is not NAME=VALUE: write it like --set formula=add")
         options[name.strip()] = value.strip()
-    return options
+    return make_methods(names, options, RELEASED if recipe == "released" else None)
 
 
 def run_all(

@@ -75,10 +75,10 @@ def evaluate(
     json: options.Json = False,
 ) -> None:
     """Measure methods on tasks over seeds: accuracy, macro-F1, seconds and cached values."""
-    from i2cl.methods import METHODS, make_methods
+    from i2cl.methods import METHODS
 
     methods = list(METHODS) if method == "all" else load.split(method)
-    chosen = make_methods(methods, load.method_options(settings, recipe))
+    chosen = load.methods(methods, settings, recipe)
     own = load.TaskOptions(data_dir, template, labels, text_column, label_column, test)
     tasks = load.tasks(task, model, own)
     runs = load.run_all(

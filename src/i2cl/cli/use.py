@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -34,13 +34,11 @@ def fit(
     from i2cl.calibration import calibrate
     from i2cl.context import extract
     from i2cl.files import require_writable
-    from i2cl.methods import make_methods
+    from i2cl.injection import FILES
     from i2cl.methods.i2cl import I2CL
 
-    require_writable(output)
-    chosen = load.method_options(settings, recipe)
-    make_methods([I2CL.name], chosen)  # refuses unknown options
-    method = I2CL.configured(chosen)
+    require_writable(output, FILES)
+    method = cast("I2CL", load.methods([I2CL.name], settings, recipe)[0])
     loaded = load.task(task, load.TaskOptions(data_dir, template, labels, text_column, label_column))
     demonstrations = loaded.sample(shots, seed)
     decoder = load.decoder(model, load.ModelOptions(device, dtype, device_map, revision, trust_remote_code))

@@ -50,8 +50,12 @@ METHODS: Mapping[str, type[Method]] = MappingProxyType({method.name: method for 
 """Every method by its name. Read-only."""
 
 
-def make_methods(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Method]:
+def make_methods(
+    names: Sequence[str], options: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
+) -> list[Method]:
     """Methods by name, or ``below+wrapper``; each takes those of the options that it knows.
+
+    The recipe is more options, of lower rank, which may go unused.
 
     Raises:
         I2CLError: on an unknown method, or an option that none of them knows.
@@ -64,7 +68,7 @@ def make_methods(names: Sequence[str], options: Mapping[str, Any] | None = None)
             raise I2CLError(
                 f"no chosen method has the option {option!r}: known are {', '.join(known) or 'none'}"
             )
-    return [_built(_parts(name), options) for name in names]
+    return [_built(_parts(name), {**(recipe or {}), **options}) for name in names]
 
 
 def _parts(name: str) -> list[str]:

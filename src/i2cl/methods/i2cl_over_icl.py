@@ -11,7 +11,8 @@ from typing import ClassVar
 from i2cl.calibration import CalibrationConfig, calibrate
 from i2cl.context import ExtractConfig, extract
 from i2cl.decoder import Decoder
-from i2cl.methods.base import Method, PromptPredictor, fitting, shared_ids
+from i2cl.methods.base import Method
+from i2cl.methods.prompt_base import PromptPredictor, fitting, shared_ids
 from i2cl.tasks import Example, Task
 
 

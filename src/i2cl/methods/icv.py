@@ -18,7 +18,8 @@ from i2cl.batching import Batch, Ids
 from i2cl.decoder import Decoder
 from i2cl.edits import Edit
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Method, PromptPredictor
+from i2cl.methods.base import Method
+from i2cl.methods.prompt_base import PromptPredictor
 from i2cl.tasks import Example, Task
 
 HELD_OUT = 32

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from i2cl.decoder import Decoder
-from i2cl.methods.base import Method, PromptPredictor, fitting, shared_ids
+from i2cl.methods.base import Method
+from i2cl.methods.prompt_base import PromptPredictor, fitting, shared_ids
 from i2cl.scoring import Progress
 from i2cl.tasks import Example, Task
 

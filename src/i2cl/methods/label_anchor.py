@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Method, PromptPredictor, Shown, fitting, shared_ids
+from i2cl.methods.base import Method
+from i2cl.methods.prompt_base import PromptPredictor, Shown, fitting, shared_ids
 from i2cl.tasks import Example, Task
 
 

@@ -1,5 +1,6 @@
 """Noise vector: I2CL whose context vector is replaced by Gaussian noise (paper, "Noise Vector")."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -10,7 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from i2cl.calibration import CalibrationConfig, calibrate
 from i2cl.context import ContextVector, ExtractConfig, extract
 from i2cl.decoder import Decoder
-from i2cl.methods.base import Method, PromptPredictor
+from i2cl.methods.base import Method
+from i2cl.methods.prompt_base import PromptPredictor
 from i2cl.tasks import Example, Task
 
 
@@ -59,7 +61,8 @@ class Noise(Method):
 
 def noise_like(real: ContextVector, config: NoiseConfig, seed: int) -> ContextVector:
     """A Gaussian vector in place of a context vector."""
-    drawn = torch.randn(real.values.shape, generator=torch.Generator().manual_seed(seed))
+    own = random.Random(f"noise vector {seed}").getrandbits(63)  # calibration draws from the seed itself
+    drawn = torch.randn(real.values.shape, generator=torch.Generator().manual_seed(own))
     if config.noise_vector == "matched":
         drawn = drawn / drawn.norm(dim=-1, keepdim=True) * real.values.norm(dim=-1, keepdim=True)
     return replace(real, values=drawn)

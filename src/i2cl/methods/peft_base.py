@@ -12,7 +12,8 @@ from torch import Tensor
 from i2cl.adapters import Adapter, adapted, fit_adapter
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Method, PromptPredictor
+from i2cl.methods.base import Method
+from i2cl.methods.prompt_base import PromptPredictor
 from i2cl.scoring import Progress
 from i2cl.tasks import Example, Task
 from i2cl.training import TrainConfig

@@ -15,7 +15,8 @@ from torch import Tensor
 from i2cl.batching import Batch, make_batch
 from i2cl.decoder import Decoder
 from i2cl.edits import Edit
-from i2cl.methods.base import Method, PromptPredictor, encode_prompts, fitting
+from i2cl.methods.base import Method
+from i2cl.methods.prompt_base import PromptPredictor, encode_prompts, fitting
 from i2cl.scoring import label_tokens
 from i2cl.tasks import Example, Task
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from i2cl.decoder import Decoder
-from i2cl.methods.base import Method, PromptPredictor
+from i2cl.methods.base import Method
+from i2cl.methods.prompt_base import PromptPredictor
 from i2cl.tasks import Example, Task
 
 

@@ -198,7 +198,9 @@ def _check_columns(place: str, present: Sequence[str], columns: tuple[str, str])
     for kind, column in zip(("text", "label"), columns, strict=True):
         if column not in present:
             there = f"the columns are {', '.join(present) or 'none'}"
-            raise I2CLError(f"{place}: no {kind} column {column!r}, {there}: pass {kind}_column")
+            raise I2CLError(
+                f"{place}: no {kind} column {column!r}, {there}: name it with {kind}_column (--{kind}-column)"
+            )
 
 
 def _jsonl_rows(path: Path, content: str, columns: tuple[str, str]) -> Iterator[Row]:
