@@ -1,4 +1,4 @@
-"""Markdown table of what `i2cl eval ... --json` printed: accuracy in percent, mean ± standard deviation over seeds.
+"""Markdown table of `i2cl eval ... --json`: accuracy in percent, mean ± standard deviation over seeds.
 
 python scripts/results_table.py results.json [more.json ...]
 """
