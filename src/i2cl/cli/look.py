@@ -1,5 +1,6 @@
 """`i2cl check` and `i2cl ls`."""
 
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
@@ -70,13 +71,21 @@ def ls(
     if what != "methods":
         console.print_table("", rows)
         return
+    listed: dict[object, object] = {}
     for row in rows:
-        console.say(f"{row['name']}\n    {row['what']}")
+        console.say(f"{row['name']}: {row['what']}")
         console.say(
             f"    needs {row['needs']}; caches {row['cached']}; row of the paper: {row['row of the paper']}"
         )
-        if row["options"]:
-            console.say(f"    --set {row['options']}")
+        if row["options"] in listed:
+            console.say(f"    --set as for {listed[row['options']]}")
+        elif row["options"]:
+            listed[row["options"]] = row["name"]
+            console.say(
+                textwrap.fill(
+                    f"--set {row['options']}", 100, initial_indent="    ", subsequent_indent="          "
+                )
+            )
 
 
 def _tasks() -> list[Mapping[str, object]]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, runtime_checkable
 
 import pydantic
 from jaxtyping import Float
@@ -74,9 +74,11 @@ class Method(ABC):
 
     @classmethod
     def options(cls) -> Mapping[str, str]:
-        """Names of the options it takes, each with its default."""
+        """Names of the options it takes, each with its default and then any other words it can be."""
         return {
-            name: str(field.default) for model in cls.settings for name, field in model.model_fields.items()
+            name: "|".join(dict.fromkeys([str(field.default), *_words(field.annotation)]))
+            for model in cls.settings
+            for name, field in model.model_fields.items()
         }
 
     @classmethod
@@ -126,6 +128,13 @@ class Wrapper(Method):
         if self._below is None:
             raise I2CLError(f"{self.name} stands on another method: name one, such as few_shot+{self.name}")
         return self._below
+
+
+def _words(annotation: Any) -> list[str]:
+    """What a literal type, alone or in a union, allows."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [word for part in get_args(annotation) for word in _words(part)]
 
 
 def _read(model: type[M], options: Mapping[str, Any]) -> M:
