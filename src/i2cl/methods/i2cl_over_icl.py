@@ -4,30 +4,26 @@ Source: paper, appendix "Apply I2CL over ICL".
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from i2cl.calibration import CalibrationConfig, calibrate
-from i2cl.context import ExtractConfig, extract
+from i2cl.calibration import calibrate
+from i2cl.context import extract
 from i2cl.decoder import Decoder
-from i2cl.methods.base import Method
+from i2cl.methods.injection_base import InjectionMethod
 from i2cl.methods.prompt_base import PromptPredictor, fitting, shared_ids
 from i2cl.tasks import Example, Task
 
 
 @dataclass(frozen=True)
-class I2CLOverICL(Method):
+class I2CLOverICL(InjectionMethod):
     """Injects at every token, demonstrations included; their injected keys and values are cached once."""
 
     name: ClassVar[str] = "i2cl_over_icl"
     summary: ClassVar[str] = "I2CL with the demonstrations still in the prompt"
     row: ClassVar[str] = "ICL+I2CL"
     formula: ClassVar[str] = "2MDL + 2DL"
-    settings = (ExtractConfig, CalibrationConfig)
-
-    extraction: ExtractConfig = field(default_factory=ExtractConfig)
-    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
@@ -44,12 +40,4 @@ class I2CLOverICL(Method):
             decoder, task, demonstrations, context, self.calibration, seed=seed, prompt=prompt
         )
         prefix = decoder.prefix(shared_ids(decoder, task, pairs), edit=injection.edit())
-        return PromptPredictor(
-            decoder,
-            task,
-            pairs,
-            prefix,
-            injection.edit(),
-            cached_values=prefix.values + context.values.numel(),
-            trainable_parameters=self.calibration.parameters(decoder.layers, self.extraction.writers),
-        )
+        return self.predictor(decoder, task, injection, shown=pairs, prefix=prefix)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from i2cl.calibration import CalibrationConfig, calibrate
 from i2cl.context import ContextVector, ExtractConfig, extract
 from i2cl.decoder import Decoder
-from i2cl.methods.base import Method
+from i2cl.methods.injection_base import InjectionMethod
 from i2cl.methods.prompt_base import PromptPredictor
 from i2cl.tasks import Example, Task
 
@@ -30,18 +30,15 @@ class NoiseConfig(BaseModel):
 
 
 @dataclass(frozen=True)
-class Noise(Method):
+class Noise(InjectionMethod):
     """The control that tells what the context vector itself contributes."""
 
     name: ClassVar[str] = "noise"
     summary: ClassVar[str] = "I2CL with a Gaussian vector in place of the context vector"
     row: ClassVar[str] = "Noise vector"
-    formula: ClassVar[str] = "2DL"
-    settings = (NoiseConfig, ExtractConfig, CalibrationConfig)
+    settings = (ExtractConfig, CalibrationConfig, NoiseConfig)
 
     vector: NoiseConfig = field(default_factory=NoiseConfig)
-    extraction: ExtractConfig = field(default_factory=ExtractConfig)
-    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
@@ -50,13 +47,7 @@ class Noise(Method):
         real = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         context = noise_like(real, self.vector, seed)
         injection = calibrate(decoder, task, demonstrations, context, self.calibration, seed=seed)
-        return PromptPredictor(
-            decoder,
-            task,
-            edit=injection.edit(),
-            cached_values=context.values.numel(),
-            trainable_parameters=self.calibration.parameters(decoder.layers, self.extraction.writers),
-        )
+        return self.predictor(decoder, task, injection)
 
 
 def noise_like(real: ContextVector, config: NoiseConfig, seed: int) -> ContextVector:
