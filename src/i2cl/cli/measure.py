@@ -38,7 +38,8 @@ def demo(limit: options.Limit = 100, seed: options.Seed = 0, json: options.Json 
     _show(runs, "", as_json=json)
     if not json:
         console.say(
-            "\nI2CL answers at zero-shot cost: no demonstration is read at query time, and no key-value cache is kept."
+            "\nI2CL answers at zero-shot cost: no demonstration is read at query time, "
+            "and no key-value cache is kept."
         )
 
 
