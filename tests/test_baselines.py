@@ -9,10 +9,10 @@ from i2cl import Decoder, Example, I2CLError, Task, Template
 from i2cl.methods import make_methods
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, directions
 from i2cl.methods.label_anchor import anchors
-from tiny import tiny_model, tiny_tokenizer
+from tiny import CASES, tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
-ALIBI = ("bloom", "mpt")
+ALIBI = ("bloom", "mpt", "falcon-alibi")
 WORDS = ("positive", "negative")
 SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
@@ -31,8 +31,9 @@ def demonstrations():
     return [Example(text, label) for text, label in SHOWN]
 
 
-def made(model_type, **changes):
-    return Decoder(tiny_model(model_type, **changes), tiny_tokenizer(), name=model_type)
+def made(case, **changes):
+    model_type, variant = CASES[case]
+    return Decoder(tiny_model(model_type, **variant, **changes), tiny_tokenizer(), name=case)
 
 
 def fit(name, decoder, task, demonstrations, seed=0, **options):
@@ -102,9 +103,16 @@ def masked_scores(decoder, task, kept, length, text):
     return logits.log_softmax(-1)[first_tokens(decoder, task)]
 
 
-def test_label_anchor_refuses_a_window_shorter_than_the_demonstrations(films, demonstrations):
-    with pytest.raises(I2CLError, match="see only 8 at a time"):
-        fit("label_anchor", made("mistral", sliding_window=8), films, demonstrations)
+def test_label_anchor_refuses_a_window_shorter_than_demonstrations_and_query(films, demonstrations):
+    unlimited = fit("label_anchor", made("mistral"), films, demonstrations)
+    tokens = len(ids(unlimited.decoder, shown_string(films) + films.template.query(TEXTS[0])))
+    enough, short = (
+        fit("label_anchor", made("mistral", sliding_window=size), films, demonstrations)
+        for size in (tokens, tokens - 1)
+    )
+    torch.testing.assert_close(enough.scores(TEXTS[:1]), unlimited.scores(TEXTS[:1]), **CLOSE)
+    with pytest.raises(I2CLError, match=f"are {tokens} tokens, but some layers see only {tokens - 1} at a"):
+        short.scores(TEXTS[:1])
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -360,3 +368,14 @@ def test_i2cl_over_icl_injects_into_demonstrations_too(model_type, films, demons
         handle.remove()
     expected = torch.stack(expected).log_softmax(-1)[:, first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, "bloom", "mistral-sliding"])
+def test_i2cl_over_icl_learns_from_whole_prompts(model_type, films, demonstrations, monkeypatch):
+    """Demonstrations run once a step; coefficients move as if they ran in front of every query."""
+    options = {"epochs": 2, "noise": 0.0}
+    shared = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
+    monkeypatch.setattr("i2cl.calibration.shared_front", lambda _queries: ())
+    whole = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
+    assert not torch.equal(whole.edit.coefficients, torch.tensor([0.1, 1.0]).expand(2, 2, 2))
+    torch.testing.assert_close(shared.edit.coefficients, whole.edit.coefficients, atol=1e-4, rtol=1e-4)

@@ -8,6 +8,7 @@ tokenizer's own padding side says.
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from jaxtyping import Int
@@ -62,6 +63,13 @@ def length_sorted(
         rows = order[start : start + size]
         yield make_batch([ids[row] for row in rows], device, rows)
         start += size
+
+
+def shared_front(rows: Sequence[Ids]) -> Ids:
+    """The tokens that all rows start with, short of the shortest row's last, which is left to run."""
+    length = min(map(len, rows)) - 1
+    columns = zip(*(row[:length] for row in rows), strict=True)
+    return tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from i2cl.batching import Ids
+from i2cl.batching import Ids, shared_front
 from i2cl.context import ContextVector, Writers, require_demonstrations
 from i2cl.decoder import Decoder
 from i2cl.edits import NoisyEdit, Positions
@@ -127,7 +127,8 @@ def calibrate(
         scoring: predict each label's first token or its whole sequence; see `i2cl.scoring`.
         start: first coefficients, instead of the config's init values.
         batches: demonstration indices of every step, instead of random batches (one pass, in order).
-        prompt: from a text to what precedes its label, instead of the template's query alone.
+        prompt: from a text to what precedes its label, instead of the template's query alone. The
+            tokens that all of these share in front run once a step, under one draw of the noise.
         progress: called after each epoch.
 
     Raises:
@@ -147,7 +148,8 @@ def calibrate(
         batches = config.batches(len(queries), seed)
     elif not all(rows and set(rows) <= set(range(len(queries))) for rows in batches):
         raise I2CLError(f"batches are to hold demonstration indices, each 0 to {len(queries) - 1}")
-    loss = _Loss(decoder, queries, targets, context, config, coefficients, seed)
+    shared = shared_front(queries) if prompt else ()
+    loss = _Loss(decoder, shared, queries, targets, context, config, coefficients, seed)
     with decoder.frozen():
         history = train([coefficients.free], loss, batches, config, progress)
     return Injection(
@@ -213,6 +215,7 @@ class _Loss:
     def __init__(
         self,
         decoder: Decoder,
+        shared: Ids,
         queries: Sequence[Ids],
         targets: Sequence[Ids],
         context: ContextVector,
@@ -221,7 +224,8 @@ class _Loss:
         seed: int,
     ) -> None:
         self.decoder = decoder
-        self.queries = queries
+        self.shared = shared
+        self.queries = [ids[len(shared) :] for ids in queries]
         self.targets = targets
         self.coefficients = coefficients
         generator = torch.Generator(decoder.device).manual_seed(seed)
@@ -242,4 +246,5 @@ class _Loss:
         targets = [self.targets[row] for row in chosen]
         batch = labelled_batch([self.queries[row] for row in chosen], targets, self.decoder.device)
         edit = self.noisy(coefficients=self.coefficients.linear())
-        return -sequence_log_probabilities(self.decoder, batch, targets, edit).mean()
+        prefix = self.decoder.prefix(self.shared, edit=edit) if self.shared else None
+        return -sequence_log_probabilities(self.decoder, batch, targets, edit, prefix).mean()

@@ -205,6 +205,7 @@ class Decoder:
                     "position_ids": keys[-width:].expand(rows, -1),
                 }
                 if prefix.kept is not None:
+                    self._require_window(prefix, width)
                     stack.enter_context(keys_at(self.model, self.blocks, keys))
             stack.enter_context(edit_inputs([(self.model.get_output_embeddings(), gather)]))
             stack.enter_context(self._editing(edit, batch))
@@ -225,10 +226,11 @@ class Decoder:
     def prefix(self, ids: Ids, *, edit: Edit | None = None, whole: bool = False) -> Prefix:
         """Run ``ids`` once, under an edit if any, and keep their keys and values.
 
-        ``whole`` keeps all of them also in layers with a sliding window.
+        ``whole`` keeps all of them also in layers with a sliding window. Gradients flow to what the
+        edit trains, if the caller has them on.
         """
         batch = make_batch([ids], self.device)
-        with self.frozen(), torch.no_grad(), self._editing(edit, batch):
+        with self.frozen(), self._editing(edit, batch):
             cache = DynamicCache() if whole else DynamicCache(config=self.model.config)
             self.model.base_model(input_ids=batch.input_ids, past_key_values=cache, use_cache=True)
         return Prefix(ids, cache)
@@ -249,6 +251,15 @@ class Decoder:
                 parameter.requires_grad_(True)
             for module in training:
                 module.training = True
+
+    def _require_window(self, prefix: Prefix, width: int) -> None:
+        """A window counts cached keys, so tokens taken out of the cache would shift it."""
+        tokens = len(prefix.ids) + width
+        if prefix.thinned and self.window is not None and tokens > self.window:
+            raise I2CLError(
+                f"demonstrations and query are {tokens} tokens, but some layers see only {self.window} at "
+                "a time, which a thinned-out cache cannot express: use fewer or shorter demonstrations"
+            )
 
     @contextmanager
     def _editing(self, edit: Edit | None, batch: Batch) -> Iterator[None]:

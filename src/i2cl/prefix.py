@@ -27,10 +27,17 @@ class Prefix:
     kept: tuple[int, ...] | None = None
 
     def expanded(self, rows: int) -> Cache:
-        """A copy of the cache for a batch of ``rows``."""
-        cache = copy.deepcopy(self.cache)
+        """A cache of its own for a batch of ``rows``; gradients flow to this one."""
+        cache: Any = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in cache.layers]  # layers replace tensors, never edit them
         cache.batch_repeat_interleave(rows)
-        return cache
+        own: Cache = cache
+        return own
+
+    @property
+    def thinned(self) -> bool:
+        """Whether tokens were taken out of the cache."""
+        return self.kept is not None and len(self.kept) < len(self.ids)
 
     @property
     def values(self) -> int:

@@ -34,11 +34,6 @@ class LabelAnchor(Method):
         """
         pairs = fitting(decoder, task, demonstrations)
         ids = shared_ids(decoder, task, pairs)
-        if decoder.window is not None and len(ids) >= decoder.window:
-            raise I2CLError(
-                f"label_anchor: the demonstrations are {len(ids)} tokens, but some layers see only "
-                f"{decoder.window} at a time: use fewer or shorter demonstrations"
-            )
         whole = decoder.prefix(ids, whole=True)
         prefix = whole.kept_at(anchors(decoder, task, pairs, len(ids)))
         return PromptPredictor(decoder, task, pairs, prefix, cached_values=prefix.values)

@@ -5,13 +5,12 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.batching import Ids, TruncationWarning
+from i2cl.batching import Ids, TruncationWarning, shared_front
 from i2cl.decoder import Decoder
 from i2cl.edits import Edit
 from i2cl.errors import I2CLError
@@ -158,6 +157,4 @@ def shared_ids(decoder: Decoder, task: Task, demonstrations: Shown) -> Ids:
         I2CLError: if the demonstrations do not fit, naming tokens needed and available.
     """
     labels = label_tokens(decoder, task.template, task.labels)
-    probes = encode_prompts(decoder, task, demonstrations, ["a", "7"], labels)
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*probes, strict=False))
-    return tuple(token for token, _ in pairs)
+    return shared_front(encode_prompts(decoder, task, demonstrations, ["a", "7"], labels))
