@@ -1,4 +1,4 @@
-"""Markdown table of `i2cl eval ... --json`: accuracy in percent, mean ± standard deviation over seeds.
+"""Markdown tables of `i2cl eval ... --json`: accuracy in percent, mean ± standard deviation over seeds; and cost.
 
 python scripts/results_table.py results.json [more.json ...]
 """
@@ -10,23 +10,54 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+Records = list[dict[str, Any]]
+WIDEST = 6
+"""Methods in one table; more make several tables."""
+
 
 def main(paths: list[str]) -> None:
-    """Print one row per task and one column per method, then the mean over tasks."""
-    records: list[dict[str, Any]] = [
+    """Print accuracy of every task and method, a few methods to a table, then what each method costs."""
+    records: Records = [
         record for path in paths for record in json.loads(Path(path).read_text(encoding="utf-8"))
     ]
+    methods = list(dict.fromkeys(record["method"] for record in records))
+    for start in range(0, len(methods), WIDEST):
+        _accuracies(records, methods[start : start + WIDEST])
+        print()
+    _costs(records, methods)
+
+
+def _accuracies(records: Records, methods: list[str]) -> None:
     cells: dict[tuple[str, str], list[float]] = defaultdict(list)
     for record in records:
         cells[record["task"], record["method"]].append(100 * record["accuracy"])
     tasks = list(dict.fromkeys(record["task"] for record in records))
-    methods = list(dict.fromkeys(record["method"] for record in records))
-    print(f"| task | {' | '.join(methods)} |")
+    _row("task", *methods)
     print("|---" * (1 + len(methods)) + "|")
     for task in tasks:
-        print(f"| {task} | {' | '.join(_shown(cells[task, method]) for method in methods)} |")
+        _row(task, *(_shown(cells[task, method]) for method in methods))
     means = [statistics.fmean(statistics.fmean(cells[task, name]) for task in tasks) for name in methods]
-    print(f"| **mean** | {' | '.join(f'**{mean:.1f}**' for mean in means)} |")
+    _row("**mean**", *(f"**{mean:.1f}**" for mean in means))
+
+
+def _costs(records: Records, methods: list[str]) -> None:
+    _row("method", "mean", "trained", "cached values", "cached bytes", "held out", "fit s", "ms/query")
+    print("|---" + "|---:" * 7 + "|")
+    for method in methods:
+        own = [record for record in records if record["method"] == method]
+        _row(
+            method,
+            f"{100 * statistics.fmean(record['accuracy'] for record in own):.1f}",
+            *(_range(own, name) for name in ("trainable_parameters", "cached_values", "cached_bytes", "held_out")),
+            f"{statistics.fmean(record['fit_seconds'] for record in own):.2f}",
+            f"{statistics.fmean(1000 * record['predict_seconds'] / record['n'] for record in own):.2f}",
+        )
+
+
+def _range(records: Records, name: str) -> str:
+    values = sorted(record[name] for record in records)
+    low, high = f"{values[0]:,}", f"{values[-1]:,}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _shown(values: list[float]) -> str:
@@ -34,6 +65,10 @@ def _shown(values: list[float]) -> str:
         return "-"
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.fmean(values):.1f} ± {spread:.1f}"
+
+
+def _row(*values: str) -> None:
+    print(f"| {' | '.join(values)} |")
 
 
 if __name__ == "__main__":

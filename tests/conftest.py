@@ -14,9 +14,12 @@ SHAPED = (
     "decoder",
     "edits",
     "evaluation",
+    "experiments.report",
+    "experiments.statistics",
     "injection",
     "methods",
     "scoring",
+    "transfer",
 )
 install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
 

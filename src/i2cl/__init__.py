@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from i2cl.injection import Injection
     from i2cl.methods import METHODS, Method, Predictor, make_methods
     from i2cl.tasks import Example, Task, Template, list_tasks, load_task
+    from i2cl.transfer import TransferConfig
 
 _HOMES = {
     "ARCHITECTURES": "architectures",
@@ -37,6 +38,7 @@ _HOMES = {
     "Run": "evaluation",
     "Task": "tasks",
     "Template": "tasks",
+    "TransferConfig": "transfer",
     "calibrate": "calibration",
     "evaluate": "evaluation",
     "extract": "context",
@@ -62,6 +64,7 @@ __all__ = [
     "Run",
     "Task",
     "Template",
+    "TransferConfig",
     "calibrate",
     "evaluate",
     "extract",

@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,9 +14,9 @@ from jaxtyping import Int
 from i2cl import __version__
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
-from i2cl.methods import Method
+from i2cl.methods import Method, Predictor
 from i2cl.scoring import Progress
-from i2cl.tasks import Task
+from i2cl.tasks import Example, Task
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Run:
         trainable_parameters: numbers trained.
         held_out: labelled examples used beyond the demonstrations.
         predictions: best label id of each query, in the order of ``Task.queries``.
+        gold: right label id of each query.
         versions: of the software, and the device and precision it ran in.
     """
 
@@ -57,11 +58,12 @@ class Run:
     trainable_parameters: int
     held_out: int
     predictions: tuple[int, ...] = field(repr=False)
+    gold: tuple[int, ...] = field(repr=False)
     versions: dict[str, str] = field(repr=False)
 
     def record(self) -> dict[str, Any]:
-        """Plain values for JSON, without the predictions."""
-        return {name: value for name, value in asdict(self).items() if name != "predictions"}
+        """Plain values for JSON, without those of single queries."""
+        return {name: value for name, value in asdict(self).items() if name not in ("predictions", "gold")}
 
 
 def evaluate(
@@ -72,6 +74,8 @@ def evaluate(
     shots: int | None = None,
     seed: int = 0,
     limit: int | None = None,
+    demonstrations: Sequence[Example] | None = None,
+    inspect: Callable[[Predictor], None] | None = None,
     progress: Progress | None = None,
 ) -> Run:
     """Fit a method on demonstrations drawn with ``seed`` and score it on the task's queries.
@@ -85,12 +89,15 @@ def evaluate(
         shots: demonstrations per class; default: the task's own.
         seed: of demonstrations and method.
         limit: at most so many queries, near-uniform over classes.
+        demonstrations: these, instead of ones drawn with ``seed``.
+        inspect: called with what was fitted, after everything is measured.
         progress: called as queries finish.
 
     Raises:
         I2CLError: if demonstrations or queries are lacking, or the method cannot be fitted.
     """
-    demonstrations = task.sample(shots, seed)
+    if demonstrations is None:
+        demonstrations = task.sample(shots, seed)
     queries = task.queries(limit)
     if not queries:
         raise I2CLError(f"task {task.name!r} has no test rows: give it a test split")
@@ -101,6 +108,8 @@ def evaluate(
     done = time.perf_counter()
     gold = np.array([query.label for query in queries])
     best = scores.argmax(-1).numpy()
+    if inspect is not None:
+        inspect(predictor)
     return Run(
         model=decoder.name,
         task=task.name,
@@ -117,6 +126,7 @@ def evaluate(
         trainable_parameters=predictor.trainable_parameters,
         held_out=predictor.held_out,
         predictions=tuple(best.tolist()),
+        gold=tuple(gold.tolist()),
         versions=software(decoder),
     )
 

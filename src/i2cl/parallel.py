@@ -1,16 +1,19 @@
-"""Evaluation of many cells in several processes: small models leave most of a machine idle."""
+"""Many jobs on one model in several processes: small models leave most of a machine idle."""
 
 import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from i2cl.decoder import Decoder
+from i2cl.errors import I2CLError
 from i2cl.evaluation import Run, evaluate
 from i2cl.methods import Method
 from i2cl.tasks import Task
@@ -22,6 +25,17 @@ DecoderSource = Callable[[], Decoder]
 """Loads the model anew in each process; must be picklable, such as a partial of a function."""
 
 _WORKER: list[Decoder] = []  # the one model of this process, if it is a worker
+
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Job(Protocol[R_co]):
+    """Something to do with a model; picklable, as its result."""
+
+    def run(self, decoder: Decoder) -> R_co:
+        """Do it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,34 +66,38 @@ def suggested_workers(decoder: Decoder, cells: int) -> int:
     return max(1, min(os.cpu_count() or 1, cells // 2))
 
 
-def run_cells(
-    decoder: Decoder, source: DecoderSource, cells: Sequence[Cell], workers: int
-) -> Iterator[tuple[int, Run]]:
-    """Place and result of each cell as it is done.
+def run_jobs(
+    decoder: Decoder, source: DecoderSource, jobs: Sequence[Job[R_co]], workers: int
+) -> Iterator[tuple[int, R_co]]:
+    """Place and result of each job as it is done.
 
     Every process has its share of the threads, and warns through this one.
 
     Args:
         decoder: used for one worker.
         source: used for several.
-        cells: what to run.
+        jobs: what to do.
         workers: how many processes.
 
     Raises:
-        I2CLError: from the first cell that cannot be run; the others are dropped.
+        I2CLError: from the first job that fails with one, or if a process dies; the others are dropped.
     """
     if workers == 1:
-        yield from ((place, cell.run(decoder)) for place, cell in enumerate(cells))
+        yield from ((place, job.run(decoder)) for place, job in enumerate(jobs))
         return
     threads = max(1, torch.get_num_threads() // workers)
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (source, threads))
     try:
-        places = {pool.submit(_run, cell): place for place, cell in enumerate(cells)}
+        places = {pool.submit(_run, job): place for place, job in enumerate(jobs)}
         for future in as_completed(places):
-            run, messages = future.result()
+            result, messages = future.result()
             for message, category in messages:
                 warnings.warn(message, category, stacklevel=2)
-            yield places[future], run
+            yield places[future], result
+    except BrokenProcessPool:
+        raise I2CLError(
+            "a worker process died, perhaps for lack of memory: run again with fewer --workers"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -90,9 +108,9 @@ def _start(source: DecoderSource, threads: int) -> None:
     _WORKER.append(source())
 
 
-def _run(cell: Cell) -> tuple[Run, list[tuple[str, type[Warning]]]]:
+def _run(job: Job[Any]) -> tuple[Any, list[tuple[str, type[Warning]]]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = cell.run(_WORKER[0])
+        result = job.run(_WORKER[0])
     ours = [warning for warning in caught if warning.category.__module__.startswith("i2cl")]
-    return run, [(str(warning.message), warning.category) for warning in ours]
+    return result, [(str(warning.message), warning.category) for warning in ours]

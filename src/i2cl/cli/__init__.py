@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from i2cl import __version__
-from i2cl.cli import console, look, measure, use
+from i2cl.cli import console, experiment, look, measure, use
 from i2cl.errors import I2CLError
 
 NAME = "i2cl"
@@ -23,6 +23,8 @@ app.command()(measure.demo)
 app.command()(use.fit)
 app.command()(use.predict)
 app.command(name="eval")(measure.evaluate)
+app.add_typer(experiment.app, name="experiment")
+app.command()(experiment.report)
 app.command()(look.check)
 app.command()(look.ls)
 

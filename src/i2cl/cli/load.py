@@ -104,13 +104,18 @@ def task(name: str, options: TaskOptions) -> "Task":
 
 
 def tasks(names: str, model: str, options: TaskOptions) -> "list[Task]":
-    """Load several; ``all`` means the reference model's tasks, or the paper's for any other model."""
+    """Load several, see `task_names`."""
+    return [task(name, options) for name in task_names(names, model)]
+
+
+def task_names(names: str, model: str) -> list[str]:
+    """Names; ``all`` means the reference model's tasks, or the paper's for any other model."""
     from i2cl.tasks import list_tasks
 
-    if names == "all":
-        group = "reference" if model == "reference" else "paper"
-        names = ",".join(known.name for known in list_tasks() if known.group == group)
-    return [task(name, options) for name in split(names)]
+    if names != "all":
+        return split(names)
+    group = "reference" if model == "reference" else "paper"
+    return [known.name for known in list_tasks() if known.group == group]
 
 
 def split(names: str) -> list[str]:
@@ -148,7 +153,7 @@ def run_all(
     workers: int | None,
 ) -> "list[Run]":
     """Evaluate every task, method and seed behind one progress bar, in that order."""
-    from i2cl.parallel import Cell, run_cells, suggested_workers
+    from i2cl.parallel import Cell, run_jobs, suggested_workers
 
     for one in chosen:  # rows that are lacking are told before a model is loaded
         one.sample(shots, seeds[0])
@@ -158,7 +163,7 @@ def run_all(
     count = workers or suggested_workers(loaded, len(cells))
     runs: dict[int, Run] = {}
     with console.progress(len(cells), "evaluating") as bar:
-        for place, run in run_cells(loaded, partial(decoder, model, found), cells, count):
+        for place, run in run_jobs(loaded, partial(decoder, model, found), cells, count):
             runs[place] = run
             bar.advance()
             bar.describe(f"{run.task} {run.method} seed {run.seed}: {run.accuracy:.2f}")

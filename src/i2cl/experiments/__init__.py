@@ -1,0 +1,1 @@
+"""Experiments: many runs, kept on disk, compared and reported."""

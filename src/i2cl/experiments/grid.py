@@ -1,0 +1,196 @@
+"""Experiments as data: a table or figure of the paper is a grid of cells, written in TOML.
+
+The package brings one file for each (``builtin/*.toml``); users write their own in the same format.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Value = str | int | float | bool
+Study = Literal["method", "move", "transfer"]
+Demonstrations = Literal["random", "worst"]
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples fill [0, 1) evenly, however many are taken."""
+
+View = Literal[
+    "tasks",
+    "average",
+    "cost",
+    "comparison",
+    "bars",
+    "efficiency",
+    "shots",
+    "matrix",
+    "vectors",
+    "coefficient-map",
+    "class-vectors",
+    "coefficients",
+]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Cell(_Frozen):
+    """One thing to run, and its identity: equal cells have equal results up to rounding.
+
+    Attributes:
+        model: as given at loading.
+        revision: of a hub model, or None.
+        dtype: as asked for, or None for the default.
+        task: name, or file.
+        study: ``method`` fits a method; ``move`` injects what was fitted on the task ``sources[0]``;
+            ``transfer`` calibrates again from related ones of ``sources``.
+        method: name, see `i2cl.methods.make_methods`.
+        options: of the method.
+        shots: demonstrations per class, None for the task's own.
+        demonstrations: drawn at random, or the worst of several groups (see `i2cl.experiments.studies`).
+        sources: other tasks that the study uses.
+        seed: of demonstrations and method.
+        limit: queries of the task.
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: str | None = None
+    task: str
+    study: Study = "method"
+    method: str = "i2cl"
+    options: dict[str, Value] = Field(default_factory=dict)
+    shots: int | None = None
+    demonstrations: Demonstrations = "random"
+    sources: tuple[str, ...] = ()
+    seed: int = 0
+    limit: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the cell in a store: 16 hexadecimal digits of a hash of all that is not default."""
+        text = json.dumps(self.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Row(_Frozen):
+    """One row of a table, or one line or group of bars of a figure.
+
+    Attributes:
+        name: as shown; the paper's name where it prints the row.
+        shots: demonstrations per class, several for a curve; empty for the task's own.
+        seeds: at most so many, for what no seed can change.
+
+    The others are those of a `Cell`.
+    """
+
+    name: str
+    study: Study = "method"
+    method: str = "i2cl"
+    options: dict[str, Value] = Field(default_factory=dict)
+    shots: tuple[int, ...] = ()
+    demonstrations: Demonstrations = "random"
+    seeds: int | None = Field(None, ge=1)
+
+    def cells(self, base: Cell, tasks: Sequence[str], most_shots: int | None) -> Iterator[Cell]:
+        """The row's cells for one seed."""
+        fields = {
+            "study": self.study,
+            "method": self.method,
+            "options": self.options,
+            "demonstrations": self.demonstrations,
+        }
+        curve = [shots for shots in self.shots if most_shots is None or shots <= most_shots]
+        for task, shots in itertools.product(tasks, curve if self.shots else (None,)):
+            cell = base.model_copy(update={**fields, "task": task, "shots": shots})
+            if self.study == "move":
+                yield from (cell.model_copy(update={"sources": (other,)}) for other in tasks)
+            elif self.study == "transfer":
+                others = tuple(other for other in tasks if other != task)
+                yield cell.model_copy(update={"sources": others})
+            else:
+                yield cell
+
+    def holds(self, cell: Cell) -> bool:
+        """Whether a cell belongs to this row, whatever its model, task, seed and limit."""
+        mine = (self.study, self.method, self.options, self.demonstrations)
+        theirs = (cell.study, cell.method, cell.options, cell.demonstrations)
+        return mine == theirs and cell.shots in (self.shots or (None,))
+
+
+class Scale(_Frozen):
+    """How much of an experiment is run.
+
+    Attributes:
+        seeds: counted from 0.
+        limit: queries per task.
+        tasks: how many of the tasks, spread evenly over their list; None for all.
+        shots: the most demonstrations per class of a curve; None for all.
+    """
+
+    seeds: int = Field(5, ge=1)
+    limit: int = Field(500, ge=1)
+    tasks: int | None = Field(None, ge=1)
+    shots: int | None = Field(None, ge=1)
+
+
+class Experiment(_Frozen):
+    """A table or figure: rows x tasks x seeds, and how the report shows them.
+
+    Attributes:
+        name: of the file.
+        title: what it is about.
+        paper: number of the table or figure in the paper, or "-".
+        measures: what is measured, in a sentence.
+        tasks: names, or "all" for the tasks that belong to the model.
+        rows: what is compared; the first one named "I2CL" is what others are tested against.
+        views: what the report shows, in this order.
+        printed: name of the paper's printed tables to set beside (`i2cl.experiments.printed`).
+        full: scale of the paper.
+        quick: scale under ``--quick``.
+    """
+
+    name: str
+    title: str
+    paper: str = "-"
+    measures: str
+    tasks: Literal["all"] | tuple[str, ...] = "all"
+    rows: tuple[Row, ...] = Field(min_length=1)
+    views: tuple[View, ...] = ("tasks", "comparison")
+    printed: str | None = None
+    full: Scale = Scale()
+    quick: Scale = Scale(seeds=2, limit=100, tasks=5, shots=20)
+
+    def cells(self, base: Cell, tasks: Sequence[str], scale: Scale) -> Iterator[Cell]:
+        """All cells, seed by seed, so that an unfinished run holds whole tables of fewer seeds.
+
+        Args:
+            base: gives model, revision and dtype.
+            tasks: what "all" means for this model.
+            scale: seeds, queries and share of the tasks.
+        """
+        chosen = spread(tasks if self.tasks == "all" else self.tasks, scale.tasks)
+        for seed in range(scale.seeds):
+            common = base.model_copy(update={"seed": seed, "limit": scale.limit})
+            for row in self.rows:
+                if row.seeds is None or seed < row.seeds:
+                    yield from row.cells(common, chosen, scale.shots)
+
+
+def spread(names: Sequence[str], count: int | None) -> tuple[str, ...]:
+    """So many of the names, evenly over the list; a smaller choice is part of every larger one."""
+    total = len(names)
+    places = (int(total * (step * GOLDEN % 1)) for step in itertools.count())
+    chosen = itertools.islice(_distinct(places), total if count is None else min(count, total))
+    return tuple(names[place] for place in sorted(chosen))
+
+
+def _distinct(places: Iterable[int]) -> Iterator[int]:
+    seen: set[int] = set()
+    for place in places:
+        if place not in seen:
+            seen.add(place)
+            yield place

@@ -1,0 +1,62 @@
+"""The experiments that the package brings, and those that users write in files."""
+
+import difflib
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pydantic
+
+from i2cl.errors import I2CLError
+from i2cl.experiments.grid import Experiment
+
+ORDER = (
+    "main",
+    "peft",
+    "efficiency",
+    "shots",
+    "robustness",
+    "formation",
+    "taskids",
+    "transfer",
+    "coefficients",
+    "ablation-module",
+    "ablation-layer",
+    "ablation-position",
+    "ablation-noise",
+    "ablation-formula",
+    "synthetic",
+    "over-icl",
+)
+"""The experiments that the package brings, in the paper's order."""
+
+
+def load_experiment(name: str | Path) -> Experiment:
+    """An experiment by name, or from a TOML file.
+
+    Raises:
+        I2CLError: on an unknown name, or a file that is missing or wrong, naming what to correct.
+    """
+    path = Path(name)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise I2CLError(f"no file {str(name)!r}: give an experiment's TOML file, or a name")
+        return _parsed(path.read_bytes(), path.stem, str(path))
+    if str(name) not in ORDER:
+        close = difflib.get_close_matches(str(name), ORDER, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise I2CLError(
+            f"unknown experiment {str(name)!r}: {hint}known are all, {', '.join(ORDER)}, or a .toml file"
+        )
+    file = resources.files("i2cl.experiments") / "builtin" / f"{name}.toml"
+    return _parsed(file.read_bytes(), str(name), f"builtin/{name}.toml")
+
+
+def _parsed(content: bytes, name: str, where: str) -> Experiment:
+    try:
+        return Experiment.model_validate({"name": name, **tomllib.loads(content.decode())})
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise I2CLError(f"{where} is no TOML: {error}") from None
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise I2CLError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

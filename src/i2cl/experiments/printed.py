@@ -1,0 +1,147 @@
+"""The numbers of the paper's tables of results, as printed, to set beside measured ones."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from i2cl.errors import I2CLError
+
+TOLERANCE = 0.05
+"""Percentage points that a printed average may lie away from the mean of its row."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PrintedRow(_Frozen):
+    """One row of a table; accuracies are in percent.
+
+    Attributes:
+        mean: accuracy on each of the table's tasks; empty where only the average is printed.
+        sd: standard deviation on each, or None.
+        average: over tasks, as printed (see `inconsistent_averages`), or None.
+        trainable_thousands: trained parameters in thousands, or None.
+        cached: numbers kept per task in the paper's symbols, such as "2DL" (D: width, L: layers, M:
+            demonstration tokens, 1/K: compression rate), or None.
+    """
+
+    mean: tuple[float, ...] = ()
+    sd: tuple[float, ...] | None = None
+    average: float | None = None
+    trainable_thousands: float | None = None
+    cached: str | None = None
+
+
+class PrintedTable(_Frozen):
+    """One table of the paper.
+
+    Attributes:
+        name: of the experiment that it belongs to; tables of several models share it.
+        paper: its number in the paper, and what it is about.
+        model: as the paper calls it, shortened.
+        tasks: names of the tasks in the table's order; empty where only averages are printed.
+        rows: by name, in the table's order; the method as proposed is "I2CL" in every table.
+    """
+
+    name: str
+    paper: str
+    model: str
+    tasks: tuple[str, ...]
+    rows: Mapping[str, PrintedRow]
+
+    @model_validator(mode="after")
+    def _one_number_a_task(self) -> Self:
+        for name, row in self.rows.items():
+            if any(len(numbers) != len(self.tasks) for numbers in (row.mean, row.sd) if numbers is not None):
+                raise I2CLError(f"{self.paper}, row {name!r}: give one number for each of {self.tasks}")
+        return self
+
+
+class InconsistentAverage(NamedTuple):
+    """A printed average that its own row contradicts.
+
+    Attributes:
+        table: where it is printed.
+        row: name of the row.
+        printed: the average as printed.
+        recomputed: mean of the row's printed accuracies.
+    """
+
+    table: PrintedTable
+    row: str
+    printed: float
+    recomputed: float
+
+
+class _File(_Frozen):
+    models: Mapping[str, tuple[str, ...]]
+    table: tuple[PrintedTable, ...]
+
+
+@cache
+def _file() -> _File:
+    content = (resources.files("i2cl.experiments") / "printed.toml").read_text(encoding="utf-8")
+    return _File.model_validate(tomllib.loads(content))
+
+
+def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
+    """The paper's tables of results, in the paper's order.
+
+    Args:
+        name: only those of this name; ``main`` has one for each model.
+
+    Raises:
+        I2CLError: if no table has that name.
+    """
+    tables = _file().table
+    if name is None:
+        return tables
+    found = tuple(table for table in tables if table.name == name)
+    if not found:
+        known = ", ".join(dict.fromkeys(table.name for table in tables))
+        raise I2CLError(f"the paper has no table {name!r}: use one of {known}")
+    return found
+
+
+def printed_for(name: str, model: str) -> PrintedTable | None:
+    """The table of a name that was measured on a model, or None if the paper has none.
+
+    Args:
+        name: of the table.
+        model: hub id or folder. Only its last part counts, and all of it: fine-tuned or instructed
+            variants are other models.
+
+    Raises:
+        I2CLError: if no table has that name.
+    """
+    last = re.split(r"[/\\]", model.rstrip("/\\"))[-1].casefold()
+    tables = printed_tables(name)
+    aliases = _file().models
+    for table in tables:
+        if last in (alias.casefold() for alias in aliases[table.model]):
+            return table
+    return None
+
+
+def recomputed_average(row: PrintedRow) -> float | None:
+    """Mean of a row's accuracies over tasks in percent, or None if the paper prints none."""
+    return sum(row.mean) / len(row.mean) if row.mean else None
+
+
+def inconsistent_averages() -> list[InconsistentAverage]:
+    """Every printed average more than ``TOLERANCE`` away from the mean of its row, in the paper's order."""
+    return [
+        InconsistentAverage(table, name, row.average, mean)
+        for table in printed_tables()
+        for name, row in table.rows.items()
+        if row.average is not None
+        and (mean := recomputed_average(row)) is not None
+        # Both sides have few decimals: rounding keeps binary fractions from deciding a tie.
+        and round(abs(row.average - mean), 6) > TOLERANCE
+    ]

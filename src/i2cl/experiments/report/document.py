@@ -1,0 +1,224 @@
+"""A report before it is rendered: a section for each experiment and setting, and where all of it is from."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from i2cl.errors import I2CLError
+from i2cl.experiments.grid import Experiment, View
+from i2cl.experiments.printed import printed_for
+from i2cl.experiments.records import Record
+from i2cl.experiments.report.results import Results, Setting, outcome, results_of
+from i2cl.experiments.report.tables import TABLES, Comparisons, TableData
+from i2cl.experiments.report.tables_lines import Printed
+from i2cl.experiments.store import Vectors
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FIGURES: Mapping[View, str] = {
+    "bars": "Mean accuracy of each row, with the standard deviation over seeds.",
+    "efficiency": "Mean accuracy against time per query and bytes kept.",
+    "shots": "Mean accuracy by demonstrations per class.",
+    "matrix": "Accuracy on every task with what was fitted on every other.",
+    "vectors": "t-SNE of context vectors.",
+    "coefficient-map": "t-SNE of calibrated coefficients.",
+    "class-vectors": "t-SNE of the context vectors of each class.",
+    "coefficients": "Calibrated coefficients by layer.",
+}
+"""Views that have a figure, and what it shows; known without matplotlib, to say what is lacking."""
+
+PROVENANCE = {
+    "i2cl": "i2cl",
+    "commit": "Commit",
+    "python": "Python",
+    "torch": "PyTorch",
+    "transformers": "Transformers",
+    "machine": "Machine",
+    "accelerator": "Accelerator",
+    "device": "Device",
+    "dtype": "Precision",
+    "threads": "Threads",
+    "weights": "Weights",
+}
+"""Parts of a record's provenance, as a report calls them; what else a record holds comes after these."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One experiment under one setting.
+
+    Attributes:
+        experiment: what was asked.
+        setting: model and queries, or None where there are no cells.
+        anchor: name of the section, unlike any other's.
+        tables: by view.
+        figures: by view; writing them uses them up.
+        missing: what is not shown, and why, in a line each.
+    """
+
+    experiment: Experiment
+    setting: Setting | None
+    anchor: str
+    tables: tuple[tuple[View, TableData], ...] = ()
+    figures: tuple[tuple[View, "Figure"], ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """The paper's table or figure, in words."""
+        return f"Paper: {self.experiment.paper}" if self.experiment.paper != "-" else "Not in the paper"
+
+    @property
+    def heading(self) -> str:
+        """Title, with the model."""
+        return self.experiment.title + (f" ({self.setting.model})" if self.setting is not None else "")
+
+    @property
+    def under(self) -> str:
+        """The setting in words."""
+        return under(self.setting) if self.setting is not None else "no results"
+
+    def stem(self, view: View) -> str:
+        """Name of a figure's files, without an ending."""
+        return f"{self.anchor}-{view}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is rendered.
+
+    Attributes:
+        sections: at least one for every experiment, in their order.
+        failures: cells of these experiments that did not end well.
+        provenance: name and values, most of them one value.
+    """
+
+    sections: tuple[Section, ...]
+    failures: tuple[Record, ...]
+    provenance: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def under(setting: Setting) -> str:
+    """A setting in words."""
+    parts = [setting.model]
+    parts += [f"revision {setting.revision}"] if setting.revision is not None else []
+    parts += [setting.dtype] if setting.dtype is not None else []
+    queries = "all queries" if setting.limit is None else f"at most {setting.limit} queries per task"
+    return ", ".join([*parts, queries])
+
+
+def build(
+    experiments: Sequence[Experiment],
+    records: Iterable[Record],
+    vectors: Vectors,
+    *,
+    printed: Printed = printed_for,
+    figures: bool = True,
+) -> Report:
+    """Compute every table and draw every figure.
+
+    Args:
+        experiments: what to report; each gets a section, with results or without.
+        records: of a store, one for each cell.
+        vectors: of a store, by the key of the cell.
+        printed: finds the paper's tables.
+        figures: whether to draw any.
+    """
+    records = tuple(records)
+    sections: list[Section] = []
+    used: dict[str, Record] = {}
+    for experiment in experiments:
+        found, aside = _worth_showing(results_of(experiment, records))
+        used |= {record.key: record for results in found for record in results.records}
+        if not found:
+            hint = f"no cells in this store: `i2cl experiment run {experiment.name}` makes them"
+            sections.append(Section(experiment, None, experiment.name, missing=(hint,)))
+        for number, results in enumerate(found, start=1):
+            anchor = experiment.name if number == 1 else f"{experiment.name}-{number}"
+            made = _section(results, vectors, anchor, printed, draw=figures)
+            sections.append(replace(made, missing=(*made.missing, *(aside if number == 1 else ()))))
+    failures = tuple(one for one in records if one.status == "failed" and _asked(experiments, one))
+    return Report(tuple(sections), failures, _provenance(list(used.values()), len(failures)))
+
+
+def _asked(experiments: Sequence[Experiment], record: Record) -> bool:
+    return any(row.holds(record.cell) for experiment in experiments for row in experiment.rows)
+
+
+def _section(results: Results, vectors: Vectors, anchor: str, printed: Printed, *, draw: bool) -> Section:
+    tables: list[tuple[View, TableData]] = []
+    figures: list[tuple[View, Figure]] = []
+    missing = _absent_rows(results)
+    try:
+        comparisons = Comparisons(results, printed)
+    except I2CLError as error:
+        return Section(results.experiment, results.setting, anchor, missing=(*missing, str(error)))
+    for view in results.experiment.views:
+        made = TABLES[view](comparisons) if view in TABLES else []
+        tables += [(view, table) for table in made]
+        figure = None
+        if draw and view in FIGURES:
+            try:
+                figure = _drawn(results, vectors, view)
+            except I2CLError as error:
+                missing.append(f"figure {view}: {error}")
+                continue
+            figures += [(view, figure)] if figure is not None else []
+        if figure is None and not made:
+            missing.append(f"{view}: {_reason(view, draw=draw)}")
+    return Section(results.experiment, results.setting, anchor, tuple(tables), tuple(figures), tuple(missing))
+
+
+def _worth_showing(found: Sequence[Results]) -> tuple[list[Results], tuple[str, ...]]:
+    """Leave out settings with less than half the rows of another: those were run for other experiments."""
+    most = max((len(results.rows) for results in found), default=0)
+    enough = [one for one in found if most == 1 or (len(one.rows) > 1 and 2 * len(one.rows) >= most)]
+    aside = (results for results in found if results not in enough)
+    return enough, tuple(
+        f"a section for {under(results.setting)}: only {'; '.join(row.name for row in results.rows)} there"
+        for results in aside
+    )
+
+
+def _absent_rows(results: Results) -> list[str]:
+    there = [row.name for row in results.rows]
+    absent = [row.name for row in results.experiment.rows if row.name not in there]
+    model = results.setting.model
+    command = f"i2cl experiment run {results.experiment.name}"
+    command += f" --model {model}" if model != "reference" else ""
+    return [f"rows without results: {'; '.join(absent)} (`{command}` makes them)"] if absent else []
+
+
+def _reason(view: View, *, draw: bool) -> str:
+    if view == "comparison":
+        return "nothing to compare, since it takes the row I2CL and another one"
+    return "figures were not asked for" if view in FIGURES and not draw else "no results for this view"
+
+
+def _drawn(results: Results, vectors: Vectors, view: View) -> "Figure | None":
+    try:
+        from i2cl.experiments.report.figures import FIGURES as DRAWINGS
+    except ImportError as error:
+        raise I2CLError(f"needs the package {error.name}: pip install 'i2cl[experiments]'") from None
+    return DRAWINGS[view](results, vectors)
+
+
+def _provenance(records: Sequence[Record], failed: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """How much there is and where it is from; values in the order of first appearance."""
+    values: dict[str, dict[str, None]] = {name: {} for name in PROVENANCE}
+    for record in records:
+        for name, value in record.provenance.items():
+            if value is not None:
+                values.setdefault(name, {})[str(value)] = None
+    outcomes = [outcome(record) for record in records]
+    hours = [sum(one.fit_seconds for one in outcomes), sum(one.predict_seconds for one in outcomes)]
+    days = sorted(record.started[:10] for record in records)
+    cells = f"{len(records):,} done" + (f", {failed:,} failed" if failed else "")
+    said = [
+        ("Cells", (cells,)),
+        ("Hours", (f"{hours[0] / 3600:.2f} fitting, {hours[1] / 3600:.2f} predicting",)),
+        ("Run", (" to ".join(dict.fromkeys((days[0], days[-1]))),) if days else ()),
+        *((PROVENANCE.get(name, name), tuple(got)) for name, got in values.items()),
+    ]
+    return tuple((name, got) for name, got in said if got)

@@ -1,0 +1,131 @@
+"""Figures of what was fitted: where it works when moved, and the coefficients of each layer."""
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from i2cl.experiments.report.figures_base import (
+    COLOURS,
+    mean_over_tasks,
+    new_figure,
+    panels,
+    styled,
+)
+from i2cl.experiments.report.results import Results, outcome
+from i2cl.experiments.store import Vectors
+
+MOST_PRINTED = 16
+"""Tasks up to which the matrix has its values printed."""
+
+_SYMBOLS = {
+    1: (r"$\lambda$ (context vector)", r"$\beta$ (own output)"),
+    2: (
+        r"$\lambda^a$ (attention, context vector)",
+        r"$\beta^a$ (attention, own output)",
+        r"$\lambda^m$ (MLP, context vector)",
+        r"$\beta^m$ (MLP, own output)",
+    ),
+}
+"""Names of the coefficients by the number of sites."""
+
+
+@styled
+def matrix(results: Results, vectors: Vectors) -> Figure | None:  # noqa: ARG001 - all figures are called alike
+    """Accuracy on each task (columns) with what was fitted on another (rows), minus zero-shot."""
+    tasks, gains = _gains(results)
+    if not np.isfinite(gains).any():
+        return None
+    printed = len(tasks) <= MOST_PRINTED
+    side = max(2.5, len(tasks) * (0.46 if printed else 0.24))
+    name = 0.08 * max(map(len, tasks))
+    figure = new_figure(side + name + 1.7, side + 0.75 * name + 0.6)
+    axes = figure.add_subplot()
+    most = max(float(np.nanmax(np.abs(gains))), 1.0)  # never a colour for less than a point
+    colours, scale = colormaps["RdBu_r"], Normalize(-most, most)
+    image = axes.imshow(np.ma.masked_invalid(gains), cmap=colours, norm=scale)
+    axes.set_facecolor("#d9d9d9")  # what was not run
+    axes.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(len(tasks)), tasks)
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("target task (tested on)")
+    axes.set_ylabel("source task (fitted on)")
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
+    bar.set_label("accuracy minus zero-shot\n(percentage points)")
+    bar.outline.set_visible(False)
+    if printed:
+        for (source, target), gain in np.ndenumerate(gains):
+            if np.isfinite(gain):
+                red, green, blue, _ = colours(scale(gain))
+                ink = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
+                text = f"{round(gain):+d}".replace("-", "\N{MINUS SIGN}") if round(gain) else "0"
+                axes.text(target, source, text, ha="center", va="center", fontsize=9, color=ink)
+    return figure
+
+
+def _gains(results: Results) -> tuple[tuple[str, ...], Float[np.ndarray, "sources targets"]]:
+    """Percentage points, NaN where either is lacking; tasks are those that anything was moved from or to."""
+    base = next((row for row in results.rows if row.method == "zero_shot" and row.study == "method"), None)
+    row = next((row for row in results.rows if row.study == "move"), None)
+    if base is None or row is None:
+        return (), np.empty((0, 0))
+    found: dict[tuple[str, str], list[float]] = {}
+    for record in results.records:
+        if row.holds(record.cell):
+            found.setdefault((record.cell.sources[0], record.cell.task), []).append(outcome(record).accuracy)
+    names = dict.fromkeys([*results.tasks, *(source for source, _ in found)])
+    tasks = tuple(name for name in names if any(name in pair for pair in found))
+    gains = np.full((len(tasks), len(tasks)), np.nan)
+    zero = {task: mean_over_tasks(results, base, tasks=(task,)) for task in tasks}
+    for (source, target), values in found.items():
+        bottom = zero[target]
+        if bottom is not None:
+            gains[tasks.index(source), tasks.index(target)] = 100 * (np.mean(values) - bottom.mean)
+    return tasks, gains
+
+
+@styled
+def coefficients(results: Results, vectors: Vectors) -> Figure | None:  # noqa: ARG001 - as above
+    """Calibrated coefficients by layer, a panel for each task: mean and standard deviation over seeds."""
+    found = {task: values for task in results.tasks if len(values := _of_task(results, task))}
+    if not found:
+        return None
+    wide = min(len(found), 4)
+    figure, cells = panels(len(found), 3.1 if wide > 2 else 4.5, 2.3 if wide > 2 else 3.2, shared=True)
+    for axes, (task, values) in zip(cells, found.items(), strict=True):
+        _layers(axes, values)
+        axes.set_title(task)
+    cells[0].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    figure.supxlabel("layer", fontsize=10)
+    figure.supylabel("coefficient", fontsize=10)
+    handles, names = cells[0].get_legend_handles_labels()
+    legend = figure.legend(handles, names, loc="outside upper center", ncols=4 if wide > 2 else 2)
+    for text in legend.get_texts():
+        text.set_parse_math(True)
+    return figure
+
+
+def _of_task(results: Results, task: str) -> Float[np.ndarray, "seeds layers sites 2"]:
+    row = results.default
+    records = results.of(row, task) if row else []
+    found = [out.coefficients for out in map(outcome, records) if out.coefficients is not None]
+    return np.array(found, dtype=float) if found else np.empty((0, 0, 0, 2))
+
+
+def _layers(axes: Axes, values: Float[np.ndarray, "seeds layers sites 2"]) -> None:
+    layers = np.arange(values.shape[1])
+    flat = values.reshape(*values.shape[:2], -1)
+    for number, name in enumerate(_SYMBOLS[values.shape[2]]):
+        lines = flat[:, :, number]
+        mean = lines.mean(0)
+        colour, line = COLOURS[number], "--" if number % 2 else "-"
+        marker = "o" if len(layers) <= 8 else None
+        axes.plot(layers, mean, label=name, color=colour, ls=line, marker=marker, ms=4)
+        if len(lines) > 1:
+            sd = lines.std(0, ddof=1)
+            axes.fill_between(layers, mean - sd, mean + sd, color=colour, alpha=0.2, lw=0)

@@ -1,0 +1,253 @@
+"""How sure an accuracy is, and whether two methods differ.
+
+Intervals come from the bootstrap over both axes: seeds and queries are drawn with replacement, each on its
+own (the pigeonhole bootstrap: Owen, Annals of Applied Statistics 1(2), 2007). No bootstrap is exact for such
+data (McCullagh, Bernoulli 6(2), 2000): this one is too wide where most variation belongs to neither a seed
+nor a query alone, and too narrow where few seeds differ much (a variance from 5 comes out a fifth too small).
+A result that is the same in every cell gets an interval of width 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from i2cl.errors import I2CLError
+
+Result = Sequence[Bool[np.ndarray, "_seeds _queries"]]
+"""Whether a method answered rightly: one array per task, all with the same seeds."""
+
+Cells = list[Float[np.ndarray, "_seeds _queries"]]  # per task: right or not, or two methods' difference in it
+
+ALPHA = 0.05
+"""Level of every test, and what an interval leaves out."""
+
+DECIMALS = 12  # what is equal on paper must be equal here: ties count in a test, and so does 0 in an interval
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracy of a method, a share between 0 and 1.
+
+    Attributes:
+        mean: over seeds; over tasks, the macro-average.
+        sd: standard deviation over seeds (n - 1) of the same; 0 for one seed.
+        low, high: the 95 % interval over seeds and queries.
+        seeds, queries: how many; queries of all tasks together.
+    """
+
+    mean: float
+    sd: float
+    low: float
+    high: float
+    seeds: int
+    queries: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Accuracy of one method minus that of another; ``p`` is two-sided, the rest as in `Accuracy`."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method minus the reference; ``q`` is the p-value corrected by `holm` over all comparisons made."""
+
+    difference: Difference
+    q: float
+
+    @property
+    def distinguishable(self) -> bool:
+        """Whether test and interval agree that the two differ."""
+        return self.q < ALPHA and (self.difference.low > 0 or self.difference.high < 0)
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The best of several methods.
+
+    Attributes:
+        name: of the method with the best mean; the first in the alphabet of equals.
+        distinguishable: from all others; only then may a report print it bold. Never without others.
+        ties: names of the methods that the best cannot be told from.
+    """
+
+    name: str
+    distinguishable: bool
+    ties: frozenset[str]
+
+
+def accuracy(tasks: Result, *, resamples: int = 2000, seed: int = 0) -> Accuracy:
+    """Mean accuracy with its spread over seeds and its interval over seeds and queries.
+
+    ``sd`` is what papers print: how much the demonstrations matter on these queries. The interval also counts
+    that other queries could have been asked.
+
+    Args:
+        tasks: one array per task; a list of one for one task.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+
+    Raises:
+        I2CLError: if there are no results, or the seeds differ in number.
+    """
+    cells = _checked(tasks)
+    per_seed = np.mean([task.mean(1) for task in cells], axis=0)
+    sd = round(float(per_seed.std(ddof=1)), DECIMALS) if len(per_seed) > 1 else 0.0
+    queries = sum(task.shape[1] for task in cells)
+    return Accuracy(_macro(cells), sd, *_interval(cells, resamples, seed), len(per_seed), queries)
+
+
+def difference(
+    ours: Result, theirs: Result, *, resamples: int = 2000, permutations: int = 9999, seed: int = 0
+) -> Difference:
+    """Paired difference of two methods: how large it is, and whether it could be chance.
+
+    The interval is for the size of the difference had other demonstrations *and* other queries been drawn: it
+    resamples seeds and queries. The p-value holds these seeds fixed: were the methods equal, each query's
+    difference, averaged over seeds, would as likely have the other sign. A claim needs both
+    (`Comparison.distinguishable`). With one seed on one task this is McNemar's exact test, up to sampling:
+    a sampled p-value is at least 2 / (``permutations`` + 1).
+
+    Args:
+        ours: one array per task.
+        theirs: of the same tasks, queries and seeds, in the same order. A method that draws nothing may have
+            one seed, on either side; it is paired with every seed of the other.
+        resamples: of the bootstrap.
+        permutations: sign flips sampled; all are enumerated where there are no more than that.
+        seed: of bootstrap and test.
+
+    Raises:
+        I2CLError: if there are no results, or they cannot be paired.
+    """
+    cells = _paired(ours, theirs)
+    return Difference(_macro(cells), *_interval(cells, resamples, seed), _p_value(cells, permutations, seed))
+
+
+def compare(results: Mapping[str, Result], reference: str) -> dict[str, Comparison]:
+    """Compare every other method with a reference, corrected for the number of comparisons.
+
+    To correct over a whole table instead, give the p-values of all calls to `holm` and `replace` each ``q``.
+
+    Args:
+        results: of each method.
+        reference: the method that is subtracted from every other; alone, it gives no comparisons.
+
+    Raises:
+        I2CLError: if the reference is not among the results, or results cannot be paired.
+    """
+    if reference not in results:
+        raise I2CLError(f"no results of {reference!r} to compare with: choose one of {sorted(results)}")
+    others = [name for name in results if name != reference]
+    found = [difference(results[name], results[reference]) for name in others]
+    corrected = holm([one.p for one in found]).tolist()
+    return {name: Comparison(one, q) for name, one, q in zip(others, found, corrected, strict=True)}
+
+
+def winners(results: Mapping[str, Result]) -> Winner:
+    """Find the best method, and those that it cannot be told from.
+
+    Args:
+        results: of each method.
+
+    Raises:
+        I2CLError: if there are no results, or they cannot be paired.
+    """
+    if not results:
+        raise I2CLError("no results to choose the best of: give those of at least one method")
+    best = min(results, key=lambda name: (-_macro(_checked(results[name])), name))
+    found = compare(results, best)
+    ties = frozenset(name for name, comparison in found.items() if not comparison.distinguishable)
+    return Winner(name=best, distinguishable=bool(found) and not ties, ties=ties)
+
+
+def holm(p_values: Sequence[float] | Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    """Correct p-values so that the chance of any false finding stays below the level.
+
+    Step-down (Holm, Scandinavian Journal of Statistics 6(2), 1979), with no need of independence: the k-th
+    smallest of n is multiplied by n - k + 1, and none may fall below a smaller one.
+
+    Args:
+        p_values: of all comparisons, at best of a whole table.
+
+    Returns:
+        Corrected p-values, at most 1, in the same order.
+    """
+    p = np.asarray(p_values, float)
+    order = np.argsort(p, kind="stable")
+    stepped = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    corrected = np.empty_like(p)
+    corrected[order] = np.minimum(stepped, 1)
+    return corrected
+
+
+def _checked(tasks: Result) -> Cells:
+    if len(tasks) == 0:
+        raise I2CLError("no results: give one boolean array [seeds, queries] per task")
+    for task in tasks:
+        if task.ndim != 2 or task.dtype != bool or not task.size:
+            what = f"an array of {task.dtype} {list(task.shape)}"
+            raise I2CLError(f"found {what}: give a list of non-empty boolean arrays [seeds, queries]")
+    if len({len(task) for task in tasks}) > 1:
+        raise I2CLError(f"tasks have {[len(task) for task in tasks]} seeds: give every task the same seeds")
+    return [task.astype(float) for task in tasks]
+
+
+def _paired(ours: Result, theirs: Result) -> Cells:
+    pair = _checked(ours), _checked(theirs)
+    queries, others = ([task.shape[1] for task in cells] for cells in pair)
+    if queries != others:
+        raise I2CLError(f"tasks have {queries} and {others} queries: run both methods on the same ones")
+    seeds = {len(cells[0]) for cells in pair}
+    if len(seeds - {1}) > 1:
+        raise I2CLError(f"methods have {sorted(seeds)} seeds: run both with the same, or one with one")
+    return [a - b for a, b in zip(*pair, strict=True)]
+
+
+def _macro(cells: Cells) -> float:
+    return round(float(np.mean([task.mean() for task in cells])), DECIMALS)
+
+
+def _interval(cells: Cells, resamples: int, seed: int) -> tuple[float, float]:
+    low, high = np.quantile(_bootstrap(cells, resamples, seed), (ALPHA / 2, 1 - ALPHA / 2))
+    return round(float(low), DECIMALS), round(float(high), DECIMALS)
+
+
+def _bootstrap(cells: Cells, resamples: int, seed: int) -> Float[np.ndarray, " resamples"]:
+    """Macro-averages over seeds drawn once for all tasks and queries drawn in each task."""
+    rng = np.random.default_rng(seed)
+    rows = _counts(rng, resamples, len(cells[0]))
+    total = np.zeros(resamples)
+    for task in cells:  # a cell is drawn as often as its row times its column, so no submatrix is formed
+        total += ((rows @ task) * _counts(rng, resamples, task.shape[1])).sum(1) / task.size
+    return (total / len(cells)).round(DECIMALS)
+
+
+def _counts(rng: np.random.Generator, resamples: int, n: int) -> Float[np.ndarray, "resamples n"]:
+    """How often each of n things is drawn in n draws with replacement."""
+    drawn = rng.integers(n, size=(resamples, n)) + n * np.arange(resamples)[:, None]
+    return np.bincount(drawn.ravel(), minlength=resamples * n).reshape(resamples, n).astype(float)
+
+
+def _p_value(cells: Cells, permutations: int, seed: int) -> float:
+    """Sign-flip test on the differences of queries, weighted so that tasks count equally."""
+    try:
+        from scipy import stats
+    except ImportError:
+        raise I2CLError(
+            "tests between methods need the package scipy: pip install 'i2cl[experiments]'"
+        ) from None
+    weighted = np.concatenate([task.mean(0) / task.shape[1] for task in cells]) / len(cells)
+    moved = weighted[weighted != 0]  # a zero has no sign to flip; without them more tests are exact
+    if len(moved) < 2:
+        return 1.0  # neither no difference nor a single one is evidence, and scipy wants two
+    options = {"permutation_type": "samples", "n_resamples": permutations, "rng": np.random.default_rng(seed)}
+    options |= {"vectorized": True, "batch": 1000}  # flips of some thousand queries still fit the cache
+    test = stats.permutation_test((moved,), lambda d, axis: d.sum(axis).round(DECIMALS), **options)
+    return float(test.pvalue)

@@ -1,0 +1,215 @@
+"""Where results are kept: one line of JSON per cell, appended by a single writer.
+
+A line is written at once and flushed to the disk, so that a kill loses at most the cells in the making;
+a line that was torn all the same is cut off when the store is opened next. JSON Lines rather than
+Parquet, since a Parquet file cannot grow: every append would rewrite it. DuckDB reads both
+(``select * from 'cells.jsonl'``), and `pack` makes Parquet of a finished store.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pydantic
+from filelock import FileLock, Timeout
+from safetensors.numpy import load_file, save_file
+
+from i2cl.errors import I2CLError
+from i2cl.experiments.records import Record
+from i2cl.files import new_folder
+
+CELLS = "cells.jsonl"
+PACKED = "cells.parquet"
+LOCK = ".lock"
+VECTORS = "vectors"
+PACKED_VECTORS = "vectors.safetensors"
+
+COLUMNS = {
+    "key": "varchar",
+    "status": "varchar",
+    "model": "varchar",
+    "task": "varchar",
+    "method": "varchar",
+    "seed": "integer",
+    "accuracy": "double",
+    "record": "varchar",
+}
+"""Of a packed store: what one would select on, and the whole record as JSON."""
+
+Vectors = Mapping[str, Mapping[str, np.ndarray]]
+"""By cell key: context_vector, coefficients and class_vectors, see `i2cl.experiments.studies`."""
+
+
+class Store:
+    """A folder of results. Reading needs no lock; one process at a time writes.
+
+    Attributes:
+        folder: where it is.
+        records: the newest record of every cell, by key.
+    """
+
+    def __init__(self, folder: Path, records: dict[str, Record]) -> None:
+        self.folder = folder
+        self.records = records
+        self._file: IO[bytes] | None = None
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "Store":
+        """Read a store, packed or not.
+
+        Raises:
+            I2CLError: if it is none, or a line other than a torn last one cannot be read.
+        """
+        path = Path(folder)
+        if (path / PACKED).is_file():
+            lines = _unpacked(path / PACKED)
+        elif (path / CELLS).is_file():
+            lines = _whole_lines(path / CELLS)
+        else:
+            raise I2CLError(f"no store at {str(folder)!r}: `i2cl experiment run NAME --store DIR` makes one")
+        return cls(path, _by_key(lines, path))
+
+    @classmethod
+    @contextmanager
+    def writing(cls, folder: str | Path) -> Iterator["Store"]:
+        """Open a store for appending, or make it; a torn last line is cut off.
+
+        Raises:
+            I2CLError: if another process is writing to it, or it cannot be written.
+        """
+        path = Path(folder)
+        if (path / PACKED).is_file():
+            raise I2CLError(f"the store at {str(folder)!r} is packed: choose another folder to run into")
+        lock = FileLock(path / LOCK, timeout=0)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with lock, (path / CELLS).open("ab") as file:
+                lines = _whole_lines(path / CELLS)
+                os.truncate(path / CELLS, sum(len(line) for line in lines))
+                store = cls(path, _by_key(lines, path))
+                store._file = file
+                yield store
+        except Timeout:
+            raise I2CLError(
+                f"another run writes to {str(folder)!r}: wait for it, or choose another --store"
+            ) from None
+        except OSError as error:
+            raise I2CLError(
+                f"cannot write to {str(folder)!r} ({error.strerror}): choose another --store"
+            ) from None
+
+    @property
+    def vectors_folder(self) -> Path:
+        """Where cells put their vectors, one file each."""
+        return self.folder / VECTORS
+
+    def done(self, key: str) -> bool:
+        """Whether a cell ended well."""
+        return key in self.records and self.records[key].status == "done"
+
+    def append(self, record: Record) -> None:
+        """Keep a record for good. Only inside `writing`."""
+        if self._file is None:
+            raise ValueError("the store was opened for reading")
+        self._file.write(record.model_dump_json(exclude_none=True).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.records[record.key] = record
+
+    def vectors(self) -> Vectors:
+        """Vectors of every cell that kept some."""
+        packed = self.folder / PACKED_VECTORS
+        found: dict[str, dict[str, np.ndarray]] = {}
+        if packed.is_file():
+            for name, value in load_file(packed).items():
+                key, part = name.split(".")
+                found.setdefault(key, {})[part] = value
+        for path in sorted(self.vectors_folder.glob("*.safetensors")):
+            found[path.stem] = load_file(path)
+        return {key: found[key] for key in found if key in self.records}
+
+    def pack(self, folder: str | Path) -> None:
+        """Write the newest record of every cell as Parquet, and all vectors as one file.
+
+        Raises:
+            I2CLError: if the package duckdb is lacking, or the folder cannot be written.
+        """
+        duckdb = _duckdb()
+        with new_folder(Path(folder), {PACKED, PACKED_VECTORS}) as fresh:
+            lines = fresh / CELLS
+            lines.write_text(
+                "".join(_flat(record) + "\n" for record in self.records.values()), encoding="utf-8"
+            )
+            with duckdb.connect() as connection:
+                table = connection.read_json(str(lines), format="newline_delimited", columns=COLUMNS)
+                table.write_parquet(str(fresh / PACKED), compression="zstd")
+            lines.unlink()
+            vectors = self.vectors()
+            if vectors:
+                flat = {
+                    f"{key}.{part}": value for key, parts in vectors.items() for part, value in parts.items()
+                }
+                save_file(flat, fresh / PACKED_VECTORS)
+
+
+def _flat(record: Record) -> str:
+    cell, found = record.cell, record.outcome
+    values = (
+        record.key,
+        record.status,
+        cell.model,
+        cell.task,
+        cell.method,
+        cell.seed,
+        found.accuracy if found else None,
+        record.model_dump_json(exclude_none=True),
+    )
+    return json.dumps(dict(zip(COLUMNS, values, strict=True)))
+
+
+def _unpacked(path: Path) -> list[bytes]:
+    with _duckdb().connect() as connection:
+        rows = connection.execute("select record from read_parquet(?)", [str(path)]).fetchall()
+    return [row[0].encode() + b"\n" for row in rows]
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    lines = path.read_bytes().splitlines(keepends=True)
+    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+
+
+def _by_key(lines: list[bytes], path: Path) -> dict[str, Record]:
+    records: dict[str, Record] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = Record.model_validate_json(line)
+        except pydantic.ValidationError as error:
+            raise I2CLError(
+                f"line {number} of the store {str(path)!r} cannot be read ({error.errors()[0]['msg']}): "
+                "remove that line, its cell is then run again"
+            ) from None
+        records[record.key] = record
+    return records
+
+
+def save_vectors(folder: Path, key: str, tensors: Mapping[str, np.ndarray]) -> None:
+    """Keep a cell's vectors: all of the file or nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / f".{key}.{os.getpid()}"
+    try:
+        save_file(dict(tensors), scratch)
+        scratch.replace(folder / f"{key}.safetensors")
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _duckdb() -> Any:
+    try:
+        import duckdb
+    except ImportError:
+        raise I2CLError("packed stores need the package duckdb: pip install 'i2cl[experiments]'") from None
+    return duckdb

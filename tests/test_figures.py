@@ -1,0 +1,388 @@
+"""Figures of small made-up results: what is drawn equals what is computed by hand."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+matplotlib = pytest.importorskip("matplotlib", reason="the extra experiments is not installed")
+pytest.importorskip("sklearn", reason="the extra experiments is not installed")
+
+from matplotlib.colors import to_hex  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.text import Text  # noqa: E402
+
+from i2cl.errors import I2CLError  # noqa: E402
+from i2cl.experiments.grid import Cell, Experiment, Row, Scale  # noqa: E402
+from i2cl.experiments.records import Outcome, Record  # noqa: E402
+from i2cl.experiments.report import figures_tsne  # noqa: E402
+from i2cl.experiments.report.figures import FIGURES, save  # noqa: E402
+from i2cl.experiments.report.results import results_of  # noqa: E402
+
+TASKS = ("films", "news", "moods")
+ZERO = Row(name="Zero-shot", method="zero_shot", seeds=1)
+ICL = Row(name="Few-shot (ICL)", method="few_shot")
+I2CL = Row(name="I2CL")
+MOVED = Row(name="Moved", study="move")
+COST = {"zero_shot": (4.0, 0), "few_shot": (20.0, 2_000_000), "i2cl": (5.0, 3000)}
+
+
+def share(cell):
+    """An accuracy of so many in 100 that differs between all cells of these tests."""
+    task = TASKS.index(cell.task) if cell.task in TASKS else 0
+    source = TASKS.index(cell.sources[0]) if cell.sources and cell.sources[0] in TASKS else 0
+    method = ("zero_shot", "few_shot", "i2cl").index(cell.method)
+    return 20 + 20 * method + 5 * task + (cell.seed**2) + 7 * source + (cell.shots or 0)
+
+
+def record(cell, labels=("a", "b"), layers=4, sites=2):
+    right = share(cell)
+    milliseconds, size = COST[cell.method]
+    made = np.random.default_rng([cell.seed, len(cell.task)])
+    coefficients = made.random((layers, sites, 2)).tolist() if cell.method == "i2cl" else None
+    outcome = Outcome(
+        accuracy=right / 100,
+        macro_f1=0.5,
+        gold=(1,) * 100,
+        predictions=(1,) * right + (0,) * (100 - right),
+        labels=labels,
+        demonstrations=(0,),
+        fit_seconds=1,
+        predict_seconds=milliseconds / 10,
+        trainable_parameters=0,
+        cached_values=0,
+        cached_bytes=size,
+        held_out=0,
+        coefficients=coefficients,
+    )
+    return Record(key=cell.key, cell=cell, status="done", outcome=outcome, started="")
+
+
+def results(*rows, tasks=TASKS, seeds=3, keep=lambda cell: True, **made):
+    experiment = Experiment(name="trial", title="Trial", measures="Things.", tasks=tasks, rows=rows)
+    cells = experiment.cells(Cell(model="m", task=tasks[0]), tasks, Scale(seeds=seeds))
+    return results_of(experiment, [record(cell, **made) for cell in cells if keep(cell)])[0]
+
+
+def vectors_of(found, classes=2, d=3):
+    """Tasks and classes far from each other, seeds near."""
+    made = {}
+    for one in found.records:
+        rng = np.random.default_rng([one.cell.seed, 7])
+        middle = 10 * found.tasks.index(one.cell.task) + np.arange(classes)[:, None, None, None]
+        parts = {"context_vector": (4, 2, d), "coefficients": (4, 2, 2), "class_vectors": (classes, 4, 2, d)}
+        made[one.key] = {name: rng.random(shape) for name, shape in parts.items()}
+        made[one.key]["context_vector"] += middle[0]
+        made[one.key]["class_vectors"] += 3.0 * middle
+    return made
+
+
+def drawn(view, found, vectors=None):
+    figure = FIGURES[view](found, vectors or {})
+    assert isinstance(figure, Figure)
+    figure.draw_without_rendering()
+    return figure
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def legend_of(holder):
+    legend = holder.get_legend() if hasattr(holder, "get_legend") else holder.legends[0]
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def ticks(axis):
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+EVERYTHING = {
+    "efficiency": (ZERO, ICL, I2CL),
+    "shots": (ZERO, Row(name="I2CL", shots=(1, 5))),
+    "bars": (ZERO, ICL, I2CL),
+    "matrix": (ZERO, MOVED),
+    "vectors": (I2CL,),
+    "coefficient-map": (I2CL,),
+    "class-vectors": (I2CL,),
+    "coefficients": (I2CL,),
+}
+
+
+def test_every_view_with_a_figure_is_drawn():
+    assert set(FIGURES) == set(EVERYTHING)
+
+
+@pytest.mark.parametrize("view", EVERYTHING)
+def test_nothing_is_drawn_of_nothing(view):
+    empty = replace(results(*EVERYTHING[view]), tasks=(), records=())
+    assert FIGURES[view](empty, {}) is None
+
+
+@pytest.mark.parametrize("view", EVERYTHING)
+def test_files_are_the_same_every_time(view, tmp_path):
+    found = results(*EVERYTHING[view])
+    vectors = vectors_of(found)
+    before = dict(matplotlib.rcParams)
+    figures = [drawn(view, found, vectors)]
+    with matplotlib.rc_context({"font.size": 20, "svg.fonttype": "path", "savefig.bbox": "tight"}):
+        figures.append(drawn(view, found, vectors))
+        paths = [save(figure, tmp_path / str(n) / "some.figure") for n, figure in enumerate(figures)]
+    assert [path.name for path in paths[0]] == ["some.figure.png", "some.figure.svg"]
+    assert [path.read_bytes() for path in paths[0]] == [path.read_bytes() for path in paths[1]]
+    svg = paths[0][1].read_text()
+    assert "<text" in svg
+    assert "<dc:date>" not in svg
+    assert figures[0].axes == []
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_bars_are_means_over_tasks_with_spread_over_seeds():
+    found = results(ZERO, ICL, I2CL)
+    (axes,) = drawn("bars", found).axes
+    assert ticks(axes.yaxis) == ["Zero-shot", "Few-shot (ICL)", "I2CL"]
+    spread = np.std([0, 1, 4], ddof=1)
+    means = [25, 40 + 5 + 5 / 3, 60 + 5 + 5 / 3]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx(means)
+    assert texts(axes) == ["25.0", f"46.7 ± {spread:.1f}", f"66.7 ± {spread:.1f}"]
+    assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == ["#0072b2", "#0072b2", "#d55e00"]
+    (whiskers,) = axes.collections
+    assert [line[1, 0] - line[0, 0] for line in whiskers.get_segments()] == pytest.approx([2 * spread] * 2)
+    assert axes.get_xlabel() == "mean accuracy over 3 tasks (%)"
+
+
+def test_bars_tell_which_rows_lack_tasks_and_leave_out_what_moves():
+    gone = results(ICL, I2CL, MOVED, keep=lambda cell: cell.method == "i2cl" or cell.task != "news")
+    (axes,) = drawn("bars", gone).axes
+    assert ticks(axes.yaxis) == ["Few-shot (ICL) (2 of 3 tasks)", "I2CL"]
+    assert axes.patches[0].get_width() == pytest.approx(40 + 5 + 5 / 3)  # tasks at 0 and 10, seeds at 0, 1, 4
+
+
+def test_means_take_the_seeds_that_all_tasks_have():
+    short = results(I2CL, keep=lambda cell: (cell.task, cell.seed) != ("news", 2))
+    (axes,) = drawn("bars", short).axes
+    assert axes.patches[0].get_width() == pytest.approx(60 + 5 + 0.5)
+    never = results(I2CL, keep=lambda cell: cell.seed == TASKS.index(cell.task))
+    assert FIGURES["bars"](never, {}) is None
+
+
+def test_a_row_takes_no_more_seeds_than_it_has():
+    """Another experiment in the same store may have run more."""
+    found = results(ZERO.model_copy(update={"seeds": None}))
+    limited = replace(found, experiment=found.experiment.model_copy(update={"rows": (ZERO,)}))
+    (axes,) = drawn("bars", limited).axes
+    assert texts(axes) == ["25.0"]
+
+
+def test_bars_of_a_row_with_several_numbers_of_demonstrations():
+    (axes,) = drawn("bars", results(Row(name="I2CL", shots=(1, 5)), tasks=("films",))).axes
+    assert ticks(axes.yaxis) == ["I2CL, 1 per class", "I2CL, 5 per class"]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([61 + 5 / 3, 65 + 5 / 3])
+    assert axes.get_xlabel() == "accuracy on films (%)"
+
+
+def test_shots_are_lines_of_means_with_bands():
+    rows = ZERO, ICL.model_copy(update={"shots": (1, 5, 10)}), I2CL.model_copy(update={"shots": (1, 5, 30)})
+    figure = drawn("shots", results(*rows))
+    (axes,) = figure.axes
+    flat, icl, ours = axes.lines
+    assert list(icl.get_xdata()) == [1, 5, 10]
+    assert icl.get_ydata() == pytest.approx([one + 45 + 5 / 3 for one in (1, 5, 10)])
+    assert ours.get_ydata() == pytest.approx([one + 65 + 5 / 3 for one in (1, 5, 30)])
+    assert (set(flat.get_ydata()), flat.get_linestyle()) == ({25.0}, "--")
+    spread = np.std([0, 1, 4], ddof=1)
+    band = axes.collections[0].get_paths()[0].vertices
+    assert band[:, 1].max() == pytest.approx(55 + 5 / 3 + spread)
+    assert band[:, 1].min() == pytest.approx(46 + 5 / 3 - spread)
+    assert legend_of(figure) == ["Zero-shot", "Few-shot (ICL)", "I2CL"]
+    assert ticks(axes.xaxis) == ["1", "5", "10", "30"]
+    assert (axes.get_xscale(), axes.get_xlabel()) == ("log", "demonstrations per class")
+    assert axes.get_ylabel() == "mean accuracy over 3 tasks (%)"
+
+
+def test_points_of_a_line_are_means_over_the_same_tasks():
+    row = I2CL.model_copy(update={"shots": (1, 5, 30)})
+    lacking = results(row, keep=lambda cell: cell.shots == 1 or (cell.shots, cell.task) == (5, "moods"))
+    figure = drawn("shots", lacking)
+    (line,) = figure.axes[0].lines
+    assert list(line.get_xdata()) == [1, 5]
+    assert line.get_ydata() == pytest.approx([71 + 5 / 3, 75 + 5 / 3])
+    assert legend_of(figure) == ["I2CL (1 of 3 tasks)"]
+
+
+def test_no_shots_without_a_row_of_several():
+    assert FIGURES["shots"](results(ZERO, I2CL, Row(name="five", shots=(5,))), {}) is None
+    row = I2CL.model_copy(update={"shots": (1, 5)})
+    apart = results(row, keep=lambda cell: (cell.task, cell.shots) in {("films", 1), ("news", 5)})
+    assert FIGURES["shots"](apart, {}) is None
+
+
+def test_efficiency_has_a_point_and_a_name_for_each_row_in_both_panels():
+    time, memory = drawn("efficiency", results(ZERO, ICL, I2CL)).axes
+    heights = [25, 45 + 5 / 3, 65 + 5 / 3]
+    for axes, wanted in ((time, [4, 20, 5]), (memory, [0, 2_000_000, 3000])):
+        assert [line.get_xdata()[0] for line in axes.lines] == pytest.approx(wanted)
+        assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx(heights)
+        assert texts(axes) == ["Zero-shot", "Few-shot (ICL)", "I2CL"]
+    assert (time.get_xscale(), memory.get_xscale()) == ("log", "symlog")
+    assert (time.get_xlabel(), memory.get_xlabel()) == ("time per query (ms)", "memory kept for prediction")
+    assert {"5", "10", "20"} <= set(ticks(time.xaxis))
+    assert ticks(memory.xaxis) == ["0", "1 kB", "10 kB", "100 kB", "1 MB", "10 MB"]
+    assert max(time.get_yticks()) <= 100
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_names_do_not_overlap(step):
+    """Twelve methods on one spot, close together, and further apart."""
+    rows = tuple(Row(name=f"A method of number {n}", options={"n": n}) for n in range(12))
+    found = results(*rows, seeds=1, tasks=("films",))
+    moved = [
+        one.model_copy(
+            update={"outcome": one.outcome.model_copy(update={"accuracy": (60 + step * number) / 100})}
+        )
+        for number, one in enumerate(found.records)
+    ]
+    for axes in drawn("efficiency", replace(found, records=tuple(moved))).axes:
+        extents = [Text.get_window_extent(text) for text in axes.texts]  # an annotation's counts its line
+        assert len(extents) == 12
+        assert not any(one.overlaps(other) for one, other in combinations(extents, 2))
+        assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 for box in extents)
+
+
+def test_matrix_is_accuracy_minus_zero_shot():
+    figure = drawn("matrix", results(ZERO, MOVED))
+    axes, bar = figure.axes
+    (image,) = axes.images
+    wanted = [[60 + 7 * s + 5 * t + 5 / 3 - (20 + 5 * t) for t in range(3)] for s in range(3)]
+    assert np.array(image.get_array()) == pytest.approx(np.array(wanted))
+    assert ticks(axes.xaxis) == ticks(axes.yaxis) == list(TASKS)
+    assert texts(axes) == [f"{round(value):+d}" for row in wanted for value in row]
+    assert image.norm.vmin == -image.norm.vmax == pytest.approx(-np.max(wanted))
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("target task (tested on)", "source task (fitted on)")
+    assert "minus zero-shot" in bar.get_ylabel()
+    red, _, blue, _ = image.cmap(image.norm(40))
+    assert red > blue
+
+
+def test_matrix_signs_and_cells_that_were_not_run():
+    found = results(ZERO, MOVED, seeds=1, keep=lambda cell: cell.sources != ("news",) or cell.task != "films")
+    worse = {"films": 0.6, "news": 0.99}
+    records = [
+        one.model_copy(update={"outcome": one.outcome.model_copy(update={"accuracy": worse[one.cell.task]})})
+        if one.cell.method == "zero_shot" and one.cell.task in worse
+        else one
+        for one in found.records
+    ]
+    axes = drawn("matrix", replace(found, records=tuple(records))).axes[0]
+    values = np.ma.getmaskarray(axes.images[0].get_array())
+    assert values.tolist() == [[False] * 3, [True, False, False], [False] * 3]
+    assert texts(axes) == ["0", "−34", "+40", "−27", "+47", "+14", "−20", "+54"]
+
+
+def test_matrix_needs_zero_shot_and_prints_only_what_is_readable():
+    assert FIGURES["matrix"](results(MOVED), {}) is None
+    assert FIGURES["matrix"](results(ZERO, I2CL), {}) is None
+    many = tuple(f"task-{number}" for number in range(17))
+    axes = drawn("matrix", results(ZERO, MOVED, tasks=many, seeds=1)).axes[0]
+    assert axes.images[0].get_array().shape == (17, 17)
+    assert texts(axes) == []
+
+
+@pytest.mark.parametrize("view", ["vectors", "coefficient-map"])
+def test_maps_have_a_point_for_each_task_and_seed(view):
+    found = results(ZERO, I2CL)
+    figure = drawn(view, found, vectors_of(found))
+    (axes,) = figure.axes
+    assert [len(line.get_xdata()) for line in axes.lines] == [3, 3, 3]
+    assert legend_of(figure) == list(TASKS)
+    assert np.isfinite([line.get_xydata() for line in axes.lines]).all()
+
+
+def test_tasks_that_lie_apart_are_apart_on_the_map():
+    found = results(I2CL, seeds=5)
+    (axes,) = drawn("vectors", found, vectors_of(found)).axes
+    groups = np.array([line.get_xydata() for line in axes.lines])
+    middles = groups.mean(1)
+    within = np.linalg.norm(groups - middles[:, None], axis=-1).max()
+    between = min(np.linalg.norm(one - other) for one, other in combinations(middles, 2))
+    assert between > 2 * within
+
+
+def test_many_tasks_look_different():
+    many = tuple(f"task-{number}" for number in range(20))
+    figure = drawn("vectors", (found := results(I2CL, tasks=many, seeds=1)), vectors_of(found))
+    assert len({(line.get_color(), line.get_marker()) for line in figure.axes[0].lines}) == 20
+
+
+def test_no_map_of_one_task_few_points_equal_points_or_missing_vectors():
+    one = results(I2CL, tasks=("films",), seeds=6)
+    few = results(I2CL, tasks=("films", "news"), seeds=2)
+    many = results(I2CL)
+    assert FIGURES["vectors"](one, vectors_of(one)) is None
+    assert FIGURES["vectors"](few, vectors_of(few)) is None
+    assert FIGURES["vectors"](many, {}) is None
+    equal = {key: {"context_vector": np.ones((4, 2, 3))} for key in vectors_of(many)}
+    assert FIGURES["vectors"](many, equal) is None
+    assert FIGURES["class-vectors"](many, equal) is None
+    assert FIGURES["vectors"](results(ICL), vectors_of(results(ICL))) is None
+
+
+def test_maps_say_what_they_need(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.manifold", None)
+    found = results(I2CL)
+    with pytest.raises(I2CLError, match=r"scikit-learn: pip install"):
+        FIGURES["vectors"](found, vectors_of(found))
+
+
+def test_class_vectors_have_a_panel_for_each_task_and_the_label_words():
+    found = results(I2CL, labels=("good", "$bad"))
+    vectors = vectors_of(found)
+    del vectors[found.records[0].key]  # a task with four points is too little
+    figure = drawn("class-vectors", found, vectors)
+    assert [axes.get_title() for axes in figure.axes] == ["news", "moods"]
+    for axes in figure.axes:
+        assert [len(line.get_xdata()) for line in axes.lines] == [3, 3]
+        assert legend_of(axes) == ["good", "$bad"]
+
+
+def test_a_legend_larger_than_its_panel_is_left_out(monkeypatch):
+    monkeypatch.setattr(figures_tsne, "MOST_NAMED", 1)
+    found = results(I2CL)
+    axes = drawn("class-vectors", found, vectors_of(found)).axes[0]
+    assert axes.get_legend() is None
+    assert axes.get_xlabel() == "2 classes"
+
+
+def test_coefficients_are_means_over_seeds_by_layer():
+    found = results(I2CL)
+    figure = drawn("coefficients", found)
+    assert [axes.get_title() for axes in figure.axes] == list(TASKS)
+    values = np.array([found.of(I2CL, "news")[seed].outcome.coefficients for seed in range(3)])
+    lines = figure.axes[1].lines
+    wanted = values.mean(0).reshape(4, 4).T  # attention's lambda and beta, the MLP's lambda and beta
+    assert np.array([line.get_ydata() for line in lines]) == pytest.approx(wanted)
+    assert list(lines[0].get_xdata()) == [0, 1, 2, 3]
+    band = figure.axes[1].collections[3].get_paths()[0].vertices
+    assert band[:, 1].max() == pytest.approx((wanted[3] + values.std(0, ddof=1)[:, 1, 1]).max())
+    assert [name.split(" ")[0] for name in legend_of(figure)] == [
+        r"$\lambda^a$",
+        r"$\beta^a$",
+        r"$\lambda^m$",
+        r"$\beta^m$",
+    ]
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("layer", "coefficient")
+    assert len({axes.get_ylim() for axes in figure.axes}) == 1
+
+
+def test_coefficients_of_one_site_and_one_seed():
+    (axes,) = drawn("coefficients", results(I2CL, tasks=("films",), seeds=1, sites=1)).axes
+    assert len(axes.lines) == 2
+    assert not axes.collections
+
+
+def test_symbols_are_symbols_and_dollars_are_dollars(tmp_path):
+    found = results(I2CL, tasks=("cost_in_$", "price_in_$"))
+    svg = save(drawn("coefficients", found), tmp_path / "figure")[1].read_text()
+    assert "λ" in svg
+    assert ">cost_in_$<" in svg

@@ -1,0 +1,243 @@
+import math
+
+import pydantic
+import pytest
+
+from i2cl.errors import I2CLError
+from i2cl.experiments.printed import (
+    PrintedRow,
+    PrintedTable,
+    inconsistent_averages,
+    printed_for,
+    printed_tables,
+    recomputed_average,
+)
+from i2cl.tasks.registry import PAPER_TASKS, SYNTHETIC
+
+LLAMA = "meta-llama/Llama-2-7b-hf"
+GPTJ = "EleutherAI/gpt-j-6b"
+GPT2 = "openai-community/gpt2-xl"
+LLAMA3 = "meta-llama/Meta-Llama-3-8B"
+TABLES = printed_tables()
+
+
+def test_tables_are_those_of_the_paper_in_its_order():
+    found = [(int(t.paper.split(":")[0].removeprefix("Table ")), t.name, t.model) for t in TABLES]
+    assert found == [
+        (1, "main", "Llama2-7b"),
+        (2, "peft", "Llama2-7b"),
+        (3, "transfer", "Llama2-7b"),
+        (4, "ablation-module", "Llama2-7b"),
+        (5, "ablation-layer", "Llama2-7b"),
+        (6, "ablation-position", "Llama2-7b"),
+        (7, "ablation-noise", "Llama2-7b"),
+        (8, "ablation-formula", "Llama2-7b"),
+        (11, "main", "GPT-J-6B"),
+        (12, "main", "GPT2-XL"),
+        (13, "main", "Llama3-8B"),
+        (14, "synthetic", "Llama2-7b"),
+        (15, "over-icl", "Llama2-7b"),
+    ]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.name}-{table.model}")
+def test_every_table_is_whole(table):
+    assert "I2CL" in table.rows
+    assert set(table.tasks) <= {*PAPER_TASKS, SYNTHETIC}
+    assert len(set(table.tasks)) == len(table.tasks)
+    for name, printed in table.rows.items():
+        assert len(printed.mean) == len(table.tasks)
+        assert all(math.isfinite(number) and 0 < number < 100 for number in printed.mean)
+        # Nothing varies over seeds without demonstrations; every other accuracy has its deviation.
+        assert (printed.sd is None) == (name == "Zero-shot" or not table.tasks)
+        if printed.sd is not None:
+            assert len(printed.sd) == len(table.tasks)
+            assert all(0 < number < 17 for number in printed.sd)
+        assert (printed.trainable_thousands is None) == (table.name != "peft")
+        assert (printed.cached is None) == ((table.name, table.model) != ("main", "Llama2-7b"))
+
+
+INFERENCE = "Zero-shot|Few-shot (ICL)|Noise vector|Label-anchor|Task-vector|ICV|I2CL|AutoComp.|ICAE|CEPE"
+OTHERS = "Zero-shot|Few-shot (ICL)|Soft-prompt|Label-anchor|Task-vector|I2CL"
+FORMULAS = "Zero-shot|lambda v + a|(lambda v + (1 - lambda) a) beta|I2CL"
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "rows", "averages"),
+    [
+        ("main", LLAMA, INFERENCE, [58.13, 76.37, 34.61, 68.29, 66.16, 64.44, 75.12, 63.94, 64.83, 64.08]),
+        ("main", GPTJ, OTHERS, [61.40, 68.14, 66.08, 65.87, 64.32, 68.07]),
+        ("main", GPT2, OTHERS, [55.08, 57.19, 48.02, 51.35, 57.33, 61.55]),
+        ("main", LLAMA3, "Zero-shot|Few-shot (ICL)|I2CL", [53.47, 81.26, 81.18]),
+        ("peft", LLAMA, "Prompt-tuning|LoRA|IA3|I2CL", [54.94, 73.15, 73.00, 75.12]),
+        ("synthetic", LLAMA, "Zero-shot|Few-shot (ICL)|I2CL|I2CL (unseen demo.)", [None] * 4),
+        ("over-icl", LLAMA, "Few-shot (ICL)|I2CL|ICL+I2CL", [75.21, 73.83, 81.96]),
+        ("transfer", LLAMA, "I2CL|I2CL, with transfer", [None] * 2),
+        (
+            "ablation-module",
+            LLAMA,
+            "Zero-shot|MHA|MLP|Hidden state|I2CL",
+            [58.13, 66.97, 70.27, 56.80, 75.12],
+        ),
+        ("ablation-layer", LLAMA, "Zero-shot|Early|Middle|Late|I2CL", [58.13, 58.18, 64.07, 64.03, 75.12]),
+        ("ablation-position", LLAMA, "Zero-shot|Random|First|Last|I2CL", [58.13, 59.86, 62.14, 66.75, 75.12]),
+        ("ablation-noise", LLAMA, "Zero-shot|gamma = 0|gamma = 0.01|I2CL", [58.13, 72.23, 40.53, 75.12]),
+        ("ablation-formula", LLAMA, FORMULAS, [58.13, 63.63, 71.39, 75.12]),
+    ],
+)
+def test_rows_and_averages_are_the_printed_ones(name, model, rows, averages):
+    table = printed_for(name, model)
+    assert list(table.rows) == rows.split("|")
+    assert [row.average for row in table.rows.values()] == averages
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "called", "task", "mean", "sd"),
+    [
+        ("main", LLAMA, "Zero-shot", "sst2", 83.00, None),
+        ("main", LLAMA, "Few-shot (ICL)", "dbpedia", 96.64, 0.48),
+        ("main", LLAMA, "Noise vector", "trec", 20.12, 10.92),
+        ("main", LLAMA, "Label-anchor", "emoc", 59.12, 10.60),
+        ("main", LLAMA, "Task-vector", "subj", 58.56, 4.91),
+        ("main", LLAMA, "ICV", "trec", 63.84, 0.15),
+        ("main", LLAMA, "I2CL", "hate_speech18", 69.88, 5.67),
+        ("main", LLAMA, "AutoComp.", "sst5", 25.8, 4.8),
+        ("main", LLAMA, "ICAE", "dbpedia", 62.08, 1.86),
+        ("main", LLAMA, "CEPE", "mr", 82.36, 1.61),
+        ("peft", LLAMA, "LoRA", "emoc", 53.67, 16.27),
+        ("peft", LLAMA, "IA3", "sst5", 46.93, 0.81),
+        ("main", GPTJ, "Soft-prompt", "agnews", 83.16, 4.86),
+        ("main", GPTJ, "I2CL", "mr", 84.40, 2.45),
+        ("main", GPT2, "Task-vector", "subj", 71.80, 1.86),
+        ("main", GPT2, "I2CL", "emoc", 47.92, 1.84),
+        ("main", LLAMA3, "Few-shot (ICL)", "subj", 62.47, 12.44),
+        ("main", LLAMA3, "I2CL", "agnews", 82.56, 1.57),
+        ("synthetic", LLAMA, "Zero-shot", "synthetic", 32.6, None),
+        ("synthetic", LLAMA, "I2CL (unseen demo.)", "synthetic", 86.36, 5.40),
+        ("over-icl", LLAMA, "ICL+I2CL", "subj", 89.84, 4.09),
+        ("transfer", LLAMA, "I2CL, with transfer", "sst5", 43.24, 3.70),
+    ],
+)
+def test_accuracies_are_the_printed_ones(name, model, called, task, mean, sd):
+    table = printed_for(name, model)
+    place = table.tasks.index(task)
+    found = table.rows[called]
+    assert found.mean[place] == mean
+    assert (found.sd[place] if found.sd else None) == sd
+
+
+def test_costs_are_the_printed_ones():
+    peft = printed_for("peft", LLAMA).rows.values()
+    assert [found.trainable_thousands for found in peft] == [4.10, 4194.30, 262.14, 0.13]
+    main = printed_for("main", LLAMA).rows.values()
+    compressed = "2(M/K)DL"
+    expected = ["0", "2MDL", "2DL", compressed, "D", "DL", "2DL", compressed, compressed, compressed]
+    assert [found.cached for found in main] == expected
+
+
+def test_tasks_are_those_that_the_model_could_run():
+    assert set(printed_for("main", LLAMA).tasks) == set(PAPER_TASKS)
+    assert set(PAPER_TASKS) - set(printed_for("main", GPT2).tasks) == {"agnews", "dbpedia"}
+    assert set(PAPER_TASKS) - set(printed_for("over-icl", LLAMA).tasks) == {"agnews"}
+
+
+@pytest.mark.parametrize("name", ["peft", "over-icl", "transfer"])
+@pytest.mark.parametrize("called", ["I2CL", "Few-shot (ICL)"])
+def test_rows_that_are_printed_twice_agree(name, called):
+    main, table = printed_for("main", LLAMA), printed_for(name, LLAMA)
+    for place, task in enumerate(table.tasks if called in table.rows else ()):
+        first, again = main.tasks.index(task), table.rows[called]
+        assert again.mean[place] == main.rows[called].mean[first]
+        if (name, task) == ("transfer", "mr"):
+            # Printed with the deviation of SST-2, which has the same mean.
+            assert (again.sd[place], main.rows[called].sd[first]) == (2.47, 2.26)
+        else:
+            assert again.sd[place] == main.rows[called].sd[first]
+
+
+def test_averages_that_their_rows_contradict():
+    found = [
+        (bad.table.name, bad.table.model, bad.row, bad.printed, round(bad.recomputed, 2))
+        for bad in inconsistent_averages()
+    ]
+    assert found == [
+        ("main", "Llama2-7b", "AutoComp.", 63.94, 65.05),
+        ("peft", "Llama2-7b", "Prompt-tuning", 54.94, 53.83),
+        ("main", "Llama3-8B", "Few-shot (ICL)", 81.26, 72.23),
+        ("main", "Llama3-8B", "I2CL", 81.18, 72.17),
+    ]
+
+
+def test_all_other_averages_are_right_to_their_last_digit():
+    wrong = {(bad.table.paper, bad.row) for bad in inconsistent_averages()}
+    for table in TABLES:
+        for name, printed in table.rows.items():
+            mean = recomputed_average(printed)
+            if mean is not None and printed.average is not None and (table.paper, name) not in wrong:
+                assert printed.average == pytest.approx(mean, abs=0.0051)
+
+
+def test_no_average_without_accuracies():
+    assert recomputed_average(PrintedRow(average=75.12)) is None
+    assert recomputed_average(PrintedRow(mean=(1.0, 4.0))) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (LLAMA, "Llama2-7b"),
+        ("NousResearch/Llama-2-7b-hf", "Llama2-7b"),
+        ("/data/models/Llama-2-7b-hf", "Llama2-7b"),
+        ("../Llama-2-7b-hf/", "Llama2-7b"),
+        ("C:\\models\\llama-2-7b-hf\\", "Llama2-7b"),
+        (GPTJ, "GPT-J-6B"),
+        ("EleutherAI/gpt-j-6B", "GPT-J-6B"),
+        (GPT2, "GPT2-XL"),
+        ("gpt2-xl", "GPT2-XL"),
+        (LLAMA3, "Llama3-8B"),
+    ],
+)
+def test_models_are_found_by_the_last_part_of_their_name(model, expected):
+    assert printed_for("main", model).model == expected
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "reference",
+        "",
+        "/",
+        "gpt2",
+        "xl",
+        "my-gpt2-xl",
+        "gpt2-xl/checkpoint-1",
+        "meta-llama/Llama-2-7b-chat-hf",
+        "meta-llama/Llama-2-13b-hf",
+        "meta-llama/Meta-Llama-3-8B-Instruct",
+        "meta-llama/Llama-3.1-8B",
+    ],
+)
+def test_other_models_have_no_table(model):
+    assert printed_for("main", model) is None
+
+
+def test_a_table_is_only_given_for_the_model_it_was_measured_on():
+    assert printed_for("peft", LLAMA) is not None
+    assert printed_for("peft", GPT2) is None
+
+
+def test_names():
+    models = [table.model for table in printed_tables("main")]
+    assert models == ["Llama2-7b", "GPT-J-6B", "GPT2-XL", "Llama3-8B"]
+    for ask in (lambda: printed_tables("mian"), lambda: printed_for("mian", LLAMA)):
+        with pytest.raises(I2CLError, match="no table 'mian': use one of main, peft, transfer"):
+            ask()
+
+
+def test_tables_are_checked_and_frozen():
+    common = {"name": "mine", "paper": "Table 0: mine", "model": "mine", "tasks": ("sst2", "mr")}
+    for wrong in ({"mean": [1.0]}, {"mean": [1.0, 2.0], "sd": [0.5]}, {"average": 3.0}):
+        with pytest.raises(pydantic.ValidationError, match="row 'I2CL': give one number for each"):
+            PrintedTable.model_validate({**common, "rows": {"I2CL": wrong}})
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        printed_for("main", LLAMA).rows["I2CL"].average = 99.0

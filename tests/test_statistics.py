@@ -1,0 +1,295 @@
+"""Intervals, tests and winners, against simulation, enumeration and scipy."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest, norm
+
+from i2cl.errors import I2CLError
+from i2cl.experiments.statistics import Comparison, Difference, accuracy, compare, difference, holm, winners
+
+
+def simulated(rng, seeds=5, queries=100, *, ease=0.8, hardness=None, seed_sd=0.4):
+    """Answers that are right where ease, hardness of the query, luck of the seed and noise exceed 0."""
+    hardness = rng.standard_normal(queries) if hardness is None else hardness
+    luck = seed_sd * rng.standard_normal((seeds, 1))
+    return ease + luck + hardness + rng.standard_normal((seeds, queries)) > 0
+
+
+def expected(ease, seed_sd=0.4):
+    return norm.cdf(ease / np.sqrt(2 + seed_sd**2))
+
+
+def one(*answers):
+    """One task, one seed per string of 1 (right) and 0."""
+    return [np.array([[answer == "1" for answer in row] for row in answers])]
+
+
+def test_accuracy_by_hand():
+    found = accuracy(one("1100", "1000", "1111"))
+    assert found.mean == pytest.approx(7 / 12)
+    assert found.sd == pytest.approx(np.std([0.5, 0.25, 1.0], ddof=1))
+    assert (found.seeds, found.queries) == (3, 4)
+    assert 0 <= found.low < found.mean < found.high <= 1
+
+
+def test_tasks_count_equally_and_sd_is_that_of_the_average():
+    found = accuracy([*one("10", "11"), *one("00000000", "11110000")])
+    assert found.mean == pytest.approx((0.75 + 0.25) / 2)
+    assert found.sd == pytest.approx(np.std([(0.5 + 0) / 2, (1 + 0.5) / 2], ddof=1))
+    assert (found.seeds, found.queries) == (2, 10)
+
+
+def test_one_seed_has_no_spread_over_seeds_but_over_queries():
+    found = accuracy(one("1100110011"))
+    assert found.sd == 0
+    assert found.low < 0.6 < found.high
+
+
+def test_all_right_is_exactly_one():
+    found = accuracy([np.ones((5, 7), bool), np.ones((5, 11), bool), np.ones((5, 3), bool)])
+    assert (found.mean, found.sd, found.low, found.high) == (1, 0, 1, 1)
+
+
+def gathered(tasks, resamples, rng):
+    """The bootstrap as it is explained: draw indices, take the submatrix, average."""
+    for _ in range(resamples):
+        seeds = rng.integers(len(tasks[0]), size=len(tasks[0]))
+        queries = [rng.integers(task.shape[1], size=task.shape[1]) for task in tasks]
+        yield np.mean([task[np.ix_(seeds, drawn)].mean() for task, drawn in zip(tasks, queries, strict=True)])
+
+
+def test_interval_is_that_of_index_gathering_with_seeds_shared_over_tasks():
+    rng = np.random.default_rng(0)
+    luck = np.linspace(-0.8, 0.8, 6)[:, None]  # the same in both tasks, so sharing shows in the width
+    tasks = [luck + rng.standard_normal((6, n)) > ease for n, ease in ((20, -0.5), (80, 0.5))]
+    low, high = np.quantile(list(gathered(tasks, 8000, rng)), (0.025, 0.975))
+    found = accuracy(tasks, resamples=20_000)
+    assert found.low == pytest.approx(low, abs=0.01)
+    assert found.high == pytest.approx(high, abs=0.01)
+    apart = [single.high - single.low for single in (accuracy([task]) for task in tasks)]
+    assert high - low > 1.15 * np.hypot(*apart) / 2  # the width if each task drew its own seeds
+
+
+def test_interval_of_a_difference_is_that_of_index_gathering():
+    rng = np.random.default_rng(1)
+    hardness = rng.standard_normal(60)
+    ours, theirs = (simulated(rng, queries=60, ease=ease, hardness=hardness) for ease in (0.9, 0.4))
+    paired = ours.astype(float) - theirs
+    low, high = np.quantile(list(gathered([paired], 8000, rng)), (0.025, 0.975))
+    found = difference([ours], [theirs], resamples=20_000)
+    assert found.mean == pytest.approx(paired.mean())
+    assert found.low == pytest.approx(low, abs=0.01)
+    assert found.high == pytest.approx(high, abs=0.01)
+
+
+def test_interval_covers_the_true_accuracy():
+    """Resampling queries alone would cover 73 % here, and seeds alone 78 %."""
+    rng = np.random.default_rng(2)
+    found = [accuracy([simulated(rng)], resamples=400, seed=number) for number in range(200)]
+    covered = np.mean([one.low <= expected(0.8) <= one.high for one in found])
+    assert 0.89 <= covered <= 0.99
+
+
+def test_interval_covers_the_true_difference():
+    rng = np.random.default_rng(3)
+    truth = expected(0.8) - expected(0.5)
+    covered, widths, unpaired = [], [], []
+    for number in range(200):
+        hardness = rng.standard_normal(100)
+        ours, theirs = ([simulated(rng, ease=ease, hardness=hardness)] for ease in (0.8, 0.5))
+        found = difference(ours, theirs, resamples=400, permutations=1, seed=number)
+        covered.append(found.low <= truth <= found.high)
+        widths.append(found.high - found.low)
+        single = [accuracy(results, resamples=400, seed=number) for results in (ours, theirs)]
+        unpaired.append(np.hypot(*(a.high - a.low for a in single)))
+    assert 0.89 <= np.mean(covered) <= 0.99
+    assert np.mean(widths) < 0.95 * np.mean(unpaired)
+
+
+def enumerated(ours, theirs):
+    """Share of all sign flips of queries whose macro-averaged difference is at least as far from 0."""
+    queries = [(a.astype(float) - b).mean(0) for a, b in zip(ours, theirs, strict=True)]
+    weighted = np.concatenate([task / len(task) for task in queries]) / len(queries)
+    flips = np.array(list(product((1, -1), repeat=len(weighted))))
+    return np.mean(np.abs(flips @ weighted) >= abs(weighted.sum()) - 1e-9)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_p_is_that_of_all_sign_flips(number):
+    rng = np.random.default_rng(number)
+    ours, theirs = ([rng.random((3, n)) < share for n in (4, 7)] for share in (0.8, 0.4))
+    assert difference(ours, theirs).p == pytest.approx(enumerated(ours, theirs))
+
+
+@pytest.mark.parametrize(("better", "worse"), [(7, 1), (9, 3), (2, 0), (5, 5), (0, 12)])
+def test_one_seed_is_mcnemars_exact_test(better, worse):
+    ours = one("1" * better + "0" * worse + "1" * 20 + "0" * 10)
+    theirs = one("0" * better + "1" * worse + "1" * 20 + "0" * 10)
+    found = difference(ours, theirs)
+    assert found.p == pytest.approx(binomtest(better, better + worse).pvalue)
+    assert found.mean == pytest.approx((better - worse) / (better + worse + 30))
+
+
+def test_many_queries_are_sampled():
+    ours, theirs = one("1" * 60 + "0" * 40), one("0" * 60 + "1" * 40)
+    exact = binomtest(60, 100).pvalue
+    assert difference(ours, theirs, permutations=20_000).p == pytest.approx(exact, abs=0.006)
+    assert difference(one("1" * 90), one("0" * 90), permutations=999).p == pytest.approx(2 / 1000)
+
+
+def test_equal_methods_are_seldom_told_apart():
+    rng = np.random.default_rng(4)
+    found = []
+    for number in range(200):
+        shared = {"queries": 40, "hardness": rng.standard_normal(40), "seed_sd": 0}
+        ours, theirs = ([simulated(rng, **shared)] for _ in range(2))
+        found.append(difference(ours, theirs, resamples=1, permutations=499, seed=number).p)
+    assert 0.01 <= np.mean(np.array(found) < 0.05) <= 0.1
+    assert 0.4 <= np.mean(np.array(found) < 0.5) <= 0.6
+
+
+def test_no_difference_at_all():
+    results = [np.random.default_rng(0).random((5, 40)) < 0.5]
+    assert difference(results, results) == Difference(0.0, 0.0, 0.0, 1.0)
+    assert difference(one("11"), one("10")).p == 1
+
+
+def test_differences_that_cancel_are_no_evidence():
+    """Three times 0.1 less three times 0.1 is not 0 in floating point; a tie must still count as one."""
+    assert np.sum([0.1] * 3 + [-0.1] * 3) != 0
+    found = difference(one("1110000000"), one("0001110000"))
+    assert (found.mean, found.p) == (0, 1)
+
+
+def test_one_seed_is_paired_with_every_seed():
+    rng = np.random.default_rng(5)
+    ours, fixed = rng.random((5, 50)) < 0.8, rng.random((1, 50)) < 0.6
+    found = difference([ours], [fixed])
+    assert found == difference([ours], [np.repeat(fixed, 5, axis=0)])
+    back = difference([fixed], [ours])
+    assert (back.mean, back.p) == (-found.mean, found.p)
+    assert (back.low, back.high) == pytest.approx((-found.high, -found.low))
+
+
+def test_a_seed_gives_the_same_again():
+    rng = np.random.default_rng(6)
+    ours, theirs = ([rng.random((5, 80)) < share] for share in (0.6, 0.5))
+    assert accuracy(ours) == accuracy(ours)
+    assert difference(ours, theirs) == difference(ours, theirs, seed=0)
+    assert difference(ours, theirs) != difference(ours, theirs, seed=1)
+    assert accuracy(ours, resamples=50) != accuracy(ours, resamples=50, seed=1)
+
+
+def test_holm_by_hand():
+    # in order: 0.005 * 4, 0.01 * 3, 0.03 * 2, and 0.04 * 1, which is below the one before
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.4, 0.7, 0.4]) == pytest.approx([1, 1, 1])
+    assert holm([0.2]) == pytest.approx([0.2])
+    assert holm([]).tolist() == []
+
+
+def test_distinguishable_needs_test_and_interval():
+    clear = Comparison(Difference(0.1, 0.05, 0.15, 0.001), q=0.01)
+    assert clear.distinguishable
+    assert replace(clear, difference=Difference(-0.1, -0.15, -0.05, 0.001)).distinguishable
+    assert not replace(clear, q=0.05).distinguishable
+    assert not replace(clear, difference=Difference(0.1, 0.0, 0.2, 0.001)).distinguishable
+
+
+def test_a_difference_of_one_lucky_seed_is_not_enough():
+    """On these seeds the methods differ; with other demonstrations they might not."""
+    lucky = np.zeros((3, 100), bool)
+    lucky[0] = True
+    found = compare({"lucky": [lucky], "none": [np.zeros((3, 100), bool)]}, "none")["lucky"]
+    assert found.q < 0.001
+    assert found.difference.low == 0
+    assert not found.distinguishable
+
+
+def results():
+    """Two good methods that cannot be told apart, a poor one, and a poor one with a single seed."""
+    rng = np.random.default_rng(7)
+    shares = {"poor": 0.5, "good": 0.9, "also_good": 0.9, "fixed": 0.4}
+    made = {name: [rng.random((5, n)) < share for n in (60, 90)] for name, share in shares.items()}
+    made["fixed"] = [task[:1] for task in made["fixed"]]
+    made["also_good"] = [np.roll(task, 1, axis=1) for task in made["good"]]
+    made["good"][0][0, :] = True  # better by a little
+    return made
+
+
+def test_compare_corrects_over_all_comparisons():
+    made = results()
+    found = compare(made, "fixed")
+    assert list(found) == ["poor", "good", "also_good"]
+    single = {name: difference(made[name], made["fixed"]) for name in found}
+    assert {name: comparison.difference for name, comparison in found.items()} == single
+    assert [c.q for c in found.values()] == holm([one.p for one in single.values()]).tolist()
+    assert found["good"].distinguishable
+    assert found["good"].difference.mean > 0.4
+    assert found["good"].q > single["good"].p
+
+
+def test_order_of_methods_does_not_matter():
+    made = results()
+    turned = dict(reversed(made.items()))
+    assert compare(made, "poor") == compare(turned, "poor")
+    assert winners(made) == winners(turned)
+
+
+def test_winner_among_ties_is_not_distinguishable():
+    found = winners(results())
+    assert (found.name, found.distinguishable, found.ties) == ("good", False, {"also_good"})
+
+
+def test_clear_winner():
+    made = results()
+    del made["also_good"]
+    found = winners(made)
+    assert (found.name, found.distinguishable, found.ties) == ("good", True, set())
+
+
+def test_equal_methods_and_a_method_alone_do_not_win():
+    good = results()["good"]
+    alone = winners({"good": good})
+    assert (alone.name, alone.distinguishable, alone.ties) == ("good", False, set())
+    same = winners({"b": good, "c": good, "a": good})
+    assert (same.name, same.distinguishable, same.ties) == ("a", False, {"b", "c"})
+    assert compare({"good": good}, "good") == {}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "says"),
+    [
+        (one("10"), one("100"), "run both methods on the same"),
+        (one("10"), [*one("10"), *one("10")], "run both methods on the same"),
+        (one("10", "11"), one("10", "11", "01"), r"\[2, 3\] seeds: run both with the same"),
+        ([*one("10"), *one("10", "11")], one("10"), "give every task the same seeds"),
+        ([], [], "give one boolean array"),
+        ([np.zeros((0, 3), bool)], one("101"), "give a list of non-empty boolean arrays"),
+        (one("101"), [np.zeros((1, 0), bool)], "give a list of non-empty boolean arrays"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(ours, theirs, says):
+    with pytest.raises(I2CLError, match=says):
+        difference(ours, theirs)
+    with pytest.raises(I2CLError, match=says):
+        compare({"ours": ours, "theirs": theirs}, "theirs")
+    with pytest.raises(I2CLError, match=says):
+        winners({"ours": ours, "theirs": theirs})
+
+
+@pytest.mark.parametrize("tasks", [np.ones((5, 8), bool), [np.ones((5, 8))]])
+def test_other_arrays_are_refused(tasks):
+    """A single array instead of a list, or numbers; a TypeError where shapes are checked at run time."""
+    with pytest.raises((I2CLError, TypeError), match=r"boolean arrays|type"):
+        accuracy(tasks)
+
+
+def test_nothing_to_choose_from():
+    with pytest.raises(I2CLError, match="at least one method"):
+        winners({})
+    with pytest.raises(I2CLError, match=r"choose one of \['a', 'b'\]"):
+        compare({"b": one("10"), "a": one("10")}, "c")

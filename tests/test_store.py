@@ -1,0 +1,136 @@
+"""Stores: one line a cell, nothing lost or torn, one writer, packing."""
+
+import json
+
+import duckdb
+import numpy as np
+import pytest
+
+from i2cl import I2CLError
+from i2cl.experiments.grid import Cell
+from i2cl.experiments.records import Outcome, Record
+from i2cl.experiments.store import Store, save_vectors
+
+OUTCOME = Outcome(
+    accuracy=0.5,
+    macro_f1=0.4,
+    gold=(0, 1),
+    predictions=(0, 0),
+    labels=("yes", "no"),
+    demonstrations=(7, 3),
+    fit_seconds=0.25,
+    predict_seconds=0.5,
+    trainable_parameters=0,
+    cached_values=4,
+    cached_bytes=16,
+    held_out=0,
+)
+
+
+def record(seed=0, **changes):
+    cell = Cell(model="m", task="t", seed=seed, options={"noise": 0.5})
+    fields = {"key": cell.key, "cell": cell, "status": "done", "outcome": OUTCOME, "started": "2026-01-01"}
+    return Record.model_validate(fields | changes)
+
+
+def failed(seed=0):
+    return record(seed, status="failed", outcome=None, error="ValueError: no")
+
+
+def write(folder, *records):
+    with Store.writing(folder) as store:
+        for one in records:
+            store.append(one)
+
+
+def test_what_is_appended_is_read_again(tmp_path):
+    write(tmp_path / "s", record(0), failed(1))
+    store = Store.open(tmp_path / "s")
+    assert list(store.records.values()) == [record(0), failed(1)]
+    assert store.done(record(0).key)
+    assert not store.done(failed(1).key)
+
+
+def test_a_later_record_of_a_cell_takes_the_place_of_an_earlier_one(tmp_path):
+    write(tmp_path, failed(0))
+    write(tmp_path, record(0))
+    assert list(Store.open(tmp_path).records.values()) == [record(0)]
+    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("left", [1, 20, 200])
+def test_a_torn_last_line_is_cut_off(tmp_path, left):
+    write(tmp_path, record(0), record(1))
+    file = tmp_path / "cells.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + lines[1][:left])
+    assert list(Store.open(tmp_path).records.values()) == [record(0)]
+    write(tmp_path, record(2))
+    assert list(Store.open(tmp_path).records.values()) == [record(0), record(2)]
+    assert all(json.loads(line) for line in file.read_text().splitlines())
+
+
+def test_a_line_without_its_end_does_not_count(tmp_path):
+    """Whether the newline arrived decides, even if the JSON before it is whole."""
+    write(tmp_path, record(0), record(1))
+    file = tmp_path / "cells.jsonl"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert list(Store.open(tmp_path).records.values()) == [record(0)]
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    write(tmp_path, record(0), record(1))
+    file = tmp_path / "cells.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0][:30] + b"\n" + lines[1])
+    with pytest.raises(I2CLError, match=r"line 1 of the store .* remove that line"):
+        Store.open(tmp_path)
+
+
+def test_one_process_writes_at_a_time(tmp_path):
+    with Store.writing(tmp_path), pytest.raises(I2CLError, match="another run writes to"):
+        write(tmp_path, record(0))
+    write(tmp_path, record(0))
+
+
+def test_reading_needs_no_lock_and_writing_needs_one(tmp_path):
+    with Store.writing(tmp_path) as store:
+        store.append(record(0))
+        assert Store.open(tmp_path).done(record(0).key)
+    with pytest.raises(ValueError, match="for reading"):
+        Store.open(tmp_path).append(record(1))
+
+
+def test_no_store_and_no_folder(tmp_path):
+    with pytest.raises(I2CLError, match="i2cl experiment run"):
+        Store.open(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(I2CLError, match="choose another --store"):
+        write(tmp_path / "file", record(0))
+
+
+def test_packing_keeps_everything(tmp_path):
+    source, packed = tmp_path / "it's a store", tmp_path / "packed"
+    write(source, failed(0), record(0), failed(1))
+    vectors = {"context_vector": np.arange(6, dtype=np.float32).reshape(1, 2, 3)}
+    save_vectors(source / "vectors", record(0).key, vectors)
+    Store.open(source).pack(packed)
+    again = Store.open(packed)
+    assert again.records == Store.open(source).records
+    np.testing.assert_array_equal(again.vectors()[record(0).key]["context_vector"], vectors["context_vector"])
+    with pytest.raises(I2CLError, match="is packed"):
+        write(packed, record(2))
+    found = duckdb.sql(f"select task, seed, accuracy from '{packed}/cells.parquet' where status = 'done'")
+    assert found.fetchall() == [("t", 0, 0.5)]
+
+
+def test_duckdb_reads_a_store_as_it_is(tmp_path):
+    write(tmp_path, record(0), record(3))
+    found = duckdb.sql(f"select cell.seed, outcome.accuracy from '{tmp_path}/cells.jsonl' order by 1")
+    assert found.fetchall() == [(0, 0.5), (3, 0.5)]
+
+
+def test_vectors_of_unknown_cells_are_left_out(tmp_path):
+    write(tmp_path, record(0))
+    save_vectors(tmp_path / "vectors", "0" * 16, {"context_vector": np.zeros((1, 2, 3), np.float32)})
+    assert Store.open(tmp_path).vectors() == {}
