@@ -1,9 +1,10 @@
 # `make demo` and `make test` each work as the first command on a machine with Python 3.11 and pip.
 PYTHON ?= python3
 VENV ?= .venv
+RESULTS ?= results/reference
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format docs-results clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +25,12 @@ lint: $(READY)  ## ruff and mypy --strict
 format: $(READY)  ## rewrite in the house format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+docs-results: $(READY)  ## every table and figure on the reference model: runs what the committed store lacks
+	test -d $(RESULTS) || $(VENV)/bin/i2cl experiment unpack docs/experiments/store $(RESULTS)
+	$(VENV)/bin/i2cl experiment run all --model reference --limit 200 --store $(RESULTS)
+	$(VENV)/bin/i2cl experiment pack $(RESULTS) docs/experiments/store
+	$(VENV)/bin/i2cl report docs/experiments/store --formats md --out docs/experiments/report
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""Markdown tables of `i2cl eval ... --json`: accuracy in percent, mean ± standard deviation over seeds; and cost.
+"""Markdown tables of `i2cl eval ... --json`: accuracy in percent (mean ± sd over seeds), and cost.
 
 python scripts/results_table.py results.json [more.json ...]
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Records = list[dict[str, Any]]
+COUNTS = ("trainable_parameters", "cached_values", "cached_bytes", "held_out")
 WIDEST = 6
 """Methods in one table; more make several tables."""
 
@@ -48,7 +49,7 @@ def _costs(records: Records, methods: list[str]) -> None:
         _row(
             method,
             f"{100 * statistics.fmean(record['accuracy'] for record in own):.1f}",
-            *(_range(own, name) for name in ("trainable_parameters", "cached_values", "cached_bytes", "held_out")),
+            *(_range(own, name) for name in COUNTS),
             f"{statistics.fmean(record['fit_seconds'] for record in own):.2f}",
             f"{statistics.fmean(1000 * record['predict_seconds'] / record['n'] for record in own):.2f}",
         )

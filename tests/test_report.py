@@ -17,7 +17,7 @@ from i2cl.experiments.records import Outcome, Record
 from i2cl.experiments.report.document import FIGURES, build
 from i2cl.experiments.report.page import html, write
 from i2cl.experiments.report.render import csv_text, latex, markdown
-from i2cl.experiments.report.results import results_of
+from i2cl.experiments.report.results import results_of, right
 from i2cl.experiments.report.tables import TABLES, Comparisons
 from i2cl.experiments.statistics import accuracy, difference, holm
 

@@ -120,6 +120,13 @@ def test_packing_keeps_everything(tmp_path):
     np.testing.assert_array_equal(again.vectors()[record(0).key]["context_vector"], vectors["context_vector"])
     with pytest.raises(I2CLError, match="is packed"):
         write(packed, record(2))
+    again.unpack(tmp_path / "unpacked")
+    write(tmp_path / "unpacked", record(2))
+    unpacked = Store.open(tmp_path / "unpacked")
+    assert unpacked.records == again.records | {record(2).key: record(2)}
+    np.testing.assert_array_equal(
+        unpacked.vectors()[record(0).key]["context_vector"], vectors["context_vector"]
+    )
     found = duckdb.sql(f"select task, seed, accuracy from '{packed}/cells.parquet' where status = 'done'")
     assert found.fetchall() == [("t", 0, 0.5)]
 

@@ -1,4 +1,4 @@
-"""`i2cl experiment ls|run|pack` and `i2cl report`."""
+"""`i2cl experiment ls|run|pack|unpack` and `i2cl report`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -181,6 +181,24 @@ def pack(
 
     opened = Store.open(store)
     opened.pack(out)
+    if json:
+        console.print_json({"store": str(out), "cells": len(opened.records)})
+    else:
+        console.say(f"{len(opened.records)} cells: {out}")
+
+
+@app.command()
+def unpack(
+    store: StoreFolder,
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Turn a packed store back into one that runs can add to."""
+    from i2cl.experiments.store import Store
+
+    opened = Store.open(store)
+    opened.unpack(out)
     if json:
         console.print_json({"store": str(out), "cells": len(opened.records)})
     else:

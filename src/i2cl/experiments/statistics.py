@@ -237,12 +237,8 @@ def _counts(rng: np.random.Generator, resamples: int, n: int) -> Float[np.ndarra
 
 def _p_value(cells: Cells, permutations: int, seed: int) -> float:
     """Sign-flip test on the differences of queries, weighted so that tasks count equally."""
-    try:
-        from scipy import stats
-    except ImportError:
-        raise I2CLError(
-            "tests between methods need the package scipy: pip install 'i2cl[experiments]'"
-        ) from None
+    from scipy import stats
+
     weighted = np.concatenate([task.mean(0) / task.shape[1] for task in cells]) / len(cells)
     moved = weighted[weighted != 0]  # a zero has no sign to flip; without them more tests are exact
     if len(moved) < 2:

@@ -83,7 +83,7 @@ class Store:
         """
         path = Path(folder)
         if (path / PACKED).is_file():
-            raise I2CLError(f"the store at {str(folder)!r} is packed: choose another folder to run into")
+            raise I2CLError(f"the store at {str(folder)!r} is packed: `i2cl experiment unpack` it first")
         lock = FileLock(path / LOCK, timeout=0)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -131,6 +131,18 @@ class Store:
         for path in sorted(self.vectors_folder.glob("*.safetensors")):
             found[path.stem] = load_file(path)
         return {key: found[key] for key in found if key in self.records}
+
+    def unpack(self, folder: str | Path) -> None:
+        """Write the same as lines and single files of vectors, which can be added to.
+
+        Raises:
+            I2CLError: if the folder exists and is not empty, or cannot be written.
+        """
+        with new_folder(Path(folder), frozenset()) as fresh:
+            lines = (record.model_dump_json(exclude_none=True) + "\n" for record in self.records.values())
+            (fresh / CELLS).write_text("".join(lines), encoding="utf-8")
+            for key, tensors in self.vectors().items():
+                save_vectors(fresh / VECTORS, key, tensors)
 
     def pack(self, folder: str | Path) -> None:
         """Write the newest record of every cell as Parquet, and all vectors as one file.

@@ -69,9 +69,9 @@ class Bench:
         )
 
     def keep(self, cell: Cell, predictor: Predictor, demonstrations: Sequence[Example]) -> None:
-        """Save context vector, coefficients and the vectors of each class alone (16-bit) of plain I2CL."""
-        edit = predictor.edit if isinstance(predictor, PromptPredictor) else None
-        if is_plain(cell) and isinstance(edit, LinearEdit):
+        """Save vector, coefficients and the vectors of each class alone (16-bit), of plain I2CL only."""
+        edit = _injected(predictor)
+        if edit is not None and cell == plain(cell, cell.task):
             task = self.task(cell.task)
             classes = [
                 extract(self.decoder, task, [one for one in demonstrations if one.label == label]).values
@@ -88,11 +88,6 @@ class Bench:
 @lru_cache
 def _task(name: str, data_dir: str | None) -> Task:
     return load_task(name, data_dir=data_dir)
-
-
-def is_plain(cell: Cell) -> bool:
-    """Whether a cell is I2CL with nothing changed, whose vectors others can use."""
-    return cell == plain(cell, cell.task)
 
 
 def plain(cell: Cell, task: str) -> Cell:
@@ -132,6 +127,7 @@ def run_study(bench: Bench, cell: Cell) -> Outcome:
     )
     if cell.study == "method":
         bench.keep(cell, predictors[0], demonstrations)
+    injected = _injected(predictors[0])
     places = {example: place for place, example in reversed(list(enumerate(task.train)))}
     return Outcome(
         accuracy=run.accuracy,
@@ -146,14 +142,14 @@ def run_study(bench: Bench, cell: Cell) -> Outcome:
         cached_values=run.cached_values,
         cached_bytes=run.cached_bytes,
         held_out=run.held_out + len(judged),
-        coefficients=_coefficients(predictors[0]),
+        coefficients=injected.coefficients.tolist() if injected else None,
         weights=method.weights if isinstance(method, Transfer) else {},
     )
 
 
-def _coefficients(predictor: Predictor) -> list[list[list[float]]] | None:
+def _injected(predictor: Predictor) -> LinearEdit | None:
     edit = predictor.edit if isinstance(predictor, PromptPredictor) else None
-    return edit.coefficients.tolist() if isinstance(edit, LinearEdit) else None
+    return edit if isinstance(edit, LinearEdit) else None
 
 
 def worst_group(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from i2cl.errors import I2CLError
@@ -124,7 +125,12 @@ def build(
         vectors: of a store, by the key of the cell.
         printed: finds the paper's tables.
         figures: whether to draw any.
+
+    Raises:
+        I2CLError: without the packages of the extra ``experiments``.
     """
+    if find_spec("scipy") is None:
+        raise I2CLError("reports need the package scipy: pip install 'i2cl[experiments]'")
     records = tuple(records)
     sections: list[Section] = []
     used: dict[str, Record] = {}
