@@ -399,15 +399,25 @@ def test_an_unknown_printed_table_is_named_in_the_section():
 
 def test_a_row_with_fewer_tasks_is_marked_and_noted():
     made = [one for one in trial() if (one.cell.method, one.cell.task) != ("i2cl", "trec")]
-    found = table("tasks", experiment(), made)
+    made += [record("icv", task, seed, "1010101010") for task in ("sst2", "trec") for seed in range(3)]
+    three = experiment(("Zero-shot", "ICV", "I2CL"))
+    found = table("tasks", three, made)
     assert texts(found)["I2CL"] == ["73.3 ± 25.2", "–", "73.3 ± 25.2"]
     assert cells(found)["I2CL"]["Average"].note == "†"
     assert cells(found)["Zero-shot"]["Average"].note is None
     assert "1 of 2 tasks, not trec: I2CL." in noted(found, "†")
-    compared = table("comparison", experiment(), made)
+    compared = table("comparison", three, made)
     assert compared.values[0]["mean"] == pytest.approx(40 - 220 / 3)  # on sst2 alone
     assert compared.rows[0][0].note == "†"
-    assert texts(table("comparison", experiment(), made, place=1))["Zero-shot"][1] == "–"
+    assert texts(table("comparison", three, made, place=1))["Zero-shot"][1] == "–"
+
+
+def test_tasks_that_other_experiments_ran_are_left_out_and_named():
+    made = [one for one in trial() if (one.cell.method, one.cell.task) != ("i2cl", "trec")]
+    found = section(experiment(), made)
+    assert texts(found.tables[0][1])["I2CL"][0] == "73.3 ± 25.2"
+    assert "trec" not in found.tables[0][1].columns
+    assert "tasks that at most half of the rows have: trec" in found.missing
 
 
 def test_a_row_with_fewer_seeds_is_marked_and_averaged_over_what_its_tasks_share():

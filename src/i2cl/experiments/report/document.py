@@ -193,7 +193,10 @@ def _absent_rows(results: Results) -> list[str]:
     model = results.setting.model
     command = f"i2cl experiment run {results.experiment.name}"
     command += f" --model {model}" if model != "reference" else ""
-    return [f"rows without results: {'; '.join(absent)} (`{command}` makes them)"] if absent else []
+    lines = [f"rows without results: {'; '.join(absent)} (`{command}` makes them)"] if absent else []
+    if results.left_out:
+        lines.append(f"tasks that at most half of the rows have: {', '.join(results.left_out)}")
+    return lines
 
 
 def _reason(view: View, *, draw: bool) -> str:

@@ -30,13 +30,15 @@ class Results:
         experiment: rows and views.
         setting: model and queries.
         tasks: those with any result, in the order of first appearance.
-        records: those that ended well, by seed.
+        records: those that ended well.
+        left_out: tasks that at most half of the rows have; other experiments ran the rest of them.
     """
 
     experiment: Experiment
     setting: Setting
     tasks: tuple[str, ...]
     records: tuple[Record, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -104,8 +106,16 @@ def results_of(experiment: Experiment, records: Iterable[Record]) -> list[Result
         wanted = cell.task != "synthetic" if experiment.tasks == "all" else cell.task in experiment.tasks
         if record.status == "done" and wanted and any(row.holds(cell) for row in experiment.rows):
             groups[Setting(cell.model, cell.revision, cell.dtype, cell.limit)].append(record)
-    found = [
-        Results(experiment, setting, tuple(dict.fromkeys(one.cell.task for one in group)), tuple(group))
-        for setting, group in groups.items()
-    ]
+    found = [_shared(experiment, setting, group) for setting, group in groups.items()]
     return sorted(found, key=lambda one: -(one.setting.limit or 10**9))
+
+
+def _shared(experiment: Experiment, setting: Setting, records: Sequence[Record]) -> Results:
+    """Results on the tasks that more than half of the rows have."""
+    rows: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        rows[record.cell.task] |= {row.name for row in experiment.rows if row.holds(record.cell)}
+    there = set().union(*rows.values())
+    tasks = tuple(task for task, names in rows.items() if 2 * len(names) > len(there))
+    kept = tuple(record for record in records if record.cell.task in tasks)
+    return Results(experiment, setting, tasks, kept, tuple(task for task in rows if task not in tasks))
