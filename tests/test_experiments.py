@@ -1,6 +1,7 @@
 """Running grids: studies, failures, resuming, kills, Ray, the command line."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -286,7 +287,32 @@ def written(folder):
     return file.stat().st_size if file.exists() else 0
 
 
-# Ray
+# Many processes
+
+
+def test_two_processes_hold_one_model_together(tmp_path, decoder):
+    """Tensor parallel under torchrun: one store, written by the first, with the results of one process."""
+    file, folder = tmp_path / "mine.toml", tmp_path / "store"
+    file.write_text(GRID)
+    program = tmp_path / "program.py"
+    program.write_text("from i2cl.cli import main\nmain()\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["experiment", "run", str(file), "--store", str(folder), "--seeds", "1"]
+    done = subprocess.run(
+        [*torchrun, str(program), *arguments, "--device-map", "tensor_parallel"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("6 cells done") == 1
+    records = Store.open(folder).records
+    assert len(records) == len((folder / "cells.jsonl").read_text().splitlines()) == 6
+    for record in records.values():
+        alone = CellJob(record.cell, None, tmp_path / "alone").run(decoder)
+        assert record.outcome.predictions == alone.outcome.predictions
+        assert record.provenance["weights"] == alone.provenance["weights"]
 
 
 def test_ray_runs_the_same_cells(decoder, tmp_path):

@@ -42,6 +42,17 @@ def test_a_folder_gives_its_weights_in_evaluation_mode(folder):
     assert tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
 
 
+def test_tensor_parallel_needs_torchrun_and_then_asks_transformers_for_it(asked, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(I2CLError, match="torchrun --nproc-per-node"):
+        load_model_and_tokenizer("someone/model", device_map="tensor_parallel")
+    monkeypatch.setenv("RANK", "0")
+    load_model_and_tokenizer("someone/model", device_map="tensor_parallel")
+    named = asked["model"][1]
+    assert named["distributed_config"].tp_plan == "auto"
+    assert "device_map" not in named
+
+
 def test_a_hub_id_is_passed_on_with_its_revision(asked):
     decoder = Decoder.from_pretrained("somebody/some-model", revision="v2", device="cpu")
     for name, named in asked.values():

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError
@@ -62,11 +64,13 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
     Values are rounded to bfloat16 first, so a checkpoint loaded in float32 and in bfloat16 has one
     fingerprint; one loaded in float16 may differ, since rounding twice is not rounding once. Sampling
-    keeps it to well under a second for billions of parameters.
+    keeps it to well under a second for billions of parameters. A tensor that is split over processes is
+    put together first, so all of them are to call this.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
+        whole: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        flat = whole.detach().reshape(-1)
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         if flat.device.type != "meta":
             count = min(SAMPLES_PER_TENSOR, flat.numel())

@@ -1,5 +1,6 @@
 """Loads a causal language model and its tokenizer from the hub or a folder, safetensors only."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -9,11 +10,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from i2cl.errors import I2CLError
 
 REFERENCE = "reference"
 """The name of the bundled model."""
+
+TENSOR_PARALLEL = "tensor_parallel"
+"""The device map that splits every layer over the processes of ``torchrun``."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -34,7 +39,9 @@ def load_model_and_tokenizer(
         dtype: ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or a
             `torch.dtype`. Default: float32 on CPU, the checkpoint's own elsewhere.
         device: such as ``"cpu"`` or ``"cuda:1"``. Default: an accelerator where there is one.
-        device_map: passed to transformers (needs the package accelerate); excludes ``device``.
+        device_map: passed to transformers (needs the package accelerate), or ``"tensor_parallel"``: split
+            over the processes that ``torchrun`` started
+            (https://huggingface.co/docs/transformers/perf_infer_gpu_multi); excludes ``device``.
         revision: hub branch, tag or commit.
         trust_remote_code: run code that the repository brings. Only for sources you trust.
 
@@ -57,7 +64,7 @@ def load_model_and_tokenizer(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=wanted,
-            device_map=device_map,
+            **_placement(device_map),
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told below, in a line of our own
@@ -68,6 +75,16 @@ def load_model_and_tokenizer(
     if device_map is None:
         model = model.to(target)
     return model.eval(), tokenizer
+
+
+def _placement(device_map: str | dict[str, Any] | None) -> dict[str, Any]:
+    if device_map != TENSOR_PARALLEL:
+        return {"device_map": device_map}
+    if "RANK" not in os.environ:
+        raise I2CLError(
+            "device map tensor_parallel needs torchrun: torchrun --nproc-per-node 2 --no-python i2cl ..."
+        )
+    return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def is_small(decoder: Decoder) -> bool:
 
 def suggested_workers(decoder: Decoder, cells: int) -> int:
     """One process a core for a small model on the CPU and enough cells to repay the start, else one."""
-    if not is_small(decoder) or cells < 4:
+    if not is_small(decoder) or cells < 4 or "RANK" in os.environ:  # torchrun has its processes already
         return 1
     return max(1, min(os.cpu_count() or 1, cells // 2))
 

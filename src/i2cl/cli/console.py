@@ -1,6 +1,7 @@
 """What the command line prints: tables, progress bars, errors. Results go to stdout, the rest to stderr."""
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +22,17 @@ FOLDED = 20
 GAP = 3
 """Characters between two columns."""
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+FIRST = os.environ.get("RANK", "0") == "0"
+"""Of several processes that hold one model together, the first alone speaks and writes."""
+
+out = Console(highlight=False, quiet=not FIRST)
+err = Console(stderr=True, highlight=False, quiet=not FIRST)
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
+    if not FIRST:
+        return
     json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
     sys.stdout.write("\n")
 

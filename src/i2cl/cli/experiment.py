@@ -95,7 +95,7 @@ def run(
     found = load.ModelOptions(device, dtype, device_map, revision, trust_remote_code)
     source = partial(load.decoder, model, found)
     execute = partial(_execute, source=source, workers=workers, ray=executor == "ray", address=address)
-    with Store.writing(folder) as opened:
+    with Store.writing(folder) if console.FIRST else Store.following(folder) as opened:
         waiting = pending(cells, opened)
         with console.progress(len(waiting), "running") as bar:
             tally = run_cells(waiting, opened, execute, str(data_dir) if data_dir else None, _watch(bar))

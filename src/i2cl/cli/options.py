@@ -37,7 +37,8 @@ Dtype = Annotated[
     str | None, typer.Option(help="auto, float32, bfloat16 or float16; default: float32 on CPU, else auto.")
 ]
 DeviceMap = Annotated[
-    str | None, typer.Option(help="Passed to transformers, such as auto (needs accelerate).")
+    str | None,
+    typer.Option(help="auto (needs accelerate), or tensor_parallel under torchrun (fit, eval, experiment)."),
 ]
 Revision = Annotated[str | None, typer.Option(help="Hub branch, tag or commit of the model.")]
 Trust = Annotated[

@@ -49,7 +49,8 @@ def fit(
             decoder, loaded, demonstrations, context, method.calibration, seed=seed, progress=bar.epoch
         )
     seconds = time.perf_counter() - started
-    injection.save_pretrained(output)
+    if console.FIRST:
+        injection.save_pretrained(output)
     first, last = (injection.history[0], injection.history[-1]) if injection.history else (None, None)
     record = {
         "output": str(output),

@@ -8,8 +8,9 @@ Parquet, since a Parquet file cannot grow: every append would rewrite it. DuckDB
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,7 +56,7 @@ class Store:
     def __init__(self, folder: Path, records: dict[str, Record]) -> None:
         self.folder = folder
         self.records = records
-        self._file: IO[bytes] | None = None
+        self._keep: Callable[[bytes], None] | None = None
 
     @classmethod
     def open(cls, folder: str | Path) -> "Store":
@@ -91,7 +92,7 @@ class Store:
                 lines = _whole_lines(path / CELLS)
                 os.truncate(path / CELLS, sum(len(line) for line in lines))
                 store = cls(path, _by_key(lines, path))
-                store._file = file
+                store._keep = partial(_append, file)
                 yield store
         except Timeout:
             raise I2CLError(
@@ -101,6 +102,15 @@ class Store:
             raise I2CLError(
                 f"cannot write to {str(folder)!r} ({error.strerror}): choose another --store"
             ) from None
+
+    @classmethod
+    @contextmanager
+    def following(cls, folder: str | Path) -> Iterator["Store"]:
+        """What a further process of a run holds: it reads, and writes nothing."""
+        path = Path(folder)
+        store = cls(path, _by_key(_whole_lines(path / CELLS), path) if (path / CELLS).is_file() else {})
+        store._keep = lambda _line: None
+        yield store
 
     @property
     def vectors_folder(self) -> Path:
@@ -113,11 +123,9 @@ class Store:
 
     def append(self, record: Record) -> None:
         """Keep a record for good. Only inside `writing`."""
-        if self._file is None:
+        if self._keep is None:
             raise ValueError("the store was opened for reading")
-        self._file.write(record.model_dump_json(exclude_none=True).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._keep(record.model_dump_json(exclude_none=True).encode() + b"\n")
         self.records[record.key] = record
 
     def vectors(self) -> Vectors:
@@ -166,6 +174,12 @@ class Store:
                     f"{key}.{part}": value for key, parts in vectors.items() for part, value in parts.items()
                 }
                 save_file(flat, fresh / PACKED_VECTORS)
+
+
+def _append(file: IO[bytes], line: bytes) -> None:
+    file.write(line)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _flat(record: Record) -> str:
