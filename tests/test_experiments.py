@@ -6,15 +6,14 @@ import random
 import subprocess
 import sys
 import time
-from functools import partial
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from i2cl import Decoder, Injection, calibrate, extract, load_task
 from i2cl.cli import main
-from i2cl.experiments.cluster import run_on_ray
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.runner import CellJob, pending
 from i2cl.experiments.store import Store
@@ -264,8 +263,11 @@ def test_ten_kills_lose_nothing_and_corrupt_nothing(tmp_path):
             time.sleep(0.01)
             size = written(folder)
         time.sleep(picker.random() * 0.3)
+        workers_of_it = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.kill()
         process.wait()
+        _, left = psutil.wait_procs(workers_of_it, timeout=60)
+        assert left == []
         store = Store.open(folder) if (folder / "cells.jsonl").exists() else None
         now = {key for key, one in store.records.items() if one.status == "done"} if store else set()
         assert survivors <= now
@@ -317,14 +319,24 @@ def test_two_processes_hold_one_model_together(tmp_path, decoder):
 
 def test_ray_runs_the_same_cells(decoder, tmp_path):
     pytest.importorskip("ray")
-    jobs = [CellJob(cell(method="zero_shot", task=task), None, tmp_path) for task in (ONE, OTHER)]
-    jobs.append(CellJob(cell(shots=100_000), None, tmp_path))
-    source = partial(Decoder.from_pretrained, "reference")
-    found = {record.key: record for record in run_on_ray(source, jobs, None, workers=1)}
-    assert set(found) == {job.cell.key for job in jobs}
-    for job in jobs:
-        here = job.run(decoder)
-        assert found[here.key].status == here.status
-        assert found[here.key].outcome == here.outcome or (
-            found[here.key].outcome.predictions == here.outcome.predictions
-        )
+    file, folder = tmp_path / "mine.toml", tmp_path / "store"
+    file.write_text(GRID.replace("epochs = 1", "epochs = -1"))
+    program = "from i2cl.cli import main; main()"
+    command = [sys.executable, "-c", program, "experiment", "run", str(file), "--store", str(folder)]
+    more = ["--seeds", "1", "--executor", "ray", "--workers", "1", "--json"]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr[-3000:]  # I2CL with -1 epochs cannot work
+    told = json.loads(done.stdout)
+    assert (told["done"], told["failed"]) == (4, 2)
+    for record in Store.open(folder).records.values():
+        here = CellJob(record.cell, None, tmp_path / "here").run(decoder)
+        assert (here.status, here.error) == (record.status, record.error)
+        if here.outcome:
+            assert here.outcome.predictions == record.outcome.predictions
+
+
+def test_a_cluster_that_is_not_there(tmp_path, capsys):
+    pytest.importorskip("ray")
+    code, told = run(tmp_path, capsys, "--executor", "ray", "--address", "auto")
+    assert code == 2
+    assert "ray start --head" in told.err

@@ -2,12 +2,13 @@
 
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -103,9 +104,18 @@ def run_jobs(
 
 
 def _start(source: DecoderSource, threads: int) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once
     torch.set_num_threads(threads)
     _WORKER.append(source())
+
+
+def _end_with_parent() -> None:
+    """A killed parent tells its workers nothing: without this they would wait for work forever."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run(job: Job[Any]) -> tuple[Any, list[tuple[str, type[Warning]]]]:
