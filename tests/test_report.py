@@ -780,3 +780,10 @@ def test_other_files_are_kept(tmp_path):
     with pytest.raises(I2CLError, match="holds other files"):
         write(build([experiment()], trial(), {}, figures=False), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_one_seed_tells_nothing_of_others():
+    made = [record("zero_shot", "sst2", 0, "0" * 40), record("i2cl", "sst2", 0, "1" * 40)]
+    found = table("comparison", experiment(), made)
+    assert found.rows[0][-1].text == "one seed cannot tell"
+    assert not any(cell.bold for row in table("tasks", experiment(), made).rows for cell in row)

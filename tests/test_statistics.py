@@ -1,4 +1,4 @@
-"""Intervals, tests and winners, against simulation, enumeration and scipy."""
+"""Intervals and tests, against simulation, enumeration and scipy."""
 
 from dataclasses import replace
 from itertools import product
@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import binomtest, norm
 
 from i2cl.errors import I2CLError
-from i2cl.experiments.statistics import Comparison, Difference, accuracy, compare, difference, holm, winners
+from i2cl.experiments.statistics import Comparison, Difference, accuracy, difference, holm
 
 
 def simulated(rng, seeds=5, queries=100, *, ease=0.8, hardness=None, seed_sd=0.4):
@@ -153,7 +153,7 @@ def test_equal_methods_are_seldom_told_apart():
 
 def test_no_difference_at_all():
     results = [np.random.default_rng(0).random((5, 40)) < 0.5]
-    assert difference(results, results) == Difference(0.0, 0.0, 0.0, 1.0)
+    assert difference(results, results) == Difference(0.0, 0.0, 0.0, 1.0, seeds=len(results[0]))
     assert difference(one("11"), one("10")).p == 1
 
 
@@ -192,72 +192,26 @@ def test_holm_by_hand():
 
 
 def test_distinguishable_needs_test_and_interval():
-    clear = Comparison(Difference(0.1, 0.05, 0.15, 0.001), q=0.01)
+    clear = Comparison(Difference(0.1, 0.05, 0.15, 0.001, seeds=5), q=0.01)
     assert clear.distinguishable
-    assert replace(clear, difference=Difference(-0.1, -0.15, -0.05, 0.001)).distinguishable
+    assert replace(clear, difference=Difference(-0.1, -0.15, -0.05, 0.001, seeds=5)).distinguishable
     assert not replace(clear, q=0.05).distinguishable
-    assert not replace(clear, difference=Difference(0.1, 0.0, 0.2, 0.001)).distinguishable
+    assert not replace(clear, difference=Difference(0.1, 0.0, 0.2, 0.001, seeds=5)).distinguishable
+
+
+def test_one_seed_alone_distinguishes_nothing():
+    clear = Comparison(Difference(0.1, 0.05, 0.15, 0.001, seeds=1), q=0.01)
+    assert not clear.distinguishable
 
 
 def test_a_difference_of_one_lucky_seed_is_not_enough():
     """On these seeds the methods differ; with other demonstrations they might not."""
     lucky = np.zeros((3, 100), bool)
     lucky[0] = True
-    found = compare({"lucky": [lucky], "none": [np.zeros((3, 100), bool)]}, "none")["lucky"]
-    assert found.q < 0.001
-    assert found.difference.low == 0
-    assert not found.distinguishable
-
-
-def results():
-    """Two good methods that cannot be told apart, a poor one, and a poor one with a single seed."""
-    rng = np.random.default_rng(7)
-    shares = {"poor": 0.5, "good": 0.9, "also_good": 0.9, "fixed": 0.4}
-    made = {name: [rng.random((5, n)) < share for n in (60, 90)] for name, share in shares.items()}
-    made["fixed"] = [task[:1] for task in made["fixed"]]
-    made["also_good"] = [np.roll(task, 1, axis=1) for task in made["good"]]
-    made["good"][0][0, :] = True  # better by a little
-    return made
-
-
-def test_compare_corrects_over_all_comparisons():
-    made = results()
-    found = compare(made, "fixed")
-    assert list(found) == ["poor", "good", "also_good"]
-    single = {name: difference(made[name], made["fixed"]) for name in found}
-    assert {name: comparison.difference for name, comparison in found.items()} == single
-    assert [c.q for c in found.values()] == holm([one.p for one in single.values()]).tolist()
-    assert found["good"].distinguishable
-    assert found["good"].difference.mean > 0.4
-    assert found["good"].q > single["good"].p
-
-
-def test_order_of_methods_does_not_matter():
-    made = results()
-    turned = dict(reversed(made.items()))
-    assert compare(made, "poor") == compare(turned, "poor")
-    assert winners(made) == winners(turned)
-
-
-def test_winner_among_ties_is_not_distinguishable():
-    found = winners(results())
-    assert (found.name, found.distinguishable, found.ties) == ("good", False, {"also_good"})
-
-
-def test_clear_winner():
-    made = results()
-    del made["also_good"]
-    found = winners(made)
-    assert (found.name, found.distinguishable, found.ties) == ("good", True, set())
-
-
-def test_equal_methods_and_a_method_alone_do_not_win():
-    good = results()["good"]
-    alone = winners({"good": good})
-    assert (alone.name, alone.distinguishable, alone.ties) == ("good", False, set())
-    same = winners({"b": good, "c": good, "a": good})
-    assert (same.name, same.distinguishable, same.ties) == ("a", False, {"b", "c"})
-    assert compare({"good": good}, "good") == {}
+    found = difference([lucky], [np.zeros((3, 100), bool)])
+    assert found.p < 0.001
+    assert found.low == 0
+    assert not Comparison(found, q=found.p).distinguishable
 
 
 @pytest.mark.parametrize(
@@ -275,10 +229,6 @@ def test_equal_methods_and_a_method_alone_do_not_win():
 def test_what_cannot_be_compared_is_named(ours, theirs, says):
     with pytest.raises(I2CLError, match=says):
         difference(ours, theirs)
-    with pytest.raises(I2CLError, match=says):
-        compare({"ours": ours, "theirs": theirs}, "theirs")
-    with pytest.raises(I2CLError, match=says):
-        winners({"ours": ours, "theirs": theirs})
 
 
 @pytest.mark.parametrize("tasks", [np.ones((5, 8), bool), [np.ones((5, 8))]])
@@ -286,10 +236,3 @@ def test_other_arrays_are_refused(tasks):
     """A single array instead of a list, or numbers; a TypeError where shapes are checked at run time."""
     with pytest.raises((I2CLError, TypeError), match=r"boolean arrays|type"):
         accuracy(tasks)
-
-
-def test_nothing_to_choose_from():
-    with pytest.raises(I2CLError, match="at least one method"):
-        winners({})
-    with pytest.raises(I2CLError, match=r"choose one of \['a', 'b'\]"):
-        compare({"b": one("10"), "a": one("10")}, "c")

@@ -20,6 +20,7 @@ app = typer.Typer(
     help="Tables and figures of the paper, or your own grids: list, run, pack.", no_args_is_help=True
 )
 
+NewFolder = Annotated[Path, typer.Argument(help="New folder.")]
 StoreFolder = Annotated[Path, typer.Argument(help="Folder of a store, packed or not.")]
 
 
@@ -170,36 +171,23 @@ def _watch(bar: console.Bar) -> "Callable[[Record], None]":
 
 
 @app.command()
-def pack(
-    store: StoreFolder,
-    out: Annotated[Path, typer.Argument(help="New folder.")],
-    seed: options.NoSeed = 0,
-    json: options.Json = False,
-) -> None:
+def pack(store: StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False) -> None:
     """Write a store as Parquet and one safetensors file: compact, for keeping and sharing."""
-    from i2cl.experiments.store import Store
-
-    opened = Store.open(store)
-    opened.pack(out)
-    if json:
-        console.print_json({"store": str(out), "cells": len(opened.records)})
-    else:
-        console.say(f"{len(opened.records)} cells: {out}")
+    _rewrite(store, out, "pack", as_json=json)
 
 
 @app.command()
-def unpack(
-    store: StoreFolder,
-    out: Annotated[Path, typer.Argument(help="New folder.")],
-    seed: options.NoSeed = 0,
-    json: options.Json = False,
-) -> None:
+def unpack(store: StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False) -> None:
     """Turn a packed store back into one that runs can add to."""
+    _rewrite(store, out, "unpack", as_json=json)
+
+
+def _rewrite(store: Path, out: Path, how: Literal["pack", "unpack"], *, as_json: bool) -> None:
     from i2cl.experiments.store import Store
 
     opened = Store.open(store)
-    opened.unpack(out)
-    if json:
+    (opened.pack if how == "pack" else opened.unpack)(out)
+    if as_json:
         console.print_json({"store": str(out), "cells": len(opened.records)})
     else:
         console.say(f"{len(opened.records)} cells: {out}")

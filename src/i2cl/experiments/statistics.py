@@ -7,7 +7,7 @@ nor a query alone, and too narrow where few seeds differ much (a variance from 5
 A result that is the same in every cell gets an interval of width 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,7 @@ class Difference:
     low: float
     high: float
     p: float
+    seeds: int
 
 
 @dataclass(frozen=True)
@@ -64,23 +65,9 @@ class Comparison:
 
     @property
     def distinguishable(self) -> bool:
-        """Whether test and interval agree that the two differ."""
-        return self.q < ALPHA and (self.difference.low > 0 or self.difference.high < 0)
-
-
-@dataclass(frozen=True)
-class Winner:
-    """The best of several methods.
-
-    Attributes:
-        name: of the method with the best mean; the first in the alphabet of equals.
-        distinguishable: from all others; only then may a report print it bold. Never without others.
-        ties: names of the methods that the best cannot be told from.
-    """
-
-    name: str
-    distinguishable: bool
-    ties: frozenset[str]
+        """Whether test and interval agree that the two differ; one seed says nothing of other ones."""
+        beyond = self.difference.low > 0 or self.difference.high < 0
+        return self.q < ALPHA and beyond and self.difference.seeds > 1
 
 
 def accuracy(tasks: Result, *, resamples: int = 2000, seed: int = 0) -> Accuracy:
@@ -127,44 +114,8 @@ def difference(
         I2CLError: if there are no results, or they cannot be paired.
     """
     cells = _paired(ours, theirs)
-    return Difference(_macro(cells), *_interval(cells, resamples, seed), _p_value(cells, permutations, seed))
-
-
-def compare(results: Mapping[str, Result], reference: str) -> dict[str, Comparison]:
-    """Compare every other method with a reference, corrected for the number of comparisons.
-
-    To correct over a whole table instead, give the p-values of all calls to `holm` and `replace` each ``q``.
-
-    Args:
-        results: of each method.
-        reference: the method that is subtracted from every other; alone, it gives no comparisons.
-
-    Raises:
-        I2CLError: if the reference is not among the results, or results cannot be paired.
-    """
-    if reference not in results:
-        raise I2CLError(f"no results of {reference!r} to compare with: choose one of {sorted(results)}")
-    others = [name for name in results if name != reference]
-    found = [difference(results[name], results[reference]) for name in others]
-    corrected = holm([one.p for one in found]).tolist()
-    return {name: Comparison(one, q) for name, one, q in zip(others, found, corrected, strict=True)}
-
-
-def winners(results: Mapping[str, Result]) -> Winner:
-    """Find the best method, and those that it cannot be told from.
-
-    Args:
-        results: of each method.
-
-    Raises:
-        I2CLError: if there are no results, or they cannot be paired.
-    """
-    if not results:
-        raise I2CLError("no results to choose the best of: give those of at least one method")
-    best = min(results, key=lambda name: (-_macro(_checked(results[name])), name))
-    found = compare(results, best)
-    ties = frozenset(name for name, comparison in found.items() if not comparison.distinguishable)
-    return Winner(name=best, distinguishable=bool(found) and not ties, ties=ties)
+    low, high = _interval(cells, resamples, seed)
+    return Difference(_macro(cells), low, high, _p_value(cells, permutations, seed), len(cells[0]))
 
 
 def holm(p_values: Sequence[float] | Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:

@@ -57,7 +57,7 @@ def _cells(comparison: Comparison | None) -> tuple[TableCell, ...]:
     if comparison is None:
         return (*(TableCell(NOTHING) for _ in range(4)), TableCell("nothing shared to compare", "text"))
     got = comparison.difference
-    verdict = "no difference shown"
+    verdict = "no difference shown" if got.seeds > 1 else "one seed cannot tell"
     if comparison.distinguishable:
         verdict = "higher" if got.mean > 0 else "lower"
     return (

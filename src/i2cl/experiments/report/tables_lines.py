@@ -1,7 +1,7 @@
 """The lines of an experiment's tables, with everything computed about them kept for the next table."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -143,7 +143,7 @@ class Comparisons:
         """Paired difference, on a task or over all tasks that both lines have; None if they share nothing."""
         if (other.place, other.shots or 0) < (line.place, line.shots or 0):  # each pair is compared once
             found = self.difference(other, line, task)
-            return found and Difference(0.0 - found.mean, 0.0 - found.high, 0.0 - found.low, found.p)
+            return found and replace(found, mean=0.0 - found.mean, low=0.0 - found.high, high=0.0 - found.low)
         if (line, other, task) not in self._differences:
             pair = self.paired(line, other, task)
             asked = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
@@ -184,7 +184,7 @@ class Comparisons:
         p_values = []
         for other in others:  # the closest first: most often it ends the search, and tests are slow
             found = self.difference(best, other, task)
-            if found is None or found.low <= 0 or found.p >= ALPHA:
+            if found is None or found.low <= 0 or found.p >= ALPHA or found.seeds < 2:
                 return None
             p_values.append(found.p)
         return best if bool((holm(p_values) < ALPHA).all()) else None
