@@ -191,7 +191,9 @@ def test_input_longer_than_a_chunk_gives_the_same_lines(call, home, tmp_path):
     path = written_as("lines", tmp_path / "texts.txt")
     _, whole, _ = call("predict", home / "artefact", path)
     _, parts, _ = call("predict", home / "artefact", path, "--chunk", "3")
-    assert parts == whole
+    (labels, values), (wanted, close) = parsed(parts), parsed(whole)
+    assert labels == wanted
+    assert torch.allclose(values, close, atol=2e-6)  # other batches round the last digit otherwise
     assert len(parts.splitlines()) == 1 + len(TEXTS)
 
 

@@ -82,5 +82,7 @@ def test_calibrated_coefficients(calibrated, golden):
 
 
 def test_calibrated_logits(decoder, task, calibrated, golden):
-    torch.testing.assert_close(logits(decoder, task, calibrated.edit()), golden["calibrated_logits"], **CLOSE)
+    """Forty steps add up what rounding differs by between processors: 1.2e-5 was seen on one."""
+    found = logits(decoder, task, calibrated.edit())
+    torch.testing.assert_close(found, golden["calibrated_logits"], atol=2e-5, rtol=0)
     assert not torch.allclose(golden["calibrated_logits"], golden["initial_logits"], atol=1e-3)
