@@ -141,3 +141,13 @@ def test_vectors_of_unknown_cells_are_left_out(tmp_path):
     write(tmp_path, record(0))
     save_vectors(tmp_path / "vectors", "0" * 16, {"context_vector": np.zeros((1, 2, 3), np.float32)})
     assert Store.open(tmp_path).vectors() == {}
+
+
+def test_a_run_that_cannot_start_leaves_nothing_and_keeps_its_error(tmp_path):
+    with pytest.raises(OSError, match="no model"), Store.writing(tmp_path / "new"):
+        raise OSError("no model")
+    assert list(tmp_path.iterdir()) == []
+    write(tmp_path / "old", record(0))
+    with pytest.raises(OSError, match="no model"), Store.writing(tmp_path / "old"):
+        raise OSError("no model")
+    assert list(Store.open(tmp_path / "old").records.values()) == [record(0)]

@@ -57,7 +57,7 @@ class Record(BaseModel):
         started: UTC time, ISO 8601.
         peak_memory_bytes: the most that the device's allocator held (CUDA), or that the process ever
             held up to then (CPU).
-        provenance: versions, git commit, device, dtype, threads, weights fingerprint, host name.
+        provenance: versions, git commit, device, dtype, threads, weights fingerprint, kind of machine.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

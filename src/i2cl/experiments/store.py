@@ -9,7 +9,7 @@ Parquet, since a Parquet file cannot grow: every append would rewrite it. DuckDB
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -85,23 +85,28 @@ class Store:
         path = Path(folder)
         if (path / PACKED).is_file():
             raise I2CLError(f"the store at {str(folder)!r} is packed: `i2cl experiment unpack` it first")
-        lock = FileLock(path / LOCK, timeout=0)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            with lock, (path / CELLS).open("ab") as file:
-                lines = _whole_lines(path / CELLS)
-                os.truncate(path / CELLS, sum(len(line) for line in lines))
-                store = cls(path, _by_key(lines, path))
-                store._keep = partial(_append, file)
+        with ExitStack() as stack:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(path / LOCK, timeout=0))
+                file = stack.enter_context((path / CELLS).open("ab"))
+            except Timeout:
+                raise I2CLError(
+                    f"another run writes to {str(folder)!r}: wait for it, or choose another --store"
+                ) from None
+            except OSError as error:
+                raise I2CLError(
+                    f"cannot write to {str(folder)!r} ({error.strerror}): choose another --store"
+                ) from None
+            lines = _whole_lines(path / CELLS)
+            os.truncate(path / CELLS, sum(len(line) for line in lines))
+            store = cls(path, _by_key(lines, path))
+            store._keep = partial(_append, file)
+            try:
                 yield store
-        except Timeout:
-            raise I2CLError(
-                f"another run writes to {str(folder)!r}: wait for it, or choose another --store"
-            ) from None
-        except OSError as error:
-            raise I2CLError(
-                f"cannot write to {str(folder)!r} ({error.strerror}): choose another --store"
-            ) from None
+            finally:
+                if not store.records:  # a run that could not start leaves no empty store behind
+                    _remove_empty(path)
 
     @classmethod
     @contextmanager
@@ -174,6 +179,13 @@ class Store:
                     f"{key}.{part}": value for key, parts in vectors.items() for part, value in parts.items()
                 }
                 save_file(flat, fresh / PACKED_VECTORS)
+
+
+def _remove_empty(folder: Path) -> None:
+    for name in (CELLS, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _append(file: IO[bytes], line: bytes) -> None:
