@@ -91,13 +91,11 @@ class Store:
                 stack.enter_context(FileLock(path / LOCK, timeout=0))
                 file = stack.enter_context((path / CELLS).open("ab"))
             except Timeout:
-                raise I2CLError(
-                    f"another run writes to {str(folder)!r}: wait for it, or choose another --store"
-                ) from None
+                cure = "wait for it, or choose another --store"
+                raise I2CLError(f"another run writes to {str(folder)!r}: {cure}") from None
             except OSError as error:
-                raise I2CLError(
-                    f"cannot write to {str(folder)!r} ({error.strerror}): choose another --store"
-                ) from None
+                cure = "choose another --store"
+                raise I2CLError(f"cannot write to {str(folder)!r} ({error.strerror}): {cure}") from None
             lines = _whole_lines(path / CELLS)
             os.truncate(path / CELLS, sum(len(line) for line in lines))
             store = cls(path, _by_key(lines, path))
@@ -112,8 +110,7 @@ class Store:
     @contextmanager
     def following(cls, folder: str | Path) -> Iterator["Store"]:
         """What a further process of a run holds: it reads, and writes nothing."""
-        path = Path(folder)
-        store = cls(path, _by_key(_whole_lines(path / CELLS), path) if (path / CELLS).is_file() else {})
+        store = cls.open(folder) if (Path(folder) / CELLS).is_file() else cls(Path(folder), {})
         store._keep = lambda _line: None
         yield store
 
@@ -182,8 +179,8 @@ class Store:
 
 
 def _remove_empty(folder: Path) -> None:
-    for name in (CELLS, LOCK):
-        (folder / name).unlink(missing_ok=True)
+    (folder / CELLS).unlink()
+    (folder / LOCK).unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
 
