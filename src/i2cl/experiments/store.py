@@ -110,7 +110,7 @@ class Store:
     @contextmanager
     def following(cls, folder: str | Path) -> Iterator["Store"]:
         """What a further process of a run holds: it reads, and writes nothing."""
-        store = cls.open(folder) if (Path(folder) / CELLS).is_file() else cls(Path(folder), {})
+        store = cls(Path(folder), cls.open(folder).records if (Path(folder) / CELLS).is_file() else {})
         store._keep = lambda _line: None
         yield store
 
