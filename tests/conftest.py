@@ -18,6 +18,8 @@ SHAPED = (
     "experiments.statistics",
     "injection",
     "methods",
+    "pool",
+    "recipe",
     "scoring",
     "transfer",
 )

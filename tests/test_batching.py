@@ -5,7 +5,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from i2cl.batching import Encoder, TruncationWarning, length_sorted, make_batch
+from i2cl.batching import Encoder, TruncationWarning, longest_first, make_batch, pack_batch, packing_pays
 from i2cl.errors import I2CLError
 from tiny import tiny_tokenizer
 
@@ -43,25 +43,25 @@ def test_a_batch_is_padded_on_the_right():
     assert batch.rows == (0, 1)
 
 
-@pytest.mark.parametrize("budget", [1, 7, 20, 1000])
-@pytest.mark.parametrize("reserve", [0, 1, 30])
-def test_batches_hold_every_row_once_within_the_budget(budget, reserve):
-    ids = [tuple(range(1, 2 + (7 * number) % 11)) for number in range(23)]
-    batches = list(length_sorted(ids, budget, CPU, reserve))
-    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(ids)))
-    widths = [batch.input_ids.shape[1] for batch in batches]
-    assert widths == sorted(widths, reverse=True)
-    for batch in batches:
-        rows, width = batch.input_ids.shape
-        assert rows == 1 or rows * (width + reserve) <= budget
-        for row, values, last in zip(batch.rows, batch.input_ids, batch.last, strict=True):
-            assert tuple(values[: last + 1].tolist()) == ids[row]
+def test_a_packed_batch_holds_one_row_behind_the_other():
+    batch = pack_batch([(5, 6, 7), (8,), (9, 10)], CPU)
+    assert batch.packed
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 10]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert batch.first.tolist() == [0, 3, 4]
+    assert batch.last.tolist() == [2, 3, 5]
+    assert not make_batch([(5,)], CPU).packed
 
 
-def test_a_large_budget_makes_one_batch():
-    assert len(list(length_sorted([(1,), (2, 3), (4,)], 6, CPU))) == 1
-    assert len(list(length_sorted([(1,), (2, 3), (4,)], 6, CPU, reserve=1))) == 2
-    assert list(length_sorted([], 6, CPU)) == []
+def test_packing_pays_for_padding_and_not_for_long_rows():
+    assert packing_pays([5, 20], d_model=64)
+    assert not packing_pays([20, 20], d_model=64)
+    assert not packing_pays([900, 1000], d_model=64)
+
+
+def test_longest_first_and_equal_rows_together():
+    ids = [(1,), (2, 3), (1,), (4, 5, 6), (2, 2)]
+    assert [ids[row] for row in longest_first(ids)] == [(4, 5, 6), (2, 2), (2, 3), (1,), (1,)]
 
 
 @pytest.mark.parametrize(

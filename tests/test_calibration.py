@@ -7,11 +7,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from i2cl.calibration import RELEASED, CalibrationConfig, calibrate
+from i2cl.calibration import calibrate
 from i2cl.context import ContextVector, ExtractConfig, extract
 from i2cl.decoder import Decoder
 from i2cl.edits import NoisyEdit
 from i2cl.errors import I2CLError
+from i2cl.recipe import RELEASED, CalibrationConfig
 from i2cl.scoring import ScoringWarning, labelled_batch
 from i2cl.tasks import Example, Task, Template
 from tiny import CASES, tiny_model, tiny_tokenizer
@@ -303,9 +304,9 @@ def test_batches_that_do_not_fit(batches):
 def test_random_batches(monkeypatch, draw, batch_size, steps, each_once):
     seen = []
 
-    def watched(queries, targets, device):
+    def watched(queries, *given, **options):
         seen.append(list(queries))
-        return labelled_batch(queries, targets, device)
+        return labelled_batch(queries, *given, **options)
 
     monkeypatch.setattr("i2cl.calibration.labelled_batch", watched)
     done = []
@@ -331,7 +332,7 @@ def test_rates_of_the_paper():
 
 
 def test_rates_of_the_released_code():
-    config = CalibrationConfig.released()
+    config = CalibrationConfig.recipe("released")
     rates = [config.rate(step, 100) for step in range(101)]
     assert rates[:6] == pytest.approx([0.0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2])
     assert rates[6] == pytest.approx(1e-2 * (1 + math.cos(math.pi * 0.06)) / 2)
@@ -339,7 +340,9 @@ def test_rates_of_the_released_code():
     assert rates[5:] == sorted(rates[5:], reverse=True)
 
 
-@pytest.mark.parametrize("config", [CalibrationConfig(epochs=4), CalibrationConfig.released(epochs=20)])
+@pytest.mark.parametrize(
+    "config", [CalibrationConfig(epochs=4), CalibrationConfig.recipe("released", epochs=20)]
+)
 def test_the_optimiser_gets_these_rates(monkeypatch, config):
     used = []
 
@@ -449,9 +452,9 @@ def test_settings_are_checked(fields):
 
 
 def test_the_released_recipe_is_the_paper_but_for_what_it_names():
-    paper, released = CalibrationConfig().model_dump(), CalibrationConfig.released().model_dump()
+    paper, released = CalibrationConfig().model_dump(), CalibrationConfig.recipe("released").model_dump()
     assert {name: value for name, value in released.items() if value != paper[name]} == dict(RELEASED)
-    assert CalibrationConfig.released(epochs=3, warmup=0.1).warmup == 0.1
+    assert CalibrationConfig.recipe("released", epochs=3, warmup=0.1).warmup == 0.1
     assert CalibrationConfig(layers=" 0, 3 ").layers == (0, 3)
 
 

@@ -7,11 +7,12 @@ from transformers import AutoModelForCausalLM
 
 from i2cl.architectures import Architecture
 from i2cl.batching import make_batch
-from i2cl.calibration import CalibrationConfig, calibrate
+from i2cl.calibration import calibrate
 from i2cl.context import ExtractConfig, extract
 from i2cl.decoder import Decoder
 from i2cl.edits import Edit, LinearEdit
 from i2cl.errors import I2CLError
+from i2cl.recipe import CalibrationConfig
 from i2cl.scoring import label_tokens, score
 from i2cl.tasks import Example, Task, Template
 from tiny import VOCABULARY, WINDOW, tiny_model, tiny_tokenizer

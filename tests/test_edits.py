@@ -220,8 +220,19 @@ def test_random_against_a_mask():
 # Noise
 
 
-def noisy(decoder, *, site="writers", scale=1e-2, place="residual", active=None, seed=0, positions="all"):
-    values, coefficients = drawn(decoder, site)
+def noisy(
+    decoder,
+    *,
+    site="writers",
+    scale=1e-2,
+    place="residual",
+    active=None,
+    seed=0,
+    positions="all",
+    coefficients=None,
+):
+    values, drawn_coefficients = drawn(decoder, site)
+    coefficients = drawn_coefficients if coefficients is None else coefficients
     return NoisyEdit(
         values,
         coefficients,
@@ -372,10 +383,14 @@ def test_noise_is_a_constant_for_the_gradient():
     output = torch.randn(2, 3, decoder.d_model)
     batch = make_batch([(1, 2, 3), (4, 5, 6)], torch.device("cpu"))
     gradients = []
-    for edit in (LinearEdit(values, coefficients), noisy(decoder, place="writer", scale=0.5)):
-        edit.coefficients = coefficients.clone().requires_grad_()
+    for noise in (False, True):
+        free = coefficients.clone().requires_grad_()
+        if noise:
+            edit = noisy(decoder, place="writer", scale=0.5, coefficients=free)
+        else:
+            edit = LinearEdit(values, free)
         edit.output(0, 1, output, batch).sum().backward()
-        gradients.append(edit.coefficients.grad)
+        gradients.append(free.grad)
     assert torch.allclose(*gradients)
 
 

@@ -15,17 +15,17 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 ORDER = (
     {"errors"},
-    {"hooks", "files", "streams", "training"},
-    {"alibi", "architectures", "tasks", "reference"},
+    {"ray_cluster", "hooks", "files", "streams", "training"},
+    {"outputs", "alibi", "architectures", "tasks", "reference"},
     {"batching", "fingerprint", "loading"},
-    {"edits", "prefix"},
+    {"edits", "memory", "prefix"},
     {"decoder"},
     {"scoring", "context"},
-    {"injection"},
-    {"calibration", "adapters"},
+    {"injection", "recipe"},
+    {"calibration", "adapters", "pool"},
     {"transfer", "methods"},
     {"evaluation", "classifier"},
-    {"parallel"},
+    {"prediction", "parallel"},
     {"experiments", "export", "serving"},
     {"cli"},
 )
@@ -37,7 +37,7 @@ SIDEWAYS = {("tasks", "reference"), ("reference", "tasks")}
 LONG = {"decoder.py": "one class owns the model, and half of it is what its attributes and arguments mean"}
 LONGEST = 250
 
-HEAVY = ("torch", "transformers", "datasets", "peft", "matplotlib", "sklearn", "pandas", "scipy")
+HEAVY = ("torch", "transformers", "datasets", "peft", "matplotlib", "sklearn", "pandas", "scipy", "ray")
 
 
 def place(name):

@@ -5,6 +5,7 @@ sides trained without noise, so that every number is determined.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def context(decoder, task, demonstrations):
 
 @pytest.fixture(scope="module")
 def calibrated(decoder, task, demonstrations, context):
-    config = CalibrationConfig.released(epochs=8, noise=0.0)
+    config = CalibrationConfig.recipe("released", epochs=8, noise=0.0)
     batches = RECORD["calibration"]["batches"]
     return calibrate(decoder, task, demonstrations, context, config, batches=batches)
 
@@ -58,8 +59,8 @@ def logits(decoder, task, edit=None):
     queries = encode_queries(decoder, task.template.query, texts, labels)
     rows = torch.empty(len(queries), decoder.model.config.vocab_size)
     with torch.no_grad():
-        for batch in decoder.batches(queries):
-            rows[list(batch.rows)] = decoder.forward(batch, edit=edit)[:, 0]
+        for batch, found in decoder.run_batches(queries, partial(decoder.forward, edit=edit)):
+            rows[list(batch.rows)] = found[:, 0]
     return rows
 
 

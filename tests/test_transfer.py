@@ -9,11 +9,12 @@ import torch
 from pydantic import ValidationError
 
 from i2cl import TransferConfig
-from i2cl.calibration import CalibrationConfig, calibrate
+from i2cl.calibration import calibrate
 from i2cl.context import ContextVector, ExtractConfig, extract
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.injection import Injection
+from i2cl.recipe import CalibrationConfig
 from i2cl.tasks import Example, Task, Template
 from i2cl.transfer import related, similarity, transfer
 from tiny import tiny_model, tiny_tokenizer
@@ -131,7 +132,7 @@ def direct(decoder, case, first, calibration, **arguments):
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-@pytest.mark.parametrize("calibration", [UNTRAINED, QUICK, CalibrationConfig.released(epochs=2)])
+@pytest.mark.parametrize("calibration", [UNTRAINED, QUICK, CalibrationConfig.recipe("released", epochs=2)])
 def test_averages_are_calibrated_once_more(case, calibration):
     decoder = decoder_of(case)
     steps = []

@@ -12,26 +12,29 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from i2cl.architectures import ARCHITECTURES, Architecture
-    from i2cl.calibration import CalibrationConfig, calibrate
+    from i2cl.calibration import calibrate
     from i2cl.context import ContextVector, ExtractConfig, extract
     from i2cl.decoder import Decoder
     from i2cl.errors import I2CLError
     from i2cl.evaluation import Run, evaluate, summarize
     from i2cl.injection import Injection
     from i2cl.methods import METHODS, Method, Predictor, make_methods
+    from i2cl.pool import InjectionPool, predict
+    from i2cl.recipe import CalibrationConfig
     from i2cl.tasks import Example, Task, Template, list_tasks, load_task
     from i2cl.transfer import TransferConfig
 
 _HOMES = {
     "ARCHITECTURES": "architectures",
     "Architecture": "architectures",
-    "CalibrationConfig": "calibration",
+    "CalibrationConfig": "recipe",
     "ContextVector": "context",
     "Decoder": "decoder",
     "Example": "tasks",
     "ExtractConfig": "context",
     "I2CLError": "errors",
     "Injection": "injection",
+    "InjectionPool": "pool",
     "METHODS": "methods",
     "Method": "methods",
     "Predictor": "methods",
@@ -45,6 +48,7 @@ _HOMES = {
     "list_tasks": "tasks",
     "load_task": "tasks",
     "make_methods": "methods",
+    "predict": "pool",
     "summarize": "evaluation",
 }
 
@@ -59,6 +63,7 @@ __all__ = [
     "ExtractConfig",
     "I2CLError",
     "Injection",
+    "InjectionPool",
     "Method",
     "Predictor",
     "Run",
@@ -71,6 +76,7 @@ __all__ = [
     "list_tasks",
     "load_task",
     "make_methods",
+    "predict",
     "summarize",
 ]
 

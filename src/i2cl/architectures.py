@@ -7,7 +7,7 @@ after the attention in Gemma 2, so the table is keyed by model type and never by
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +35,7 @@ class Architecture:
         mlp: path from a block to the module that writes the MLP output.
         scale: name of the config attribute by which a block multiplies what a writer returns before
             adding it, or None where it adds it as it is.
+        packs: whether position ids that start again keep the queries in one row apart.
     """
 
     model_type: str
@@ -42,6 +43,7 @@ class Architecture:
     attention: str
     mlp: str
     scale: str | None = None
+    packs: bool = False
 
     def blocks(self, model: PreTrainedModel) -> list[nn.Module]:
         """The decoder blocks, first layer first.
@@ -118,9 +120,11 @@ _ROWS = (
     (("decoder.layers", "self_attn", "fc2"), "opt"),
 )
 
+_WITHOUT_PACKING = frozenset({"bloom", "falcon", "mpt", "opt"})  # they ignore position_ids; all else packs
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        model_type: Architecture(model_type, *fields)
+        model_type: replace(Architecture(model_type, *fields), packs=model_type not in _WITHOUT_PACKING)
         for model_type, fields in sorted((name, fields) for fields, names in _ROWS for name in names.split())
     }
 )

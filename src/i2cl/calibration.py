@@ -1,21 +1,19 @@
 """Noisy self-calibration of the coefficients (paper, section "Noisy Self-calibration")."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import Field, field_validator
 from torch import Tensor
 
-from i2cl.batching import Ids, shared_front
-from i2cl.context import ContextVector, Writers, require_demonstrations
+from i2cl.batching import Ids, budget_chunks, packing_pays, shared_front
+from i2cl.context import ContextVector, require_demonstrations
 from i2cl.decoder import Decoder
-from i2cl.edits import NoisyEdit, Positions
+from i2cl.edits import NoisyEdit
 from i2cl.errors import I2CLError
 from i2cl.injection import Injection
+from i2cl.recipe import CalibrationConfig, Formula
 from i2cl.scoring import (
     Scoring,
     encode_queries,
@@ -24,78 +22,7 @@ from i2cl.scoring import (
     sequence_log_probabilities,
 )
 from i2cl.tasks import Example, Task
-from i2cl.training import StepProgress, TrainConfig, train
-
-Formula = Literal["linear", "add", "balance"]
-
-RELEASED: Mapping[str, object] = MappingProxyType(
-    {"draw": "step", "lr_final": 0.0, "warmup": 0.05, "noise_place": "writer"}
-)
-"""Where the recipe of the paper's released code differs from its text."""
-
-
-class CalibrationConfig(TrainConfig):
-    """How coefficients are fitted. Defaults are the paper's text; `released` gives the released code's.
-
-    Attributes:
-        layers: all, a third of them, or a list of indices ("Target Layer" ablation).
-        positions: query tokens that are injected ("Injection Position" ablation).
-        formula: ``linear`` lambda v + beta a; ``add`` lambda v + a with lambda > 0; ``balance``
-            (lambda v + (1 - lambda) a) beta with beta > 0 ("Injection Formula" ablation).
-        noise: gamma, the noise's size relative to the L2 norm of what it is added to.
-        noise_place: on the residual stream, or on each writer's output (released code).
-        init_lambda: first value of lambda.
-        init_beta: first value of beta.
-    """
-
-    layers: Literal["all", "early", "middle", "late"] | tuple[int, ...] = "all"
-    positions: Positions = "all"
-    formula: Formula = "linear"
-    noise: float = Field(1e-3, ge=0)
-    noise_place: Literal["residual", "writer"] = "residual"
-    init_lambda: float = 0.1
-    init_beta: float = 1.0
-
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _listed(cls, value: object) -> object:
-        """Accept ``"0,3,5"``, as the command line gives it."""
-        if isinstance(value, str) and value.replace(",", "").replace(" ", "").isdigit():
-            return tuple(int(part) for part in value.split(","))
-        return value
-
-    @classmethod
-    def released(cls, **changes: object) -> "CalibrationConfig":
-        """The recipe of the paper's released code, where it differs from the text."""
-        return cls.model_validate({**RELEASED, **changes})
-
-    def active(self, layers: int, writers: Writers) -> Bool[Tensor, "layers sites"]:
-        """Which sites are trained; the others keep (0, 1).
-
-        Raises:
-            I2CLError: if a layer index does not exist, or the part chosen is empty.
-        """
-        third = layers // 3, 2 * layers // 3
-        named = {
-            "all": range(layers),
-            "early": range(third[0]),
-            "middle": range(*third),
-            "late": range(third[1], layers),
-        }
-        chosen = list(named[self.layers] if isinstance(self.layers, str) else self.layers)
-        if not chosen or not all(0 <= layer < layers for layer in chosen):
-            raise I2CLError(
-                f"layers={self.layers} names no layers of this model, which has {layers} (0 to {layers - 1})"
-            )
-        mask = torch.zeros(layers, 1 if writers == "hidden" else 2, dtype=torch.bool)
-        sites = {"both": [0, 1], "mha": [0], "mlp": [1], "hidden": [0]}[writers]
-        for site in sites:
-            mask[chosen, site] = True
-        return mask
-
-    def parameters(self, layers: int, writers: Writers) -> int:
-        """How many scalars are trained: two for each active site, one where beta is fixed."""
-        return int(self.active(layers, writers).sum()) * (1 if self.formula == "add" else 2)
+from i2cl.training import StepProgress, minimize, train
 
 
 def calibrate(
@@ -144,14 +71,17 @@ def calibrate(
     active = config.active(decoder.layers, context.config.writers)
     _require_start(start, active, config.formula)
     coefficients = Coefficients(config, active, start, decoder.device)
-    if batches is None:
-        batches = config.batches(len(queries), seed)
-    elif not all(rows and set(rows) <= set(range(len(queries))) for rows in batches):
-        raise I2CLError(f"batches are to hold demonstration indices, each 0 to {len(queries) - 1}")
+    if batches is not None:
+        _require_batches(batches, len(queries), config)
     shared = shared_front(queries) if prompt else ()
     loss = _Loss(decoder, shared, queries, targets, context, config, coefficients, seed)
     with decoder.frozen():
-        history = train([coefficients.free], loss, batches, config, progress)
+        if config.optimizer == "lbfgs":
+            chunks = budget_chunks(queries, decoder.token_budget)
+            history = minimize([coefficients.free], loss, chunks, config.passes, config.pull, progress)
+        else:
+            batches = batches or config.batches(len(queries), seed)
+            history = train([coefficients.free], loss, batches, config, progress)
     return Injection(
         context=context,
         coefficients=coefficients.linear().detach().cpu(),
@@ -163,6 +93,13 @@ def calibrate(
         settings=config.model_dump(mode="json"),
         history=history,
     )
+
+
+def _require_batches(batches: Sequence[Sequence[int]], count: int, config: CalibrationConfig) -> None:
+    if config.optimizer == "lbfgs":
+        raise I2CLError("optimizer='lbfgs' takes all demonstrations at once: leave batches out, or use adamw")
+    if not all(rows and set(rows) <= set(range(count)) for rows in batches):
+        raise I2CLError(f"batches are to hold demonstration indices, each 0 to {count - 1}")
 
 
 def _require_start(start: Tensor | None, active: Tensor, formula: Formula) -> None:
@@ -225,10 +162,13 @@ class _Loss:
     ) -> None:
         self.decoder = decoder
         self.shared = shared
+        self.packs = decoder.architecture.packs and not shared
         self.queries = [ids[len(shared) :] for ids in queries]
         self.targets = targets
         self.coefficients = coefficients
-        generator = torch.Generator(decoder.device).manual_seed(seed)
+        self.generator = torch.Generator(decoder.device).manual_seed(seed)
+        self.seed = seed
+        self.repeats = config.optimizer == "lbfgs"
         self.noisy = partial(
             NoisyEdit,
             context.values.to(decoder.device),
@@ -239,12 +179,17 @@ class _Loss:
             scale=config.noise,
             place=config.noise_place,
             writer_scale=decoder.writer_scale,
-            generator=generator,
+            generator=self.generator,
         )
 
     def __call__(self, chosen: Sequence[int]) -> Tensor:
+        if self.repeats:  # a line search compares losses, so each part keeps its draw of the noise
+            self.generator.manual_seed(self.seed + chosen[0])
         targets = [self.targets[row] for row in chosen]
-        batch = labelled_batch([self.queries[row] for row in chosen], targets, self.decoder.device)
+        queries = [self.queries[row] for row in chosen]
+        lengths = [len(query) + len(target) - 1 for query, target in zip(queries, targets, strict=True)]
+        packed = self.packs and packing_pays(lengths, self.decoder.d_model)
+        batch = labelled_batch(queries, targets, self.decoder.device, packed=packed)
         edit = self.noisy(coefficients=self.coefficients.linear())
         prefix = self.decoder.prefix(self.shared, edit=edit) if self.shared else None
         return -sequence_log_probabilities(self.decoder, batch, targets, edit, prefix).mean()

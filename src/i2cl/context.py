@@ -14,7 +14,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from i2cl.batching import Ids
+from i2cl.batching import Batch, Ids
 from i2cl.decoder import Decoder
 from i2cl.edits import Site
 from i2cl.errors import I2CLError
@@ -144,9 +144,12 @@ def extract(
     mean = torch.zeros(())
     kept: list[Tensor] = []
     seen = 0
-    for batch in decoder.batches(ids):
+
+    def capture(batch: Batch) -> Tensor:
         at = torch.tensor([places[row] for row in batch.rows], device=batch.last.device)
-        captured = decoder.capture(batch, at, site=config.site)
+        return decoder.capture(batch, at, site=config.site)
+
+    for _, captured in decoder.run_batches(ids, capture):
         seen += len(captured)
         mean = mean + (captured - mean).sum(0) / seen
         if config.aggregate == "pca":

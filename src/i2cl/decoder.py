@@ -1,10 +1,11 @@
 """Decoder: the only owner of a model and its tokenizer."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -13,13 +14,16 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.alibi import keys_at
 from i2cl.architectures import Architecture, ResidualIdentity, architecture_of, residual_identity
-from i2cl.batching import Batch, Encoder, Ids, length_sorted, make_batch
-from i2cl.edits import Edit, Site
+from i2cl.batching import Batch, Encoder, Ids, make_batch
+from i2cl.edits import Edit, Keep, Site
 from i2cl.errors import I2CLError
 from i2cl.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerprint
 from i2cl.hooks import edit_inputs, edit_outputs
 from i2cl.loading import REFERENCE, load_model_and_tokenizer
+from i2cl.memory import run_batches
 from i2cl.prefix import Prefix
+
+T = TypeVar("T")
 
 PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
 
@@ -28,13 +32,13 @@ class Decoder:
     """A frozen decoder LLM with its tokenizer: encodes, batches, runs, captures and edits.
 
     The model is left as found after every call, also after an error: weights, hooks, training mode
-    and ``requires_grad``.
+    and ``requires_grad``. Calls from several threads wait for each other.
 
     Attributes:
         model: the transformers causal LM.
         tokenizer: its tokenizer; its padding side is neither used nor changed.
         architecture: where its residual writers are.
-        token_budget: padded tokens a batch may hold.
+        token_budget: padded tokens a batch may hold; lowered when a batch exceeds the memory.
         max_length: context length in tokens, or None where the model has no limit.
     """
 
@@ -56,6 +60,7 @@ class Decoder:
         self.token_budget = token_budget
         self.encoder = Encoder.of(tokenizer)
         self.max_length = _context_length(model, tokenizer)
+        self._lock = threading.RLock()
 
     @classmethod
     def from_pretrained(
@@ -91,6 +96,15 @@ class Decoder:
             revision=revision,
             token_budget=token_budget,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the lock, so that a decoder can be copied."""
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has a lock of its own."""
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
 
     @property
     def device(self) -> torch.device:
@@ -172,9 +186,11 @@ class Decoder:
             return [(layer, 0, block) for layer, block in enumerate(self.blocks)]
         return [(layer, index, pair[index]) for layer, pair in enumerate(self.writers) for index in (0, 1)]
 
-    def batches(self, ids: Sequence[Ids], *, reserve: int = 0) -> Iterator[Batch]:
-        """Length-sorted batches within the token budget, after ``reserve`` tokens a row."""
-        return length_sorted(ids, self.token_budget, self.device, reserve)
+    def run_batches(
+        self, ids: Sequence[Ids], run: Callable[[Batch], T], *, reserve: int = 0
+    ) -> Iterator[tuple[Batch, T]]:
+        """What ``run`` returns for each batch of queries of similar length; see `i2cl.memory.run_batches`."""
+        return run_batches(self, ids, run, reserve)
 
     def forward(
         self,
@@ -192,11 +208,16 @@ class Decoder:
         positions = batch.last[:, None] if at is None else at
 
         def gather(hidden: Tensor) -> Tensor:
-            index = positions.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])
-            return hidden.gather(1, index)
+            index = positions.to(hidden.device)
+            if batch.packed:
+                return hidden[0, index]
+            return hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
 
         arguments: dict[str, Any] = {"use_cache": False}
+        if batch.packed:
+            arguments["position_ids"] = batch.position_ids
         with ExitStack() as stack:
+            stack.enter_context(self._lock)
             if prefix is not None:
                 keys = prefix.key_places(width, batch.input_ids.device)
                 arguments = {
@@ -216,12 +237,11 @@ class Decoder:
         self, batch: Batch, at: Int[Tensor, " batch"] | None = None, *, site: Site = "writers"
     ) -> Float[Tensor, "batch layers sites d"]:
         """What each site writes at one token of each row (default: the last), in float32 on the CPU."""
-        width = 1 if site == "hidden" else 2
-        kept = torch.empty(len(batch.rows), self.layers, width, self.d_model)
-        keep = _Keep(site, kept, batch.last if at is None else at)
+        keep = Keep(site, batch.last if at is None else at)
         with self.frozen(), torch.no_grad(), self._editing(keep, batch):
             self.model.base_model(input_ids=batch.input_ids, use_cache=False)
-        return kept
+        found = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
+        return found.view(len(found), self.layers, -1, self.d_model)
 
     def prefix(self, ids: Ids, *, edit: Edit | None = None, whole: bool = False) -> Prefix:
         """Run ``ids`` once, under an edit if any, and keep their keys and values.
@@ -237,7 +257,14 @@ class Decoder:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Evaluation mode without parameter gradients; both are restored on leaving."""
+        """Evaluation mode without parameter gradients; both are restored on leaving.
+
+        Other threads wait until then.
+        """
+        with self._lock:
+            yield from self._frozen()
+
+    def _frozen(self) -> Iterator[None]:
         wanted = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         training = [module for module in self.model.modules() if module.training]
         for parameter in wanted:
@@ -273,21 +300,6 @@ class Decoder:
         looks = [(block, _look(edit, layer)) for layer, block in entries]
         with edit_inputs(looks), edit_outputs(changes):
             yield
-
-
-class _Keep(Edit):
-    """Copies what is put out at one token of each row, and changes nothing."""
-
-    def __init__(
-        self, site: Site, kept: Float[Tensor, "batch layers sites d"], at: Int[Tensor, " batch"]
-    ) -> None:
-        self.site = site
-        self.kept = kept
-        self.at = at
-
-    def output(self, layer: int, index: int, output: Float[Tensor, "batch tokens d"], _batch: Batch) -> None:
-        row = torch.arange(len(output), device=output.device)
-        self.kept[:, layer, index] = output[row, self.at.to(output.device)].float().cpu()
 
 
 def _bound(edit: Edit, layer: int, index: int, batch: Batch) -> Callable[[Tensor], Tensor | None]:

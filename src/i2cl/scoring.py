@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.batching import Batch, Ids, make_batch
+from i2cl.batching import Batch, Ids, make_batch, pack_batch
 from i2cl.decoder import Decoder
 from i2cl.edits import Edit
 from i2cl.errors import I2CLError
@@ -84,6 +84,19 @@ def label_tokens(
     return LabelTokens(found, full=scoring == "full" or shared)
 
 
+def require_texts(texts: Sequence[str]) -> None:
+    """Refuse texts that are empty or no Unicode.
+
+    Raises:
+        I2CLError: naming the first one.
+    """
+    for row, text in enumerate(texts):
+        if not text.strip():
+            raise I2CLError(f"text {row + 1} is empty: remove it or give it content")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise I2CLError(f"text {row + 1} holds half a surrogate pair, which is no character: remove it")
+
+
 def encode_queries(
     decoder: Decoder, build: Callable[[str], str], texts: Sequence[str], labels: LabelTokens
 ) -> list[Ids]:
@@ -92,11 +105,7 @@ def encode_queries(
     Raises:
         I2CLError: on a text that is empty or no Unicode, or if the prompt without it exceeds the context.
     """
-    for row, text in enumerate(texts):
-        if not text.strip():
-            raise I2CLError(f"text {row + 1} is empty: remove it or give it content")
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise I2CLError(f"text {row + 1} holds half a surrogate pair, which is no character: remove it")
+    require_texts(texts)
     limit = None if decoder.max_length is None else decoder.max_length - labels.room
     return decoder.encoder.fitted(build, texts, limit)
 
@@ -104,7 +113,7 @@ def encode_queries(
 def score(
     decoder: Decoder,
     queries: Sequence[Ids],
-    labels: LabelTokens,
+    labels: LabelTokens | Sequence[LabelTokens],
     *,
     edit: Edit | None = None,
     prefix: Prefix | None = None,
@@ -115,18 +124,21 @@ def score(
     Args:
         decoder: the model.
         queries: token ids of each query, without the prefix.
-        labels: what to score.
+        labels: what to score: the same for all queries, or each query's own. Queries with fewer labels
+            than others have -inf behind theirs.
         edit: applied to every layer while the queries run.
         prefix: demonstrations run once beforehand.
         progress: called as queries finish.
     """
-    scores = torch.empty(len(queries), len(labels.ids))
+    each = [labels] * max(1, len(queries)) if isinstance(labels, LabelTokens) else labels
+    most = max((len(own.ids) for own in each), default=0)
+    scores = torch.full((len(queries), most), -torch.inf)
     with decoder.frozen(), torch.no_grad():
-        run = _full if labels.full else _first
-        for index, values in run(decoder, queries, labels, edit, prefix):
-            scores[index] = values
+        run = _full if any(own.full for own in each) else _first
+        for rows, columns, values, finished in run(decoder, queries, each, edit, prefix):
+            scores[rows, columns] = values
             if progress is not None:
-                progress(values.numel() / len(labels.ids))
+                progress(finished)
     return scores
 
 
@@ -136,42 +148,68 @@ def next_token_log_probabilities(
     """Log-probability of every token after each query, in float32 on the CPU."""
     found: dict[int, Tensor] = {}
     with decoder.frozen(), torch.no_grad():
-        for batch in decoder.batches(queries, reserve=len(prefix.ids) if prefix else 0):
-            logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0]
-            found |= dict(zip(batch.rows, logits.float().log_softmax(-1).cpu(), strict=True))
+        for batch, rows in _run(decoder, queries, edit, prefix):
+            found |= dict(zip(batch.rows, rows.cpu(), strict=True))
     return torch.stack([found[row] for row in range(len(queries))])
 
 
-Chunk = tuple[tuple[Tensor, ...], Tensor]
+Part = tuple[Tensor, Tensor, Tensor, float]
+"""Rows, columns and values of some scores, and how many queries they complete."""
+
+
+def _run(
+    decoder: Decoder, queries: Sequence[Ids], edit: Edit | None, prefix: Prefix | None
+) -> Iterator[tuple[Batch, Float[Tensor, "batch vocab"]]]:
+    def run(batch: Batch) -> Tensor:
+        return decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float().log_softmax(-1)
+
+    return decoder.run_batches(queries, run, reserve=len(prefix.ids) if prefix else 0)
 
 
 def _first(
-    decoder: Decoder, queries: Sequence[Ids], labels: LabelTokens, edit: Edit | None, prefix: Prefix | None
-) -> Iterator[Chunk]:
-    for batch in decoder.batches(queries, reserve=len(prefix.ids) if prefix else 0):
-        logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0]
-        wanted = torch.tensor(labels.first, device=logits.device)
-        yield (torch.tensor(batch.rows),), logits.float().log_softmax(-1)[:, wanted].cpu()
+    decoder: Decoder,
+    queries: Sequence[Ids],
+    labels: Sequence[LabelTokens],
+    edit: Edit | None,
+    prefix: Prefix | None,
+) -> Iterator[Part]:
+    for batch, values in _run(decoder, queries, edit, prefix):
+        wanted = [(row, token) for row, place in enumerate(batch.rows) for token in labels[place].first]
+        columns = [column for place in batch.rows for column in range(len(labels[place].ids))]
+        rows, tokens = torch.tensor(wanted, device=values.device).unbind(-1)
+        places = torch.tensor(batch.rows)[rows.cpu()]
+        yield places, torch.tensor(columns), values[rows, tokens].cpu(), len(batch.rows)
 
 
 def _full(
-    decoder: Decoder, queries: Sequence[Ids], labels: LabelTokens, edit: Edit | None, prefix: Prefix | None
-) -> Iterator[Chunk]:
-    pairs = [(row, label) for row in range(len(queries)) for label in range(len(labels.ids))]
-    whole = [queries[row] + labels.ids[label] for row, label in pairs]
-    for group in decoder.batches(whole, reserve=len(prefix.ids) if prefix else 0):
+    decoder: Decoder,
+    queries: Sequence[Ids],
+    labels: Sequence[LabelTokens],
+    edit: Edit | None,
+    prefix: Prefix | None,
+) -> Iterator[Part]:
+    pairs = [(row, label) for row in range(len(queries)) for label in range(len(labels[row].ids))]
+    whole = [queries[row] + labels[row].ids[label] for row, label in pairs]
+
+    def run(group: Batch) -> Tensor:
         rows, columns = zip(*[pairs[place] for place in group.rows], strict=True)
-        targets = [labels.ids[label] for label in columns]
+        targets = [labels[row].ids[column] for row, column in zip(rows, columns, strict=True)]
         batch = labelled_batch([queries[row] for row in rows], targets, decoder.device)
-        values = sequence_log_probabilities(decoder, batch, targets, edit, prefix)
-        yield (torch.tensor(rows), torch.tensor(columns)), values.cpu()
+        return sequence_log_probabilities(decoder, replace(batch, rows=rows), targets, edit, prefix)
+
+    for group, values in decoder.run_batches(whole, run, reserve=len(prefix.ids) if prefix else 0):
+        rows, columns = torch.tensor([pairs[place] for place in group.rows]).unbind(-1)
+        yield rows, columns, values.cpu(), sum(1 / len(labels[row].ids) for row in rows.tolist())
 
 
-def labelled_batch(queries: Sequence[Ids], targets: Sequence[Ids], device: torch.device) -> Batch:
+def labelled_batch(
+    queries: Sequence[Ids], targets: Sequence[Ids], device: torch.device, *, packed: bool = False
+) -> Batch:
     """Queries followed by all but the last token of their targets; ``last`` stays at the query's end."""
     ids = [query + target[:-1] for query, target in zip(queries, targets, strict=True)]
-    last = torch.tensor([len(query) - 1 for query in queries], device=device)
-    return replace(make_batch(ids, device), last=last)
+    batch = pack_batch(ids, device) if packed else make_batch(ids, device)
+    ends = torch.tensor([len(query) - 1 for query in queries], device=device)
+    return replace(batch, last=batch.first + ends)
 
 
 def sequence_log_probabilities(

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -115,3 +116,76 @@ def _finite_mean(losses: Sequence[Tensor], step: int) -> float:
     if not math.isfinite(mean):
         raise I2CLError(f"the training loss became {mean} by step {step + 1}: {_CURE}")
     return mean
+
+
+def minimize(
+    parameters: Sequence[torch.nn.Parameter],
+    loss: Callable[[Sequence[int]], Tensor],
+    chunks: Sequence[Sequence[int]],
+    passes: int,
+    pull: float,
+    progress: StepProgress | None = None,
+) -> tuple[float, ...]:
+    """Minimise a loss that gives the same value for the same parameters, by L-BFGS.
+
+    The line search is that of `torch.optim.LBFGS`
+    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html). What is returned is the
+    best point it has seen.
+
+    Args:
+        parameters: what is trained; few, since L-BFGS keeps copies.
+        loss: mean loss of the demonstrations with these indices, in nats.
+        chunks: all demonstrations, in parts that fit into memory.
+        passes: evaluations of all of them, at most.
+        pull: added to the loss per squared distance of the parameters from their start.
+        progress: called after each pass.
+
+    Returns:
+        Mean loss of each pass, without the pull.
+
+    Raises:
+        I2CLError: on a loss that is not finite.
+    """
+    starts = [parameter.detach().clone() for parameter in parameters]
+    count = sum(map(len, chunks))
+    history: list[float] = []
+    best: tuple[float, list[Tensor]] = (math.inf, starts)
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=max(1, passes), max_eval=passes, history_size=20, line_search_fn="strong_wolfe"
+    )
+
+    def evaluate() -> Tensor:
+        nonlocal best
+        if len(history) == passes:
+            raise _OutOfPassesError
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        with torch.enable_grad():
+            for chosen in chunks:
+                part = loss(chosen) * (len(chosen) / count)
+                part.backward()
+                total = total.to(part.device) + part.detach()
+            away = [
+                (parameter - start).square().sum()
+                for parameter, start in zip(parameters, starts, strict=True)
+            ]
+            held = pull * torch.stack(away).sum()
+            held.backward()
+        history.append(_finite_mean([total], len(history)))
+        value = total + held.detach()
+        if value.item() < best[0]:
+            best = value.item(), [parameter.detach().clone() for parameter in parameters]
+        if progress is not None:
+            progress(len(history), passes, history[-1])
+        return value
+
+    with suppress(_OutOfPassesError):
+        optimizer.step(evaluate)
+    with torch.no_grad():
+        for parameter, value in zip(parameters, best[1], strict=True):
+            parameter.copy_(value)
+    return tuple(history)
+
+
+class _OutOfPassesError(Exception):
+    """Ends a line search, which would otherwise go on past the number of evaluations."""

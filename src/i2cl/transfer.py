@@ -15,12 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from i2cl import fingerprint
-from i2cl.calibration import CalibrationConfig, calibrate
+from i2cl.calibration import calibrate
 from i2cl.context import ContextVector, ExtractConfig, Writers, extract
 from i2cl.decoder import Decoder
 from i2cl.edits import Positions
 from i2cl.errors import I2CLError
 from i2cl.injection import Injection
+from i2cl.recipe import CalibrationConfig
 from i2cl.tasks import Example, Task
 from i2cl.training import StepProgress
 

@@ -129,8 +129,8 @@ def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -
     Raises:
         I2CLError: on something that is not NAME=VALUE.
     """
-    from i2cl.calibration import RELEASED
     from i2cl.methods import make_methods
+    from i2cl.recipe import RECIPES
 
     options: dict[str, str] = {}
     for setting in settings or []:
@@ -138,7 +138,7 @@ def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -
         if not equals:
             raise I2CLError(f"--set {setting!r} is not NAME=VALUE: write it like --set formula=add")
         options[name.strip()] = value.strip()
-    return make_methods(names, options, RELEASED if recipe == "released" else None)
+    return make_methods(names, options, RECIPES[recipe])
 
 
 def run_all(

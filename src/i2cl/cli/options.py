@@ -30,6 +30,9 @@ TextColumn = Annotated[str, typer.Option(help="Column or key that holds the text
 LabelColumn = Annotated[str, typer.Option(help="Column or key that holds the label.")]
 TestFile = Annotated[Path | None, typer.Option("--test", help="File with the test rows of your own task.")]
 
+Executor = Annotated[Literal["local", "ray"], typer.Option(help="Here, or on Ray (i2cl\\[ray]).")]
+Address = Annotated[str | None, typer.Option(help="Ray cluster; default: one started here.")]
+
 Device = Annotated[
     str | None, typer.Option(help="Such as cpu or cuda:0; default: an accelerator if there is one.")
 ]
@@ -50,6 +53,6 @@ Settings = Annotated[
     typer.Option("--set", help="Option of a method as NAME=VALUE, repeatable; `i2cl ls methods` lists them."),
 ]
 Recipe = Annotated[
-    Literal["paper", "released"],
-    typer.Option(help="Calibrate as the paper's text says, or its released code."),
+    Literal["paper", "released", "fast"],
+    typer.Option(help="Calibrate as the paper's text says, as its released code does, or in few passes."),
 ]

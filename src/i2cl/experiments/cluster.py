@@ -1,16 +1,15 @@
 """Cells on a Ray cluster: one actor per GPU, or per core without any; each loads the model once.
 
-Source: https://docs.ray.io/en/latest/ray-core/actors.html. The package ``ray`` is the extra of that name.
+Source: https://docs.ray.io/en/latest/ray-core/actors.html.
 The store's folder is to be on a file system that all machines share.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from i2cl.decoder import Decoder
-from i2cl.errors import I2CLError
 from i2cl.experiments.records import Record
 from i2cl.experiments.runner import CellJob
+from i2cl.ray_cluster import joined
 
 
 def run_on_ray(
@@ -27,27 +26,14 @@ def run_on_ray(
     Raises:
         I2CLError: if the package ray is lacking, or no cluster answers.
     """
-    try:
+    with joined(address) as cluster:
         import ray
         from ray.util import ActorPool
-    except ImportError:
-        raise I2CLError("--executor ray needs the package ray: pip install 'i2cl[ray]'") from None
-    try:
-        ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, ValueError) as error:
-        raise I2CLError(
-            f"no Ray cluster at {address!r} ({error}): start one with `ray start --head`"
-        ) from None
-    try:
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        cores = int(ray.cluster_resources().get("CPU", 1))
-        share: dict[str, Any] = {"num_gpus": 1} if gpus else {"num_cpus": 1}
-        count = min(workers or gpus or cores, len(jobs))
-        actor = ray.remote(**share)(_Worker)
+
+        count = min(workers or cluster.workers, len(jobs))
+        actor = ray.remote(**cluster.share)(_Worker)
         pool = ActorPool([actor.remote(source) for _ in range(count)])
         yield from pool.map_unordered(lambda one, job: one.run.remote(job), list(jobs))
-    finally:
-        ray.shutdown()
 
 
 class _Worker:

@@ -3,7 +3,6 @@
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,15 +30,13 @@ class CellJob:
 
     def run(self, decoder: Decoder) -> Record:
         """Run it; what goes wrong becomes part of the record."""
-        cuda = decoder.device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         outcome, error = None, None
-        try:
-            outcome = run_study(Bench(decoder, self.data_dir, self.vectors), self.cell)
-        except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, does not stop the others
-            error = f"{type(raised).__name__}: {raised}"
+        with peak_memory(decoder.device) as peak:
+            try:
+                outcome = run_study(Bench(decoder, self.data_dir, self.vectors), self.cell)
+            except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
+                error = f"{type(raised).__name__}: {raised}"
         return Record(
             key=self.cell.key,
             cell=self.cell,
@@ -47,7 +44,7 @@ class CellJob:
             outcome=outcome,
             error=error,
             started=started,
-            peak_memory_bytes=torch.cuda.max_memory_allocated() if cuda else _peak_resident(),
+            peak_memory_bytes=peak.bytes,
             provenance=provenance(decoder),
         )
 
@@ -130,12 +127,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.strip() + ("+" if changed.strip() else "")
-
-
-def _peak_resident() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows has no such module
-        return 0
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size if sys.platform == "darwin" else 1024 * size

@@ -10,11 +10,12 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from i2cl.calibration import CalibrationConfig, calibrate
+from i2cl.calibration import calibrate
 from i2cl.context import ExtractConfig, extract
 from i2cl.decoder import Decoder
 from i2cl.methods.injection_base import InjectionMethod
 from i2cl.methods.prompt_base import PromptPredictor
+from i2cl.recipe import CalibrationConfig
 from i2cl.tasks import Example, Task, Template
 
 

@@ -6,6 +6,7 @@ https://arxiv.org/abs/2311.06668.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
@@ -146,6 +147,6 @@ def directions(decoder: Decoder, task: Task, demonstrations: Sequence[Example]) 
 def _states(decoder: Decoder, texts: Sequence[str]) -> Float[Tensor, "texts layers d"]:
     ids: list[Ids] = decoder.encoder.fitted(str, texts, decoder.max_length)
     states = torch.empty(len(ids), decoder.layers, decoder.d_model)
-    for batch in decoder.batches(ids):
-        states[list(batch.rows)] = decoder.capture(batch, site="hidden")[:, :, 0]
+    for batch, captured in decoder.run_batches(ids, partial(decoder.capture, site="hidden")):
+        states[list(batch.rows)] = captured[:, :, 0]
     return states

@@ -5,13 +5,13 @@ from typing import ClassVar
 
 import pydantic
 
-from i2cl.calibration import CalibrationConfig
 from i2cl.context import ExtractConfig
 from i2cl.decoder import Decoder
 from i2cl.injection import Injection
 from i2cl.methods.base import Method
 from i2cl.methods.prompt_base import PromptPredictor, Shown
 from i2cl.prefix import Prefix
+from i2cl.recipe import CalibrationConfig
 from i2cl.tasks import Task
 
 

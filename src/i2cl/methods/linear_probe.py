@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -71,8 +72,8 @@ def last_states(decoder: Decoder, task: Task, texts: Sequence[str], layer: int) 
     labels = label_tokens(decoder, task.template, task.labels)
     queries = encode_queries(decoder, task.template.query, texts, labels)
     states = torch.empty(len(queries), decoder.d_model)
-    for batch in decoder.batches(queries):
-        states[list(batch.rows)] = decoder.capture(batch, site="hidden")[:, layer, 0]
+    for batch, captured in decoder.run_batches(queries, partial(decoder.capture, site="hidden")):
+        states[list(batch.rows)] = captured[:, layer, 0]
     return states
 
 
