@@ -4,7 +4,7 @@ VENV ?= .venv
 RESULTS ?= results/reference
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format docs-results clean
+.PHONY: demo test bench lint format docs-results clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,6 +16,9 @@ demo: $(READY)  ## the main job on the bundled reference model, offline
 
 test: $(READY)  ## every test, offline
 	$(VENV)/bin/pytest -n 2
+
+bench: $(READY)  ## speed against the naive program and the plain model, with a table and JSON
+	$(VENV)/bin/python benchmarks/run.py -o results/bench.json
 
 lint: $(READY)  ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .

@@ -14,6 +14,8 @@ from i2cl.architectures import (
     architecture_of,
     residual_identity,
 )
+from i2cl.batching import make_batch, pack_batch
+from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.hooks import edit_inputs
 from tiny import _CONFIGS, CASES, MODEL_TYPES, VOCABULARY, redrawn, tiny_model, tiny_tokenizer
@@ -292,3 +294,15 @@ def test_models_are_reproducible_and_leave_the_generator_alone():
     assert torch.equal(torch.rand(1), expected)
     assert torch.equal(logits(first, IDS), logits(same, IDS))
     assert not torch.equal(logits(first, IDS), logits(other, IDS))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_packed_queries_do_not_see_each_other(model_type):
+    """What the table says of packing holds, in both directions."""
+    decoder = Decoder(tiny_model(model_type), tiny_tokenizer(), name=model_type)
+    rows = [(5, 9, 2, 7, 30), (11, 40, 3), (3, 250, 17, 40, 41, 42, 8)]
+    with torch.no_grad():
+        padded = decoder.forward(make_batch(rows, torch.device("cpu")))
+        packed = decoder.forward(pack_batch(rows, torch.device("cpu")))
+    close = (packed - padded).abs().max() <= 1e-5 * padded.abs().max()
+    assert bool(close) == decoder.architecture.packs

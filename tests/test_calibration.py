@@ -1,3 +1,4 @@
+import copy
 import math
 from contextlib import ExitStack
 from functools import cache
@@ -12,7 +13,7 @@ from i2cl.context import ContextVector, ExtractConfig, extract
 from i2cl.decoder import Decoder
 from i2cl.edits import NoisyEdit
 from i2cl.errors import I2CLError
-from i2cl.recipe import RELEASED, CalibrationConfig
+from i2cl.recipe import FAST, RECIPES, RELEASED, CalibrationConfig
 from i2cl.scoring import ScoringWarning, labelled_batch
 from i2cl.tasks import Example, Task, Template
 from tiny import CASES, tiny_model, tiny_tokenizer
@@ -463,3 +464,90 @@ def test_settings_cannot_be_changed():
         CalibrationConfig().lr = 1.0
     with pytest.raises(TypeError):
         RELEASED["warmup"] = 0.5
+
+
+def recipe_fit(case="llama", **changes):
+    decoder = decoder_of(case)
+    return calibrate(
+        decoder, TASK, SHOTS, context_of(case), CalibrationConfig.recipe("fast", **changes), seed=1
+    )
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_fast_recipe_lowers_the_loss_in_few_passes(case):
+    injection = recipe_fit(case, passes=12)
+    assert 3 <= len(injection.history) <= 12
+    assert min(injection.history) < 0.9 * injection.history[0]
+    assert injection.settings["optimizer"] == "lbfgs"
+
+
+def test_the_fast_recipe_is_repeatable_bit_for_bit():
+    first, again = recipe_fit(), recipe_fit()
+    assert first.history == again.history
+    assert torch.equal(first.coefficients, again.coefficients)
+
+
+def test_the_fast_recipe_in_parts_that_fit_into_memory():
+    whole = recipe_fit(noise=0.0, passes=6)
+    decoder = copy.copy(decoder_of("llama"))
+    decoder.token_budget = 1
+    parts = calibrate(
+        decoder,
+        TASK,
+        SHOTS,
+        context_of("llama"),
+        CalibrationConfig.recipe("fast", noise=0.0, passes=6),
+        seed=1,
+    )
+    torch.testing.assert_close(torch.tensor(parts.history), torch.tensor(whole.history), rtol=1e-3, atol=1e-4)
+
+
+def test_the_pull_holds_the_coefficients():
+    def far(pull):
+        return (recipe_fit(pull=pull).coefficients - torch.tensor([0.1, 1.0])).norm()
+
+    assert far(1.0) < 0.5 * far(0.0)
+
+
+def test_the_best_point_is_kept():
+    injection = recipe_fit(passes=7, pull=0.0, noise=0.0)
+    again = calibrate(
+        decoder_of("llama"),
+        TASK,
+        SHOTS,
+        context_of("llama"),
+        CalibrationConfig.recipe("fast", passes=1, pull=0.0, noise=0.0),
+        start=injection.coefficients,
+    )
+    assert again.history[0] == pytest.approx(min(injection.history), rel=1e-4)
+
+
+def test_no_passes_give_the_first_values():
+    injection = recipe_fit(passes=0)
+    assert injection.history == ()
+    assert torch.equal(injection.coefficients, torch.tensor([0.1, 1.0]).expand_as(injection.coefficients))
+
+
+def test_the_fast_recipe_takes_no_batches():
+    with pytest.raises(I2CLError, match="leave batches out"):
+        fit(batches=[[0]], optimizer="lbfgs")
+
+
+def test_recipes_by_name():
+    assert CalibrationConfig.recipe("paper") == CalibrationConfig()
+    assert CalibrationConfig.recipe("fast", passes=3).rounds == 3
+    assert CalibrationConfig.recipe("released").rounds == 100
+    assert dict(FAST) == {"optimizer": "lbfgs"}
+    assert set(RECIPES) == {"paper", "released", "fast"}
+    with pytest.raises(I2CLError, match="choose one of paper, released, fast"):
+        CalibrationConfig.recipe("quick")
+
+
+def test_progress_of_the_fast_recipe():
+    told = []
+    decoder = decoder_of("llama")
+    config = CalibrationConfig.recipe("fast", passes=4)
+    injection = calibrate(
+        decoder, TASK, SHOTS, context_of("llama"), config, progress=lambda *at: told.append(at)
+    )
+    assert [at[:2] for at in told] == [(number, 4) for number in range(1, len(injection.history) + 1)]

@@ -26,7 +26,7 @@ ORDER = (
     {"transfer", "methods"},
     {"evaluation", "classifier"},
     {"prediction", "parallel"},
-    {"experiments", "export", "serving"},
+    {"benchmark", "experiments", "export", "serving"},
     {"cli"},
 )
 """Modules and packages, lowest first. One imports only what stands before its own set."""

@@ -18,6 +18,7 @@ from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, run_study
+from i2cl.memory import peak_memory
 
 
 @dataclass(frozen=True)

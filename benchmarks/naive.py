@@ -1,0 +1,119 @@
+"""The paper's algorithm the straightforward way: what `make bench` measures the package against.
+
+Batches of two, right padding under an attention mask, logits at every position, hooks that keep whole
+activations, one demonstration at a time. It shares the package's templates, label tokens and order of
+batches, and nothing that runs the model, so that equal predictions say something.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from i2cl import CalibrationConfig, Decoder, Example, Task
+from i2cl.scoring import label_tokens
+
+BATCH = 2
+
+
+class Naive:
+    """Context vector, coefficients and predictions of one task on one model."""
+
+    def __init__(self, decoder: Decoder, task: Task, config: CalibrationConfig | None = None) -> None:
+        self.model: Any = decoder.model
+        self.encode = decoder.encoder
+        self.task = task
+        self.config = config or CalibrationConfig()
+        self.writers = [module for pair in decoder.writers for module in pair]
+        self.words = torch.tensor(label_tokens(decoder, task.template, task.labels).first)
+        self.vectors = torch.zeros(len(self.writers), decoder.d_model)
+        self.coefficients = torch.tensor([self.config.init_lambda, self.config.init_beta])
+        self.coefficients = torch.nn.Parameter(self.coefficients.repeat(len(self.writers), 1))
+        self.generator = torch.Generator().manual_seed(0)
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(False)
+
+    def extract(self, demonstrations: Sequence[Example]) -> None:
+        """Average what the writers put out at the last token of each demonstration, run alone."""
+        total = torch.zeros_like(self.vectors)
+        for example in demonstrations:
+            text = self.task.template.demonstration(example.text, self.task.labels[example.label])
+            kept: dict[int, Tensor] = {}
+            with (
+                torch.no_grad(),
+                _hooked(self.writers, lambda place, out, kept=kept: kept.update({place: out.clone()})),
+            ):
+                self._logits([self.encode([text])[0]])
+            total += torch.stack([kept[place].view(-1, total.shape[1])[-1] for place in range(len(kept))])
+        self.vectors = total / len(demonstrations)
+
+    def calibrate(self, demonstrations: Sequence[Example], steps: Sequence[Sequence[int]]) -> None:
+        """One AdamW step per batch, cross-entropy of the label at the last position."""
+        queries = self.encode([self.task.template.query(example.text) for example in demonstrations])
+        optimizer = torch.optim.AdamW(
+            [self.coefficients], lr=self.config.lr, weight_decay=self.config.weight_decay
+        )
+        for step, chosen in enumerate(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = self.config.rate(step, len(steps))
+            rows = [queries[row] for row in chosen]
+            with _hooked(self.writers, self._inject_noisily):
+                logits = self._logits(rows)
+            last = torch.tensor([len(row) - 1 for row in rows])
+            targets = self.words[[demonstrations[row].label for row in chosen]]
+            loss = torch.nn.functional.cross_entropy(logits[torch.arange(len(rows)), last], targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def scores(self, texts: Sequence[str]) -> Tensor:
+        """Log-probability of each label, two texts at a time in the order they come."""
+        queries = self.encode([self.task.template.query(text) for text in texts])
+        found = []
+        with torch.no_grad(), _hooked(self.writers, self._inject):
+            for start in range(0, len(queries), BATCH):
+                rows = queries[start : start + BATCH]
+                last = torch.tensor([len(row) - 1 for row in rows])
+                logits = self._logits(rows)[torch.arange(len(rows)), last]
+                found.append(logits.log_softmax(-1)[:, self.words])
+        return torch.cat(found)
+
+    def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        width = max(map(len, rows))
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        logits: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return logits
+
+    def _inject(self, place: int, output: Tensor) -> Tensor:
+        amount, keep = self.coefficients[place]
+        return amount * self.vectors[place] + keep * output
+
+    def _inject_noisily(self, place: int, output: Tensor) -> Tensor:
+        injected = self._inject(place, output)
+        if not self.config.noise:
+            return injected
+        noise = torch.randn(injected.shape, generator=self.generator)
+        return injected + self.config.noise * injected.detach().norm(dim=-1, keepdim=True) * noise
+
+
+@contextmanager
+def _hooked(modules: Sequence[torch.nn.Module], change: Any) -> Iterator[None]:
+    def hook(place: int) -> Any:
+        def run(_module: Any, _args: Any, output: Any) -> Any:
+            first = output[0] if isinstance(output, tuple) else output
+            changed = change(place, first)
+            if changed is None:
+                return None
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        return run
+
+    handles = [module.register_forward_hook(hook(place)) for place, module in enumerate(modules)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

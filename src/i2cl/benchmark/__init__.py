@@ -1,0 +1,1 @@
+"""What fitting and predicting cost on a model: seconds as ratios of paired runs, and peak memory."""

@@ -1,0 +1,201 @@
+"""What `i2cl bench` measures, one function a row of its table."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from i2cl.batching import Ids, make_batch
+from i2cl.benchmark.timing import Pair, paired, seconds
+from i2cl.benchmark.workload import Workload
+from i2cl.calibration import calibrate
+from i2cl.context import extract
+from i2cl.injection import Injection
+from i2cl.memory import peak_memory
+from i2cl.pool import InjectionPool
+from i2cl.prefix import Prefix
+from i2cl.recipe import CalibrationConfig
+from i2cl.scoring import score
+
+ROWS = 64
+"""Rows of the batches that are compared."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One line of the table.
+
+    Attributes:
+        name: what was measured.
+        value: the figure.
+        unit: of the figure; ``x`` for a ratio.
+        detail: the numbers it was made from.
+    """
+
+    name: str
+    value: float
+    unit: str
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, pair: Pair, **detail: object) -> "Measure":
+        """The ratio of a pair."""
+        return cls(name, pair.ratio, "x", {**asdict(pair), **detail})
+
+
+def fit(work: Workload, recipe: str) -> tuple[Measure, Injection]:
+    """Extract and calibrate under a recipe, with its peak memory beyond the model's."""
+    found: list[Injection] = []
+    with peak_memory(work.decoder.device) as peak:
+        taken = seconds(lambda: found.append(fitted(work, recipe)), work.decoder.device)
+    detail = {"peak_memory_bytes": peak.bytes, "added_memory_bytes": peak.added}
+    return Measure(f"fit, recipe {recipe}", taken, "s", detail), found[0]
+
+
+def fitted(work: Workload, recipe: str, **changes: object) -> Injection:
+    """An injection calibrated on the workload's demonstrations."""
+    context = extract(work.decoder, work.task, work.demonstrations)
+    config = CalibrationConfig.recipe(recipe, **changes)
+    return calibrate(work.decoder, work.task, work.demonstrations, context, config)
+
+
+def predict(work: Workload, injection: Injection) -> Measure:
+    """Classify all texts, tokenisation included, with its peak memory beyond the model's."""
+    run = partial(injection.scores, work.decoder, work.texts)
+    run()
+    with peak_memory(work.decoder.device) as peak:
+        taken = seconds(run, work.decoder.device)
+    detail = {"seconds": taken, "peak_memory_bytes": peak.bytes, "added_memory_bytes": peak.added}
+    return Measure("predict", len(work.texts) / taken, "queries/s", detail)
+
+
+def predict_over_forward(work: Workload, injection: Injection, pairs: int) -> Measure:
+    """Throughput of predict against the base model's own forward of the same tokens without padding."""
+    groups = [list(group) for _, group in groupby(sorted(work.queries, key=len), key=len)]
+    plain = partial(_base_forward, work, groups)
+    whole = partial(injection.scores, work.decoder, work.texts)
+    pair = paired(whole, plain, work.decoder.device, pairs)
+    return Measure.of("predict / plain forward, throughput", pair, queries=len(work.texts))
+
+
+def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Measure:
+    """Time of an injected forward pass over that of a plain one, for the same batch."""
+    batch = make_batch(work.queries[:ROWS], work.decoder.device)
+    with work.decoder.frozen(), torch.no_grad():
+        plain = partial(work.decoder.forward, batch)
+        pair = paired(plain, partial(plain, edit=injection.edit()), work.decoder.device, pairs)
+    return Measure.of("injected / plain forward, time", pair, rows=len(batch.rows))
+
+
+def mixed_over_one(work: Workload, pairs: int, loaded: int = ROWS) -> Measure:
+    """Throughput of a batch whose rows belong to 64 tasks against that of one task."""
+    pool = InjectionPool(work.decoder)
+    base = work.injection()
+    device = work.decoder.device
+    names = [f"task {number}" for number in range(loaded)]
+    with peak_memory(device) as peak:
+        took = seconds(partial(_load, pool, names, base), device)
+    texts = work.texts[:ROWS]
+    chosen = names[:: max(1, loaded // len(texts))][: len(texts)]
+    mixed = partial(pool.scores, texts, chosen)
+    pair = paired(mixed, partial(base.scores, work.decoder, texts), device, pairs)
+    return Measure.of(
+        f"{len(texts)} tasks in a batch / one task, throughput, {loaded} loaded",
+        pair,
+        load_seconds_each=took / loaded,
+        bytes_each=4 * 2 * work.decoder.layers * work.decoder.d_model,
+        measured_bytes_each=peak.added / loaded,
+    )
+
+
+def _load(pool: InjectionPool, names: Sequence[str], injection: Injection) -> None:
+    for name in names:
+        pool.load(name, injection)
+
+
+def steps(work: Workload, pairs: int) -> Iterator[list[Measure]]:
+    """The rows of the table, as they are measured: five lists."""
+    paper, injection = fit(work, "paper")
+    yield [paper]
+    yield [fit(work, "fast")[0]]
+    yield [predict(work, injection)]
+    yield [injected_over_plain(work, injection, pairs), predict_over_forward(work, injection, pairs)]
+    yield [mixed_over_one(work, pairs)]
+
+
+@dataclass(frozen=True)
+class Prefixed:
+    """I2CL against few-shot with a cached prefix, for some number of tasks served in turns.
+
+    Attributes:
+        demonstration_tokens: in front of a query, for few-shot.
+        tasks: the queries are spread over.
+        i2cl_queries_per_second: all tasks in common batches.
+        few_shot_queries_per_second: a batch holds queries of one task.
+        i2cl_bytes: cached for all tasks.
+        few_shot_bytes: cached for all tasks.
+        few_shot_first_use_seconds: to fill one task's cache.
+    """
+
+    demonstration_tokens: int
+    tasks: int
+    i2cl_queries_per_second: float
+    few_shot_queries_per_second: float
+    i2cl_bytes: int
+    few_shot_bytes: int
+    few_shot_first_use_seconds: float
+
+
+def against_prefix(
+    work: Workload, tokens: Sequence[int], tasks: Sequence[int], tell: Callable[[str], None] = lambda _: None
+) -> Iterator[Prefixed]:
+    """Serve the workload's texts both ways. All tasks share one cache's numbers, and count their own."""
+    base = work.injection()
+    pool = InjectionPool(work.decoder, {f"task {number}": base for number in range(max(tasks))})
+    device = work.decoder.device
+    ids = [token for row in work.queries for token in row]
+    injected = {}
+    for count in tasks:
+        names = [f"task {row % count}" for row in range(len(work.texts))]
+        pool.scores(work.texts[:8], names[:8])
+        injected[count] = len(work.texts) / seconds(partial(pool.scores, work.texts, names), device)
+    for length in tokens:
+        tell(f"{length} demonstration tokens")
+        prefix, first = _timed_prefix(work, tuple((ids * (length // len(ids) + 1))[:length]))
+        for count in tasks:
+            taken = seconds(partial(_few_shot, work, prefix, count), device)
+            yield Prefixed(
+                length,
+                count,
+                injected[count],
+                len(work.texts) / taken,
+                count * 4 * 2 * work.decoder.layers * work.decoder.d_model,
+                count * prefix.bytes,
+                first,
+            )
+
+
+def _timed_prefix(work: Workload, ids: Ids) -> tuple[Prefix, float]:
+    made: list[Prefix] = []
+    with torch.no_grad():
+        taken = seconds(lambda: made.append(work.decoder.prefix(ids)), work.decoder.device)
+    return made[0], taken
+
+
+def _few_shot(work: Workload, prefix: Prefix, tasks: int) -> None:
+    queries, labels = work.queries, work.labels
+    for task in range(min(tasks, len(queries))):
+        score(work.decoder, queries[task::tasks], labels, prefix=prefix)
+
+
+def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]]) -> None:
+    model: Any = work.decoder.model.base_model
+    with work.decoder.frozen(), torch.no_grad():
+        for group in groups:
+            size = max(1, work.decoder.token_budget // len(group[0]))
+            for start in range(0, len(group), size):
+                ids = torch.tensor(group[start : start + size], device=work.decoder.device)
+                model(input_ids=ids, use_cache=False)
