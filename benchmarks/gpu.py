@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import random_decoder
 
 from i2cl import CalibrationConfig, Decoder, calibrate, extract
 from i2cl.benchmark import measures
@@ -21,6 +20,7 @@ from i2cl.benchmark.timing import seconds
 from i2cl.benchmark.workload import Workload
 from i2cl.edits import LinearEdit
 from i2cl.memory import peak_memory
+from shapes import random_decoder
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:

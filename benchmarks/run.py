@@ -22,10 +22,8 @@ from typing import Any
 
 import torch
 import transformers
-from naive import Naive
 from rich.console import Console
 from rich.table import Table
-from shapes import random_decoder
 
 from i2cl import CalibrationConfig, Decoder, evaluate, load_task
 from i2cl.benchmark import measures
@@ -35,6 +33,8 @@ from i2cl.context import extract
 from i2cl.memory import peak_memory
 from i2cl.methods import make_methods
 from i2cl.reference.tasks import DEMO_TASKS
+from naive import Naive
+from shapes import random_decoder
 
 console = Console(stderr=True)
 

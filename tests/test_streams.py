@@ -1,20 +1,13 @@
-"""Texts in and predictions out."""
+"""Texts in."""
 
-import io
 import itertools
-import json
-import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from i2cl import I2CLError
-from i2cl.streams import chunks, read_texts, write_predictions, written
-
-
-def listed(folder):
-    return sorted(path.name for path in folder.iterdir())
+from i2cl.streams import TextError, chunks, read_texts
 
 
 def read(tmp_path, content, name="texts.txt", **options):
@@ -75,7 +68,7 @@ def test_the_kind_given_wins_over_the_ending(tmp_path):
     ],
 )
 def test_bad_files_are_told_with_their_place(tmp_path, name, content, message):
-    with pytest.raises(I2CLError, match=message):
+    with pytest.raises(TextError, match=message):
         read(tmp_path, content, name)
 
 
@@ -110,57 +103,3 @@ def test_input_is_read_as_it_is_needed(monkeypatch):
 def test_chunks():
     assert list(chunks(iter("abcde"), 2)) == [["a", "b"], ["c", "d"], ["e"]]
     assert list(chunks([], 2)) == []
-
-
-def test_a_file_appears_when_the_block_ends_and_not_before(tmp_path):
-    path = tmp_path / "out.txt"
-    with written(path) as handle:
-        handle.write("done")
-        assert not path.exists()
-    assert path.read_text() == "done"
-    assert listed(tmp_path) == ["out.txt"]
-
-
-@pytest.mark.parametrize("error", [I2CLError, KeyboardInterrupt, RuntimeError])
-def test_no_file_is_left_behind_by_an_error(tmp_path, error):
-    def fail():
-        with written(tmp_path / "out.txt") as handle:
-            handle.write("half")
-            raise error
-
-    with pytest.raises(error):
-        fail()
-    assert listed(tmp_path) == []
-
-
-def test_places_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "none" / "out.txt", tmp_path / "file" / "out.txt", tmp_path / "folder"):
-        with pytest.raises(I2CLError, match="cannot write"), written(path) as handle:
-            handle.write("x")
-    assert listed(tmp_path) == ["file", "folder"]
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with written(path) as handle:
-        handle.write("through")
-    assert os.read(reader, 100) == b"through"
-    os.close(reader)
-    assert path.is_fifo()
-
-
-def test_predictions_as_table_and_as_json():
-    handle = io.StringIO()
-    write_predictions(handle, ["a", "b"], [[0.25, 0.75]], as_json=False, header=True)
-    write_predictions(handle, ["a", "b"], [[0.5, 0.5]], as_json=False, header=False)
-    assert handle.getvalue() == "label\ta\tb\nb\t0.250000\t0.750000\na\t0.500000\t0.500000\n"
-    handle = io.StringIO()
-    write_predictions(handle, ["\u00e9", "b"], [[0.25, 0.75], [1.0, 0.0]], as_json=True, header=True)
-    first, second = map(json.loads, handle.getvalue().splitlines())
-    assert first == {"label": "b", "probabilities": {"\u00e9": 0.25, "b": 0.75}}
-    assert second["label"] == "\u00e9"

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from i2cl import __version__
-from i2cl.cli import console, experiment, look, measure, use
+from i2cl.cli import bench, console, experiment, look, measure, use
 from i2cl.errors import I2CLError
 
 NAME = "i2cl"
@@ -23,6 +23,7 @@ app.command()(measure.demo)
 app.command()(use.fit)
 app.command()(use.predict)
 app.command(name="eval")(measure.evaluate)
+app.command()(bench.bench)
 app.add_typer(experiment.app, name="experiment")
 app.command()(experiment.report)
 app.command()(look.check)
@@ -47,6 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    left = "no file was written"
     try:
         with console.plain_warnings():
             code = app(arguments, prog_name=NAME, standalone_mode=False) or 0
@@ -57,8 +59,8 @@ def _run(arguments: list[str]) -> int:
         command = error.ctx.command_path if error.ctx else NAME
         console.print_error(f"{error.format_message().rstrip('.')}: see {command} --help")
         return 2
-    except (typer.Abort, KeyboardInterrupt):
-        code = INTERRUPTED
+    except (typer.Abort, KeyboardInterrupt) as error:
+        code, left = INTERRUPTED, str(error) or left
     if code == INTERRUPTED:
-        console.print_error("interrupted: no file was written")
+        console.print_error(f"interrupted: {left}")
     return int(code)

@@ -42,6 +42,11 @@ def say(text: str) -> None:
     out.print(text, markup=False, soft_wrap=True)
 
 
+def note(text: str) -> None:
+    """One line on stderr that is no error."""
+    err.print(text, markup=False, soft_wrap=True)
+
+
 def print_error(message: str) -> None:
     """One line on stderr, whatever the message."""
     err.print(f"[bold red]error:[/] {_plain(' '.join(message.split()))}", soft_wrap=True)
@@ -70,11 +75,18 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 @contextmanager
-def progress(total: float, what: str) -> Iterator["Bar"]:
-    """A progress bar on stderr while the block runs; silent where stderr is no terminal."""
+def progress(total: float | None, what: str, *, shown: bool = True) -> Iterator["Bar"]:
+    """A progress bar on stderr while the block runs; silent where stderr is no terminal.
+
+    Args:
+        total: where it ends; None if nobody knows.
+        what: what goes on.
+        shown: False for a block that writes to stdout, which a bar would capture.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as shown:
-        yield Bar(shown, shown.add_task(_plain(what), total=total))
+    off = not (shown and err.is_terminal)
+    with Progress(*columns, console=err, transient=True, disable=off) as bars:
+        yield Bar(bars, bars.add_task(_plain(what), total=total))
 
 
 class Bar:

@@ -72,8 +72,8 @@ def run(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes or actors; default: by the model's size.")
     ] = None,
-    executor: Annotated[Literal["local", "ray"], typer.Option(help="Where cells run.")] = "local",
-    address: Annotated[str | None, typer.Option(help="Ray cluster; default: one started here.")] = None,
+    executor: options.Executor = "local",
+    address: options.Address = None,
     data_dir: options.DataDir = None,
     device: options.Device = None,
     dtype: options.Dtype = None,

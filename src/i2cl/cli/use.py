@@ -1,13 +1,23 @@
 """`i2cl fit` and `i2cl predict`."""
 
 import time
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from i2cl import __version__
 from i2cl.cli import console, load, options
-from i2cl.streams import TextFormat, chunks, read_texts, write_predictions, written
+from i2cl.errors import I2CLError
+from i2cl.outputs import Output, header_line, source_state, written
+from i2cl.streams import TextFormat
+
+if TYPE_CHECKING:
+    from i2cl.injection import Injection
+    from i2cl.prediction import ScoredStream, Scorer
 
 
 def fit(
@@ -43,7 +53,7 @@ def fit(
     demonstrations = loaded.sample(shots, seed)
     decoder = load.decoder(model, load.ModelOptions(device, dtype, device_map, revision, trust_remote_code))
     started = time.perf_counter()
-    with console.progress(max(1, method.calibration.epochs), "calibrating") as bar:
+    with console.progress(max(1, method.calibration.rounds), "calibrating") as bar:
         context = extract(decoder, loaded, demonstrations, method.extraction, seed=seed)
         injection = calibrate(
             decoder, loaded, demonstrations, context, method.calibration, seed=seed, progress=bar.epoch
@@ -79,7 +89,7 @@ def predict(
     source: Annotated[str, typer.Argument(help="Texts one a line, or CSV, TSV, JSONL; - reads stdin.")] = "-",
     model: Annotated[str | None, typer.Option(help="Base model; default: the one it was made on.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write here instead of stdout.")
+        Path | None, typer.Option("--output", "-o", help="Write here, and not to stdout.")
     ] = None,
     text_format: Annotated[
         TextFormat | None, typer.Option("--format", help="Default: by the file's ending, else lines.")
@@ -87,6 +97,12 @@ def predict(
     text_column: options.TextColumn = "text",
     force: Annotated[bool, typer.Option("--force", help="Accept another model of the same shape.")] = False,
     chunk: Annotated[int, typer.Option(min=1, help="Rows scored at a time.")] = 512,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard what a killed run left.")] = False,
+    executor: options.Executor = "local",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Actors on Ray; default: one a GPU, or a core without any.")
+    ] = None,
+    address: options.Address = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
@@ -95,17 +111,71 @@ def predict(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """Classify any number of texts: the label and every label's probability, one line each."""
-    from i2cl.injection import Injection
+    """Classify any number of texts: the label and every label's probability, one line each.
 
+    With -o, a run that was killed goes on where it was when the same command is given again.
+    """
+    from i2cl.injection import Injection
+    from i2cl.prediction import Texts, digest, predict_here, predict_on_ray
+
+    if executor == "local" and (workers or address):
+        raise I2CLError("--workers and --address are for a cluster: add --executor ray")
+    if executor == "ray" and source == "-":
+        raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
     injection = Injection.from_pretrained(artefact)
     found = load.ModelOptions(
         device, dtype, device_map, revision or (None if model else injection.base.revision), trust_remote_code
     )
+    texts = Texts(source, text_format, text_column, chunk)
+    settings = {
+        "i2cl": __version__,
+        "artefact": digest(injection),
+        "model": [model, found.revision],
+        "dtype": dtype,
+        "source": source_state(source),
+        "format": text_format,
+        "text_column": text_column,
+        "json": json,
+        "chunk": chunk,
+    }
+    load_scorer = partial(_scorer, injection, model, found, force=force, as_json=json)
+    header = header_line(injection.task.labels, as_json=json)
+    again = {"resumes": Path(source).is_file(), "restart": restart}
+    with written(output, header, settings, chunk=chunk, **again) as out:
+        if out.kept:
+            console.note(f"{out.kept} rows of an earlier run are kept")
+        texts = replace(texts, skip=out.kept)
+        if executor == "ray":
+            scored = predict_on_ray(load_scorer, texts, address, workers)
+        else:
+            scored = predict_here(load_scorer, texts)
+        _write(scored, out, shown=output is not None)
+
+
+def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:
+    """Write what comes, with a bar unless it goes to stdout.
+
+    Raises:
+        typer.Abort: on Ctrl-C after rows that are kept, saying so.
+    """
+    try:
+        with closing(scored), console.progress(None, "predicting, rows", shown=shown) as bar:
+            bar.advance(out.rows)
+            for lines, rows in scored:
+                out.write(lines, rows)
+                bar.advance(rows)
+    except KeyboardInterrupt:
+        if not (out.resumes and out.rows):
+            raise
+        raise typer.Abort(f"{out.rows} rows are kept: the same command goes on with them") from None
+
+
+def _scorer(
+    injection: "Injection", model: str | None, found: load.ModelOptions, *, force: bool, as_json: bool
+) -> "Scorer":
+    """Load the model and see that the injection belongs to it."""
+    from i2cl.prediction import Scorer
+
     decoder = load.base_decoder(injection.base.name, found) if model is None else load.decoder(model, found)
     injection.require_base(decoder, force=force)
-    texts = read_texts(source, text_format, text_column)
-    with written(output) as handle:
-        for number, rows in enumerate(chunks(texts, chunk)):
-            probabilities = injection.scores(decoder, rows).softmax(-1).tolist()
-            write_predictions(handle, injection.task.labels, probabilities, as_json=json, header=number == 0)
+    return Scorer(injection, decoder, as_json)
