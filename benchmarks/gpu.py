@@ -1,6 +1,6 @@
 """Calibration and prediction at the shape of Llama-2-7B on one GPU: checks and times it all.
 
-python benchmarks/gpu.py -o benchmarks/results/gpu.json
+python benchmarks/gpu.py -o results/gpu.json
 """
 
 import argparse

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -83,7 +83,7 @@ def predict_over_forward(work: Workload, injection: Injection, pairs: int) -> Me
 
 def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Measure:
     """Time of an injected forward pass over that of a plain one, for the same batch."""
-    batch = make_batch(work.queries[:ROWS], work.decoder.device)
+    batch = make_batch(_middle(work.queries), work.decoder.device)
     with work.decoder.frozen(), torch.no_grad():
         plain = partial(work.decoder.forward, batch)
         pair = paired(plain, partial(plain, edit=injection.edit()), work.decoder.device, pairs)
@@ -98,7 +98,7 @@ def mixed_over_one(work: Workload, pairs: int, loaded: int = ROWS) -> Measure:
     names = [f"task {number}" for number in range(loaded)]
     with peak_memory(device) as peak:
         took = seconds(partial(_load, pool, names, base), device)
-    texts = work.texts[:ROWS]
+    texts = _middle(work.texts)
     chosen = names[:: max(1, loaded // len(texts))][: len(texts)]
     mixed = partial(pool.scores, texts, chosen)
     pair = paired(mixed, partial(base.scores, work.decoder, texts), device, pairs)
@@ -109,6 +109,15 @@ def mixed_over_one(work: Workload, pairs: int, loaded: int = ROWS) -> Measure:
         bytes_each=4 * 2 * work.decoder.layers * work.decoder.d_model,
         measured_bytes_each=peak.added / loaded,
     )
+
+
+S = TypeVar("S", str, Ids)
+
+
+def _middle(items: Sequence[S]) -> list[S]:
+    """Up to 64 of about the same length, so that they make one batch with little padding."""
+    start = max(0, (len(items) - ROWS) // 2)
+    return sorted(items, key=len)[start : start + ROWS]
 
 
 def _load(pool: InjectionPool, names: Sequence[str], injection: Injection) -> None:
