@@ -124,7 +124,7 @@ class Injection:
         }
         with new_folder(Path(folder), FILES) as fresh:
             save_file(tensors, fresh / TENSORS, metadata={"format": "pt"})
-            text = json.dumps(self._description(), indent=2, ensure_ascii=False)
+            text = json.dumps(self.description(), indent=2, ensure_ascii=False)
             (fresh / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -153,7 +153,8 @@ class Injection:
             ) from None
         return stored.injection(values, coefficients)
 
-    def _description(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
+        """What `save_pretrained` writes beside the tensors."""
         return {
             "format_version": FORMAT_VERSION,
             "base_model": asdict(self.base),

@@ -1,0 +1,207 @@
+"""A folded checkpoint on disk, written shard by shard."""
+
+import json
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from i2cl.decoder import Decoder
+from i2cl.errors import I2CLError
+from i2cl.export.folding import Folding, StateDict, Tensors, require_known, skeleton
+from i2cl.export.golden import GOLDEN, Golden
+from i2cl.files import new_folder, require_writable
+from i2cl.injection import Injection
+from i2cl.loading import REFERENCE, reference_folder
+
+PATTERN = "model{suffix}.safetensors"
+INDEX = "model.safetensors.index.json"
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a checkpoint is made from.
+
+    Attributes:
+        config: of the model.
+        tensors: its weights.
+        tokenizer: saved beside the result.
+        generation: its generation settings, if any.
+    """
+
+    config: PreTrainedConfig
+    tensors: Tensors
+    tokenizer: PreTrainedTokenizerBase
+    generation: GenerationConfig | None
+
+
+class Files:
+    """The weights in a folder of safetensors, read one at a time.
+
+    A file is opened for one tensor and closed again, so that no pages of it stay in memory.
+    """
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._homes: dict[str, tuple[Path, str]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with _readable(path), safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    whole = name if name.startswith((f"{prefix}.", "lm_head.")) else f"{prefix}.{name}"
+                    self._homes[whole] = (path, name)
+        if not self._homes:
+            raise I2CLError(f"{str(folder)!r} holds no *.safetensors: give a folder with weights")
+
+    @property
+    def names(self) -> AbstractSet[str]:
+        """Names as in the model's state dict; older files leave out the base model's prefix."""
+        return self._homes.keys()
+
+    def read(self, name: str) -> Tensor:
+        """One of them, on the CPU."""
+        path, stored = self._homes[name]
+        with _readable(path), safe_open(path, "pt") as file:
+            found: Tensor = file.get_tensor(stored)
+        return found
+
+
+def export_hf(
+    source: Decoder | str | Path,
+    injection: Injection,
+    output: str | Path,
+    *,
+    golden: Callable[[], Golden] | None = None,
+    revision: str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a plain transformers checkpoint that does what the injected model does.
+
+    From a folder, or a hub id, memory holds little more than one shard. The folder appears when it is
+    complete: sharded safetensors with their index, config, generation config, tokenizer, and the golden
+    values where some are given.
+
+    Args:
+        source: the base model: a decoder in memory, ``"reference"``, a folder, or a hub id.
+        injection: at all positions, into the residual writers.
+        output: a folder that is new or empty.
+        golden: makes what `i2cl.export.verify` compares with (`i2cl.export.make_golden`); called once
+            it is known that the model can be folded.
+        revision: of the hub id.
+        max_shard_size: bytes of a file, such as ``"5GB"``.
+
+    Raises:
+        I2CLError: if the family or the injection cannot be folded, or a folder cannot be used.
+    """
+    path = Path(output)
+    require_writable(path, frozenset())
+    found = _from_memory(source) if isinstance(source, Decoder) else _from_files(str(source), revision)
+    folding = Folding(found.config, found.tensors, injection)
+    expected = golden() if golden is not None else None
+    with new_folder(path, frozenset()) as fresh:
+        _write_weights(folding, fresh, max_shard_size)
+        _write_rest(folding, found, fresh)
+        if expected is not None:
+            text = expected.of_export(folding).model_dump_json(indent=1)
+            (fresh / GOLDEN).write_text(text + "\n", encoding="utf-8")
+
+
+def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
+    width = folding.dtype.itemsize
+    sizes = {name: shape.numel() * width for name, shape in folding.shapes.items()}
+    try:
+        plan = split_state_dict_into_shards_factory(
+            sizes,
+            get_storage_size=lambda size: size,
+            filename_pattern=PATTERN,
+            max_shard_size=max_shard_size,
+        )
+    except ValueError:
+        raise I2CLError(f"shard size {max_shard_size!r} is no size: give one such as 500MB or 5GB") from None
+    total = 0
+    for file, names in plan.filename_to_tensors.items():
+        shard = {name: folding.tensor(name).cpu().contiguous() for name in names}
+        total += sum(tensor.nbytes for tensor in shard.values())
+        save_file(_unshared(shard), folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": {"total_size": total}, "weight_map": plan.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
+    config: Any = folding.config
+    config.architectures = [type(skeleton(config)).__name__]
+    config.dtype = folding.dtype
+    config.save_pretrained(folder)
+    source.tokenizer.save_pretrained(folder)
+    if source.generation is not None:
+        source.generation.save_pretrained(folder)
+
+
+def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, none of which shares its memory with another."""
+    seen: set[int] = set()
+    for name, tensor in shard.items():
+        if tensor.data_ptr() in seen:
+            shard[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    return shard
+
+
+def _from_memory(decoder: Decoder) -> Source:
+    require_known(decoder)
+    model = decoder.model
+    return Source(model.config, StateDict(model), decoder.tokenizer, model.generation_config)
+
+
+def _from_files(name: str, revision: str | None) -> Source:
+    folder = checkpoint_folder(name, revision)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise I2CLError(f"cannot read the model {name!r}: {str(error).splitlines()[0]}") from None
+    generation = None
+    if (folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder)
+    return Source(config, Files(folder, skeleton(config).base_model_prefix), tokenizer, generation)
+
+
+def checkpoint_folder(name: str, revision: str | None = None) -> Path:
+    """Where the files of a model are: bundled, a folder, or the hub's snapshot.
+
+    Raises:
+        I2CLError: if there is none.
+    """
+    folder = reference_folder() if name == REFERENCE else Path(name)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(WANTED)))
+        except (OSError, ValueError) as error:
+            raise I2CLError(
+                f"no model at {name!r}: no such folder, and the hub says {type(error).__name__}"
+            ) from None
+    if not (folder / "config.json").is_file():
+        raise I2CLError(f"{name!r} is no model folder: it has no config.json")
+    return folder
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise I2CLError(f"{str(path)!r} is damaged ({error}): download or copy it again") from None
