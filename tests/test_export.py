@@ -429,8 +429,9 @@ def test_another_model_is_refused(artefact, tmp_path, capsys):
     decoder = decoder_of("llama", vocab_size=310)
     decoder.model.save_pretrained(other)
     decoder.tokenizer.save_pretrained(other)
-    told = refused(capsys, "export", mine, tmp_path / "out", "--model", other, "--device", "cpu")
+    told = refused(capsys, "export", mine, tmp_path / "out", "--model", other, "--no-golden")
     assert "this injection was made on" in told
+    assert run("export", mine, tmp_path / "forced", "--model", other, "--device", "cpu", "--force") == 0
     assert not (tmp_path / "out").exists()
 
 

@@ -9,8 +9,7 @@ from i2cl.cli import console, load, options
 from i2cl.errors import I2CLError
 
 if TYPE_CHECKING:
-    from i2cl.export import Golden, Verification
-    from i2cl.injection import Injection
+    from i2cl.export import Verification
 
 
 def export(
@@ -30,7 +29,7 @@ def export(
     json: options.Json = False,
 ) -> None:
     """Fold an injection into its model's weights: a checkpoint that needs neither hooks nor this package."""
-    from i2cl.export import export_hf
+    from i2cl.export import export_hf, make_golden
     from i2cl.injection import Injection
 
     injection = Injection.from_pretrained(artefact)
@@ -38,8 +37,15 @@ def export(
     revision = revision or (None if model else injection.base.revision)
     found = load.ModelOptions(device, "float32", device_map, revision)
     load.quiet()
-    make = (lambda: _golden(injection, name, found, force=force)) if golden else None
-    export_hf(name, injection, output, golden=make, revision=revision, max_shard_size=max_shard_size)
+    export_hf(
+        name,
+        injection,
+        output,
+        golden=(lambda: make_golden(load.base_decoder(name, found), injection)) if golden else None,
+        revision=revision,
+        force=force,
+        max_shard_size=max_shard_size,
+    )
     record = {
         "output": str(output),
         "task": injection.task.name,
@@ -55,14 +61,6 @@ def export(
     console.say(f"Saved {output}: {name} with {injection.task.name} in its weights, {size}.")
     if golden:
         console.say(f"Next: i2cl verify {output}")
-
-
-def _golden(injection: "Injection", name: str, found: load.ModelOptions, *, force: bool) -> "Golden":
-    from i2cl.export import make_golden
-
-    decoder = load.base_decoder(name, found)
-    injection.require_base(decoder, force=force)
-    return make_golden(decoder, injection)
 
 
 def verify(

@@ -25,6 +25,7 @@ from i2cl.errors import I2CLError
 from i2cl.export.folding import Folding, StateDict, Tensors, require_known, skeleton
 from i2cl.export.golden import GOLDEN, Golden
 from i2cl.files import new_folder, require_writable
+from i2cl.fingerprint import BaseModel, tokenizer_fingerprint
 from i2cl.injection import Injection
 from i2cl.loading import REFERENCE, reference_folder
 
@@ -86,6 +87,7 @@ def export_hf(
     *,
     golden: Callable[[], Golden] | None = None,
     revision: str | None = None,
+    force: bool = False,
     max_shard_size: int | str = "5GB",
 ) -> None:
     """Write a plain transformers checkpoint that does what the injected model does.
@@ -101,15 +103,18 @@ def export_hf(
         golden: makes what `i2cl.export.verify` compares with (`i2cl.export.make_golden`); called once
             it is known that the model can be folded.
         revision: of the hub id.
+        force: accept other weights of the same shape than those the injection was made on.
         max_shard_size: bytes of a file, such as ``"5GB"``.
 
     Raises:
-        I2CLError: if the family or the injection cannot be folded, or a folder cannot be used.
+        I2CLError: if the family or the injection cannot be folded, a folder cannot be used, or the
+            injection was made on another model.
     """
     path = Path(output)
     require_writable(path, frozenset())
     found = _from_memory(source) if isinstance(source, Decoder) else _from_files(str(source), revision)
     folding = Folding(found.config, found.tensors, injection)
+    injection.require_base(_base(source, found, folding), force=force)
     expected = golden() if golden is not None else None
     with new_folder(path, frozenset()) as fresh:
         _write_weights(folding, fresh, max_shard_size)
@@ -159,6 +164,20 @@ def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
             shard[name] = tensor.clone()
         seen.add(tensor.data_ptr())
     return shard
+
+
+def _base(source: Decoder | str | Path, found: Source, folding: Folding) -> BaseModel:
+    if isinstance(source, Decoder):
+        return source.base
+    return BaseModel(
+        name=str(source),
+        revision=None,
+        model_type=found.config.model_type,
+        layers=found.config.num_hidden_layers,
+        d_model=found.config.hidden_size,
+        weights=folding.fingerprint(),
+        tokenizer=tokenizer_fingerprint(found.tokenizer),
+    )
 
 
 def _from_memory(decoder: Decoder) -> Source:

@@ -14,6 +14,7 @@ from i2cl.architectures import ARCHITECTURES
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.export.families import HOOKED, family_of
+from i2cl.fingerprint import tensors_fingerprint
 from i2cl.injection import Injection
 
 
@@ -67,6 +68,7 @@ class Folding:
         nothing = skeleton(config)
         self._source_names = nothing.state_dict().keys()
         self._source_tied = nothing.all_tied_weights_keys
+        self._parameters = sorted(name for name, _ in nothing.named_parameters())
         tied = empty.all_tied_weights_keys
         self.shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if name not in tied}
         self.constants: dict[str, Float[Tensor, " d"]] = {}
@@ -101,6 +103,10 @@ class Folding:
             folded += self.constants[name].to(folded.device)
         return folded.to(found.dtype)
 
+    def fingerprint(self) -> str:
+        """That of the source's weights (see `i2cl.fingerprint.weights_fingerprint`)."""
+        return tensors_fingerprint((name, self._source_tensor(name)) for name in self._parameters)
+
     def bias_norms(self) -> dict[str, float]:
         """L2 norm of every bias that holds a constant, as it is written."""
         return {name: float(self.tensor(name).float().norm()) for name in self.constants}
@@ -109,7 +115,9 @@ class Folding:
         if name not in self.source.names:
             name = self._source_tied.get(name, name)
         if name not in self.source.names:
-            raise I2CLError(f"the source lacks {name}: it is incomplete, or has names of its own")
+            raise I2CLError(
+                f"the source lacks {name}: it is incomplete, or an older format (load it and save_pretrained it)"
+            )
         return self.source.read(name)
 
     @property
