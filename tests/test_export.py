@@ -1,8 +1,12 @@
 """Folding into weights, the checkpoint on disk, and the check that it answers as the injected model."""
 
 import json
+import runpy
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,6 +149,8 @@ def test_what_cannot_be_folded_says_why_and_what_else(case):
         ("cohere", {"attention_bias": True}),
         ("granite", {"attention_bias": True}),
         ("qwen2", {"num_key_value_heads": 1}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3", {"attention_bias": True, "num_key_value_heads": 1, "hidden_size": 36}),
     ],
     ids=str,
 )
@@ -234,7 +240,7 @@ def test_injections_that_are_no_bias_are_refused():
 # Files
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma", "phi3", "gpt2"])
+@pytest.mark.parametrize("case", ["llama", "gemma", "phi3", "gpt2", "qwen3"])
 def test_shards_hold_what_one_file_holds(case, tmp_path):
     decoder = decoder_of(case)
     base, _ = saved(decoder, tmp_path)
@@ -293,9 +299,6 @@ print(peak.added)
 
 
 def test_memory_stays_near_one_shard(tmp_path):
-    import subprocess
-    import sys
-
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
     large = decoder_of("llama", **sizes)
     base, artefact = saved(large, tmp_path)
@@ -393,6 +396,7 @@ def test_export_and_verify(artefact, tmp_path, capsys):
 
 
 def refused(capsys, *arguments):
+    capsys.readouterr()  # what came before
     assert run(*arguments) == 2
     told = capsys.readouterr()
     assert told.out == ""
@@ -453,3 +457,9 @@ def test_missing_tensors_are_named(tmp_path, capsys):
     told = refused(capsys, "export", artefact, tmp_path / "new", "--no-golden")
     assert "lacks model.layers.1.mlp.up_proj.weight" in told
     assert not (tmp_path / "new").exists()
+
+
+def test_the_page_of_model_types_is_printed_by_its_script():
+    root = Path(__file__).parents[1]
+    script = runpy.run_path(str(root / "scripts" / "architectures_table.py"))
+    assert (root / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"]()

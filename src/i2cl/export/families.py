@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from i2cl.errors import I2CLError
 from i2cl.export.pieces import Piece, from_gemma, from_helium, from_phi3, same
@@ -28,7 +28,7 @@ class Family:
         mlp: the same for the MLP.
         switches: config fields that turn the biases on; other biases that come with them are zero.
         joint: the writer whose bias takes both constants, where a parallel block has but one bias.
-        llama: whether the result is a LlamaForCausalLM.
+        target: model type of the result where it is another one.
         piece: where each tensor of the result comes from.
     """
 
@@ -37,13 +37,13 @@ class Family:
     mlp: str
     switches: tuple[str, ...] = ()
     joint: Literal["", "attention", "mlp"] = ""
-    llama: bool = False
+    target: str = ""
     piece: Callable[[str, PreTrainedConfig], Piece] = same
 
     def config(self, source: PreTrainedConfig) -> PreTrainedConfig:
         """The config of the result. The source's is left as it is."""
-        if self.llama:
-            return _llama_config(source)
+        if self.target:
+            return _converted(source, self.target)
         fields = source.to_dict()
         return type(source).from_dict(fields | dict.fromkeys(self.switches, True))
 
@@ -65,20 +65,16 @@ _IN_PLACE = (
     (Family("", "self_attn.o_proj", "mlp.c_proj", ("use_bias",)), "starcoder2"),
 )
 
-_AS_LLAMA = (
-    (same, "mistral qwen2"),
-    (from_phi3, "phi3"),
-    (from_gemma, "gemma"),
-    (from_helium, "helium"),
+_CONVERTED = (
+    (Family("", *_LLAMA, target="llama"), "mistral qwen2"),
+    (Family("", *_LLAMA, target="llama", piece=from_phi3), "phi3"),
+    (Family("", *_LLAMA, target="llama", piece=from_gemma), "gemma"),
+    (Family("", *_LLAMA, target="llama", piece=from_helium), "helium"),
+    (Family("", *_LLAMA, target="hy_v3"), "qwen3"),  # without experts: Llama with norms of queries and keys
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {name: replace(row, model_type=name) for row, names in _IN_PLACE for name in names.split()}
-    | {
-        name: Family(name, *_LLAMA, llama=True, piece=piece)
-        for piece, names in _AS_LLAMA
-        for name in names.split()
-    }
+    {name: replace(row, model_type=name) for row, names in _IN_PLACE + _CONVERTED for name in names.split()}
 )
 """Every model type that can be folded. Read-only."""
 
@@ -91,8 +87,10 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         ("mixtral", "qwen2_moe", "qwen3_moe"), "its experts have no biases, so none can hold lambda v"
     )
     | dict.fromkeys(("mpt", "stablelm"), "neither of its writers has a bias, whatever its config says")
-    | dict.fromkeys(("olmo", "qwen3"), "its MLP has no bias, and no class with one has the same norms")
-    | {"glm": "its writers have no biases, and no class with both rotates part of each head as it does"}
+    | {
+        "glm": "its writers have no biases, and no class with both rotates part of each head as it does",
+        "olmo": "its MLP has no bias, and no class with one has the same norms",
+    }
 )
 """Every model type of `i2cl.architectures.ARCHITECTURES` that cannot be folded, and why. Read-only."""
 
@@ -113,29 +111,28 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def _obstacle(config: PreTrainedConfig) -> str | None:
-    """What a config says that the class of the result cannot do, or None."""
+    """Why a config cannot be folded, or None."""
     if config.get_text_config() is not config:
         return "it is part of a model that also sees images"
     if getattr(config, "quantization_config", None):
         return "its weights are quantized; fold the unquantized checkpoint and quantize the result"
     row = FAMILIES.get(config.model_type)
-    return _not_llama(config) if row is not None and row.llama else None
+    return _left_behind(config, row.target) if row is not None and row.target else None
 
 
-def _not_llama(config: PreTrainedConfig) -> str | None:
-    """What a config says that Llama cannot do, or None."""
+def _left_behind(config: PreTrainedConfig, target: str) -> str | None:
+    """What a config says that the class of the result cannot do, or None."""
     window, length = getattr(config, "sliding_window", None), config.max_position_embeddings
     rope: dict[str, Any] = config.rope_parameters or {}
     if window is not None and window < length and "sliding_attention" in _layer_types(config):
-        return (
-            f"its sliding window of {window} tokens is shorter than its context of {length}, Llama has none"
-        )
+        shorter = f"its sliding window of {window} tokens is shorter than its context of {length}"
+        return f"{shorter}, {target} has none"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return "it rotates part of each head, which Llama does not"
+        return f"it rotates part of each head, which {target} does not"
     if getattr(config, "use_bidirectional_attention", None):
-        return "it attends to later tokens, which Llama does not"
-    if config.hidden_size % config.num_attention_heads:
-        return "its width is no multiple of its number of heads, as Llama's has to be"
+        return f"it attends to later tokens, which {target} does not"
+    if target == "llama" and config.hidden_size % config.num_attention_heads:
+        return "its width is no multiple of its number of heads, as that of llama has to be"
     return None
 
 
@@ -148,7 +145,7 @@ intermediate_size max_position_embeddings num_attention_heads num_hidden_layers 
 pad_token_id rms_norm_eps rope_parameters use_cache vocab_size"""
 
 
-def _llama_config(source: PreTrainedConfig) -> PreTrainedConfig:
+def _converted(source: PreTrainedConfig, target: str) -> PreTrainedConfig:
     fields = {name: value for name, value in source.to_dict().items() if name in _COPIED.split()}
     heads: int = source.num_attention_heads
     head = getattr(source, "head_dim", None) or source.hidden_size // heads
@@ -157,4 +154,6 @@ def _llama_config(source: PreTrainedConfig) -> PreTrainedConfig:
         fields["rope_parameters"].setdefault("original_max_position_embeddings", original)
     tied = source.tie_word_embeddings and source.model_type != "gemma"  # whose embedding alone is scaled
     fields |= {"attention_bias": True, "mlp_bias": True, "head_dim": head, "tie_word_embeddings": tied}
-    return LlamaConfig(**fields)
+    if target == "hy_v3":
+        fields["mlp_layer_types"] = ["dense"] * source.num_hidden_layers
+    return AutoConfig.for_model(target, **fields)

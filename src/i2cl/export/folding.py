@@ -73,7 +73,7 @@ class Folding:
         self.shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if name not in tied}
         self.constants: dict[str, Float[Tensor, " d"]] = {}
         self.scales: dict[str, float] = {}
-        self._place(injection, f"{empty.base_model_prefix}.{self._layers}")
+        self._place(injection, f"{empty.base_model_prefix}.{ARCHITECTURES[config.model_type].layers}")
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -116,13 +116,9 @@ class Folding:
             name = self._source_tied.get(name, name)
         if name not in self.source.names:
             raise I2CLError(
-                f"the source lacks {name}: it is incomplete, or an older format (load it and save_pretrained it)"
+                f"the source lacks {name}: it is incomplete, or of an older format (load and save it again)"
             )
         return self.source.read(name)
-
-    @property
-    def _layers(self) -> str:
-        return ARCHITECTURES[self.config.model_type].layers
 
     def _place(self, injection: Injection, layers: str) -> None:
         """Fill `constants` and `scales`.
@@ -155,8 +151,8 @@ class Folding:
 def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedModel:
     """A plain transformers model that computes what the injected one does, without hooks.
 
-    The result is a new model in evaluation mode on the same device; some families become a
-    LlamaForCausalLM. The source is not changed. Arithmetic is in float32, the result has the source's
+    The result is a new model in evaluation mode on the same device; some families become another that
+    computes the same. The source is not changed. Arithmetic is in float32, the result has the source's
     dtype.
 
     Raises:
