@@ -276,6 +276,30 @@ def test_older_files_leave_out_the_prefix(tmp_path):
     assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
 
 
+def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    monkeypatch.setattr(checkpoint, "snapshot_download", lambda name, **_: str(base))
+    export_hf("nobody/model", Injection.from_pretrained(artefact), tmp_path / "hub")
+    export_hf(base, Injection.from_pretrained(artefact), tmp_path / "folder")
+    one, other = weights(tmp_path / "hub"), weights(tmp_path / "folder")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_no_remote_code_is_named(tmp_path):
+    decoder = decoder_of("falcon")
+    decoder.model.config.auto_map = {"AutoConfig": "configuration.Own"}
+    export_hf(decoder, injection_for(decoder), tmp_path / "out")
+    assert "auto_map" not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
+    assert not list((tmp_path / "out").glob("*.py"))
+
+
+def test_offloaded_weights_are_refused():
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    with pytest.raises(I2CLError, match="not in memory"):
+        fold(decoder.model.to("meta"), injection)
+
+
 def test_nothing_half_written_stays(tmp_path, monkeypatch):
     decoder = decoder_of("llama")
     monkeypatch.setattr(checkpoint, "save_file", lambda *_, **__: 1 / 0)

@@ -45,6 +45,7 @@ class Family:
         if self.target:
             return _converted(source, self.target)
         fields = source.to_dict()
+        fields.pop("auto_map", None)  # code of the source's repository, which the result needs not
         return type(source).from_dict(fields | dict.fromkeys(self.switches, True))
 
 

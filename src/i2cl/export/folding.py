@@ -1,5 +1,6 @@
 """Injection into weights: one rule per tensor, for a model in memory and for files alike."""
 
+import copy
 from collections.abc import Set as AbstractSet
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -32,10 +33,12 @@ class Tensors(Protocol):
 
 
 class StateDict:
-    """The weights of a model in memory."""
+    """The weights of a model in memory. Raises I2CLError if some are offloaded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.state: dict[str, Tensor] = model.state_dict()
+        if any(tensor.is_meta for tensor in self.state.values()):
+            raise I2CLError("parts of this model are not in memory: fold its folder with export_hf instead")
 
     @property
     def names(self) -> AbstractSet[str]:
@@ -169,7 +172,7 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
         for name in folding.shapes:
             state[name].copy_(folding.tensor(name))
     made.tie_weights()
-    made.generation_config = model.generation_config
+    made.generation_config = copy.deepcopy(model.generation_config)
     return cast("PreTrainedModel", made.to(model.device).eval())
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -35,8 +34,8 @@ def from_gemma(name: str, config: PreTrainedConfig) -> Piece:
     if "norm" in name.rsplit(".", 2)[-2]:
         return Piece(name, lambda weight: (1.0 + weight.float()).to(weight.dtype))
     if name == "model.embed_tokens.weight":
-        scale = torch.tensor(float(config.hidden_size) ** 0.5)
-        return Piece(name, lambda weight: weight * scale.to(weight.device, weight.dtype))
+        scale = float(config.hidden_size) ** 0.5
+        return Piece(name, lambda weight: (weight.float() * scale).to(weight.dtype))
     return Piece(name)
 
 
