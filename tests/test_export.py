@@ -240,6 +240,20 @@ def test_injections_that_are_no_bias_are_refused():
 # Files
 
 
+@pytest.mark.parametrize("case", FOLDED)
+def test_files_hold_what_memory_holds(case, tmp_path):
+    decoder = decoder_of(case, torch.bfloat16)
+    base, _ = saved(decoder, tmp_path)
+    injection = injection_for(decoder)
+    export_hf(decoder, injection, tmp_path / "memory")
+    export_hf(base, injection, tmp_path / "files")
+    one, other = weights(tmp_path / "memory"), weights(tmp_path / "files")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    if not FAMILIES[CASES[case][0]].target:
+        assert weights(base).keys() <= one.keys()  # the names that transformers itself writes
+
+
 @pytest.mark.parametrize("case", ["llama", "gemma", "phi3", "gpt2", "qwen3"])
 def test_shards_hold_what_one_file_holds(case, tmp_path):
     decoder = decoder_of(case)

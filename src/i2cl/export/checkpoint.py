@@ -22,6 +22,7 @@ from transformers import (
 
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
+from i2cl.export.families import family_of
 from i2cl.export.folding import Folding, StateDict, Tensors, require_known, skeleton
 from i2cl.export.golden import GOLDEN, Golden
 from i2cl.files import new_folder, require_writable
@@ -57,13 +58,12 @@ class Files:
     A file is opened for one tensor and closed again, so that no pages of it stay in memory.
     """
 
-    def __init__(self, folder: Path, prefix: str) -> None:
+    def __init__(self, folder: Path, prefix: str, head: str) -> None:
         self._homes: dict[str, tuple[Path, str]] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with _readable(path), safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    whole = name if name.startswith((f"{prefix}.", "lm_head.")) else f"{prefix}.{name}"
-                    self._homes[whole] = (path, name)
+                    self._homes[_whole(name, prefix, head)] = (path, name)
         if not self._homes:
             raise I2CLError(f"{str(folder)!r} holds no *.safetensors: give a folder with weights")
 
@@ -78,6 +78,14 @@ class Files:
         with _readable(path), safe_open(path, "pt") as file:
             found: Tensor = file.get_tensor(stored)
         return found
+
+
+def _whole(name: str, prefix: str, head: str) -> str:
+    """The name in the model's state dict of what a file calls ``name``."""
+    for stored in (head, "lm_head"):
+        if name.startswith(f"{stored}."):
+            return f"lm_head{name.removeprefix(stored)}"
+    return name if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
 
 
 def export_hf(
@@ -126,7 +134,8 @@ def export_hf(
 
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
     width = folding.dtype.itemsize
-    sizes = {name: shape.numel() * width for name, shape in folding.shapes.items()}
+    names = {folding.stored(name): name for name in folding.shapes}
+    sizes = {stored: folding.shapes[name].numel() * width for stored, name in names.items()}
     try:
         plan = split_state_dict_into_shards_factory(
             sizes,
@@ -137,8 +146,8 @@ def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) ->
     except ValueError:
         raise I2CLError(f"shard size {max_shard_size!r} is no size: give one such as 500MB or 5GB") from None
     total = 0
-    for file, names in plan.filename_to_tensors.items():
-        shard = {name: folding.tensor(name).cpu().contiguous() for name in names}
+    for file, chosen in plan.filename_to_tensors.items():
+        shard = {stored: folding.tensor(names[stored]).cpu().contiguous() for stored in chosen}
         total += sum(tensor.nbytes for tensor in shard.values())
         save_file(_unshared(shard), folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
@@ -196,7 +205,8 @@ def _from_files(name: str, revision: str | None) -> Source:
     generation = None
     if (folder / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(folder)
-    return Source(config, Files(folder, skeleton(config).base_model_prefix), tokenizer, generation)
+    files = Files(folder, skeleton(config).base_model_prefix, family_of(config).head)
+    return Source(config, files, tokenizer, generation)
 
 
 def checkpoint_folder(name: str, revision: str | None = None) -> Path:

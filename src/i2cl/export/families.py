@@ -29,6 +29,7 @@ class Family:
         switches: config fields that turn the biases on; other biases that come with them are zero.
         joint: the writer whose bias takes both constants, where a parallel block has but one bias.
         target: model type of the result where it is another one.
+        head: what files call ``lm_head``.
         piece: where each tensor of the result comes from.
     """
 
@@ -38,6 +39,7 @@ class Family:
     switches: tuple[str, ...] = ()
     joint: Literal["", "attention", "mlp"] = ""
     target: str = ""
+    head: str = "lm_head"
     piece: Callable[[str, PreTrainedConfig], Piece] = same
 
     def config(self, source: PreTrainedConfig) -> PreTrainedConfig:
@@ -58,7 +60,7 @@ _IN_PLACE = (
     (Family("", "attn.c_proj", "mlp.c_proj"), "gpt2"),
     (Family("", "attn.attention.out_proj", "mlp.c_proj"), "gpt_neo"),
     (Family("", "attn.out_proj", "mlp.fc_out", joint="mlp"), "gptj"),
-    (Family("", "attention.dense", "mlp.dense_4h_to_h", ("attention_bias",)), "gpt_neox"),
+    (Family("", "attention.dense", "mlp.dense_4h_to_h", ("attention_bias",), head="embed_out"), "gpt_neox"),
     (Family("", "self_attention.dense", "mlp.dense_4h_to_h"), "bloom"),
     (Family("", "self_attention.dense", "mlp.dense_4h_to_h", ("bias",)), "falcon"),
     (Family("", "self_attn.dense", "mlp.fc2"), "phi"),

@@ -106,6 +106,10 @@ class Folding:
             folded += self.constants[name].to(folded.device)
         return folded.to(found.dtype)
 
+    def stored(self, name: str) -> str:
+        """What files call a tensor of the result."""
+        return name if self.family.target else name.replace("lm_head.", f"{self.family.head}.")
+
     def fingerprint(self) -> str:
         """That of the source's weights (see `i2cl.fingerprint.weights_fingerprint`)."""
         return tensors_fingerprint((name, self._source_tensor(name)) for name in self._parameters)
