@@ -20,7 +20,7 @@ from i2cl.cli import main
 from i2cl.context import ContextVector, ExtractConfig
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
-from i2cl.export import Golden, checkpoint, export_hf, fold, make_golden, verify
+from i2cl.export import Golden, checkpoint, export_hf, fold, make_golden, sources, verify
 from i2cl.export.families import FAMILIES, REFUSED
 from i2cl.export.golden import GOLDEN
 from i2cl.injection import Injection
@@ -270,7 +270,7 @@ def test_shards_hold_what_one_file_holds(case, tmp_path):
     for other in (weights(tmp_path / "shards"), weights(tmp_path / "memory")):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
-    index = json.loads((tmp_path / "shards" / checkpoint.INDEX).read_text(encoding="utf-8"))
+    index = json.loads((tmp_path / "shards" / sources.INDEX).read_text(encoding="utf-8"))
     assert index["weight_map"].keys() == one.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in one.values())
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
@@ -290,9 +290,24 @@ def test_older_files_leave_out_the_prefix(tmp_path):
     assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
 
 
+def test_sharded_bases_and_copies_beside_them_are_read_right(tmp_path):
+    decoder = decoder_of("mistral")
+    injection = injection_for(decoder)
+    base = tmp_path / "base"
+    decoder.model.save_pretrained(base, max_shard_size="20KB")
+    decoder.tokenizer.save_pretrained(base)
+    save_file({"norm.weight": torch.zeros(32)}, base / "consolidated.safetensors")
+    export_hf(base, injection, tmp_path / "out")
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
+    (base / sources.INDEX).write_text("{}", encoding="utf-8")
+    with pytest.raises(I2CLError, match=r"index\.json' is damaged"):
+        export_hf(base, injection, tmp_path / "again")
+
+
 def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
     base, artefact = saved(decoder_of("llama"), tmp_path)
-    monkeypatch.setattr(checkpoint, "snapshot_download", lambda name, **_: str(base))
+    monkeypatch.setattr(sources, "snapshot_download", lambda name, **_: str(base))
     export_hf("nobody/model", Injection.from_pretrained(artefact), tmp_path / "hub")
     export_hf(base, Injection.from_pretrained(artefact), tmp_path / "folder")
     one, other = weights(tmp_path / "hub"), weights(tmp_path / "folder")
@@ -455,7 +470,7 @@ def test_bad_input_is_one_line(artefact, tmp_path, capsys, monkeypatch):
     def offline(*_, **__):
         raise LocalEntryNotFoundError("offline")
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", offline)
+    monkeypatch.setattr(sources, "snapshot_download", offline)
     assert "the hub says LocalEntryNotFoundError" in refused(
         capsys, "export", artefact, out, "--model", "nobody/none"
     )
@@ -475,6 +490,15 @@ def test_another_model_is_refused(artefact, tmp_path, capsys):
     assert "this injection was made on" in told
     assert run("export", mine, tmp_path / "forced", "--model", other, "--device", "cpu", "--force") == 0
     assert not (tmp_path / "out").exists()
+
+
+def test_a_family_that_is_not_known_is_refused_from_files(artefact, tmp_path, capsys):
+    (tmp_path / "base").mkdir()
+    decoder_of("llama").tokenizer.save_pretrained(tmp_path / "base")
+    for kind in ("vit", "mixtral"):
+        (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
+        told = refused(capsys, "export", artefact, tmp_path / "out", "--model", tmp_path / "base")
+        assert f"a '{kind}' model cannot hold an injection in its weights" in told
 
 
 def test_damaged_files_are_named(exported, tmp_path, capsys):

@@ -1,91 +1,24 @@
 """A folded checkpoint on disk, written shard by shard."""
 
 import json
-from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
 
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
-from i2cl.export.families import family_of
-from i2cl.export.folding import Folding, StateDict, Tensors, require_known, skeleton
+from i2cl.export.folding import Folding, skeleton
 from i2cl.export.golden import GOLDEN, Golden
+from i2cl.export.sources import INDEX, Source, from_files, from_memory
 from i2cl.files import new_folder, require_writable
 from i2cl.fingerprint import BaseModel, tokenizer_fingerprint
 from i2cl.injection import Injection
-from i2cl.loading import REFERENCE, reference_folder
 
 PATTERN = "model{suffix}.safetensors"
-INDEX = "model.safetensors.index.json"
-WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a checkpoint is made from.
-
-    Attributes:
-        config: of the model.
-        tensors: its weights.
-        tokenizer: saved beside the result.
-        generation: its generation settings, if any.
-    """
-
-    config: PreTrainedConfig
-    tensors: Tensors
-    tokenizer: PreTrainedTokenizerBase
-    generation: GenerationConfig | None
-
-
-class Files:
-    """The weights in a folder of safetensors, read one at a time.
-
-    A file is opened for one tensor and closed again, so that no pages of it stay in memory.
-    """
-
-    def __init__(self, folder: Path, prefix: str, head: str) -> None:
-        self._homes: dict[str, tuple[Path, str]] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with _readable(path), safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    self._homes[_whole(name, prefix, head)] = (path, name)
-        if not self._homes:
-            raise I2CLError(f"{str(folder)!r} holds no *.safetensors: give a folder with weights")
-
-    @property
-    def names(self) -> AbstractSet[str]:
-        """Names as in the model's state dict; older files leave out the base model's prefix."""
-        return self._homes.keys()
-
-    def read(self, name: str) -> Tensor:
-        """One of them, on the CPU."""
-        path, stored = self._homes[name]
-        with _readable(path), safe_open(path, "pt") as file:
-            found: Tensor = file.get_tensor(stored)
-        return found
-
-
-def _whole(name: str, prefix: str, head: str) -> str:
-    """The name in the model's state dict of what a file calls ``name``."""
-    for stored in (head, "lm_head"):
-        if name.startswith(f"{stored}."):
-            return f"lm_head{name.removeprefix(stored)}"
-    return name if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
 
 
 def export_hf(
@@ -120,7 +53,7 @@ def export_hf(
     """
     path = Path(output)
     require_writable(path, frozenset())
-    found = _from_memory(source) if isinstance(source, Decoder) else _from_files(str(source), revision)
+    found = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
     folding = Folding(found.config, found.tensors, injection)
     injection.require_base(_base(source, found, folding), force=force)
     expected = golden() if golden is not None else None
@@ -187,50 +120,3 @@ def _base(source: Decoder | str | Path, found: Source, folding: Folding) -> Base
         weights=folding.fingerprint(),
         tokenizer=tokenizer_fingerprint(found.tokenizer),
     )
-
-
-def _from_memory(decoder: Decoder) -> Source:
-    require_known(decoder)
-    model = decoder.model
-    return Source(model.config, StateDict(model), decoder.tokenizer, model.generation_config)
-
-
-def _from_files(name: str, revision: str | None) -> Source:
-    folder = checkpoint_folder(name, revision)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise I2CLError(f"cannot read the model {name!r}: {str(error).splitlines()[0]}") from None
-    generation = None
-    if (folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder)
-    files = Files(folder, skeleton(config).base_model_prefix, family_of(config).head)
-    return Source(config, files, tokenizer, generation)
-
-
-def checkpoint_folder(name: str, revision: str | None = None) -> Path:
-    """Where the files of a model are: bundled, a folder, or the hub's snapshot.
-
-    Raises:
-        I2CLError: if there is none.
-    """
-    folder = reference_folder() if name == REFERENCE else Path(name)
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(WANTED)))
-        except (OSError, ValueError) as error:
-            raise I2CLError(
-                f"no model at {name!r}: no such folder, and the hub says {type(error).__name__}"
-            ) from None
-    if not (folder / "config.json").is_file():
-        raise I2CLError(f"{name!r} is no model folder: it has no config.json")
-    return folder
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise I2CLError(f"{str(path)!r} is damaged ({error}): download or copy it again") from None
