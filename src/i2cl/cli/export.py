@@ -46,18 +46,12 @@ def export(
         force=force,
         max_shard_size=max_shard_size,
     )
-    record = {
-        "output": str(output),
-        "task": injection.task.name,
-        "base_model": name,
-        "files": len(list(output.glob("*.safetensors"))),
-        "bytes": sum(path.stat().st_size for path in output.glob("*.safetensors")),
-        "golden": golden,
-    }
+    sizes = [path.stat().st_size for path in output.glob("*.safetensors")]
     if json:
-        console.print_json(record)
+        record = {"output": str(output), "task": injection.task.name, "base_model": name}
+        console.print_json(record | {"files": len(sizes), "bytes": sum(sizes), "golden": golden})
         return
-    size = f"{record['bytes']:,} bytes in {record['files']} file(s)"
+    size = f"{sum(sizes):,} bytes in {len(sizes)} file(s)"
     console.say(f"Saved {output}: {name} with {injection.task.name} in its weights, {size}.")
     if golden:
         console.say(f"Next: i2cl verify {output}")

@@ -61,8 +61,7 @@ def export_hf(
         _write_weights(folding, fresh, max_shard_size)
         _write_rest(folding, found, fresh)
         if expected is not None:
-            text = expected.of_export(folding).model_dump_json(indent=1)
-            (fresh / GOLDEN).write_text(text + "\n", encoding="utf-8")
+            _write_golden(expected.of_export(folding), fresh)
 
 
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
@@ -96,6 +95,10 @@ def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
     source.tokenizer.save_pretrained(folder)
     if source.generation is not None:
         source.generation.save_pretrained(folder)
+
+
+def _write_golden(golden: Golden, folder: Path) -> None:
+    (folder / GOLDEN).write_text(golden.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:

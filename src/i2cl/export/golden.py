@@ -135,31 +135,31 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     labels = label_tokens(decoder, task.template, task.labels, injection.scoring)
     queries = encode_queries(decoder, task.template.query, TEXTS, labels)
     first = list(labels.first)
-    prompts = []
-    for ids in queries:
-        logits = _logits(decoder, ids, injection)
-        values = logits.log_softmax(-1)[first].tolist()
-        top = logits.topk(min(TOP, len(logits)))
-        prompts.append(
-            GoldenPrompt(
-                text=decoder.tokenizer.decode(list(ids)),
-                ids=list(ids),
-                labels=values,
-                dropped={
-                    name: _logits(decoder, ids, _without(injection, sites)).log_softmax(-1)[first].tolist()
-                    for name, sites in DROPPED.items()
-                },
-                top_ids=top.indices.tolist(),
-                top_logits=top.values.tolist(),
-                prediction=task.labels[values.index(max(values))],
-            )
-        )
     return Golden(
         artefact=injection.description(),
         labels=list(task.labels),
         label_ids=first,
         label_texts=[decoder.tokenizer.decode([token]) for token in first],
-        prompts=prompts,
+        prompts=[_prompt(decoder, injection, ids, first) for ids in queries],
+    )
+
+
+def _prompt(decoder: Decoder, injection: Injection, ids: Ids, labels: list[int]) -> GoldenPrompt:
+    logits = _logits(decoder, ids, injection)
+    values = logits.log_softmax(-1)[labels].tolist()
+    top = logits.topk(min(TOP, len(logits)))
+    dropped = {
+        name: _logits(decoder, ids, _without(injection, sites)).log_softmax(-1)[labels].tolist()
+        for name, sites in DROPPED.items()
+    }
+    return GoldenPrompt(
+        text=decoder.tokenizer.decode(list(ids)),
+        ids=list(ids),
+        labels=values,
+        dropped=dropped,
+        top_ids=top.indices.tolist(),
+        top_logits=top.values.tolist(),
+        prediction=injection.task.labels[values.index(max(values))],
     )
 
 
