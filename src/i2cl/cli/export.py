@@ -46,13 +46,17 @@ def export(
         force=force,
         max_shard_size=max_shard_size,
     )
+    _show_export(output, injection.task.name, name, golden=golden, json=json)
+
+
+def _show_export(output: Path, task: str, model: str, *, golden: bool, json: bool) -> None:
     sizes = [path.stat().st_size for path in output.glob("*.safetensors")]
     if json:
-        record = {"output": str(output), "task": injection.task.name, "base_model": name}
-        console.print_json(record | {"files": len(sizes), "bytes": sum(sizes), "golden": golden})
+        record = {"output": str(output), "task": task, "base_model": model, "golden": golden}
+        console.print_json(record | {"files": len(sizes), "bytes": sum(sizes)})
         return
     size = f"{sum(sizes):,} bytes in {len(sizes)} file(s)"
-    console.say(f"Saved {output}: {name} with {injection.task.name} in its weights, {size}.")
+    console.say(f"Saved {output}: {model} with {task} in its weights, {size}.")
     if golden:
         console.say(f"Next: i2cl verify {output}")
 

@@ -60,8 +60,7 @@ def export_hf(
     with new_folder(path, frozenset()) as fresh:
         _write_weights(folding, fresh, max_shard_size)
         _write_rest(folding, found, fresh)
-        if expected is not None:
-            _write_golden(expected.of_export(folding), fresh)
+        _write_golden(expected, folding, fresh)
 
 
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
@@ -97,8 +96,10 @@ def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
         source.generation.save_pretrained(folder)
 
 
-def _write_golden(golden: Golden, folder: Path) -> None:
-    (folder / GOLDEN).write_text(golden.model_dump_json(indent=1) + "\n", encoding="utf-8")
+def _write_golden(golden: Golden | None, folding: Folding, folder: Path) -> None:
+    if golden is not None:
+        text = golden.of_export(folding).model_dump_json(indent=1)
+        (folder / GOLDEN).write_text(text + "\n", encoding="utf-8")
 
 
 def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
