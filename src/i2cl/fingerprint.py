@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,8 +68,13 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     keeps it to well under a second for billions of parameters. A tensor that is split over processes is
     put together first, so all of them are to call this.
     """
+    return tensors_fingerprint(sorted(model.named_parameters()))
+
+
+def tensors_fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
+    """The fingerprint of a model whose parameters come one by one, sorted by name."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in named:
         whole: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         flat = whole.detach().reshape(-1)
         digest.update(f"{name}{tuple(parameter.shape)}".encode())

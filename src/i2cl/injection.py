@@ -94,18 +94,19 @@ class Injection:
         """The most probable label word of each text."""
         return [self.task.labels[best] for best in self.scores(decoder, texts).argmax(-1).tolist()]
 
-    def require_base(self, decoder: Decoder, *, force: bool = False) -> None:
+    def require_base(self, decoder: Decoder | BaseModel, *, force: bool = False) -> None:
         """Refuse a decoder that is not the one this was made on.
 
         Args:
-            decoder: the candidate.
+            decoder: the candidate, or what is known of it.
             force: accept other weights or another tokenizer where layers and width agree.
 
         Raises:
             I2CLError: naming the difference.
         """
-        difference = self.base.difference(decoder.base)
-        same_shape = (self.base.layers, self.base.d_model) == (decoder.layers, decoder.d_model)
+        other = decoder.base if isinstance(decoder, Decoder) else decoder
+        difference = self.base.difference(other)
+        same_shape = (self.base.layers, self.base.d_model) == (other.layers, other.d_model)
         if difference and not (force and same_shape):
             cure = "fit it again on this model" + (", or force it (--force)" if same_shape else "")
             raise I2CLError(
@@ -124,7 +125,7 @@ class Injection:
         }
         with new_folder(Path(folder), FILES) as fresh:
             save_file(tensors, fresh / TENSORS, metadata={"format": "pt"})
-            text = json.dumps(self._description(), indent=2, ensure_ascii=False)
+            text = json.dumps(self.description(), indent=2, ensure_ascii=False)
             (fresh / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -153,7 +154,8 @@ class Injection:
             ) from None
         return stored.injection(values, coefficients)
 
-    def _description(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
+        """What `save_pretrained` writes beside the tensors."""
         return {
             "format_version": FORMAT_VERSION,
             "base_model": asdict(self.base),

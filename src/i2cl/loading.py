@@ -48,7 +48,7 @@ def load_model_and_tokenizer(
     Raises:
         I2CLError: a path or id that holds no such model, pickle weights, damaged or incomplete weights.
     """
-    source = str(_reference_folder()) if name == REFERENCE else name
+    source = str(reference_folder()) if name == REFERENCE else name
     if Path(source).exists():
         _check_folder(Path(source))
     elif source.startswith((".", "/", "~")) or source.count("/") > 1:
@@ -113,7 +113,8 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
         )
 
 
-def _reference_folder() -> Path:
+def reference_folder() -> Path:
+    """Where the bundled model is."""
     return Path(str(resources.files("i2cl").joinpath("reference", "model")))
 
 

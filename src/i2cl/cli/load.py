@@ -43,14 +43,11 @@ class TaskOptions:
 def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":
     """Load a model quietly; a small one on the CPU then runs on one thread, which is fastest."""
     import torch
-    from transformers.utils import logging
 
     from i2cl.decoder import Decoder
     from i2cl.parallel import is_small
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    _quiet_hub()
+    quiet()
     loaded = Decoder.from_pretrained(
         name,
         device=options.device,
@@ -77,6 +74,15 @@ def base_decoder(name: str, options: ModelOptions) -> "Decoder":
         raise I2CLError(
             f"{error} (the injection was made on {name!r}; --model names another place)"
         ) from None
+
+
+def quiet() -> None:
+    """No progress bars and no advice from the libraries below."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    _quiet_hub()
 
 
 def _quiet_hub() -> None:

@@ -1,0 +1,126 @@
+"""A folded checkpoint on disk, written shard by shard."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from torch import Tensor
+
+from i2cl.decoder import Decoder
+from i2cl.errors import I2CLError
+from i2cl.export.folding import Folding, skeleton
+from i2cl.export.golden import GOLDEN, Golden
+from i2cl.export.sources import INDEX, Source, from_files, from_memory
+from i2cl.files import new_folder, require_writable
+from i2cl.fingerprint import BaseModel, tokenizer_fingerprint
+from i2cl.injection import Injection
+
+PATTERN = "model{suffix}.safetensors"
+
+
+def export_hf(
+    source: Decoder | str | Path,
+    injection: Injection,
+    output: str | Path,
+    *,
+    golden: Callable[[], Golden] | None = None,
+    revision: str | None = None,
+    force: bool = False,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a plain transformers checkpoint that does what the injected model does.
+
+    From a folder, or a hub id, memory holds little more than one shard. The folder appears when it is
+    complete: sharded safetensors with their index, config, generation config, tokenizer, and the golden
+    values where some are given.
+
+    Args:
+        source: the base model: a decoder in memory, ``"reference"``, a folder, or a hub id.
+        injection: at all positions, into the residual writers.
+        output: a folder that is new or empty.
+        golden: makes what `i2cl.export.verify` compares with (`i2cl.export.make_golden`); called once
+            it is known that the model can be folded.
+        revision: of the hub id.
+        force: accept other weights of the same shape than those the injection was made on.
+        max_shard_size: bytes of a file, such as ``"5GB"``.
+
+    Raises:
+        I2CLError: if the family or the injection cannot be folded, a folder cannot be used, or the
+            injection was made on another model.
+    """
+    path = Path(output)
+    require_writable(path, frozenset())
+    found = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
+    folding = Folding(found.config, found.tensors, injection)
+    injection.require_base(_base(source, found, folding), force=force)
+    expected = golden() if golden is not None else None
+    with new_folder(path, frozenset()) as fresh:
+        _write_weights(folding, fresh, max_shard_size)
+        _write_rest(folding, found, fresh)
+        _write_golden(expected, folding, fresh)
+
+
+def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
+    width = folding.dtype.itemsize
+    names = {folding.stored(name): name for name in folding.shapes}
+    sizes = {stored: folding.shapes[name].numel() * width for stored, name in names.items()}
+    try:
+        plan = split_state_dict_into_shards_factory(
+            sizes,
+            get_storage_size=lambda size: size,
+            filename_pattern=PATTERN,
+            max_shard_size=max_shard_size,
+        )
+    except ValueError:
+        raise I2CLError(f"shard size {max_shard_size!r} is no size: give one such as 500MB or 5GB") from None
+    total = 0
+    for file, chosen in plan.filename_to_tensors.items():
+        shard = {stored: folding.tensor(names[stored]).cpu().contiguous() for stored in chosen}
+        total += sum(tensor.nbytes for tensor in shard.values())
+        save_file(_unshared(shard), folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": {"total_size": total}, "weight_map": plan.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
+    config: Any = folding.config
+    config.architectures = [type(skeleton(config)).__name__]
+    config.dtype = folding.dtype
+    config.save_pretrained(folder)
+    source.tokenizer.save_pretrained(folder)
+    if source.generation is not None:
+        source.generation.save_pretrained(folder)
+
+
+def _write_golden(golden: Golden | None, folding: Folding, folder: Path) -> None:
+    if golden is not None:
+        text = golden.of_export(folding).model_dump_json(indent=1)
+        (folder / GOLDEN).write_text(text + "\n", encoding="utf-8")
+
+
+def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, none of which shares its memory with another."""
+    seen: set[int] = set()
+    for name, tensor in shard.items():
+        if tensor.data_ptr() in seen:
+            shard[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    return shard
+
+
+def _base(source: Decoder | str | Path, found: Source, folding: Folding) -> BaseModel:
+    if isinstance(source, Decoder):
+        return source.base
+    return BaseModel(
+        name=str(source),
+        revision=None,
+        model_type=found.config.model_type,
+        layers=found.config.num_hidden_layers,
+        d_model=found.config.hidden_size,
+        weights=folding.fingerprint(),
+        tokenizer=tokenizer_fingerprint(found.tokenizer),
+    )

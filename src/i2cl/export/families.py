@@ -1,0 +1,162 @@
+"""How each model type can hold an injection in its weights, keyed by ``config.model_type``.
+
+The last linear map of a residual writer is ``W h + b``, so ``lambda v + beta a`` is ``W <- beta W`` and
+``b <- beta b + lambda v``. A model can hold that if its class has both biases, or fits a class that has.
+Rows follow the modelling code of transformers 5 (https://github.com/huggingface/transformers).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from i2cl.errors import I2CLError
+from i2cl.export.pieces import Piece, from_gemma, from_helium, from_phi3, same
+
+HOOKED = "predict with hooks instead (`i2cl predict`)"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one model type is folded.
+
+    Attributes:
+        model_type: ``config.model_type`` of the source.
+        attention: path from a block of the result to the last linear map of the attention.
+        mlp: the same for the MLP.
+        switches: config fields that turn the biases on; other biases that come with them are zero.
+        joint: the writer whose bias takes both constants, where a parallel block has but one bias.
+        target: model type of the result where it is another one.
+        head: what files call ``lm_head``.
+        piece: where each tensor of the result comes from.
+    """
+
+    model_type: str
+    attention: str
+    mlp: str
+    switches: tuple[str, ...] = ()
+    joint: Literal["", "attention", "mlp"] = ""
+    target: str = ""
+    head: str = "lm_head"
+    piece: Callable[[str, PreTrainedConfig], Piece] = same
+
+    def config(self, source: PreTrainedConfig) -> PreTrainedConfig:
+        """The config of the result. The source's is left as it is."""
+        if self.target:
+            return _converted(source, self.target)
+        fields = source.to_dict()
+        fields.pop("auto_map", None)  # code of the source's repository, which the result needs not
+        return type(source).from_dict(fields | dict.fromkeys(self.switches, True))
+
+
+_LLAMA = ("self_attn.o_proj", "mlp.down_proj")
+_BOTH = ("attention_bias", "mlp_bias")
+
+_IN_PLACE = (
+    (Family("", *_LLAMA, _BOTH), "llama granite smollm3 nemotron"),
+    (Family("", *_LLAMA, ("attention_bias",), "attention"), "cohere cohere2"),
+    (Family("", "attn.c_proj", "mlp.c_proj"), "gpt2"),
+    (Family("", "attn.attention.out_proj", "mlp.c_proj"), "gpt_neo"),
+    (Family("", "attn.out_proj", "mlp.fc_out", joint="mlp"), "gptj"),
+    (Family("", "attention.dense", "mlp.dense_4h_to_h", ("attention_bias",), head="embed_out"), "gpt_neox"),
+    (Family("", "self_attention.dense", "mlp.dense_4h_to_h"), "bloom"),
+    (Family("", "self_attention.dense", "mlp.dense_4h_to_h", ("bias",)), "falcon"),
+    (Family("", "self_attn.dense", "mlp.fc2"), "phi"),
+    (Family("", "self_attn.out_proj", "fc2", ("enable_bias",)), "opt"),
+    (Family("", "self_attn.o_proj", "mlp.c_proj", ("use_bias",)), "starcoder2"),
+)
+
+_CONVERTED = (
+    (Family("", *_LLAMA, target="llama"), "mistral qwen2"),
+    (Family("", *_LLAMA, target="llama", piece=from_phi3), "phi3"),
+    (Family("", *_LLAMA, target="llama", piece=from_gemma), "gemma"),
+    (Family("", *_LLAMA, target="llama", piece=from_helium), "helium"),
+    (Family("", *_LLAMA, target="hy_v3"), "qwen3"),  # without experts: Llama with norms of queries and keys
+)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {name: replace(row, model_type=name) for row, names in _IN_PLACE + _CONVERTED for name in names.split()}
+)
+"""Every model type that can be folded. Read-only."""
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(
+        ("exaone4", "gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"),
+        "its blocks normalise what a writer puts out, so no weight can add a constant behind that",
+    )
+    | dict.fromkeys(
+        ("mixtral", "qwen2_moe", "qwen3_moe"), "its experts have no biases, so none can hold lambda v"
+    )
+    | dict.fromkeys(("mpt", "stablelm"), "neither of its writers has a bias, whatever its config says")
+    | {
+        "glm": "its writers have no biases, and no class with both rotates part of each head as it does",
+        "olmo": "its MLP has no bias, and no class with one has the same norms",
+    }
+)
+"""Every model type of `i2cl.architectures.ARCHITECTURES` that cannot be folded, and why. Read-only."""
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The row of a model.
+
+    Raises:
+        I2CLError: if it cannot be folded, saying why and what to do instead.
+    """
+    kind = config.model_type
+    reason = REFUSED.get(kind) or _obstacle(config)
+    if reason is None and kind not in FAMILIES:
+        reason = f"only {', '.join(sorted(FAMILIES))} are known to hold one"
+    if reason is not None:
+        raise I2CLError(f"a {kind!r} model cannot hold an injection in its weights: {reason}; {HOOKED}")
+    return FAMILIES[kind]
+
+
+def _obstacle(config: PreTrainedConfig) -> str | None:
+    """Why a config cannot be folded, or None."""
+    if config.get_text_config() is not config:
+        return "it is part of a model that also sees images"
+    if getattr(config, "quantization_config", None):
+        return "its weights are quantized; fold the unquantized checkpoint and quantize the result"
+    row = FAMILIES.get(config.model_type)
+    return _left_behind(config, row.target) if row is not None and row.target else None
+
+
+def _left_behind(config: PreTrainedConfig, target: str) -> str | None:
+    """What a config says that the class of the result cannot do, or None."""
+    window, length = getattr(config, "sliding_window", None), config.max_position_embeddings
+    rope: dict[str, Any] = config.rope_parameters or {}
+    if window is not None and window < length and "sliding_attention" in _layer_types(config):
+        shorter = f"its sliding window of {window} tokens is shorter than its context of {length}"
+        return f"{shorter}, {target} has none"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"it rotates part of each head, which {target} does not"
+    if getattr(config, "use_bidirectional_attention", None):
+        return f"it attends to later tokens, which {target} does not"
+    if target == "llama" and config.hidden_size % config.num_attention_heads:
+        return "its width is no multiple of its number of heads, as that of llama has to be"
+    return None
+
+
+def _layer_types(config: PreTrainedConfig) -> list[str]:
+    return getattr(config, "layer_types", None) or ["sliding_attention"]
+
+
+_COPIED = """attention_dropout bos_token_id dtype eos_token_id hidden_act hidden_size initializer_range
+intermediate_size max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads
+pad_token_id rms_norm_eps rope_parameters use_cache vocab_size"""
+
+
+def _converted(source: PreTrainedConfig, target: str) -> PreTrainedConfig:
+    fields = {name: value for name, value in source.to_dict().items() if name in _COPIED.split()}
+    heads: int = source.num_attention_heads
+    head = getattr(source, "head_dim", None) or source.hidden_size // heads
+    original = getattr(source, "original_max_position_embeddings", None)
+    if original is not None and fields["rope_parameters"].get("rope_type") == "longrope":
+        fields["rope_parameters"].setdefault("original_max_position_embeddings", original)
+    tied = source.tie_word_embeddings and source.model_type != "gemma"  # whose embedding alone is scaled
+    fields |= {"attention_bias": True, "mlp_bias": True, "head_dim": head, "tie_word_embeddings": tied}
+    if target == "hy_v3":
+        fields["mlp_layer_types"] = ["dense"] * source.num_hidden_layers
+    return AutoConfig.for_model(target, **fields)

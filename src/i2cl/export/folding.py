@@ -1,0 +1,210 @@
+"""Injection into weights: one rule per tensor, for a model in memory and for files alike."""
+
+import copy
+from collections.abc import Set as AbstractSet
+from functools import cached_property
+from typing import Any, Protocol, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from i2cl.architectures import ARCHITECTURES
+from i2cl.decoder import Decoder
+from i2cl.errors import I2CLError
+from i2cl.export.families import HOOKED, family_of
+from i2cl.fingerprint import tensors_fingerprint
+from i2cl.injection import Injection
+
+
+class Tensors(Protocol):
+    """The weights of a model, wherever they are."""
+
+    @property
+    def names(self) -> AbstractSet[str]:
+        """Names as in its state dict."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One of them. It is not to be changed."""
+        ...
+
+
+class StateDict:
+    """The weights of a model in memory. Raises I2CLError if some are offloaded."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.state: dict[str, Tensor] = model.state_dict()
+        if any(tensor.is_meta for tensor in self.state.values()):
+            raise I2CLError("parts of this model are not in memory: fold its folder with export_hf instead")
+
+    @property
+    def names(self) -> AbstractSet[str]:
+        """Names as in its state dict."""
+        return self.state.keys()
+
+    def read(self, name: str) -> Tensor:
+        """One of them, on its device."""
+        return self.state[name]
+
+
+class Folding:
+    """What every tensor of the folded checkpoint is.
+
+    Attributes:
+        config: of the result.
+        source: the weights it is made from.
+        shapes: of the tensors of the result, without those that are tied to another.
+        constants: what each writer's bias gains, ``lambda * v`` in float32, by the name of the bias.
+        scales: beta by the names of the tensors that it multiplies.
+    """
+
+    def __init__(self, config: PreTrainedConfig, source: Tensors, injection: Injection) -> None:
+        _require_plain(injection)
+        self.family = family_of(config)
+        self.config = self.family.config(config)
+        self.source = source
+        self._source_config = config
+        empty = skeleton(self.config)
+        nothing = skeleton(config)
+        self._source_names = nothing.state_dict().keys()
+        self._source_tied = nothing.all_tied_weights_keys
+        self._parameters = sorted(name for name, _ in nothing.named_parameters())
+        tied = empty.all_tied_weights_keys
+        self.shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if name not in tied}
+        self.constants: dict[str, Float[Tensor, " d"]] = {}
+        self.scales: dict[str, float] = {}
+        self._place(injection, f"{empty.base_model_prefix}.{ARCHITECTURES[config.model_type].layers}")
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of new biases: that of the weights beside them."""
+        return self._source_tensor(min(name for name in self.scales if name.endswith(".weight"))).dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor of the result, a new one where it is not the source's own.
+
+        Raises:
+            I2CLError: if the source lacks a tensor.
+        """
+        piece = self.family.piece(name, self._source_config)
+        if piece.source in self._source_names:
+            found = self._source_tensor(piece.source)
+        else:
+            found = torch.zeros(self.shapes[name], dtype=self.dtype)
+        if piece.change is not None:
+            found = piece.change(found)
+        if found.shape != self.shapes[name]:
+            shapes = f"{tuple(found.shape)}, and not {tuple(self.shapes[name])}"
+            raise I2CLError(f"the source holds {piece.source} as {shapes}: it is of another model")
+        if name not in self.scales:
+            return found
+        folded = found.float() * self.scales[name]
+        if name in self.constants:
+            folded += self.constants[name].to(folded.device)
+        return folded.to(found.dtype)
+
+    def stored(self, name: str) -> str:
+        """What files call a tensor of the result."""
+        return name if self.family.target else name.replace("lm_head.", f"{self.family.head}.")
+
+    def fingerprint(self) -> str:
+        """That of the source's weights (see `i2cl.fingerprint.weights_fingerprint`)."""
+        return tensors_fingerprint((name, self._source_tensor(name)) for name in self._parameters)
+
+    def bias_norms(self) -> dict[str, float]:
+        """L2 norm of every bias that holds a constant, as it is written."""
+        return {name: float(self.tensor(name).float().norm()) for name in self.constants}
+
+    def _source_tensor(self, name: str) -> Tensor:
+        if name not in self.source.names:
+            name = self._source_tied.get(name, name)
+        if name not in self.source.names:
+            raise I2CLError(
+                f"the source lacks {name}: it is incomplete, or of an older format (load and save it again)"
+            )
+        return self.source.read(name)
+
+    def _place(self, injection: Injection, layers: str) -> None:
+        """Fill `constants` and `scales`.
+
+        Raises:
+            I2CLError: if the injection is of another size, or the class has no bias where one is needed.
+        """
+        values, pairs = injection.context.values.float().cpu(), injection.coefficients.float().cpu()
+        shape = (self.config.num_hidden_layers, self.config.hidden_size)
+        if (values.shape[0], values.shape[2]) != shape:
+            mine = (values.shape[0], values.shape[2])
+            raise I2CLError(
+                f"this injection is for (layers, width) {mine}, the model has {shape}: fit it again"
+            )
+        paths = (self.family.attention, self.family.mlp)
+        for layer in range(len(values)):
+            for site, path in enumerate(paths):
+                amount, keep = pairs[layer, site].tolist()
+                home = {"attention": paths[0], "mlp": paths[1]}.get(self.family.joint, path)
+                bias = f"{layers}.{layer}.{home}.bias"
+                if bias not in self.shapes:
+                    raise I2CLError(f"{self.config.model_type!r} has no tensor {bias}: {HOOKED}")
+                added = amount * values[layer, site]
+                self.constants[bias] = self.constants.get(bias, torch.zeros_like(added)) + added
+                self.scales[f"{layers}.{layer}.{path}.weight"] = keep
+                if home == path:
+                    self.scales[bias] = keep
+
+
+def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedModel:
+    """A plain transformers model that computes what the injected one does, without hooks.
+
+    The result is a new model in evaluation mode on the same device; some families become another that
+    computes the same. The source is not changed. Arithmetic is in float32, the result has the source's
+    dtype.
+
+    Raises:
+        I2CLError: if the family or the injection cannot be folded, saying why and what to do instead.
+    """
+    if isinstance(model, Decoder):
+        require_known(model)
+        model = model.model
+    folding = Folding(model.config, StateDict(model), injection)
+    with no_init_weights():
+        made: Any = AutoModelForCausalLM.from_config(folding.config, dtype=folding.dtype)
+    with torch.no_grad():
+        state = made.state_dict()
+        for name in folding.shapes:
+            state[name].copy_(folding.tensor(name))
+    made.tie_weights()
+    made.generation_config = copy.deepcopy(model.generation_config)
+    return cast("PreTrainedModel", made.to(model.device).eval())
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model without weights, which knows their names and shapes."""
+    with torch.device("meta"):
+        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config))
+
+
+def require_known(decoder: Decoder) -> None:
+    """Refuse a decoder whose writers are not those of the table.
+
+    Raises:
+        I2CLError: saying so.
+    """
+    row = ARCHITECTURES.get(decoder.architecture.model_type)
+    if decoder.architecture != row:
+        raise I2CLError(f"an Architecture of your own cannot be folded into weights: {HOOKED}")
+
+
+def _require_plain(injection: Injection) -> None:
+    if injection.context.config.site != "writers":
+        raise I2CLError(
+            "an injection into block outputs (writers 'hidden') is no bias of a writer: fit one with "
+            f"writers 'both', or {HOOKED}"
+        )
+    if injection.positions != "all":
+        raise I2CLError(
+            f"a bias acts on all tokens, this injection on positions {injection.positions!r}: fit one with "
+            f"positions 'all', or {HOOKED}"
+        )

@@ -1,0 +1,182 @@
+"""What an export must answer: a few prompts and the injected model's own values for them."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import torch
+from torch import Tensor
+
+from i2cl import __version__
+from i2cl.batching import Ids, make_batch
+from i2cl.decoder import Decoder
+from i2cl.errors import I2CLError
+from i2cl.export.folding import Folding
+from i2cl.injection import Injection
+from i2cl.scoring import encode_queries, label_tokens
+
+GOLDEN = "i2cl_golden.json"
+FORMAT_VERSION = 1
+TOP = 20
+"""How many of the largest logits are kept for each prompt."""
+
+TEXTS = (
+    "the letter arrived on a quiet morning",
+    "nobody had expected the river to rise so early in the year",
+    "a small shop at the corner sells bread, paper and string",
+    "it was not clear to anyone why the train had stopped",
+    "she opened the window and listened for a while",
+    "two engineers counted the lamps along the road",
+)
+"""Made-up texts that no task knows."""
+
+TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""Largest relative difference of an export, by the dtype that its weights are stored in."""
+
+DROPPED = {"attention": (0,), "mlp": (1,), "attention and mlp": (0, 1)}
+"""Which writers' constants a runtime may have dropped."""
+
+
+class GoldenPrompt(pydantic.BaseModel):
+    """One prompt and the injected model's next-token values, in float32.
+
+    Attributes:
+        text: the prompt.
+        ids: its tokens.
+        labels: log-probability of each label's first token.
+        dropped: the same where the constants of some writers are left out, by `DROPPED`.
+        top_ids: tokens of the largest logits.
+        top_logits: those logits.
+        prediction: the label whose first token is most probable.
+    """
+
+    text: str
+    ids: list[int]
+    labels: list[float]
+    dropped: dict[str, list[float]]
+    top_ids: list[int]
+    top_logits: list[float]
+    prediction: str
+
+
+class Golden(pydantic.BaseModel):
+    """What an export carries about itself.
+
+    Attributes:
+        format_version: of this file.
+        i2cl: version that wrote it.
+        artefact: task, base model and settings of the injection.
+        labels: label words.
+        label_ids: first token of each.
+        label_texts: that token as text.
+        prompts: what to ask, and what to answer.
+        model_type: of the export.
+        dtype: of its weights.
+        tolerance: largest relative difference.
+        biases: L2 norm of every bias that holds a part of the injection.
+    """
+
+    format_version: int = FORMAT_VERSION
+    i2cl: str = __version__
+    artefact: dict[str, Any]
+    labels: list[str]
+    label_ids: list[int]
+    label_texts: list[str]
+    prompts: list[GoldenPrompt]
+    model_type: str = ""
+    dtype: str = "float32"
+    tolerance: float = TOLERANCES["float32"]
+    biases: dict[str, float] = {}
+
+    def of_export(self, folding: Folding) -> "Golden":
+        """The same, with what only the folded checkpoint knows."""
+        dtype = str(folding.dtype).removeprefix("torch.")
+        update = {
+            "model_type": folding.config.model_type,
+            "dtype": dtype,
+            "tolerance": TOLERANCES.get(dtype, max(TOLERANCES.values())),
+            "biases": folding.bias_norms(),
+        }
+        return self.model_copy(update=update)
+
+    @classmethod
+    def from_export(cls, folder: str | Path) -> "Golden":
+        """Read that of an export.
+
+        Raises:
+            I2CLError: if it has none, or a damaged one.
+        """
+        path = Path(folder) / GOLDEN
+        if not path.is_file():
+            raise I2CLError(f"{str(folder)!r} has no {GOLDEN}: give a folder made by `i2cl export`")
+        try:
+            found = cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (pydantic.ValidationError, UnicodeDecodeError) as error:
+            raise I2CLError(f"{str(path)!r} cannot be read ({_first(error)}): export it again") from None
+        if found.format_version > FORMAT_VERSION:
+            raise I2CLError(f"{str(path)!r} is of a newer version: upgrade i2cl")
+        return found
+
+
+def make_golden(decoder: Decoder, injection: Injection) -> Golden:
+    """Run the injected model on a few prompts, in float32.
+
+    A model in another dtype is copied for this.
+
+    Raises:
+        I2CLError: if the injection's task does not fit the decoder.
+    """
+    if decoder.model.dtype != torch.float32:
+        whole = copy.deepcopy(decoder.model).float()
+        decoder = Decoder(whole, decoder.tokenizer, architecture=decoder.architecture, name=decoder.name)
+    task = injection.task
+    labels = label_tokens(decoder, task.template, task.labels, injection.scoring)
+    queries = encode_queries(decoder, task.template.query, TEXTS, labels)
+    first = list(labels.first)
+    return Golden(
+        artefact=injection.description(),
+        labels=list(task.labels),
+        label_ids=first,
+        label_texts=[decoder.tokenizer.decode([token]) for token in first],
+        prompts=[_prompt(decoder, injection, ids, first) for ids in queries],
+    )
+
+
+def _prompt(decoder: Decoder, injection: Injection, ids: Ids, labels: list[int]) -> GoldenPrompt:
+    logits = _logits(decoder, ids, injection)
+    values = logits.log_softmax(-1)[labels].tolist()
+    top = logits.topk(min(TOP, len(logits)))
+    dropped = {
+        name: _logits(decoder, ids, _without(injection, sites)).log_softmax(-1)[labels].tolist()
+        for name, sites in DROPPED.items()
+    }
+    return GoldenPrompt(
+        text=decoder.tokenizer.decode(list(ids)),
+        ids=list(ids),
+        labels=values,
+        dropped=dropped,
+        top_ids=top.indices.tolist(),
+        top_logits=top.values.tolist(),
+        prediction=injection.task.labels[values.index(max(values))],
+    )
+
+
+def _logits(decoder: Decoder, ids: Ids, injection: Injection) -> Tensor:
+    batch = make_batch([ids], decoder.device)
+    with decoder.frozen(), torch.no_grad():
+        return decoder.forward(batch, edit=injection.edit())[0, 0].float().cpu()
+
+
+def _without(injection: Injection, sites: tuple[int, ...]) -> Injection:
+    coefficients = injection.coefficients.clone()
+    coefficients[:, list(sites), 0] = 0
+    return replace(injection, coefficients=coefficients)
+
+
+def _first(error: ValueError) -> str:
+    if isinstance(error, pydantic.ValidationError):
+        found = error.errors()[0]
+        return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+    return str(error)

@@ -1,0 +1,93 @@
+"""The check of an export against a server that speaks OpenAI's completions protocol.
+
+https://platform.openai.com/docs/api-reference/completions; vLLM, SGLang and llama.cpp speak it.
+"""
+
+import json
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from i2cl.errors import I2CLError
+from i2cl.export.golden import Golden
+from i2cl.export.verify import Answer
+
+TOLERANCE = 0.05
+"""Servers run in lower precision."""
+
+
+def ask_server(
+    golden: Golden, url: str, *, model: str | None = None, logprobs: int = 20, timeout: float = 60.0
+) -> list[Answer]:
+    """Send every golden prompt, as token ids, and read the next token's log-probabilities.
+
+    Args:
+        golden: what to ask.
+        url: of the server, with or without ``/v1``.
+        model: name that the server gives it; default: the first it lists.
+        logprobs: how many of the most probable tokens to ask for.
+        timeout: seconds to wait for an answer.
+
+    Raises:
+        I2CLError: if the server cannot be reached, refuses, or tells no log-probabilities.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise I2CLError(f"{url!r} is no address of a server: give one such as http://localhost:8000")
+    root = url.rstrip("/").removesuffix("/completions").removesuffix("/v1") + "/v1"
+    name = model or _first_model(root, timeout)
+    answers = []
+    for prompt in golden.prompts:
+        body = {
+            "model": name,
+            "prompt": prompt.ids,
+            "max_tokens": 1,
+            "logprobs": logprobs,
+            "temperature": 0,
+        }
+        answers.append(_answer(golden, _call(f"{root}/completions", body, timeout)))
+    return answers
+
+
+def _answer(golden: Golden, reply: Any) -> Answer:
+    try:
+        told = _told(reply["choices"][0]["logprobs"])
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        raise I2CLError(
+            "the server tells no log-probabilities: start it so that completions answer logprobs"
+        ) from None
+    labels = []
+    for token, text in zip(golden.label_ids, golden.label_texts, strict=True):
+        keys: tuple[int | str, ...] = (token, f"token_id:{token}", text)
+        labels.append(next((told[key] for key in keys if key in told), None))
+    return Answer(tuple(labels), floor=min(told.values()))
+
+
+def _told(logprobs: Any) -> dict[int | str, float]:
+    """Log-probabilities of the first new token, by text (OpenAI, vLLM) or by id (llama.cpp)."""
+    if "content" in logprobs:
+        return {entry["id"]: float(entry["logprob"]) for entry in logprobs["content"][0]["top_logprobs"]}
+    return {text: float(value) for text, value in logprobs["top_logprobs"][0].items()}
+
+
+def _first_model(root: str, timeout: float) -> str:
+    listed = _call(f"{root}/models", None, timeout)
+    try:
+        return str(listed["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise I2CLError(f"{root}/models lists no model: name it with --model-name") from None
+
+
+def _call(url: str, body: dict[str, Any] | None, timeout: float) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(url, data, {"Content-Type": "application/json"})  # noqa: S310 - http or https
+    try:
+        with urlopen(request, timeout=timeout) as reply:  # noqa: S310
+            return json.load(reply)
+    except HTTPError as error:
+        said = error.read().decode(errors="replace")[:200]
+        raise I2CLError(f"{url} answers {error.code} ({' '.join(said.split())})") from None
+    except (OSError, HTTPException) as error:
+        raise I2CLError(f"cannot reach {url} ({error}): is the server running?") from None
+    except ValueError:
+        raise I2CLError(f"{url} does not answer JSON: is it a completions server?") from None

@@ -1,0 +1,180 @@
+"""Does a folded checkpoint answer as the injected model did?"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from i2cl.errors import I2CLError
+from i2cl.export.golden import Golden, GoldenPrompt
+from i2cl.loading import load_model_and_tokenizer
+
+CLOSER = 4
+"""A wrong answer is told to be that without biases if it is this many times closer to it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a target says after one prompt.
+
+    Attributes:
+        labels: log-probability of each label's first token; None where it was not told.
+        floor: no token that was not told is more probable than this; None where all were.
+        top_logits: of the golden prompt's top tokens, where logits are told.
+    """
+
+    labels: tuple[float | None, ...]
+    floor: float | None = None
+    top_logits: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome.
+
+    Attributes:
+        golden: what was expected.
+        answers: what was found, prompt by prompt.
+        tolerance: largest relative difference that is accepted.
+        dropped: biases that are not there any more, or the writers without whose constants the target
+            seems to run; None if there is no sign of that.
+    """
+
+    golden: Golden
+    answers: tuple[Answer, ...]
+    tolerance: float
+    dropped: str | None = None
+
+    @property
+    def differences(self) -> list[float]:
+        """Largest relative difference of each prompt."""
+        pairs = zip(self.golden.prompts, self.answers, strict=True)
+        return [_difference(prompt, prompt.labels, answer) for prompt, answer in pairs]
+
+    @property
+    def worst(self) -> float:
+        """The largest of all; infinite where a value is not finite."""
+        return max(self.differences)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the worst is within the tolerance."""
+        return self.worst <= self.tolerance
+
+    def rows(self) -> list[dict[str, object]]:
+        """A line for each prompt."""
+        return [
+            {
+                "prompt": prompt.text.splitlines()[0][:40],
+                "expected": prompt.prediction,
+                "found": _prediction(self.golden.labels, answer),
+                "difference": f"{difference:.1e}",
+            }
+            for prompt, answer, difference in zip(
+                self.golden.prompts, self.answers, self.differences, strict=True
+            )
+        ]
+
+
+def verify(
+    folder: str | Path, *, device: str | torch.device | None = None, tolerance: float | None = None
+) -> Verification:
+    """Load an export with plain transformers, in float32, and compare it with its golden values.
+
+    Raises:
+        I2CLError: if it is no export or cannot be loaded, or has lost tensors.
+    """
+    golden = Golden.from_export(folder)
+    model, _ = load_model_and_tokenizer(str(folder), dtype="float32", device=device)
+    answers = []
+    for prompt in golden.prompts:
+        with torch.no_grad():
+            ids = torch.tensor([prompt.ids], device=model.device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, -1].float().cpu()
+        values = logits.log_softmax(-1)[golden.label_ids].tolist()
+        answers.append(Answer(tuple(values), top_logits=tuple(logits[prompt.top_ids].tolist())))
+    lost = list(_lost(golden, model.state_dict()))
+    return judged(golden, answers, tolerance, lost)
+
+
+def judged(
+    golden: Golden, answers: Sequence[Answer], tolerance: float | None = None, lost: Sequence[str] = ()
+) -> Verification:
+    """Compare answers with what was expected, and look for dropped biases if they differ.
+
+    Args:
+        golden: what was expected.
+        answers: what a target said, prompt by prompt.
+        tolerance: largest relative difference; default: the export's own.
+        lost: names of biases that are known to be dropped.
+
+    Raises:
+        I2CLError: if a target told nothing about any label.
+    """
+    if all(value is None for answer in answers for value in answer.labels):
+        raise I2CLError("the target told no label's probability: ask for more with --logprobs")
+    found = Verification(golden, tuple(answers), golden.tolerance if tolerance is None else tolerance)
+    if found.passed:
+        return found
+    dropped = f"the bias {_some(lost)} is dropped" if lost else _as_if_dropped(found)
+    return Verification(found.golden, found.answers, found.tolerance, dropped)
+
+
+def _as_if_dropped(found: Verification) -> str | None:
+    distances = {
+        name: max(
+            _difference(prompt, prompt.dropped[name], answer, logits=False)
+            for prompt, answer in zip(found.golden.prompts, found.answers, strict=True)
+        )
+        for name in found.golden.prompts[0].dropped
+    }
+    name = min(distances, key=lambda name: distances[name])
+    pairs = zip(found.golden.prompts, found.answers, strict=True)
+    distance = max(_difference(prompt, prompt.labels, answer, logits=False) for prompt, answer in pairs)
+    if CLOSER * distances[name] < distance:
+        return f"the target answers as if the biases of {name} were dropped"
+    return None
+
+
+def _difference(
+    prompt: GoldenPrompt, expected: Sequence[float], answer: Answer, *, logits: bool = True
+) -> float:
+    """Largest difference over the largest value that was expected, at least 1."""
+    pairs = [
+        (wanted, _least(wanted, answer.floor) if value is None else value)
+        for wanted, value in zip(expected, answer.labels, strict=True)
+    ]
+    worst = _relative(pairs)
+    if logits and answer.top_logits:
+        worst = max(worst, _relative(list(zip(prompt.top_logits, answer.top_logits, strict=True))))
+    return worst
+
+
+def _relative(pairs: Sequence[tuple[float, float]]) -> float:
+    size = max(1.0, *(abs(wanted) for wanted, _ in pairs))
+    worst = [abs(wanted - value) / size for wanted, value in pairs]
+    return max(worst) if all(map(math.isfinite, worst)) else math.inf
+
+
+def _least(wanted: float, floor: float | None) -> float:
+    """The value below the floor that is closest to what was expected."""
+    return wanted if floor is None else min(wanted, floor)
+
+
+def _prediction(labels: Sequence[str], answer: Answer) -> str:
+    told = {place: value for place, value in enumerate(answer.labels) if value is not None}
+    return labels[max(told, key=lambda place: told[place])] if told else "-"
+
+
+def _lost(golden: Golden, state: dict[str, torch.Tensor]) -> Iterator[str]:
+    """Biases that are zero or not there, and were not."""
+    for name, norm in golden.biases.items():
+        if norm > 0 and (name not in state or not state[name].any()):
+            yield name
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{names[0]}{more}"
