@@ -25,6 +25,10 @@ from i2cl.prefix import Prefix
 
 T = TypeVar("T")
 
+BUDGET = 16384
+CPU_BUDGET = 1024
+"""Padded tokens a batch may hold by default. Beyond about 1,000 a CPU gets slower: docs/performance.md."""
+
 PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
 
 
@@ -50,14 +54,14 @@ class Decoder:
         architecture: Architecture | None = None,
         name: str | None = None,
         revision: str | None = None,
-        token_budget: int = 4096,
+        token_budget: int | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.architecture = architecture or architecture_of(model)
         self.name = name or str(getattr(model, "name_or_path", "") or type(model).__name__)
         self.revision = revision
-        self.token_budget = token_budget
+        self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else BUDGET)
         self.encoder = Encoder.of(tokenizer)
         self.max_length = _context_length(model, tokenizer)
         self._lock = threading.RLock()
@@ -73,7 +77,7 @@ class Decoder:
         revision: str | None = None,
         trust_remote_code: bool = False,
         architecture: Architecture | None = None,
-        token_budget: int = 4096,
+        token_budget: int | None = None,
     ) -> "Decoder":
         """Load ``"reference"``, a folder or a hub id. See `i2cl.loading.load_model_and_tokenizer`.
 
