@@ -58,8 +58,8 @@ class CalibrationConfig(TrainConfig):
     init_lambda: float = 0.1
     init_beta: float = 1.0
     optimizer: Literal["adamw", "lbfgs"] = "adamw"
-    passes: int = Field(30, ge=0)
-    pull: float = Field(1e-2, ge=0)
+    passes: int = Field(60, ge=0)
+    pull: float = Field(3e-3, ge=0)
     matmul: Literal["highest", "high", "medium"] | None = None
 
     @field_validator("layers", mode="before")
