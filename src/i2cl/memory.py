@@ -15,6 +15,9 @@ from i2cl.errors import I2CLError
 
 T = TypeVar("T")
 
+KEPT_BUDGET = 16384
+"""Tokens of keys and values that a batch may hold, cached ones included; a larger token budget raises it."""
+
 
 class MemoryWarning(UserWarning):
     """A batch did not fit into memory; from then on batches are smaller."""
@@ -43,7 +46,8 @@ def run_batches(
         runner: has the device and the number of padded tokens that a batch may hold.
         ids: token ids of each query.
         run: what to do with a batch.
-        reserve: tokens that every query counts for more than it has, such as a cached prefix.
+        reserve: cached tokens in front of every query: they are kept, but not run, so that they count
+            towards `KEPT_BUDGET` alone.
 
     Raises:
         I2CLError: if a single query exceeds the memory.
@@ -51,12 +55,13 @@ def run_batches(
     order = longest_first(ids)
     start = 0
     while start < len(order):
-        length = len(ids[order[start]]) + reserve
-        rows = order[start : start + max(1, runner.token_budget // length)]
+        length = len(ids[order[start]])
+        room = max(runner.token_budget, KEPT_BUDGET) // (length + reserve)
+        rows = order[start : start + max(1, min(runner.token_budget // length, room))]
         batch = make_batch([ids[row] for row in rows], runner.device, rows)
         result = _unless_out_of_memory(run, batch)
         if result is None:
-            _shrink(runner, len(rows), length)
+            _shrink(runner, len(rows), length, reserve)
         else:
             yield batch, result[0]
             start += len(rows)
@@ -72,11 +77,11 @@ def _unless_out_of_memory(run: Callable[[Batch], T], batch: Batch) -> tuple[T] |
         raise
 
 
-def _shrink(runner: Budgeted, rows: int, length: int) -> None:
+def _shrink(runner: Budgeted, rows: int, length: int, reserve: int) -> None:
     if rows == 1:
         raise I2CLError(
-            f"a query of {length} tokens does not fit into memory: shorten it, or load the model in "
-            "bfloat16 or with device_map='auto'"
+            f"a query of {length + reserve} tokens does not fit into memory: shorten it, or load the "
+            "model in bfloat16 or with device_map='auto'"
         )
     runner.token_budget = (rows + 1) // 2 * length
     if runner.device.type == "cuda":

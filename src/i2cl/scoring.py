@@ -124,8 +124,8 @@ def score(
     Args:
         decoder: the model.
         queries: token ids of each query, without the prefix.
-        labels: what to score: the same for all queries, or each query's own. Queries with fewer labels
-            than others have -inf behind theirs.
+        labels: what to score: the same for all queries, or each query's own; whole sequences for all of
+            them if one says so. Queries with fewer labels than others have -inf behind theirs.
         edit: applied to every layer while the queries run.
         prefix: demonstrations run once beforehand.
         progress: called as queries finish.
