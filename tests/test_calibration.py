@@ -537,7 +537,7 @@ def test_recipes_by_name():
     assert CalibrationConfig.recipe("paper") == CalibrationConfig()
     assert CalibrationConfig.recipe("fast", passes=3).rounds == 3
     assert CalibrationConfig.recipe("released").rounds == 100
-    assert dict(FAST) == {"optimizer": "lbfgs", "matmul": "medium"}
+    assert dict(FAST) == {"optimizer": "lbfgs"}
     assert set(RECIPES) == {"paper", "released", "fast"}
     with pytest.raises(I2CLError, match="choose one of paper, released, fast"):
         CalibrationConfig.recipe("quick")
@@ -551,18 +551,3 @@ def test_progress_of_the_fast_recipe():
         decoder, TASK, SHOTS, context_of("llama"), config, progress=lambda *at: told.append(at)
     )
     assert [at[:2] for at in told] == [(number, 4) for number in range(1, len(injection.history) + 1)]
-
-
-def test_the_precision_of_products_is_set_back():
-    before = torch.get_float32_matmul_precision()
-    seen = []
-    config = CalibrationConfig(epochs=1, matmul="medium")
-    told = lambda *_: seen.append(torch.get_float32_matmul_precision())  # noqa: E731
-    calibrate(decoder_of("llama"), TASK, SHOTS, context_of("llama"), config, progress=told)
-    assert set(seen) == {"medium"}
-    assert torch.get_float32_matmul_precision() == before
-    with pytest.raises(I2CLError):
-        calibrate(
-            decoder_of("llama"), TASK, SHOTS, context_of("llama"), CalibrationConfig(matmul="medium", lr=1e30)
-        )
-    assert torch.get_float32_matmul_precision() == before

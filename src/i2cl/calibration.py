@@ -22,7 +22,7 @@ from i2cl.scoring import (
     sequence_log_probabilities,
 )
 from i2cl.tasks import Example, Task
-from i2cl.training import StepProgress, matmul_precision, minimize, train
+from i2cl.training import StepProgress, minimize, train
 
 
 def calibrate(
@@ -75,7 +75,7 @@ def calibrate(
         _require_batches(batches, len(queries), config)
     shared = shared_front(queries) if prompt else ()
     loss = _Loss(decoder, shared, queries, targets, context, config, coefficients, seed)
-    with decoder.frozen(), matmul_precision(config.matmul):
+    with decoder.frozen():
         if config.optimizer == "lbfgs":
             chunks = budget_chunks(queries, decoder.token_budget)
             history = minimize([coefficients.free], loss, chunks, config.passes, config.pull, progress)

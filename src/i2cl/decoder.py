@@ -22,6 +22,7 @@ from i2cl.hooks import edit_inputs, edit_outputs
 from i2cl.loading import REFERENCE, load_model_and_tokenizer
 from i2cl.memory import run_batches
 from i2cl.prefix import Prefix
+from i2cl.products import fast_products
 
 T = TypeVar("T")
 
@@ -261,14 +262,15 @@ class Decoder:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Evaluation mode without parameter gradients; both are restored on leaving.
+        """Evaluation mode without parameter gradients and with `i2cl.products`; restored on leaving.
 
         Other threads wait until then.
         """
-        with self._lock:
-            yield from self._frozen()
+        with self._lock, self._untrained(), fast_products(self.model):
+            yield
 
-    def _frozen(self) -> Iterator[None]:
+    @contextmanager
+    def _untrained(self) -> Iterator[None]:
         wanted = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         training = [module for module in self.model.modules() if module.training]
         for parameter in wanted:

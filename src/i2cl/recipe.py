@@ -21,7 +21,7 @@ RELEASED: Mapping[str, object] = MappingProxyType(
 )
 """Where the recipe of the paper's released code differs from its text."""
 
-FAST: Mapping[str, object] = MappingProxyType({"optimizer": "lbfgs", "matmul": "medium"})
+FAST: Mapping[str, object] = MappingProxyType({"optimizer": "lbfgs"})
 """Few passes over all demonstrations at once; docs/performance.md has its speed and accuracy."""
 
 RECIPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
@@ -45,8 +45,6 @@ class CalibrationConfig(TrainConfig):
         optimizer: AdamW on small batches, or L-BFGS on all demonstrations at once under one draw of
             the noise, for which epochs, batches, rates and decay mean nothing.
         passes: of L-BFGS over the demonstrations, at most.
-        matmul: precision of float32 matrix products meanwhile (`torch.set_float32_matmul_precision`):
-            ``medium`` runs them in bfloat16 where the processor can; None leaves the setting alone.
         pull: of L-BFGS: loss per squared distance of the coefficients from their start, in nats.
     """
 
@@ -60,7 +58,6 @@ class CalibrationConfig(TrainConfig):
     optimizer: Literal["adamw", "lbfgs"] = "adamw"
     passes: int = Field(60, ge=0)
     pull: float = Field(3e-3, ge=0)
-    matmul: Literal["highest", "high", "medium"] | None = None
 
     @field_validator("layers", mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -116,23 +116,6 @@ def _finite_mean(losses: Sequence[Tensor], step: int) -> float:
     if not math.isfinite(mean):
         raise I2CLError(f"the training loss became {mean} by step {step + 1}: {_CURE}")
     return mean
-
-
-@contextmanager
-def matmul_precision(wanted: str | None) -> Iterator[None]:
-    """Set the precision of float32 matrix products, of the whole process, and set it back on leaving.
-
-    Source: https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html
-    """
-    if wanted is None:
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(wanted)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def minimize(

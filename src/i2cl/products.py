@@ -1,0 +1,96 @@
+"""Float32 matrix products on processors where PyTorch's own choice is slow.
+
+PyTorch multiplies float32 matrices by MKL, which keeps its AVX-512 kernels for Intel's processors.
+oneDNN, which PyTorch holds too, uses them wherever they are: more than twice as fast on AMD's
+(docs/performance.md). Results agree to rounding.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+SMALLEST = 256
+"""Least rows and columns of a weight: below, the way to oneDNN costs what it saves."""
+
+
+@cache
+def onednn_pays() -> bool:
+    """Whether this processor has AVX-512 that MKL leaves unused, and this PyTorch reaches oneDNN."""
+    reachable = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return reachable and torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_intel()
+
+
+def _is_intel() -> bool:
+    """Also where it cannot be told, so that nothing changes there."""
+    described = Path("/proc/cpuinfo")
+    return not described.exists() or "GenuineIntel" in described.read_text(encoding="utf-8")
+
+
+@contextmanager
+def fast_products(model: nn.Module) -> Iterator[None]:
+    """Let oneDNN multiply in the model's frozen float32 linear layers, where that pays.
+
+    Modules of other classes, trained or quantised ones, and those whose ``forward`` somebody else has
+    replaced (Accelerate, when it offloads) are left alone. All is as it was on leaving.
+    """
+    swapped = [module for module in model.modules() if _fits(module)] if onednn_pays() else []
+    for module in swapped:
+        module.__dict__["forward"] = partial(_linear, module)
+    try:
+        yield
+    finally:
+        for module in swapped:
+            del module.__dict__["forward"]
+
+
+def _fits(module: Any) -> bool:
+    if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
+        return False
+    weight = module.weight
+    return (
+        type(weight) is nn.Parameter
+        and type(weight.data) is Tensor
+        and not weight.requires_grad
+        and (weight.device.type, weight.dtype) == ("cpu", torch.float32)
+        and min(weight.shape) >= SMALLEST
+    )
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    weight, bias = module.weight, module.bias
+    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if trained or x.dtype != torch.float32:
+        plain: Callable[..., Tensor] = type(module).forward
+        return plain(module, x)
+    weight = weight.t() if type(module) is Conv1D else weight
+    if torch.is_grad_enabled() and x.requires_grad:
+        result: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return result
+    with torch.no_grad():
+        return _product(x, weight, bias)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001  # the one that takes dense float32 tensors
+    found: Tensor = product(x, weight, bias, "none", [], "")
+    return found
+
+
+class _Product(torch.autograd.Function):
+    """The product by oneDNN in both directions; the weight is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _product(gradient, ctx.weight.t(), None), None, None
