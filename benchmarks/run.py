@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,15 +19,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from i2cl import CalibrationConfig, Decoder, evaluate, load_task
+from i2cl import Decoder, Injection
+from i2cl.batching import make_batch
 from i2cl.benchmark import measures
-from i2cl.benchmark.timing import seconds
+from i2cl.benchmark.timing import paired, seconds
 from i2cl.benchmark.workload import Workload
 from i2cl.context import extract
+from i2cl.export import fold
 from i2cl.memory import peak_memory
-from i2cl.methods import make_methods
-from i2cl.reference.tasks import DEMO_TASKS
-from naive import Naive
+from i2cl.reference.tasks import names
+from jobs import accuracy, agreement, whole_jobs
 from shapes import random_decoder
 from told import machine, show
 
@@ -49,98 +49,35 @@ class Scale:
         tasks: served in turns, against few-shot.
         served: queries of those.
         loaded: tasks in a pool.
-        accuracy_seeds: of the fast recipe's accuracy on the reference model.
+        accuracy_tasks: of the fast recipe's accuracy on the reference model.
+        accuracy_seeds: of each of them.
     """
 
     queries: int = 500
     epochs: int = 100
     rounds: int = 2
-    pairs: int = 7
+    pairs: int = 11
     demonstrations: tuple[int, ...] = (10, 100, 1000, 10_000)
     tokens: tuple[int, ...] = (100, 500, 2000)
     tasks: tuple[int, ...] = (1, 10, 100)
     served: int = 100
     loaded: int = 10_000
+    accuracy_tasks: int = 16
     accuracy_seeds: int = 3
 
 
-QUICK = Scale(8, 2, 1, 2, (10, 20), (20, 40), (1, 4), 8, 70, 1)
+QUICK = Scale(8, 2, 1, 2, (10, 20), (20, 40), (1, 4), 8, 70, 2, 1)
 
 
-def whole_jobs(work: Workload, scale: Scale) -> list[dict[str, Any]]:
-    """Fit and predict, all of it, by the naive program and by both recipes in turns."""
-    rounds = []
-    for turn in range(scale.rounds):
-        console.print(f"whole jobs, round {turn + 1} of {scale.rounds}")
-        rounds.append(one_round(work, scale.epochs, backwards=bool(turn % 2)))
-    rows = []
-    for name, target in (("paper", ">= 1.6"), ("fast", ">= 4")):
-        times = [(taken["naive"], taken[name]) for taken, _ in rounds]
-        right = [(best[name] == best["naive"]).float().mean().item() for _, best in rounds]
-        detail = {"naive_seconds": [a for a, _ in times], "seconds": [b for _, b in times]}
-        rows.append(
-            {
-                "name": f"fit + predict {len(work.texts)} against naive, recipe {name}",
-                "value": median(a / b for a, b in times),
-                "unit": "x",
-                "target": target,
-                "detail": {**detail, "predictions_as_naive": min(right)},
-            }
-        )
-    return rows
-
-
-def one_round(
-    work: Workload, epochs: int, *, backwards: bool
-) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Seconds and predictions of each job."""
-    naive = Naive(work.decoder, work.task, CalibrationConfig(epochs=epochs))
-    taken: dict[str, float] = {}
-    best: dict[str, torch.Tensor] = {}
-    jobs: dict[str, Callable[[], torch.Tensor]] = {
-        "fast": partial(our_job, work, "fast"),
-        "naive": partial(naive_job, naive, work),
-        "paper": partial(our_job, work, "paper", epochs=epochs),
-    }
-    for name, job in sorted(jobs.items(), reverse=backwards):
-        started = time.perf_counter()
-        best[name] = job().argmax(-1)
-        taken[name] = time.perf_counter() - started
-        console.print(f"  {name}: {taken[name]:.1f} s")
-    return taken, best
-
-
-def naive_job(naive: Naive, work: Workload) -> torch.Tensor:
-    """Fit and predict as the naive program does, on the batches of the exact recipe."""
-    naive.extract(work.demonstrations)
-    naive.calibrate(work.demonstrations, naive.config.batches(len(work.demonstrations), seed=0))
-    return naive.scores(work.texts)
-
-
-def our_job(work: Workload, recipe: str, **changes: object) -> torch.Tensor:
-    """The same by the package."""
-    return measures.fitted(work, recipe, **changes).scores(work.decoder, work.texts)
-
-
-def accuracy(scale: Scale) -> dict[str, Any]:
-    """Accuracy of the fast recipe minus the paper's, in points, on the reference model."""
-    decoder = Decoder.from_pretrained("reference", device="cpu")
-    kept: dict[str, list[float]] = {}
-    for recipe in ("paper", "fast"):
-        (method,) = make_methods(["i2cl"], recipe=CalibrationConfig.recipe(recipe).model_dump())
-        kept[recipe] = [
-            100 * evaluate(decoder, load_task(name), method, seed=seed, limit=100).accuracy
-            for name in DEMO_TASKS
-            for seed in range(scale.accuracy_seeds)
-        ]
-    mean = {recipe: sum(values) / len(values) for recipe, values in kept.items()}
-    return {
-        "name": "accuracy of recipe fast - recipe paper, reference model",
-        "value": mean["fast"] - mean["paper"],
-        "unit": "points",
-        "target": "equal",
-        "detail": {**mean, "tasks": list(DEMO_TASKS), "seeds": scale.accuracy_seeds, "runs": kept},
-    }
+def folded_over_plain(work: Workload, injection: Injection, pairs: int) -> dict[str, Any]:
+    """Time of the folded checkpoint's own forward over that of the plain model's, for the same batch."""
+    ids = make_batch(sorted(work.queries, key=len)[: measures.ROWS], work.decoder.device).input_ids
+    folded = fold(work.decoder, injection)
+    with torch.no_grad():
+        runs = [partial(model, input_ids=ids, use_cache=False) for model in (work.decoder.model, folded)]
+        pair = paired(*runs, work.decoder.device, pairs)
+    row = measures.Measure.of("folded / plain forward, time", pair, rows=len(ids))
+    return {**asdict(row), "target": "1.00"}
 
 
 def extraction(decoder: Decoder, scale: Scale) -> dict[str, Any]:
@@ -198,16 +135,23 @@ def table(scale: Scale) -> dict[str, Any]:
         ("64 tasks / one", lambda: measures.mixed_over_one(work, scale.pairs), ">= 0.95"),
         ("many loaded", lambda: measures.mixed_over_one(work, scale.pairs, scale.loaded), ">= 0.95"),
         ("predict / forward", lambda: measures.predict_over_forward(some, injection, 3), ">= 0.9"),
+        (
+            "predict / forward, same products",
+            lambda: measures.predict_over_forward(some, injection, 3, same_products=True),
+            ">= 0.9",
+        ),
     ):
         console.print(told)
         rows.append({**asdict(measure()), "target": target})
+    rows.append(folded_over_plain(some, injection, scale.pairs))
     rows.append(extraction(decoder, scale))
     served = Workload.make(decoder, scale.served)
     prefixed = measures.against_prefix(served, scale.tokens, scale.tasks, console.print)
     against = [asdict(row) for row in prefixed]
-    rows += whole_jobs(work, scale)
+    rows += whole_jobs(work, scale.rounds, scale.epochs)
+    rows.append(agreement(some, min(5, scale.epochs)))
     console.print("accuracy of the fast recipe")
-    rows.append(accuracy(scale))
+    rows.append(accuracy(names()[: scale.accuracy_tasks], scale.accuracy_seeds))
     return {"machine": machine(), "shape": decoder.name, "rows": rows, "against_cached_prefix": against}
 
 

@@ -1,6 +1,7 @@
 """What `i2cl bench` measures, one function a row of its table."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
@@ -72,13 +73,19 @@ def predict(work: Workload, injection: Injection) -> Measure:
     return Measure("predict", len(work.texts) / taken, "queries/s", detail)
 
 
-def predict_over_forward(work: Workload, injection: Injection, pairs: int) -> Measure:
-    """Throughput of predict against the base model's own forward of the same tokens without padding."""
+def predict_over_forward(
+    work: Workload, injection: Injection, pairs: int, *, same_products: bool = False
+) -> Measure:
+    """Throughput of predict against the base model's own forward of the same tokens without padding.
+
+    That forward multiplies matrices as PyTorch does, or, if wanted, as predict does (`i2cl.products`).
+    """
     groups = [list(group) for _, group in groupby(sorted(work.queries, key=len), key=len)]
-    plain = partial(_base_forward, work, groups)
+    plain = partial(_base_forward, work, groups, same_products=same_products)
     whole = partial(injection.scores, work.decoder, work.texts)
     pair = paired(whole, plain, work.decoder.device, pairs)
-    return Measure.of("predict / plain forward, throughput", pair, queries=len(work.texts))
+    like = ", same products" if same_products else ""
+    return Measure.of(f"predict / plain forward{like}, throughput", pair, queries=len(work.texts))
 
 
 def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Measure:
@@ -101,7 +108,8 @@ def mixed_over_one(work: Workload, pairs: int, loaded: int = ROWS) -> Measure:
     texts = _middle(work.texts)
     chosen = names[:: max(1, loaded // len(texts))][: len(texts)]
     mixed = partial(pool.scores, texts, chosen)
-    pair = paired(mixed, partial(base.scores, work.decoder, texts), device, pairs)
+    with _one_batch(work):
+        pair = paired(mixed, partial(base.scores, work.decoder, texts), device, pairs)
     return Measure.of(
         f"{len(texts)} tasks in a batch / one task, throughput, {loaded} loaded",
         pair,
@@ -118,6 +126,17 @@ def _middle(items: Sequence[S]) -> list[S]:
     """Up to 64 of about the same length, so that they make one batch with little padding."""
     start = max(0, (len(items) - ROWS) // 2)
     return sorted(items, key=len)[start : start + ROWS]
+
+
+@contextmanager
+def _one_batch(work: Workload) -> Iterator[None]:
+    """Room for all compared rows in a batch."""
+    budget = work.decoder.token_budget
+    work.decoder.token_budget = max(budget, ROWS * max(map(len, work.queries)))
+    try:
+        yield
+    finally:
+        work.decoder.token_budget = budget
 
 
 def _load(pool: InjectionPool, names: Sequence[str], injection: Injection) -> None:
@@ -200,9 +219,9 @@ def _few_shot(work: Workload, prefix: Prefix, tasks: int) -> None:
         score(work.decoder, queries[task::tasks], labels, prefix=prefix)
 
 
-def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]]) -> None:
+def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]], *, same_products: bool) -> None:
     model: Any = work.decoder.model.base_model
-    with work.decoder.frozen(), torch.no_grad():
+    with work.decoder.frozen() if same_products else nullcontext(), torch.no_grad():
         for group in groups:
             size = max(1, work.decoder.token_budget // len(group[0]))
             for start in range(0, len(group), size):
