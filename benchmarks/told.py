@@ -1,7 +1,12 @@
-"""What machine a benchmark ran on, and its tables on a terminal."""
+"""What machine a benchmark ran on, and its tables on a terminal, or in Markdown:
 
+python benchmarks/told.py docs/performance/cpu.json
+"""
+
+import json
 import os
 import platform
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -44,3 +49,47 @@ def show(results: dict[str, Any]) -> None:
         values = row.values()
         prefix.add_row(*(f"{value:.4g}" if isinstance(value, float) else f"{value:,}" for value in values))
     out.print(prefix)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Both tables and the rows of the extraction, as docs/performance.md has them."""
+    on = results["machine"]
+    lines = [
+        (
+            f"`make bench`, {results['minutes']:.0f} minutes on {on['cores']} cores ({on['processor']}), "
+            f"torch {on['torch']}, {on['date']}:"
+        ),
+        "",
+        "| what | measured | to reach | reached |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['name']} | {row['value']:.3g} {row['unit']} | {row['target']} | {reached(row)} |"
+        for row in results["rows"]
+    ]
+    extraction = next(row for row in results["rows"] if row["name"].startswith("extraction"))
+    each = [
+        f"{row['demonstrations']:,} demonstrations {row['ms_each']:.0f} ms each, "
+        f"peak {row['peak_memory_bytes'] / 1e9:.2f} GB"
+        for row in extraction["detail"]["rows"]
+    ]
+    lines += ["", f"Extraction: {'; '.join(each)} (the process, model included).", ""]
+    names = {name: name.replace("_", " ") for name in results["against_cached_prefix"][0]}
+    lines += [f"| {' | '.join(names.values())} |", "|" + "---:|" * len(names)]
+    for row in results["against_cached_prefix"]:
+        cells = (f"{value:.3g}" if isinstance(value, float) else f"{value:,}" for value in row.values())
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def reached(row: dict[str, Any]) -> str:
+    """Whether a figure is on the right side of its target; empty where the target is no bound."""
+    words = row["target"].split()
+    if words[0] not in {">=", "<="}:
+        return ""
+    above = row["value"] >= float(words[1])
+    return "yes" if above == (words[0] == ">=") else "**no**"
+
+
+if __name__ == "__main__":
+    print(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
