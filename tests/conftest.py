@@ -10,6 +10,8 @@ SHAPED = (
     "architectures",
     "batching",
     "calibration",
+    "classes",
+    "composition",
     "context",
     "decoder",
     "edits",

@@ -92,7 +92,7 @@ def parsed(out):
     return [line[0] for line in lines], torch.tensor([[float(value) for value in line[1:]] for line in lines])
 
 
-@pytest.mark.parametrize("command", ["demo", "fit", "predict", "eval", "check", "ls"])
+@pytest.mark.parametrize("command", ["demo", "fit", "predict", "combine", "eval", "check", "ls"])
 def test_every_command_has_help_json_and_seed(call, command):
     code, out, err = call(command, "--help")
     assert code == 0

@@ -1,5 +1,7 @@
+import math
 import weakref
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -255,6 +257,94 @@ def test_vectors_that_do_not_match_are_refused(other):
         vector(1) + other
     with pytest.raises(I2CLError, match="context vectors do not match"):
         vector(1) - other
+
+
+def alike(one, other):
+    torch.testing.assert_close(one.values, other.values, atol=1e-6, rtol=1e-6)
+    assert one.demonstrations == other.demonstrations
+    return True
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_vectors_make_a_vector_space(seed):
+    a, b, c = (vector(3 * seed + number) for number in range(3))
+    assert alike((a + b) + c, a + (b + c))
+    assert torch.equal((a + b).values, (b + a).values)
+    assert alike(2.5 * (a + b), 2.5 * a + 2.5 * b)
+    assert alike((2.0 + 0.7) * a, replace(2.0 * a + 0.7 * a, demonstrations=a.demonstrations))
+    assert torch.equal((a - a).values, torch.zeros_like(a.values))
+    assert torch.equal((-a).values, -a.values)
+    assert alike(sum([a, b, c]), a + b + c)
+    assert torch.equal((1.0 * a).values, a.values)
+
+
+@pytest.mark.parametrize("other", ["2", None, [1.0]])
+def test_only_numbers_scale(other):
+    with pytest.raises(TypeError):
+        vector(1) * other
+
+
+def test_a_product_of_vectors_is_not_defined():
+    with pytest.raises(TypeError):
+        vector(1) * vector(2)
+    with pytest.raises(TypeError):
+        vector(1) / vector(2)
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 1.0, 1.0], [3.0, 0.0, 1.0], [0.2, 0.3, 0.5]])
+def test_the_weighted_mean_is_that_of_numpy(weights):
+    vectors = [vector(seed) for seed in range(3)]
+    found = ContextVector.mean(vectors, weights=weights)
+    wanted = np.average([one.values.double().numpy() for one in vectors], axis=0, weights=weights)
+    np.testing.assert_allclose(found.values.numpy(), wanted, atol=1e-6)
+    assert found.values.dtype == torch.float32
+    assert found.demonstrations == 1 + 2 + 3
+    assert found.config == vectors[0].config
+
+
+@pytest.mark.parametrize("writers", ["both", "mha", "hidden"])
+def test_the_mean_of_one_is_that_one_bit_for_bit(writers):
+    one = vector(1, writers)
+    for weights in (None, [7.0], [0.3]):
+        assert torch.equal(ContextVector.mean([one], weights).values, one.values)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_order_and_size_of_the_weights_do_not_change_the_mean(seed):
+    vectors, weights = [vector(4 * seed + number) for number in range(4)], [0.5, 2.0, 0.0, 1.5]
+    mean = ContextVector.mean(vectors, weights)
+    assert alike(mean, ContextVector.mean(vectors[::-1], weights[::-1]))
+    assert alike(mean, ContextVector.mean(vectors, [10 * weight for weight in weights]))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_mean_of_means_is_the_mean(seed):
+    a, b, c = (vector(3 * seed + number) for number in range(3))
+    assert alike(ContextVector.mean([ContextVector.mean([a, b]), c], [2, 1]), ContextVector.mean([a, b, c]))
+
+
+def test_a_mean_by_demonstrations_is_that_of_all_of_them():
+    decoder = decoder_of("gpt2")
+    parts = [extract(decoder, TASK, SHOTS[:2]), extract(decoder, TASK, SHOTS[2:])]
+    found = ContextVector.mean(parts, [part.demonstrations for part in parts])
+    whole = extract(decoder, TASK, SHOTS)
+    assert close(found.values, whole.values)
+    assert found.demonstrations == whole.demonstrations == len(SHOTS)
+
+
+@pytest.mark.parametrize(
+    "weights", [[1.0], [1.0, 2.0, 3.0], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan], [1.0, math.inf]]
+)
+def test_weights_that_make_no_mean(weights):
+    with pytest.raises(I2CLError, match=r"make no mean of 2 context vector\(s\): give at least one"):
+        ContextVector.mean([vector(1), vector(2)], weights)
+
+
+def test_the_mean_of_none_and_of_vectors_that_do_not_match():
+    with pytest.raises(I2CLError, match=r"make no mean of 0 context vector\(s\)"):
+        ContextVector.mean([])
+    with pytest.raises(I2CLError, match="context vectors do not match"):
+        ContextVector.mean([vector(1), vector(2, layers=3)])
 
 
 def test_sizes_are_checked_against_a_model():

@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from i2cl.architectures import ARCHITECTURES, Architecture
     from i2cl.calibration import calibrate
+    from i2cl.classes import extract_classes
+    from i2cl.composition import combine
     from i2cl.context import ContextVector, ExtractConfig, extract
     from i2cl.decoder import Decoder
     from i2cl.errors import I2CLError
@@ -43,8 +45,10 @@ _HOMES = {
     "Template": "tasks",
     "TransferConfig": "transfer",
     "calibrate": "calibration",
+    "combine": "composition",
     "evaluate": "evaluation",
     "extract": "context",
+    "extract_classes": "classes",
     "list_tasks": "tasks",
     "load_task": "tasks",
     "make_methods": "methods",
@@ -71,8 +75,10 @@ __all__ = [
     "Template",
     "TransferConfig",
     "calibrate",
+    "combine",
     "evaluate",
     "extract",
+    "extract_classes",
     "list_tasks",
     "load_task",
     "make_methods",

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from i2cl.batching import Ids, budget_chunks, packing_pays, shared_front
+from i2cl.classes import injected, require_vectors, settled
 from i2cl.context import ContextVector, require_demonstrations
 from i2cl.decoder import Decoder
 from i2cl.edits import NoisyEdit
@@ -29,12 +30,12 @@ def calibrate(
     decoder: Decoder,
     task: Task,
     demonstrations: Sequence[Example],
-    context: ContextVector,
+    context: ContextVector | Sequence[ContextVector],
     config: CalibrationConfig | None = None,
     *,
     seed: int = 0,
     scoring: Scoring = "auto",
-    start: Float[Tensor, "layers sites 2"] | None = None,
+    start: Float[Tensor, "layers sites scalars"] | None = None,
     batches: Sequence[Sequence[int]] | None = None,
     prompt: Callable[[str], str] | None = None,
     progress: StepProgress | None = None,
@@ -48,11 +49,12 @@ def calibrate(
         decoder: the frozen model.
         task: gives template and label words.
         demonstrations: the examples the context vector was made from, or others.
-        context: what is injected.
+        context: what is injected: one vector, or one for each class (`i2cl.classes.extract_classes`).
+            Then each class has a lambda of its own, and the mean of ``lambda_y v_y`` is injected.
         config: recipe and ablation switches.
         seed: of batches, noise and ``positions="random"``.
         scoring: predict each label's first token or its whole sequence; see `i2cl.scoring`.
-        start: first coefficients, instead of the config's init values.
+        start: first coefficients, instead of the config's init values; the last axis ends in beta.
         batches: demonstration indices of every step, instead of random batches (one pass, in order).
         prompt: from a text to what precedes its label, instead of the template's query alone. The
             tokens that all of these share in front run once a step, under one draw of the noise.
@@ -63,18 +65,18 @@ def calibrate(
     """
     config = config or CalibrationConfig()
     require_demonstrations(task, demonstrations)
-    context.require_sizes(decoder)
+    vectors = require_vectors(decoder, task, context)
     labels = label_tokens(decoder, task.template, task.labels, scoring)
     texts = [example.text for example in demonstrations]
     queries = encode_queries(decoder, prompt or task.template.query, texts, labels)
     targets = [labels.target(example.label) for example in demonstrations]
-    active = config.active(decoder.layers, context.config.writers)
-    _require_start(start, active, config.formula)
-    coefficients = Coefficients(config, active, start, decoder.device)
+    active = config.active(decoder.layers, vectors[0].config.writers)
+    _require_start(start, (*active.shape, len(vectors) + 1), config.formula)
+    coefficients = Coefficients(config, active, start, decoder.device, len(vectors))
     if batches is not None:
         _require_batches(batches, len(queries), config)
     shared = shared_front(queries) if prompt else ()
-    loss = _Loss(decoder, shared, queries, targets, context, config, coefficients, seed)
+    loss = _Loss(decoder, shared, queries, targets, vectors, config, coefficients, seed)
     with decoder.frozen():
         if config.optimizer == "lbfgs":
             chunks = budget_chunks(queries, decoder.token_budget)
@@ -82,9 +84,10 @@ def calibrate(
         else:
             batches = batches or config.batches(len(queries), seed)
             history = train([coefficients.free], loss, batches, config, progress)
+    whole, pairs, classes = settled(vectors, coefficients.linear().detach().cpu())
     return Injection(
-        context=context,
-        coefficients=coefficients.linear().detach().cpu(),
+        context=whole,
+        coefficients=pairs,
         task=task.without_data(),
         base=decoder.base,
         positions=config.positions,
@@ -92,6 +95,7 @@ def calibrate(
         seed=seed,
         settings=config.model_dump(mode="json"),
         history=history,
+        classes=classes,
     )
 
 
@@ -102,12 +106,12 @@ def _require_batches(batches: Sequence[Sequence[int]], count: int, config: Calib
         raise I2CLError(f"batches are to hold demonstration indices, each 0 to {count - 1}")
 
 
-def _require_start(start: Tensor | None, active: Tensor, formula: Formula) -> None:
+def _require_start(start: Tensor | None, shape: tuple[int, ...], formula: Formula) -> None:
     if start is not None and formula != "linear":
         raise I2CLError(f"start coefficients are linear, but formula={formula!r}: use formula='linear'")
-    if start is not None and start.shape != (*active.shape, 2):
+    if start is not None and start.shape != shape:
         raise I2CLError(
-            f"start coefficients have shape {tuple(start.shape)}, but {(*active.shape, 2)} is needed: "
+            f"start coefficients have shape {tuple(start.shape)}, but {shape} is needed: "
             "take those of an injection into this model"
         )
 
@@ -119,31 +123,32 @@ class Coefficients:
         self,
         config: CalibrationConfig,
         active: Bool[Tensor, "layers sites"],
-        start: Float[Tensor, "layers sites 2"] | None,
+        start: Float[Tensor, "layers sites scalars"] | None,
         device: torch.device,
+        vectors: int = 1,
     ) -> None:
         self.formula = config.formula
         self.active = active
-        fixed = torch.tensor([0.0, 1.0]).expand(*active.shape, 2)
+        fixed = torch.tensor([0.0] * vectors + [1.0]).expand(*active.shape, vectors + 1)
         init_beta = 1.0 if config.formula == "add" else config.init_beta
-        first = torch.tensor([config.init_lambda, init_beta]).expand_as(fixed)
+        first = torch.tensor([config.init_lambda] * vectors + [init_beta]).expand_as(fixed)
         values = first if start is None else start.float().cpu()
         self.base = torch.where(active[..., None], values, fixed).to(device)
-        self.trained = active[..., None].repeat(1, 1, 2).to(device)
+        self.trained = active[..., None].repeat(1, 1, vectors + 1).to(device)
         if config.formula == "add":
-            self.trained[..., 1] = False
+            self.trained[..., -1] = False
         self.free = torch.nn.Parameter(self.base[self.trained].clone())
 
-    def linear(self) -> Float[Tensor, "layers sites 2"]:
-        """(lambda, beta) such that every formula reads ``lambda v + beta a``."""
+    def linear(self) -> Float[Tensor, "layers sites scalars"]:
+        """(lambda, beta) such that every formula reads ``lambda v + beta a``; a lambda for each vector."""
         values = self.base.masked_scatter(self.trained, self.free)
-        amount, scale = values.unbind(-1)
+        amount, scale = values[..., :-1], values[..., -1:]
         if self.formula == "add":
             amount = amount.relu()
         elif self.formula == "balance":
             scale = scale.relu()
-            amount, scale = amount * scale, (1 - amount) * scale
-        return torch.stack([amount, scale], dim=-1)
+            amount, scale = amount * scale, (1 - amount.mean(-1, keepdim=True)) * scale
+        return torch.cat([amount, scale], dim=-1)
 
 
 class _Loss:
@@ -155,7 +160,7 @@ class _Loss:
         shared: Ids,
         queries: Sequence[Ids],
         targets: Sequence[Ids],
-        context: ContextVector,
+        vectors: Sequence[ContextVector],
         config: CalibrationConfig,
         coefficients: Coefficients,
         seed: int,
@@ -169,10 +174,10 @@ class _Loss:
         self.generator = torch.Generator(decoder.device).manual_seed(seed)
         self.seed = seed
         self.repeats = config.optimizer == "lbfgs"
+        self.vectors = torch.stack([vector.values for vector in vectors]).to(decoder.device)
         self.noisy = partial(
             NoisyEdit,
-            context.values.to(decoder.device),
-            site=context.config.site,
+            site=vectors[0].config.site,
             positions=config.positions,
             seed=seed,
             active=coefficients.active,
@@ -190,6 +195,6 @@ class _Loss:
         lengths = [len(query) + len(target) - 1 for query, target in zip(queries, targets, strict=True)]
         packed = self.packs and packing_pays(lengths, self.decoder.d_model)
         batch = labelled_batch(queries, targets, self.decoder.device, packed=packed)
-        edit = self.noisy(coefficients=self.coefficients.linear())
+        edit = self.noisy(*injected(self.vectors, self.coefficients.linear()))
         prefix = self.decoder.prefix(self.shared, edit=edit) if self.shared else None
         return -sequence_log_probabilities(self.decoder, batch, targets, edit, prefix).mean()

@@ -76,8 +76,8 @@ class ContextVector:
                 f"the model needs {shape}: extract it on this model"
             )
 
-    def __add__(self, other: "ContextVector") -> "ContextVector":
-        """Sum.
+    def require_match(self, other: "ContextVector") -> None:
+        """Refuse a vector that cannot be added to this one.
 
         Raises:
             I2CLError: if shapes or writers differ.
@@ -88,6 +88,40 @@ class ContextVector:
                 f"context vectors do not match: {mine} {tuple(self.values.shape)} and "
                 f"{theirs} {tuple(other.values.shape)}; extract both from one model with one setting"
             )
+
+    @classmethod
+    def mean(
+        cls, vectors: Sequence["ContextVector"], weights: Sequence[float] | Sequence[int] | None = None
+    ) -> "ContextVector":
+        """Weighted mean, added up in float64; the first vector's config goes over.
+
+        Plain means weighted by their ``demonstrations`` give the mean of all of these. For any other
+        weighted sum there is arithmetic: ``2.0 * one - other``.
+
+        Args:
+            vectors: at least one.
+            weights: one each, of at least 0 and not all 0; only their proportions count. Default: equal.
+
+        Raises:
+            I2CLError: without vectors, on weights that make no mean, or if shapes or writers differ.
+        """
+        shares = torch.tensor([1.0] * len(vectors) if weights is None else list(weights), dtype=torch.float64)
+        if len(shares) != len(vectors) or not (shares >= 0).all() or not 0 < shares.sum() < torch.inf:
+            raise I2CLError(
+                f"weights {shares.tolist()} make no mean of {len(vectors)} context vector(s): "
+                "give at least one vector, and one weight each, at least 0 and not all 0"
+            )
+        for vector in vectors:
+            vectors[0].require_match(vector)
+        parts = [
+            share * one.values.double() for share, one in zip(shares / shares.sum(), vectors, strict=True)
+        ]
+        values = torch.stack(parts).sum(0).to(vectors[0].values.dtype)
+        return replace(vectors[0], values=values, demonstrations=sum(one.demonstrations for one in vectors))
+
+    def __add__(self, other: "ContextVector") -> "ContextVector":
+        """Sum; refused as by `require_match`."""
+        self.require_match(other)
         total = self.demonstrations + other.demonstrations
         return replace(self, values=self.values + other.values, demonstrations=total)
 
@@ -97,7 +131,11 @@ class ContextVector:
 
     def __sub__(self, other: "ContextVector") -> "ContextVector":
         """Difference."""
-        return self + -1.0 * other
+        return self + -other
+
+    def __neg__(self) -> "ContextVector":
+        """The opposite direction."""
+        return -1.0 * self
 
     def __mul__(self, factor: float) -> "ContextVector":
         """Scaled by a number."""

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from i2cl.classes import ClassVectors
 from i2cl.context import ContextVector, ExtractConfig
 from i2cl.decoder import Decoder
 from i2cl.edits import LinearEdit, Positions
@@ -45,6 +46,8 @@ class Injection:
         seed: of calibration, and of ``positions="random"``.
         settings: of calibration, JSON-able.
         history: mean calibration loss of each epoch, in nats.
+        classes: what the context vector is the weighted sum of, if it was fitted class by class. To
+            inject, the context vector is enough.
     """
 
     context: ContextVector
@@ -56,6 +59,7 @@ class Injection:
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     history: tuple[float, ...] = ()
+    classes: ClassVectors | None = None
 
     def edit(self) -> LinearEdit:
         """The edit that applies this injection to `Decoder.forward`."""
@@ -122,6 +126,7 @@ class Injection:
         tensors = {
             "context_vector": self.context.values.contiguous(),
             "coefficients": self.coefficients.contiguous(),
+            **(self.classes.tensors() if self.classes else {}),
         }
         with new_folder(Path(folder), FILES) as fresh:
             save_file(tensors, fresh / TENSORS, metadata={"format": "pt"})
@@ -152,7 +157,7 @@ class Injection:
             raise I2CLError(
                 f"{folder / TENSORS} is damaged or missing ({error}): copy or fit it again"
             ) from None
-        return stored.injection(values, coefficients)
+        return stored.injection(values, coefficients, tensors)
 
     def description(self) -> dict[str, Any]:
         """What `save_pretrained` writes beside the tensors."""
@@ -193,7 +198,7 @@ class _Stored(pydantic.BaseModel):
             raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
         return version
 
-    def injection(self, values: Tensor, coefficients: Tensor) -> Injection:
+    def injection(self, values: Tensor, coefficients: Tensor, tensors: dict[str, Tensor]) -> Injection:
         base = BaseModel.from_dict(self.base_model)
         sites = 1 if self.extraction.site == "hidden" else 2
         shape = (base.layers, sites, base.d_model)
@@ -202,16 +207,18 @@ class _Stored(pydantic.BaseModel):
             raise I2CLError(
                 f"{TENSORS} holds shapes {found}, {shape} and {(*shape[:2], 2)} are described: fit it again"
             )
+        task = Task.from_dict(self.task)
         return Injection(
             context=ContextVector(values, self.extraction, self.demonstrations),
             coefficients=coefficients,
-            task=Task.from_dict(self.task),
+            task=task,
             base=base,
             positions=self.positions,
             scoring=self.scoring,
             seed=self.seed,
             settings=self.calibration,
             history=tuple(self.loss),
+            classes=ClassVectors.stored(tensors, (len(task.labels), *shape)),
         )
 
 

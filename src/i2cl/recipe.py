@@ -107,6 +107,6 @@ class CalibrationConfig(TrainConfig):
             mask[chosen, site] = True
         return mask
 
-    def parameters(self, layers: int, writers: Writers) -> int:
-        """How many scalars are trained: two for each active site, one where beta is fixed."""
-        return int(self.active(layers, writers).sum()) * (1 if self.formula == "add" else 2)
+    def parameters(self, layers: int, writers: Writers, vectors: int = 1) -> int:
+        """How many scalars are trained: at each active site a lambda a vector, and beta unless fixed."""
+        return int(self.active(layers, writers).sum()) * (vectors + (self.formula != "add"))

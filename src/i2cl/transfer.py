@@ -4,10 +4,9 @@ Source: paper, section "Enhance New Task with Existing Anchors" and appendix "Im
 Learning Method".
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -150,7 +149,7 @@ def transfer(
 def _average(
     anchors: Sequence[Injection], weights: Weights
 ) -> tuple[ContextVector, Float[Tensor, "layers sites 2"]]:
-    context = reduce(operator.add, (weight * anchors[index].context for index, weight in weights))
+    context = ContextVector.mean([anchors[index].context for index, _ in weights], [w for _, w in weights])
     coefficients = torch.stack([weight * anchors[index].coefficients for index, weight in weights]).sum(0)
     return context, coefficients
 

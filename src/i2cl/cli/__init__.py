@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from i2cl import __version__
-from i2cl.cli import bench, console, experiment, export, look, measure, use
+from i2cl.cli import bench, combine, console, experiment, export, look, measure, use
 from i2cl.errors import I2CLError
 
 NAME = "i2cl"
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command()(measure.demo)
 app.command()(use.fit)
 app.command()(use.predict)
+app.command()(combine.combine)
 app.command(name="eval")(measure.evaluate)
 app.command()(bench.bench)
 app.add_typer(experiment.app, name="experiment")

@@ -27,6 +27,7 @@ def fit(
     shots: options.Shots = None,
     seed: options.Seed = 0,
     recipe: options.Recipe = "paper",
+    classes: Annotated[bool, typer.Option("--classes", help="One vector and lambda for each class.")] = False,
     settings: options.Settings = None,
     data_dir: options.DataDir = None,
     template: options.FormatString = None,
@@ -42,6 +43,7 @@ def fit(
 ) -> None:
     """Turn a task's labelled examples into a calibrated injection and save it."""
     from i2cl.calibration import calibrate
+    from i2cl.classes import extract_classes
     from i2cl.context import extract
     from i2cl.files import require_writable
     from i2cl.injection import FILES
@@ -54,7 +56,8 @@ def fit(
     decoder = load.decoder(model, load.ModelOptions(device, dtype, device_map, revision, trust_remote_code))
     started = time.perf_counter()
     with console.progress(max(1, method.calibration.rounds), "calibrating") as bar:
-        context = extract(decoder, loaded, demonstrations, method.extraction, seed=seed)
+        found = extract_classes if classes else extract
+        context = found(decoder, loaded, demonstrations, method.extraction, seed=seed)
         injection = calibrate(
             decoder, loaded, demonstrations, context, method.calibration, seed=seed, progress=bar.epoch
         )
@@ -71,7 +74,7 @@ def fit(
         "first_loss": first,
         "last_loss": last,
         "fit_seconds": seconds,
-        "cached_values": context.values.numel(),
+        "cached_values": injection.context.values.numel(),
         "coefficients": injection.coefficients.numel(),
     }
     if json:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from i2cl.context import ContextVector, extract
+from i2cl.classes import extract_classes
+from i2cl.context import ContextVector
 from i2cl.decoder import Decoder
 from i2cl.edits import LinearEdit
 from i2cl.evaluation import evaluate
@@ -73,10 +74,7 @@ class Bench:
         edit = _injected(predictor)
         if edit is not None and cell == plain(cell, cell.task):
             task = self.task(cell.task)
-            classes = [
-                extract(self.decoder, task, [one for one in demonstrations if one.label == label]).values
-                for label in range(len(task.labels))
-            ]
+            classes = [one.values for one in extract_classes(self.decoder, task, demonstrations)]
             tensors = {
                 "context_vector": edit.values.numpy(),
                 "coefficients": edit.coefficients.numpy(),

@@ -11,6 +11,7 @@ from i2cl.methods.batch_calibration import BatchCalibration
 from i2cl.methods.contextual_calibration import ContextualCalibration
 from i2cl.methods.few_shot import FewShot, FewShotUncached
 from i2cl.methods.i2cl import I2CL
+from i2cl.methods.i2cl_classes import I2CLClasses
 from i2cl.methods.i2cl_corrupted import I2CLCorrupted
 from i2cl.methods.i2cl_over_icl import I2CLOverICL
 from i2cl.methods.i2cl_unseen import I2CLUnseen
@@ -35,6 +36,7 @@ _ALL: tuple[type[Method], ...] = (
     TaskVector,
     ICV,
     I2CL,
+    I2CLClasses,
     I2CLUnseen,
     I2CLCorrupted,
     I2CLOverICL,

@@ -36,6 +36,7 @@ class InjectionMethod(Method):
         held_out: int = 0,
     ) -> PromptPredictor:
         """Scores under the injection, behind demonstrations or not."""
+        vectors = len(injection.classes.values) if injection.classes else 1
         return PromptPredictor(
             decoder,
             task,
@@ -43,6 +44,8 @@ class InjectionMethod(Method):
             prefix,
             injection.edit(),
             cached_values=injection.context.values.numel() + (prefix.values if prefix else 0),
-            trainable_parameters=self.calibration.parameters(decoder.layers, self.extraction.writers),
+            trainable_parameters=self.calibration.parameters(
+                decoder.layers, self.extraction.writers, vectors
+            ),
             held_out=held_out,
         )
