@@ -15,12 +15,13 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 ORDER = (
     {"errors"},
-    {"ray_cluster", "hooks", "files", "streams", "training"},
-    {"outputs", "alibi", "architectures", "tasks", "reference"},
+    {"ray_cluster", "hooks", "files", "streams", "training", "hub"},
+    {"outputs", "alibi", "architectures", "tasks", "reference", "card"},
     {"batching", "fingerprint", "loading"},
     {"edits", "memory", "prefix"},
     {"decoder"},
     {"scoring", "context"},
+    {"artefact"},
     {"injection", "recipe"},
     {"calibration", "adapters", "pool"},
     {"transfer", "methods"},
