@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from i2cl import InjectionPool, extract_classes
+from i2cl.artefact import DESCRIPTION, TENSORS
 from i2cl.calibration import calibrate
 from i2cl.classes import mixture
 from i2cl.context import ContextVector, ExtractConfig, extract
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.export import fold
-from i2cl.injection import DESCRIPTION, TENSORS, Injection
+from i2cl.injection import Injection
 from i2cl.recipe import CalibrationConfig
 from i2cl.tasks import Example, Task, Template
 from tiny import tiny_model, tiny_tokenizer

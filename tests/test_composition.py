@@ -260,7 +260,7 @@ def test_a_task_is_chosen_and_json_printed(call):
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(call, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setattr("i2cl.injection.snapshot_download", lambda *_, **__: (_ for _ in ()).throw(OSError()))
+    monkeypatch.setattr("i2cl.hub.snapshot_download", lambda *_, **__: (_ for _ in ()).throw(OSError()))
     before = sorted(tmp_path.iterdir())
     code, out, err = call("combine", *arguments, "-o", "both")
     assert (code, out) == (2, "")

@@ -15,13 +15,14 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 ORDER = (
     {"errors"},
-    {"ray_cluster", "hooks", "files", "products", "streams", "training"},
-    {"outputs", "alibi", "architectures", "tasks", "reference"},
+    {"ray_cluster", "hooks", "files", "products", "streams", "training", "hub"},
+    {"outputs", "alibi", "architectures", "tasks", "reference", "card"},
     {"batching", "fingerprint", "loading"},
     {"edits", "memory", "prefix"},
     {"decoder"},
     {"scoring", "context"},
     {"classes"},
+    {"artefact"},
     {"injection", "recipe"},
     {"calibration", "composition", "adapters", "pool"},
     {"transfer", "methods"},

@@ -7,12 +7,14 @@ import pytest
 import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from i2cl.artefact import DESCRIPTION, FORMAT_VERSION, TENSORS
 from i2cl.batching import make_batch
+from i2cl.card import CARD
 from i2cl.context import ContextVector, ExtractConfig
 from i2cl.decoder import Decoder
 from i2cl.edits import LinearEdit
 from i2cl.errors import I2CLError
-from i2cl.injection import DESCRIPTION, FORMAT_VERSION, TENSORS, Injection
+from i2cl.injection import Injection
 from i2cl.scoring import label_tokens, score
 from i2cl.tasks import Example, Task, Template
 from tiny import tiny_model, tiny_tokenizer
@@ -167,7 +169,7 @@ def test_the_description_can_be_read_by_people(saved):
     assert description["task"]["labels"] == ["positive", "negative"]
     assert description["task"]["separator"] == "\n\n"
     assert description["loss"] == [1.5, 0.1 + 0.2]
-    assert {entry.name for entry in saved.iterdir()} == {DESCRIPTION, TENSORS}
+    assert {entry.name for entry in saved.iterdir()} == {DESCRIPTION, TENSORS, CARD}
 
 
 def test_demonstrations_are_not_saved(tmp_path):
@@ -204,7 +206,11 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "error"),
-    [("i2cl.injection.save_file", OSError), ("i2cl.injection.json.dumps", KeyboardInterrupt)],
+    [
+        ("i2cl.artefact.save_file", OSError),
+        ("i2cl.artefact.json.dumps", KeyboardInterrupt),
+        ("i2cl.artefact.model_card", ValueError),
+    ],
 )
 def test_a_failing_save_leaves_the_older_artefact(saved, monkeypatch, target, error):
     def fail(*_, **__):
@@ -303,10 +309,10 @@ def test_a_name_that_is_no_folder_is_downloaded(saved, monkeypatch):
         asked.append((name, arguments))
         return str(saved)
 
-    monkeypatch.setattr("i2cl.injection.snapshot_download", download)
+    monkeypatch.setattr("i2cl.hub.snapshot_download", download)
     found = Injection.from_pretrained("somebody/films", revision="v1")
     assert torch.equal(found.coefficients, made().coefficients)
-    assert asked == [("somebody/films", {"revision": "v1", "allow_patterns": [TENSORS, DESCRIPTION]})]
+    assert asked == [("somebody/films", {"revision": "v1", "allow_patterns": [DESCRIPTION, TENSORS]})]
     Injection.from_pretrained(saved)
     assert len(asked) == 1
 
@@ -316,7 +322,7 @@ def test_a_hub_that_cannot_help(monkeypatch, error):
     def download(*_, **__):
         raise error
 
-    monkeypatch.setattr("i2cl.injection.snapshot_download", download)
+    monkeypatch.setattr("i2cl.hub.snapshot_download", download)
     with pytest.raises(
         I2CLError, match=rf"no such folder, and the hub says {type(error).__name__}.*i2cl fit"
     ):
@@ -324,7 +330,7 @@ def test_a_hub_that_cannot_help(monkeypatch, error):
 
 
 def test_a_repository_without_an_injection(tmp_path, monkeypatch):
-    monkeypatch.setattr("i2cl.injection.snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr("i2cl.hub.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(I2CLError, match="'somebody/films' is no injection"):
         Injection.from_pretrained("somebody/films")
 

@@ -59,6 +59,8 @@ def combine(
         settings={"combined": [_part(one, weight) for one, weight in zip(injections, numbers, strict=True)]},
         history=(),
         classes=None,
+        metrics={},
+        command="",
     )
 
 

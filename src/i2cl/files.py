@@ -1,4 +1,4 @@
-"""Writing that leaves either everything or nothing."""
+"""Writing that leaves either everything or nothing, and names that may be published."""
 
 import tempfile
 from collections.abc import Iterator
@@ -56,3 +56,10 @@ def new_folder(path: Path, owned: AbstractSet[str]) -> Iterator[Path]:
             if old.is_dir():
                 old.rename(path)
             raise
+
+
+def public_name(name: str) -> str:
+    """What others may read of a model's or file's name: the last part of a path; a hub id as it is."""
+    path = Path(name)
+    local = path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    return (path.name or path.resolve().name) if local else name

@@ -1,32 +1,25 @@
 """Injection: a calibrated task as a small artefact, applied to a decoder."""
 
-import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pydantic
-from huggingface_hub import snapshot_download
 from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from i2cl.artefact import FILES, FORMAT_VERSION, own_files, read, write
 from i2cl.classes import ClassVectors
-from i2cl.context import ContextVector, ExtractConfig
+from i2cl.context import ContextVector
 from i2cl.decoder import Decoder
 from i2cl.edits import LinearEdit, Positions
 from i2cl.errors import I2CLError
 from i2cl.files import new_folder
 from i2cl.fingerprint import BaseModel
+from i2cl.hub import download, upload
 from i2cl.scoring import Progress, Scoring, encode_queries, label_tokens, score
 from i2cl.tasks import Task
-
-FORMAT_VERSION = 1
-TENSORS = "injection.safetensors"
-DESCRIPTION = "injection.json"
-FILES = frozenset({TENSORS, DESCRIPTION})
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +41,9 @@ class Injection:
         history: mean calibration loss of each epoch, in nats.
         classes: what the context vector is the weighted sum of, if it was fitted class by class. To
             inject, the context vector is enough.
+        metrics: accuracy, macro-F1 and number of test rows, where they were measured
+            (`i2cl.evaluation.with_metrics`).
+        command: the command line that makes it again, where one does.
     """
 
     context: ContextVector
@@ -60,6 +56,8 @@ class Injection:
     settings: dict[str, Any] = field(default_factory=dict)
     history: tuple[float, ...] = ()
     classes: ClassVectors | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
 
     def edit(self) -> LinearEdit:
         """The edit that applies this injection to `Decoder.forward`."""
@@ -118,49 +116,77 @@ class Injection:
             )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write safetensors and JSON; all of it or, on an error, nothing.
+        """Write safetensors, JSON and a model card; all of it or, on an error, nothing.
+
+        An artefact that is there is replaced, its card too.
 
         Raises:
             I2CLError: if the folder cannot be written or holds something else.
         """
-        tensors = {
-            "context_vector": self.context.values.contiguous(),
-            "coefficients": self.coefficients.contiguous(),
-            **(self.classes.tensors() if self.classes else {}),
-        }
-        with new_folder(Path(folder), FILES) as fresh:
-            save_file(tensors, fresh / TENSORS, metadata={"format": "pt"})
-            text = json.dumps(self.description(), indent=2, ensure_ascii=False)
-            (fresh / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+        path = Path(folder)
+        with new_folder(path, own_files(path)) as fresh:
+            self._write(fresh, path.resolve().name, shared=False)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = False,
+        token: str | None = None,
+        commit_message: str | None = None,
+        revision: str | None = None,
+    ) -> str:
+        """Upload it with its model card. A base model's local path is shortened to its last part.
+
+        Args:
+            repo_id: such as ``"user/name"``; made if it is not there.
+            private: of a repository that is made now.
+            token: default: that of the login (`hf auth login`), or HF_TOKEN.
+            commit_message: default: says what it is.
+            revision: branch, made if it is not there; default: main.
+
+        Returns:
+            The commit's address.
+
+        Raises:
+            I2CLError: if nobody is logged in, or the hub refuses or cannot be reached.
+        """
+        message = commit_message or f"I2CL injection for {self.task.name}"
+        with tempfile.TemporaryDirectory() as scratch:
+            self._write(Path(scratch), repo_id, shared=True)
+            return upload(
+                Path(scratch),
+                repo_id,
+                private=private,
+                token=token,
+                commit_message=message,
+                revision=revision,
+            )
+
+    def _write(self, folder: Path, name: str, *, shared: bool) -> None:
+        tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}
+        tensors |= self.classes.tensors() if self.classes else {}
+        write(folder, tensors, self.description(), name, shared=shared)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *, revision: str | None = None) -> "Injection":
         """Load from a folder, or from a hub repository where no such folder exists.
+
+        Args:
+            name: the folder, or an id such as ``"user/name"``.
+            revision: hub branch, tag or commit.
 
         Raises:
             I2CLError: on a missing, damaged or newer artefact.
         """
         folder = Path(name)
         if not folder.exists():
-            folder = _download(str(name), revision)
-        if not (folder / DESCRIPTION).is_file():
-            raise I2CLError(f"{str(name)!r} is no injection: it has no {DESCRIPTION} (made by `i2cl fit`)")
-        try:
-            stored = _Stored.model_validate_json((folder / DESCRIPTION).read_text(encoding="utf-8"))
-            tensors = load_file(folder / TENSORS)
-            values, coefficients = tensors["context_vector"], tensors["coefficients"]
-        except (pydantic.ValidationError, UnicodeDecodeError) as error:
-            raise I2CLError(
-                f"{folder / DESCRIPTION} cannot be read ({_first_problem(error)}): fit it again"
-            ) from None
-        except (SafetensorError, OSError, KeyError) as error:
-            raise I2CLError(
-                f"{folder / TENSORS} is damaged or missing ({error}): copy or fit it again"
-            ) from None
-        return stored.injection(values, coefficients, tensors)
+            folder = download(str(name), revision, FILES)
+        return cls(**read(folder, str(name)))
 
     def description(self) -> dict[str, Any]:
         """What `save_pretrained` writes beside the tensors."""
+        told = {"metrics": self.metrics, "command": self.command}
         return {
             "format_version": FORMAT_VERSION,
             "base_model": asdict(self.base),
@@ -172,68 +198,4 @@ class Injection:
             "seed": self.seed,
             "calibration": self.settings,
             "loss": list(self.history),
-        }
-
-
-class _Stored(pydantic.BaseModel):
-    """The JSON half of an artefact."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    format_version: int
-    base_model: dict[str, Any]
-    task: dict[str, Any]
-    demonstrations: int
-    extraction: ExtractConfig
-    positions: Positions
-    scoring: Scoring
-    seed: int
-    calibration: dict[str, Any]
-    loss: list[float]
-
-    @pydantic.field_validator("format_version")
-    @classmethod
-    def _known(cls, version: int) -> int:
-        if version > FORMAT_VERSION:
-            raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
-        return version
-
-    def injection(self, values: Tensor, coefficients: Tensor, tensors: dict[str, Tensor]) -> Injection:
-        base = BaseModel.from_dict(self.base_model)
-        sites = 1 if self.extraction.site == "hidden" else 2
-        shape = (base.layers, sites, base.d_model)
-        if values.shape != shape or coefficients.shape != (base.layers, sites, 2):
-            found = f"{tuple(values.shape)} and {tuple(coefficients.shape)}"
-            raise I2CLError(
-                f"{TENSORS} holds shapes {found}, {shape} and {(*shape[:2], 2)} are described: fit it again"
-            )
-        task = Task.from_dict(self.task)
-        return Injection(
-            context=ContextVector(values, self.extraction, self.demonstrations),
-            coefficients=coefficients,
-            task=task,
-            base=base,
-            positions=self.positions,
-            scoring=self.scoring,
-            seed=self.seed,
-            settings=self.calibration,
-            history=tuple(self.loss),
-            classes=ClassVectors.stored(tensors, (len(task.labels), *shape)),
-        )
-
-
-def _download(name: str, revision: str | None) -> Path:
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[TENSORS, DESCRIPTION]))
-    except (OSError, ValueError) as error:
-        raise I2CLError(
-            f"no injection at {name!r}: no such folder, and the hub says {type(error).__name__}; "
-            "make one with `i2cl fit MODEL TASK -o FOLDER`"
-        ) from None
-
-
-def _first_problem(error: Exception) -> str:
-    if isinstance(error, pydantic.ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error)
+        } | {name: value for name, value in told.items() if value}  # else as before there were these

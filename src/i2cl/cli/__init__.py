@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from i2cl import __version__
-from i2cl.cli import bench, combine, console, experiment, export, look, measure, use
+from i2cl.cli import bench, combine, console, experiment, export, look, measure, share, use
 from i2cl.errors import I2CLError
 
 NAME = "i2cl"
@@ -29,6 +29,7 @@ app.add_typer(experiment.app, name="experiment")
 app.command()(experiment.report)
 app.command()(export.export)
 app.command()(export.verify)
+app.command()(share.push)
 app.command()(look.check)
 app.command()(look.ls)
 

@@ -1,15 +1,18 @@
 """`i2cl combine`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from i2cl.cli import console, load, options
+from i2cl.cli.share import command_line
 from i2cl.errors import I2CLError
 
 
 def combine(
+    context: typer.Context,
     artefacts: Annotated[list[str], typer.Argument(help="Folders made by `i2cl fit`, or hub ids.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the artefact.")],
     weights: Annotated[
@@ -23,14 +26,15 @@ def combine(
 ) -> None:
     """Add up what several injections change, each times its weight, as one injection."""
     from i2cl import composition
+    from i2cl.artefact import own_files
     from i2cl.files import require_writable
-    from i2cl.injection import FILES, Injection
+    from i2cl.injection import Injection
 
     numbers = _numbers(weights) if weights is not None else None
-    require_writable(output, FILES)
+    require_writable(output, own_files(output))
     injections = [Injection.from_pretrained(artefact) for artefact in artefacts]
     task = Injection.from_pretrained(task_from).task if task_from else None
-    combined = composition.combine(injections, numbers, task=task)
+    combined = replace(composition.combine(injections, numbers, task=task), command=command_line(context))
     combined.save_pretrained(output)
     parts = combined.settings["combined"]
     if json:

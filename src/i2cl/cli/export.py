@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 def export(
     artefact: Annotated[str, typer.Argument(help="Folder made by `i2cl fit`, or a hub id.")],
-    output: Annotated[Path, typer.Argument(help="Folder for the checkpoint: new or empty.")],
-    to: Annotated[Literal["hf"], typer.Option(help="hf: a plain transformers checkpoint.")] = "hf",
+    output: Annotated[Path, typer.Argument(help="Folder for the export: new or empty.")],
+    to: Annotated[
+        Literal["hf", "peft"], typer.Option(help="A plain transformers checkpoint, or a PEFT adapter.")
+    ] = "hf",
     model: Annotated[str | None, typer.Option(help="Base model; default: the one it was made on.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Accept another model of the same shape.")] = False,
     golden: Annotated[
@@ -28,8 +30,8 @@ def export(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """Fold an injection into its model's weights: a checkpoint that needs neither hooks nor this package."""
-    from i2cl.export import export_hf, make_golden
+    """Turn an injection into a checkpoint or an adapter that needs neither hooks nor this package."""
+    from i2cl.export import export_hf, export_peft, make_golden
     from i2cl.injection import Injection
 
     injection = Injection.from_pretrained(artefact)
@@ -37,6 +39,12 @@ def export(
     revision = revision or (None if model else injection.base.revision)
     found = load.ModelOptions(device, "float32", device_map, revision)
     load.quiet()
+    if to == "peft":
+        decoder = load.decoder(name, found) if model else load.base_decoder(name, found)
+        made = export_peft(decoder, injection, output, golden=golden, force=force, revision=revision)
+        what = f"{injection.task.name} as a {made.tuner} adapter of {name}"
+        _show_export(output, injection.task.name, name, what, golden=golden, json=json)
+        return
     export_hf(
         name,
         injection,
@@ -46,17 +54,18 @@ def export(
         force=force,
         max_shard_size=max_shard_size,
     )
-    _show_export(output, injection.task.name, name, golden=golden, json=json)
+    what = f"{name} with {injection.task.name} in its weights"
+    _show_export(output, injection.task.name, name, what, golden=golden, json=json)
 
 
-def _show_export(output: Path, task: str, model: str, *, golden: bool, json: bool) -> None:
+def _show_export(output: Path, task: str, model: str, what: str, *, golden: bool, json: bool) -> None:
     sizes = [path.stat().st_size for path in output.glob("*.safetensors")]
     if json:
         record = {"output": str(output), "task": task, "base_model": model, "golden": golden}
         console.print_json(record | {"files": len(sizes), "bytes": sum(sizes)})
         return
     size = f"{sum(sizes):,} bytes in {len(sizes)} file(s)"
-    console.say(f"Saved {output}: {model} with {task} in its weights, {size}.")
+    console.say(f"Saved {output}: {what}, {size}.")
     if golden:
         console.say(f"Next: i2cl verify {output}")
 
@@ -70,6 +79,9 @@ def verify(
     logprobs: Annotated[int, typer.Option(min=1, help="Tokens to ask the server about.")] = 20,
     tolerance: Annotated[
         float | None, typer.Option(min=0, help="Largest relative difference; default: by dtype.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Base model of a PEFT adapter; default: the one it was made on.")
     ] = None,
     device: options.Device = None,
     seed: options.NoSeed = 0,
@@ -85,7 +97,7 @@ def verify(
         if model_name is not None:
             raise I2CLError("--model-name is for a server: add --url")
         load.quiet()
-        outcome = verified(folder, device=device, tolerance=tolerance)
+        outcome = verified(folder, model=model, device=device, tolerance=tolerance)
     else:
         golden = Golden.from_export(folder)
         answers = ask_server(golden, url, model=model_name, logprobs=logprobs)

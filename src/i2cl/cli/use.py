@@ -1,6 +1,7 @@
 """`i2cl fit` and `i2cl predict`."""
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -11,16 +12,21 @@ import typer
 
 from i2cl import __version__
 from i2cl.cli import console, load, options
+from i2cl.cli.share import command_line
 from i2cl.errors import I2CLError
 from i2cl.outputs import Output, header_line, source_state, written
 from i2cl.streams import TextFormat
 
 if TYPE_CHECKING:
+    from i2cl.decoder import Decoder
     from i2cl.injection import Injection
+    from i2cl.methods.i2cl import I2CL
     from i2cl.prediction import ScoredStream, Scorer
+    from i2cl.tasks import Example, Task
 
 
 def fit(
+    context: typer.Context,
     model: options.Model,
     task: options.TaskName,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the artefact.")],
@@ -34,6 +40,10 @@ def fit(
     labels: options.Labels = None,
     text_column: options.TextColumn = "text",
     label_column: options.LabelColumn = "label",
+    test: options.TestFile = None,
+    evaluate: Annotated[
+        int | None, typer.Option(min=1, help="Also score so many test rows, for the model card.")
+    ] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
@@ -42,48 +52,79 @@ def fit(
     json: options.Json = False,
 ) -> None:
     """Turn a task's labelled examples into a calibrated injection and save it."""
+    from i2cl.artefact import own_files
+    from i2cl.files import require_writable
+
+    require_writable(output, own_files(output))
+    method = cast("I2CL", load.methods(["i2cl"], settings, recipe)[0])
+    own = load.TaskOptions(data_dir, template, labels, text_column, label_column, test)
+    loaded = load.task(task, own)
+    demonstrations = loaded.sample(shots, seed)
+    queries = loaded.queries(evaluate) if evaluate else ()
+    decoder = load.decoder(model, load.ModelOptions(device, dtype, device_map, revision, trust_remote_code))
+    started = time.perf_counter()
+    injection = _fitted(method, decoder, loaded, demonstrations, seed, classes=classes)
+    seconds = time.perf_counter() - started
+    if queries:
+        injection = _measured(injection, decoder, queries)
+    command = command_line(context, shots=shots or loaded.shots, seed=seed)
+    injection = replace(injection, command=command)
+    if console.FIRST:
+        injection.save_pretrained(output)
+    _show_fit(injection, output, model, seconds, json=json)
+
+
+def _fitted(
+    method: "I2CL",
+    decoder: "Decoder",
+    task: "Task",
+    demonstrations: "Sequence[Example]",
+    seed: int,
+    *,
+    classes: bool,
+) -> "Injection":
     from i2cl.calibration import calibrate
     from i2cl.classes import extract_classes
     from i2cl.context import extract
-    from i2cl.files import require_writable
-    from i2cl.injection import FILES
-    from i2cl.methods.i2cl import I2CL
 
-    require_writable(output, FILES)
-    method = cast("I2CL", load.methods([I2CL.name], settings, recipe)[0])
-    loaded = load.task(task, load.TaskOptions(data_dir, template, labels, text_column, label_column))
-    demonstrations = loaded.sample(shots, seed)
-    decoder = load.decoder(model, load.ModelOptions(device, dtype, device_map, revision, trust_remote_code))
-    started = time.perf_counter()
     with console.progress(max(1, method.calibration.rounds), "calibrating") as bar:
         found = extract_classes if classes else extract
-        context = found(decoder, loaded, demonstrations, method.extraction, seed=seed)
-        injection = calibrate(
-            decoder, loaded, demonstrations, context, method.calibration, seed=seed, progress=bar.epoch
+        context = found(decoder, task, demonstrations, method.extraction, seed=seed)
+        return calibrate(
+            decoder, task, demonstrations, context, method.calibration, seed=seed, progress=bar.epoch
         )
-    seconds = time.perf_counter() - started
-    if console.FIRST:
-        injection.save_pretrained(output)
-    first, last = (injection.history[0], injection.history[-1]) if injection.history else (None, None)
-    record = {
-        "output": str(output),
-        "model": model,
-        "task": loaded.name,
-        "labels": list(loaded.labels),
-        "demonstrations": len(demonstrations),
-        "first_loss": first,
-        "last_loss": last,
-        "fit_seconds": seconds,
-        "cached_values": injection.context.values.numel(),
-        "coefficients": injection.coefficients.numel(),
-    }
+
+
+def _measured(injection: "Injection", decoder: "Decoder", queries: "Sequence[Example]") -> "Injection":
+    from i2cl.evaluation import with_metrics
+
+    with console.progress(len(queries), "scoring") as bar:
+        return with_metrics(injection, decoder, queries, progress=bar.advance)
+
+
+def _show_fit(injection: "Injection", output: Path, model: str, seconds: float, *, json: bool) -> None:
+    history, count = injection.history, injection.context.demonstrations
+    first, last = (history[0], history[-1]) if history else (None, None)
     if json:
+        record = {
+            "output": str(output),
+            "model": model,
+            "task": injection.task.name,
+            "labels": list(injection.task.labels),
+            "demonstrations": count,
+            "first_loss": first,
+            "last_loss": last,
+            "fit_seconds": seconds,
+            "cached_values": injection.context.values.numel(),
+            "coefficients": injection.coefficients.numel(),
+            "metrics": injection.metrics,
+        }
         console.print_json(record)
         return
     told = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
-    console.say(
-        f"Saved {output}: {loaded.name}, {len(demonstrations)} demonstrations, {told}, {seconds:.1f} s."
-    )
+    if injection.metrics:
+        told += f", accuracy {injection.metrics['accuracy']:.3f} on {injection.metrics['n']} test rows"
+    console.say(f"Saved {output}: {injection.task.name}, {count} demonstrations, {told}, {seconds:.1f} s.")
     console.say(f"Next: i2cl predict {output} FILE")
 
 

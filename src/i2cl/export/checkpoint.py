@@ -12,7 +12,7 @@ from torch import Tensor
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.export.folding import Folding, skeleton
-from i2cl.export.golden import GOLDEN, Golden
+from i2cl.export.golden import Golden
 from i2cl.export.sources import INDEX, Source, from_files, from_memory
 from i2cl.files import new_folder, require_writable
 from i2cl.fingerprint import BaseModel, tokenizer_fingerprint
@@ -60,7 +60,8 @@ def export_hf(
     with new_folder(path, frozenset()) as fresh:
         _write_weights(folding, fresh, max_shard_size)
         _write_rest(folding, found, fresh)
-        _write_golden(expected, folding, fresh)
+        if expected is not None:
+            expected.of_export(folding).write(fresh)
 
 
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
@@ -94,12 +95,6 @@ def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
     source.tokenizer.save_pretrained(folder)
     if source.generation is not None:
         source.generation.save_pretrained(folder)
-
-
-def _write_golden(golden: Golden | None, folding: Folding, folder: Path) -> None:
-    if golden is not None:
-        text = golden.of_export(folding).model_dump_json(indent=1)
-        (folder / GOLDEN).write_text(text + "\n", encoding="utf-8")
 
 
 def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:

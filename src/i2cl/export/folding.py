@@ -62,7 +62,7 @@ class Folding:
     """
 
     def __init__(self, config: PreTrainedConfig, source: Tensors, injection: Injection) -> None:
-        _require_plain(injection)
+        require_plain(injection)
         self.family = family_of(config)
         self.config = self.family.config(config)
         self.source = source
@@ -197,7 +197,12 @@ def require_known(decoder: Decoder) -> None:
         raise I2CLError(f"an Architecture of your own cannot be folded into weights: {HOOKED}")
 
 
-def _require_plain(injection: Injection) -> None:
+def require_plain(injection: Injection) -> None:
+    """Refuse an injection that is no bias of the residual writers.
+
+    Raises:
+        I2CLError: saying what else to do.
+    """
     if injection.context.config.site != "writers":
         raise I2CLError(
             "an injection into block outputs (writers 'hidden') is no bias of a writer: fit one with "

@@ -101,6 +101,10 @@ class Golden(pydantic.BaseModel):
         }
         return self.model_copy(update=update)
 
+    def write(self, folder: Path) -> None:
+        """Store it in an export's folder."""
+        (folder / GOLDEN).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
     @classmethod
     def from_export(cls, folder: str | Path) -> "Golden":
         """Read that of an export.

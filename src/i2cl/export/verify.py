@@ -4,11 +4,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from i2cl.errors import I2CLError
 from i2cl.export.golden import Golden, GoldenPrompt
+from i2cl.export.peft import is_adapter, load_adapter
 from i2cl.loading import load_model_and_tokenizer
 
 CLOSER = 4
@@ -79,24 +81,45 @@ class Verification:
 
 
 def verify(
-    folder: str | Path, *, device: str | torch.device | None = None, tolerance: float | None = None
+    folder: str | Path,
+    *,
+    model: str | None = None,
+    device: str | torch.device | None = None,
+    tolerance: float | None = None,
 ) -> Verification:
-    """Load an export with plain transformers, in float32, and compare it with its golden values.
+    """Load an export with transformers, an adapter with PEFT, and compare it with its golden values.
+
+    Args:
+        folder: a checkpoint, or a PEFT adapter.
+        model: an adapter's base model; default: the one its config names.
+        device: see `i2cl.Decoder.from_pretrained`. It runs in float32.
+        tolerance: largest relative difference; default: the export's own.
 
     Raises:
         I2CLError: if it is no export or cannot be loaded, or has lost tensors.
     """
     golden = Golden.from_export(folder)
-    model, _ = load_model_and_tokenizer(str(folder), dtype="float32", device=device)
+    loaded, state = _loaded(folder, model, device)
     answers = []
     for prompt in golden.prompts:
         with torch.no_grad():
-            ids = torch.tensor([prompt.ids], device=model.device)
-            logits = model(input_ids=ids, use_cache=False).logits[0, -1].float().cpu()
+            ids = torch.tensor([prompt.ids], device=loaded.device)
+            logits = loaded(input_ids=ids, use_cache=False).logits[0, -1].float().cpu()
         values = logits.log_softmax(-1)[golden.label_ids].tolist()
         answers.append(Answer(tuple(values), top_logits=tuple(logits[prompt.top_ids].tolist())))
-    lost = list(_lost(golden, model.state_dict()))
-    return judged(golden, answers, tolerance, lost)
+    return judged(golden, answers, tolerance, list(_lost(golden, state)))
+
+
+def _loaded(
+    folder: str | Path, model: str | None, device: str | torch.device | None
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The model that an export is, and the tensors that its golden values name."""
+    if is_adapter(folder):
+        return load_adapter(folder, model, device)
+    if model is not None:
+        raise I2CLError(f"{str(folder)!r} is a whole model: leave out --model, which is for PEFT adapters")
+    whole, _ = load_model_and_tokenizer(str(folder), dtype="float32", device=device)
+    return whole, whole.state_dict()
 
 
 def judged(

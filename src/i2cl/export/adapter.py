@@ -1,0 +1,250 @@
+"""A calibrated injection as a PEFT adapter, where one of PEFT's tuners expresses it exactly.
+
+LoRA with ``lora_bias`` adds a vector behind a linear map, with or without a bias of its own. GLoRA also
+scales the map, but has one only beside a bias: ``(W + WA) h + b + bD + E``, A = D = beta - 1, E = lambda v.
+Sources: https://huggingface.co/docs/peft/package_reference/lora and .../package_reference/glora.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from i2cl.architectures import ARCHITECTURES
+from i2cl.errors import I2CLError
+from i2cl.export.families import FAMILIES, HOOKED, REFUSED, family_of
+from i2cl.export.folding import require_plain, skeleton
+from i2cl.injection import Injection
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+_PREFIX = "base_model.model."
+_LLAMA = ("self_attn.o_proj", "mlp.down_proj")
+_EXPERTS = ("self_attn.o_proj", "")
+_ADD = "--set formula=add"
+
+LAST_MAPS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    dict.fromkeys(("glm", "olmo", "stablelm"), _LLAMA)
+    | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _EXPERTS)
+    | {"mpt": ("attn.out_proj", "ffn.down_proj")}
+    | {name: (row.attention, row.mlp) for name, row in FAMILIES.items()}
+)
+"""Paths from a block to the last linear maps of attention and MLP; "" where there is none. Read-only."""
+
+
+@dataclass
+class Change:
+    """What becomes of one linear map.
+
+    Attributes:
+        scale: beta.
+        constant: ``lambda * v`` in float32, of its own writer and of one that has no bias for it.
+    """
+
+    scale: float = 1.0
+    constant: Float[Tensor, " d"] | None = None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A PEFT adapter.
+
+    Attributes:
+        tuner: LoRA or GLoRA.
+        config: of the tuner.
+        tensors: as PEFT names them in files.
+        constants: names of those that hold ``lambda * v``.
+    """
+
+    tuner: str
+    config: "PeftConfig"
+    tensors: dict[str, Tensor] = field(repr=False)
+    constants: tuple[str, ...]
+
+
+def make_adapter(config: PreTrainedConfig, injection: Injection) -> Adapter:
+    """Express an injection by one of PEFT's tuners: LoRA where every beta is 1, else GLoRA.
+
+    Args:
+        config: of the base model, whose weights are not needed.
+        injection: at all positions, into the residual writers.
+
+    Raises:
+        I2CLError: if no tuner expresses it, saying why and what to do instead, or peft is not installed.
+    """
+    require_plain(injection)
+    paths = _paths(config, injection)
+    empty = skeleton(config)
+    layers = f"{empty.base_model_prefix}.{ARCHITECTURES[config.model_type].layers}"
+    if bool((injection.coefficients[..., 1] == 1).all()):
+        return _lora(empty, _changes(injection, layers, paths, paths))
+    joint = FAMILIES[config.model_type].joint if config.model_type in FAMILIES else ""
+    attention, mlp = LAST_MAPS[config.model_type]
+    homes = {"": (attention, mlp), "attention": (attention, attention), "mlp": (mlp, mlp)}[joint]
+    changes = _changes(injection, layers, paths, homes)
+    _require_glora(config, empty, changes)
+    return _glora(empty, changes)
+
+
+def _paths(config: PreTrainedConfig, injection: Injection) -> tuple[str, str]:
+    """The last linear maps of attention and MLP, "" for one that is left alone."""
+    kind = config.model_type
+    if getattr(config, "quantization_config", None):
+        raise _refusal(config, "its weights are quantized, export from the unquantized checkpoint")
+    if kind not in LAST_MAPS:
+        reason = REFUSED.get(kind, f"only {', '.join(sorted(LAST_MAPS))} are known to hold one")
+        raise _refusal(config, reason)
+    untouched = injection.coefficients.cpu() == torch.tensor([0.0, 1.0])
+    found = []
+    for site, path in enumerate(LAST_MAPS[kind]):
+        alone = bool(untouched[:, site].all())
+        if not path and not alone:
+            raise _refusal(config, f"its experts are no linear layer, fit with --set writers=mha {_ADD}")
+        found.append("" if alone else path)
+    if not any(found):
+        raise _refusal(config, "it changes nothing, as every lambda is 0 and every beta 1")
+    return found[0], found[1]
+
+
+def _changes(
+    injection: Injection, layers: str, paths: tuple[str, str], homes: tuple[str, str]
+) -> dict[str, Change]:
+    """What becomes of each linear map, by its name; `homes` are the maps that take the constants."""
+    values, pairs = injection.context.values.float().cpu(), injection.coefficients.float().cpu()
+    changes: dict[str, Change] = {}
+    for layer in range(len(values)):
+        for site in range(2):
+            if not paths[site]:
+                continue
+            amount, scale = pairs[layer, site].tolist()
+            changes.setdefault(f"{layers}.{layer}.{paths[site]}", Change()).scale = scale
+            home = changes.setdefault(f"{layers}.{layer}.{homes[site]}", Change())
+            added = amount * values[layer, site]
+            home.constant = added if home.constant is None else home.constant + added
+    return changes
+
+
+def _require_glora(config: PreTrainedConfig, empty: nn.Module, changes: Mapping[str, Change]) -> None:
+    for name, change in changes.items():
+        linear: Any = empty.get_submodule(name)
+        kind = type(linear)
+        moved = change.constant is not None and bool(change.constant.any())
+        if kind is not nn.Linear:
+            reason = f"GLoRA knows torch.nn.Linear alone and {name} is a {kind.__name__}"
+        elif moved and linear.bias is None:
+            reason = f"no tuner both scales and adds where a layer has no bias, as {name}"
+        else:
+            continue
+        raise _refusal(config, f"{reason}; fit with {_ADD}, where LoRA can hold it")
+
+
+def _refusal(config: PreTrainedConfig, reason: str) -> I2CLError:
+    instead = HOOKED
+    with suppress(I2CLError):
+        family_of(config)
+        instead = f"export --to hf, or {HOOKED}"
+    kind = config.model_type
+    return I2CLError(f"no PEFT adapter holds this injection into a {kind!r} model: {reason}; else {instead}")
+
+
+def _lora(empty: Any, changes: Mapping[str, Change]) -> Adapter:
+    with installed():
+        from peft import LoraConfig
+    transposed = any(not isinstance(empty.get_submodule(name), nn.Linear) for name in changes)
+    config = LoraConfig(
+        r=1,
+        lora_alpha=1,
+        lora_bias=True,
+        fan_in_fan_out=transposed,  # GPT-2's Conv1D
+        target_modules=_targets(changes),
+        task_type="CAUSAL_LM",
+    )
+
+    def value(change: Change, part: str, shape: torch.Size) -> Tensor:
+        held = change.constant if part == "lora_B.bias" else None
+        return torch.zeros(shape) if held is None else held
+
+    return Adapter("LoRA", config, *_filled(config, empty, changes, value, "lora_B.bias"))
+
+
+def _glora(empty: Any, changes: Mapping[str, Change]) -> Adapter:
+    with installed():
+        from peft import GloraConfig
+    config = GloraConfig(
+        config_A_B="constant",
+        config_C="none",
+        config_D_E="vector",
+        target_modules=_targets(changes),
+        task_type="CAUSAL_LM",
+    )
+
+    def value(change: Change, part: str, shape: torch.Size) -> Tensor:
+        if part in {"glora_A.X", "glora_D.X"}:
+            return torch.full(shape, change.scale - 1)
+        held = change.constant if part == "glora_E.X" else None
+        return torch.zeros(shape) if held is None else held
+
+    return Adapter("GLoRA", config, *_filled(config, empty, changes, value, "glora_E.X"))
+
+
+def _targets(changes: Mapping[str, Change]) -> list[str]:
+    return sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in changes})  # the same in all layers
+
+
+def _filled(
+    config: "PeftConfig",
+    empty: Any,
+    changes: Mapping[str, Change],
+    value: Callable[[Change, str, torch.Size], Tensor],
+    constant: str,
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The tuner's own tensors on an empty model, each as a rule says, and which of them hold constants."""
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    with quiet():
+        names = get_peft_model_state_dict(get_peft_model(empty, config), save_embedding_layers=False)
+    tensors, constants = {}, []
+    for name, like in names.items():
+        module, part = _split(name)
+        tensors[name] = value(changes[module], part, like.shape).contiguous()
+        if part == constant:
+            constants.append(name)
+    return tensors, tuple(constants)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The module and the tuner's part of it, from what PEFT calls a tensor."""
+    module, part = re.split(r"\.(?=g?lora_)", name.removeprefix(_PREFIX), maxsplit=1)
+    return module, part
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Say what is lacking where a name of PEFT cannot be imported.
+
+    Raises:
+        I2CLError: naming the command that installs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise I2CLError("PEFT adapters need the package peft: pip install 'i2cl[peft]'") from None
+    except ImportError:
+        raise I2CLError("this version of peft lacks the tuner that it takes: pip install -U peft") from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No advice from PEFT, such as that LoRA's vector cannot be merged where a layer has no bias."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

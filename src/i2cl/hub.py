@@ -1,0 +1,89 @@
+"""The Hugging Face hub: an artefact's folder down from it, or up to it.
+
+Source: https://huggingface.co/docs/huggingface_hub/guides/download and .../guides/upload.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, get_token, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+
+from i2cl.errors import I2CLError
+
+_HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
+"""The base error of the client's HTTP library, which depends on the client's version."""
+
+_FAILURES = (OSError, ValueError, _HTTP_ERROR)
+
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
+    """The folder of a repository's snapshot, with these files of it.
+
+    Raises:
+        I2CLError: if there is no such repository or revision, or the hub cannot be reached.
+    """
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=sorted(files)))
+    except _FAILURES as error:
+        at = f" at revision {revision!r}" if revision else ""
+        raise I2CLError(
+            f"no injection at {name!r}{at}: no such folder, and the hub says {type(error).__name__}; "
+            "make one with `i2cl fit MODEL TASK -o FOLDER`"
+        ) from None
+
+
+def upload(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    commit_message: str | None = None,
+    revision: str | None = None,
+) -> str:
+    """Put a folder's files into a model repository, which is made if it is not there.
+
+    Args:
+        folder: its files are uploaded, all of them.
+        repo_id: such as ``"user/name"``; without a user, that of the token.
+        private: of a repository that is made now; one that is there keeps its visibility.
+        token: default: that of the login, or HF_TOKEN.
+        commit_message: default: the hub's own.
+        revision: branch, made if it is not there; default: main.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        I2CLError: if nobody is logged in, the name is no valid one, or the hub refuses or cannot be reached.
+    """
+    if token is None and get_token() is None:
+        raise I2CLError(f"cannot push to {repo_id!r}: you are not logged in: {_LOGIN}")
+    api = HfApi(token=token)
+    try:
+        found = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(found, branch=revision, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=found, folder_path=folder, commit_message=commit_message, revision=revision
+        )
+    except _FAILURES as error:
+        raise I2CLError(f"cannot push to {repo_id!r}: {_reason(error)}") from None
+    return str(done.commit_url)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong in a few words, and the cure."""
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if status == 401:
+        return f"the hub does not know this token: {_LOGIN}"
+    if status == 403:
+        return f"the token may not write there: take one with write access and {_LOGIN}"
+    lines = str(error).strip().splitlines() or [""]
+    return (
+        f"the hub says {type(error).__name__} ({lines[0].rstrip('.')}): correct the name, or try again later"
+    )
