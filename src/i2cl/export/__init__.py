@@ -1,9 +1,21 @@
-"""A calibrated injection as a plain transformers checkpoint, and the check that a server runs it right."""
+"""A calibrated injection as a plain transformers checkpoint or a GGUF file, and the check of what runs it."""
 
 from i2cl.export.checkpoint import export_hf
 from i2cl.export.folding import fold
+from i2cl.export.gguf import export_gguf
 from i2cl.export.golden import Golden, make_golden
+from i2cl.export.llama_cpp import verify_gguf
 from i2cl.export.server import ask_server
 from i2cl.export.verify import Verification, verify
 
-__all__ = ["Golden", "Verification", "ask_server", "export_hf", "fold", "make_golden", "verify"]
+__all__ = [
+    "Golden",
+    "Verification",
+    "ask_server",
+    "export_gguf",
+    "export_hf",
+    "fold",
+    "make_golden",
+    "verify",
+    "verify_gguf",
+]

@@ -53,14 +53,25 @@ def export_hf(
     """
     path = Path(output)
     require_writable(path, frozenset())
-    found = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
-    folding = Folding(found.config, found.tensors, injection)
-    injection.require_base(_base(source, found, folding), force=force)
+    found, folding = opened(source, injection, revision)
+    injection.require_base(base_of(source, found, folding), force=force)
     expected = golden() if golden is not None else None
     with new_folder(path, frozenset()) as fresh:
         _write_weights(folding, fresh, max_shard_size)
         _write_rest(folding, found, fresh)
         _write_golden(expected, folding, fresh)
+
+
+def opened(
+    source: Decoder | str | Path, injection: Injection, revision: str | None
+) -> tuple[Source, Folding]:
+    """A base model in memory or on disk, and what its folded weights are.
+
+    Raises:
+        I2CLError: if it cannot be read, or the family or the injection cannot be folded.
+    """
+    found = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
+    return found, Folding(found.config, found.tensors, injection)
 
 
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
@@ -98,7 +109,8 @@ def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
 
 def _write_golden(golden: Golden | None, folding: Folding, folder: Path) -> None:
     if golden is not None:
-        text = golden.of_export(folding).model_dump_json(indent=1)
+        made = golden.of_export(folding.config.model_type, folding.dtype, folding.bias_norms())
+        text = made.model_dump_json(indent=1)
         (folder / GOLDEN).write_text(text + "\n", encoding="utf-8")
 
 
@@ -112,7 +124,8 @@ def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
     return shard
 
 
-def _base(source: Decoder | str | Path, found: Source, folding: Folding) -> BaseModel:
+def base_of(source: Decoder | str | Path, found: Source, folding: Folding) -> BaseModel:
+    """Which model an opened source is."""
     if isinstance(source, Decoder):
         return source.base
     return BaseModel(
