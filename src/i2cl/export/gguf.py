@@ -73,14 +73,13 @@ def export_gguf(
     with new_file(path) as fresh:
         writer = package.GGUFWriter(fresh, "llama")
         try:
-            writer.add_name(f"{injection.base.name} with {injection.task.name}")
+            _write_names(writer, injection, strips=vocabulary is not None and vocabulary.strips)
             writer.add_file_type(package.LlamaFileType[weights.file_type])
             weights.write_config(writer)
             if vocabulary is None:
                 writer.add_tokenizer_model("none")
             else:
                 vocabulary.write(writer, package.TokenType)
-            _write_task(writer, injection)
             if expected is not None:
                 made = expected.of_export("llama", weights.dtype, weights.bias_norms())
                 writer.add_string(GOLDEN_FIELD, made.model_dump_json())
@@ -239,8 +238,12 @@ def _as_numpy(tensor: Tensor) -> "np.ndarray[Any, Any]":
     return flat.view(torch.int16).numpy() if flat.dtype == torch.bfloat16 else flat.numpy()
 
 
-def _write_task(writer: Any, injection: Injection) -> None:
-    task = injection.task
-    writer.add_string("i2cl.task", task.name)
-    writer.add_string("i2cl.template", task.template.format)
-    writer.add_array("i2cl.labels", list(task.labels))
+def _write_names(writer: Any, injection: Injection, *, strips: bool) -> None:
+    """Of the model and the task. llama.cpp drops blanks behind added tokens in models named after Phi-3."""
+    writer.add_name("i2cl phi-3" if strips else "i2cl")
+    writer.add_finetune(injection.task.name)
+    writer.add_base_model_count(1)
+    writer.add_base_model_name(0, injection.base.name)
+    writer.add_string("i2cl.task", injection.task.name)
+    writer.add_string("i2cl.template", injection.task.template.format)
+    writer.add_array("i2cl.labels", list(injection.task.labels))

@@ -30,6 +30,7 @@ _PRE_TOKENIZERS = {
 """llama.cpp's name of a pre-tokenizer, and whether it then takes whole words without merging."""
 
 _SPACE = "▁"
+_UNSTRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
 _REFUSED = "{}, which llama.cpp does not do: leave the tokenizer out (--no-tokenizer) and send token ids"
 
 
@@ -45,6 +46,7 @@ class Vocabulary:
         merges: of gpt2, best first.
         scores: of llama, of each token: what merges first has the highest.
         space_prefix: whether a space is put before a text.
+        strips: whether blanks behind added tokens are dropped, as Phi-3 does; llama.cpp knows it by name.
         front: id of the token that is put before a text, if any.
         special: ids by role: bos, eos, unk, pad.
         chat_template: as the tokenizer has it.
@@ -57,6 +59,7 @@ class Vocabulary:
     merges: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     space_prefix: bool = False
+    strips: bool = False
     front: int | None = None
     special: dict[str, int] = field(default_factory=dict)
     chat_template: str | None = None
@@ -79,7 +82,7 @@ class Vocabulary:
         if model["type"] != "BPE" or odd:
             raise _refusal(f"the tokenizer is {model['type']}{' with ' + odd[0] if odd else ''}")
         tokens, kinds = _tokens(state, size)
-        shared: dict[str, Any] = {"tokens": tokens, "kinds": kinds, **_specials(tokenizer)}
+        shared = {"tokens": tokens, "kinds": kinds, "strips": _strips(state), **_specials(tokenizer)}
         pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
         if model["byte_fallback"]:
             prefix = _sentencepiece(state)
@@ -129,6 +132,21 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[str]]:
     if len(set(tokens)) < size:
         raise _refusal("the tokenizer gives one text two ids")
     return tokens, [kinds.get(number, "UNUSED") for number in range(size)]
+
+
+def _strips(state: dict[str, Any]) -> bool:
+    """Whether added tokens drop the blanks behind them as Phi-3's do; False where none drops any."""
+    added = state["added_tokens"]
+    behind = {token["content"] for token in added if token["rstrip"]}
+    if any(token["lstrip"] or token["single_word"] for token in added):
+        raise _refusal("the tokenizer has added tokens that depend on what stands before them")
+    if behind and behind != {token["content"] for token in added} - _UNSTRIPPED:
+        raise _refusal("the tokenizer drops blanks behind some of its added tokens")
+    if behind and not (_UNSTRIPPED | {"</s>"}) <= state["model"]["vocab"].keys() | {
+        token["content"] for token in added
+    }:
+        raise _refusal("the tokenizer drops blanks behind its added tokens, which are not those of Phi-3")
+    return bool(behind)
 
 
 def _specials(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -216,10 +234,10 @@ def _scores(tokens: Sequence[str], kinds: Sequence[str], merges: Sequence[tuple[
             raise _refusal("the tokenizer has several places for one token in its list of merges")
         last = made
         places.setdefault(made, len(places))
-    known, pairs = set(tokens), set(merges)
-    for token, kind in zip(tokens, kinds, strict=True):
-        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token) if kind == "NORMAL" else 1))
-        for pair in cuts:
+    known = {token for token, kind in zip(tokens, kinds, strict=True) if kind == "NORMAL"}
+    pairs = set(merges)
+    for token in known:
+        for pair in ((token[:cut], token[cut:]) for cut in range(1, len(token))):
             if pair[0] in known and pair[1] in known and pair not in pairs:
                 raise _refusal(
                     f"the tokenizer does not merge {pair[0]!r} and {pair[1]!r}, as SentencePiece would"
