@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load_task
 from i2cl.export import export_gguf, export_hf
 from i2cl.export.llama_cpp import LlamaCpp
-from i2cl.reference.tasks import TASKS
+from i2cl.reference.tasks import names
 from i2cl.scoring import encode_queries, label_tokens
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -57,7 +57,7 @@ def main() -> None:
     """Print the table, or put it between the markers of a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, help="file with the two markers")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", default=names())
     parser.add_argument("--queries", type=int, default=QUERIES)
     options = parser.parse_args()
     decoder = Decoder.from_pretrained("reference", device="cpu")
@@ -132,8 +132,9 @@ def asked(
 def lines(found: Sequence[Comparison]) -> list[str]:
     """The table, with what holds for all tasks in its last row, and a sentence on ties."""
     rows = [HEAD, "|---" + "|---:" * (HEAD.count("|") - 2) + "|"]
-    for one in found:
-        rows.append(_line(one.task, one.accuracy, one.queries, one.equal, one.differences, one.encoded))
+    rows += [
+        _line(one.task, one.accuracy, one.queries, one.equal, one.differences, one.encoded) for one in found
+    ]
     ways = range(len(WAYS))
     rows.append(
         _line(

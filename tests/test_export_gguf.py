@@ -12,7 +12,7 @@ from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast
 
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
-from i2cl.export import Golden, export_gguf, gguf_fields, make_golden, verify_gguf
+from i2cl.export import Golden, export_gguf, fold, gguf_fields, make_golden, verify_gguf
 from i2cl.export.families import FAMILIES
 from i2cl.export.gguf import Weights, neighbours
 from i2cl.export.gguf_vocabulary import Vocabulary
@@ -30,6 +30,7 @@ from test_export import (
     run,
     saved,
 )
+from test_export_server import by_id, serving
 from tiny import tiny_model, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")
@@ -118,8 +119,6 @@ def test_the_file_says_what_it_is(exported):
 
 def test_every_tensor_is_the_folded_one(exported):
     decoder = decoder_of("llama")
-    from i2cl.export import fold
-
     state = fold(decoder, injection_for(decoder)).state_dict()
     there = tensors(exported)
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, decoder.layers)
@@ -484,6 +483,16 @@ def test_an_export_holds(exported, capsys):
     assert outcome.retokenized == ()
     assert run("verify", exported) == 0
     assert "The export holds" in capsys.readouterr().out
+
+
+def test_a_server_is_asked_what_the_file_says(exported, capsys):
+    golden = Golden.from_export(exported)
+    with serving(golden, shape=by_id) as (url, seen):
+        assert run("verify", exported, "--url", url) == 0
+    assert [body["prompt"] for body in seen] == [prompt.ids for prompt in golden.prompts]
+    with serving(golden, values=lambda prompt: prompt.dropped["mlp"]) as (url, _):
+        assert run("verify", exported, "--url", url) == 1
+    assert "as if the biases of mlp were dropped" in capsys.readouterr().out
 
 
 @llama_cpp
