@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from i2cl.errors import I2CLError
-from i2cl.files import new_folder, require_writable
+from i2cl.files import new_file, new_folder, require_writable
 
 MARKER = "marker.json"
 OWNED = {MARKER, "data"}
@@ -101,3 +101,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("i2cl.files.tempfile.TemporaryFile", denied)
     with pytest.raises(I2CLError, match=r"cannot write to .*Permission denied"):
         require_writable(tmp_path / "out", OWNED)
+
+
+def test_a_new_file_appears_at_the_end_or_not_at_all(tmp_path):
+    path = tmp_path / "some" / "out"
+    with new_file(path) as fresh:
+        fresh.write_text("whole")
+        assert not path.exists()
+    assert contents(path.parent) == {"out": "whole"}
+    with pytest.raises(I2CLError, match="is there already"), new_file(path):
+        pass
+    with pytest.raises(ZeroDivisionError), new_file(path.with_name("half")) as fresh:
+        assert fresh.write_text("half") / 0
+    with pytest.raises(I2CLError, match=r"cannot write .*No space left"), new_file(path.with_name("full")):
+        raise OSError(28, "No space left on device")
+    assert contents(path.parent) == {"out": "whole"}

@@ -39,7 +39,19 @@ SIDEWAYS = {("tasks", "reference"), ("reference", "tasks")}
 LONG = {"decoder.py": "one class owns the model, and half of it is what its attributes and arguments mean"}
 LONGEST = 250
 
-HEAVY = ("torch", "transformers", "datasets", "peft", "matplotlib", "sklearn", "pandas", "scipy", "ray")
+HEAVY = (
+    "torch",
+    "transformers",
+    "datasets",
+    "peft",
+    "matplotlib",
+    "sklearn",
+    "pandas",
+    "scipy",
+    "ray",
+    "gguf",
+    "llama_cpp",
+)
 
 
 def place(name):

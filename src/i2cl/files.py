@@ -20,6 +20,23 @@ def require_writable(path: Path, owned: AbstractSet[str]) -> None:
     others = sorted({entry.name for entry in path.iterdir()} - owned) if path.is_dir() else []
     if others:
         raise I2CLError(f"{str(path)!r} holds other files ({others[0]}): choose an empty or new folder")
+    _require_parent(path)
+
+
+def require_new_file(path: Path) -> None:
+    """Fail early where `new_file` would fail later.
+
+    Raises:
+        I2CLError: if ``path`` is there already, or its parent cannot be made or written.
+    """
+    if path.is_dir():
+        raise I2CLError(f"{str(path)!r} is a folder: give the name of a new file")
+    if path.exists():
+        raise I2CLError(f"{str(path)!r} is there already: remove it, or choose another name")
+    _require_parent(path)
+
+
+def _require_parent(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -63,3 +80,21 @@ def public_name(name: str) -> str:
     path = Path(name)
     local = path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     return (path.name or path.resolve().name) if local else name
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A temporary file that gets the name ``path`` when the block ends without an error.
+
+    Raises:
+        I2CLError: if ``path`` is there already or cannot be written.
+    """
+    path = path.resolve()
+    require_new_file(path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+        fresh = Path(scratch) / path.name
+        try:
+            yield fresh
+            fresh.rename(path)
+        except OSError as error:
+            raise I2CLError(f"cannot write {str(path)!r} ({error.strerror}): choose another place") from None

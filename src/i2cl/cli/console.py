@@ -122,7 +122,7 @@ def plain_warnings() -> Iterator[None]:
             err.print(f"[yellow]warning:[/] {_plain(text)}", soft_wrap=True)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         warnings.showwarning = show
         yield
 

@@ -1,7 +1,8 @@
 """`i2cl export` and `i2cl verify`."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,16 +15,24 @@ if TYPE_CHECKING:
 
 def export(
     artefact: Annotated[str, typer.Argument(help="Folder made by `i2cl fit`, or a hub id.")],
-    output: Annotated[Path, typer.Argument(help="Folder for the export: new or empty.")],
+    output: Annotated[Path, typer.Argument(help="Folder for the export, new or empty; or a new file.")],
     to: Annotated[
-        Literal["hf", "peft"], typer.Option(help="A plain transformers checkpoint, or a PEFT adapter.")
+        Literal["hf", "peft", "gguf"],
+        typer.Option(help="A plain transformers checkpoint, a PEFT adapter, or a file for llama.cpp."),
     ] = "hf",
     model: Annotated[str | None, typer.Option(help="Base model; default: the one it was made on.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Accept another model of the same shape.")] = False,
     golden: Annotated[
         bool, typer.Option(help="Store what `i2cl verify` compares with; loads the model in float32.")
     ] = True,
-    max_shard_size: Annotated[str, typer.Option(help="Size of a file, such as 500MB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="hf: size of a file, such as 500MB.")] = "5GB",
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="gguf: of the matrices; default: as in the base model."),
+    ] = None,
+    tokenizer: Annotated[
+        bool, typer.Option(help="gguf: carry the tokenizer; without it the file takes token ids alone.")
+    ] = True,
     device: options.Device = None,
     device_map: options.DeviceMap = None,
     revision: options.Revision = None,
@@ -31,9 +40,10 @@ def export(
     json: options.Json = False,
 ) -> None:
     """Turn an injection into a checkpoint or an adapter that needs neither hooks nor this package."""
-    from i2cl.export import export_hf, export_peft, make_golden
+    from i2cl.export import export_gguf, export_hf, export_peft, make_golden
     from i2cl.injection import Injection
 
+    own = _own_options(to, output, dtype, max_shard_size, tokenizer=tokenizer)
     injection = Injection.from_pretrained(artefact)
     name = model or injection.base.name
     revision = revision or (None if model else injection.base.revision)
@@ -45,21 +55,38 @@ def export(
         what = f"{injection.task.name} as a {made.tuner} adapter of {name}"
         _show_export(output, injection.task.name, name, what, golden=golden, json=json)
         return
-    export_hf(
+    write: Callable[..., None] = export_hf if to == "hf" else export_gguf
+    write(
         name,
         injection,
         output,
         golden=(lambda: make_golden(load.base_decoder(name, found), injection)) if golden else None,
         revision=revision,
         force=force,
-        max_shard_size=max_shard_size,
+        **own,
     )
     what = f"{name} with {injection.task.name} in its weights"
     _show_export(output, injection.task.name, name, what, golden=golden, json=json)
 
 
+def _own_options(
+    to: str, output: Path, dtype: str | None, max_shard_size: str, *, tokenizer: bool
+) -> dict[str, Any]:
+    """The options of one format alone."""
+    if to != "gguf":
+        if dtype is not None or not tokenizer:
+            raise I2CLError("--dtype and --no-tokenizer are for GGUF: add --to gguf")
+        return {"max_shard_size": max_shard_size}
+    import torch
+
+    if output.suffix != ".gguf":
+        raise I2CLError(f"{str(output)!r} is no name of a GGUF file: end it with .gguf")
+    return {"dtype": getattr(torch, dtype) if dtype else None, "tokenizer": tokenizer}
+
+
 def _show_export(output: Path, task: str, model: str, what: str, *, golden: bool, json: bool) -> None:
-    sizes = [path.stat().st_size for path in output.glob("*.safetensors")]
+    files = [output] if output.is_file() else output.glob("*.safetensors")
+    sizes = [path.stat().st_size for path in files]
     if json:
         record = {"output": str(output), "task": task, "base_model": model, "golden": golden}
         console.print_json(record | {"files": len(sizes), "bytes": sum(sizes)})
@@ -71,8 +98,10 @@ def _show_export(output: Path, task: str, model: str, what: str, *, golden: bool
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(help="Folder made by `i2cl export`.")],
-    url: Annotated[str | None, typer.Option(help="Ask this completions server and not transformers.")] = None,
+    folder: Annotated[Path, typer.Argument(help="Folder or GGUF file made by `i2cl export`.")],
+    url: Annotated[
+        str | None, typer.Option(help="Ask this completions server and not transformers or llama.cpp.")
+    ] = None,
     model_name: Annotated[
         str | None, typer.Option(help="What the server calls the model; default: the first it lists.")
     ] = None,
@@ -88,8 +117,9 @@ def verify(
     json: options.Json = False,
 ) -> None:
     """Check that an export, or a server that runs it, answers as the injected model; exit code 1 if not."""
-    from i2cl.export import Golden, ask_server
+    from i2cl.export import Golden, ask_server, verify_gguf
     from i2cl.export import verify as verified
+    from i2cl.export.gguf_fields import is_gguf
     from i2cl.export.server import TOLERANCE
     from i2cl.export.verify import judged
 
@@ -97,7 +127,16 @@ def verify(
         if model_name is not None:
             raise I2CLError("--model-name is for a server: add --url")
         load.quiet()
-        outcome = verified(folder, model=model, device=device, tolerance=tolerance)
+        if is_gguf(folder):
+            if model is not None:
+                raise I2CLError("a GGUF file is a whole model: leave out --model, which is for PEFT adapters")
+            if device not in {None, "cpu"}:
+                raise I2CLError(
+                    "a GGUF file is checked on the CPU: leave --device out, or ask a server (--url)"
+                )
+            outcome = verify_gguf(folder, tolerance=tolerance)
+        else:
+            outcome = verified(folder, model=model, device=device, tolerance=tolerance)
     else:
         golden = Golden.from_export(folder)
         answers = ask_server(golden, url, model=model_name, logprobs=logprobs)
@@ -116,6 +155,7 @@ def _show(outcome: "Verification", *, json: bool) -> None:
             "worst": outcome.worst,
             "tolerance": outcome.tolerance,
             "dropped": outcome.dropped,
+            "retokenized": outcome.retokenized,
             "prompts": outcome.rows(),
         }
         console.print_json(record)
@@ -126,3 +166,9 @@ def _show(outcome: "Verification", *, json: bool) -> None:
     console.say(f"The export {word}: {told}.")
     if outcome.dropped:
         console.say(f"{outcome.dropped[0].upper()}{outcome.dropped[1:]}.")
+    if outcome.retokenized:
+        first = outcome.retokenized[0].splitlines()[0]
+        console.say(
+            f"Its tokenizer encodes {len(outcome.retokenized)} of these prompts otherwise, such as "
+            f"{first!r}: send token ids."
+        )

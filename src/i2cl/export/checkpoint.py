@@ -53,15 +53,27 @@ def export_hf(
     """
     path = Path(output)
     require_writable(path, frozenset())
-    found = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
-    folding = Folding(found.config, found.tensors, injection)
-    injection.require_base(_base(source, found, folding), force=force)
+    found, folding = opened(source, injection, revision)
+    injection.require_base(base_of(source, found, folding), force=force)
     expected = golden() if golden is not None else None
     with new_folder(path, frozenset()) as fresh:
         _write_weights(folding, fresh, max_shard_size)
         _write_rest(folding, found, fresh)
         if expected is not None:
-            expected.of_export(folding).write(fresh)
+            of = folding.config.model_type, folding.dtype, folding.bias_norms()
+            expected.of_export(*of).write(fresh)
+
+
+def opened(
+    source: Decoder | str | Path, injection: Injection, revision: str | None
+) -> tuple[Source, Folding]:
+    """A base model in memory or on disk, and what its folded weights are.
+
+    Raises:
+        I2CLError: if it cannot be read, or the family or the injection cannot be folded.
+    """
+    found = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
+    return found, Folding(found.config, found.tensors, injection)
 
 
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
@@ -107,7 +119,8 @@ def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
     return shard
 
 
-def _base(source: Decoder | str | Path, found: Source, folding: Folding) -> BaseModel:
+def base_of(source: Decoder | str | Path, found: Source, folding: Folding) -> BaseModel:
+    """Which model an opened source is."""
     if isinstance(source, Decoder):
         return source.base
     return BaseModel(

@@ -83,8 +83,12 @@ class Folding:
         """Of new biases: that of the weights beside them."""
         return self._source_tensor(min(name for name in self.scales if name.endswith(".weight"))).dtype
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of the result, a new one where it is not the source's own.
+
+        Args:
+            name: in the state dict of the result.
+            dtype: what it is rounded to, once; default: the source's own.
 
         Raises:
             I2CLError: if the source lacks a tensor.
@@ -100,11 +104,11 @@ class Folding:
             shapes = f"{tuple(found.shape)}, and not {tuple(self.shapes[name])}"
             raise I2CLError(f"the source holds {piece.source} as {shapes}: it is of another model")
         if name not in self.scales:
-            return found
+            return found.to(dtype or found.dtype)
         folded = found.float() * self.scales[name]
         if name in self.constants:
             folded += self.constants[name].to(folded.device)
-        return folded.to(found.dtype)
+        return folded.to(dtype or found.dtype)
 
     def stored(self, name: str) -> str:
         """What files call a tensor of the result."""

@@ -1,6 +1,7 @@
 """What an export must answer: a few prompts and the injected model's own values for them."""
 
 import copy
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from i2cl import __version__
 from i2cl.batching import Ids, make_batch
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
-from i2cl.export.folding import Folding
+from i2cl.export.gguf_fields import GOLDEN_FIELD, is_gguf, read_field
 from i2cl.injection import Injection
 from i2cl.scoring import encode_queries, label_tokens
 
@@ -50,6 +51,7 @@ class GoldenPrompt(pydantic.BaseModel):
         top_ids: tokens of the largest logits.
         top_logits: those logits.
         prediction: the label whose first token is most probable.
+        query: what was encoded to ``ids``; None where it was cut, or in exports of older versions.
     """
 
     text: str
@@ -59,6 +61,7 @@ class GoldenPrompt(pydantic.BaseModel):
     top_ids: list[int]
     top_logits: list[float]
     prediction: str
+    query: str | None = None
 
 
 class Golden(pydantic.BaseModel):
@@ -90,14 +93,14 @@ class Golden(pydantic.BaseModel):
     tolerance: float = TOLERANCES["float32"]
     biases: dict[str, float] = {}
 
-    def of_export(self, folding: Folding) -> "Golden":
-        """The same, with what only the folded checkpoint knows."""
-        dtype = str(folding.dtype).removeprefix("torch.")
+    def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
+        """The same, with what only the folded checkpoint knows (see the attributes)."""
+        name = str(dtype).removeprefix("torch.")
         update = {
-            "model_type": folding.config.model_type,
-            "dtype": dtype,
-            "tolerance": TOLERANCES.get(dtype, max(TOLERANCES.values())),
-            "biases": folding.bias_norms(),
+            "model_type": model_type,
+            "dtype": name,
+            "tolerance": TOLERANCES.get(name, max(TOLERANCES.values())),
+            "biases": biases,
         }
         return self.model_copy(update=update)
 
@@ -105,18 +108,29 @@ class Golden(pydantic.BaseModel):
         """Store it in an export's folder."""
         (folder / GOLDEN).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
+    def lost(self, there: AbstractSet[str]) -> list[str]:
+        """Biases that hold a part of the injection and are not among those that are there and not zero."""
+        return [name for name, norm in self.biases.items() if norm > 0 and name not in there]
+
     @classmethod
-    def from_export(cls, folder: str | Path) -> "Golden":
-        """Read that of an export.
+    def from_export(cls, export: str | Path) -> "Golden":
+        """Read that of an export: a folder, or a GGUF file.
 
         Raises:
             I2CLError: if it has none, or a damaged one.
         """
-        path = Path(folder) / GOLDEN
-        if not path.is_file():
-            raise I2CLError(f"{str(folder)!r} has no {GOLDEN}: give a folder made by `i2cl export`")
+        path = Path(export)
         try:
-            found = cls.model_validate_json(path.read_text(encoding="utf-8"))
+            if is_gguf(path):
+                text = read_field(path, GOLDEN_FIELD)
+            else:
+                path /= GOLDEN
+                text = path.read_text(encoding="utf-8") if path.is_file() else None
+            if text is None:
+                raise I2CLError(
+                    f"{str(export)!r} has no {GOLDEN}: give a folder or a GGUF file made by `i2cl export`"
+                )
+            found = cls.model_validate_json(text)
         except (pydantic.ValidationError, UnicodeDecodeError) as error:
             raise I2CLError(f"{str(path)!r} cannot be read ({_first(error)}): export it again") from None
         if found.format_version > FORMAT_VERSION:
@@ -138,13 +152,21 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     task = injection.task
     labels = label_tokens(decoder, task.template, task.labels, injection.scoring)
     queries = encode_queries(decoder, task.template.query, TEXTS, labels)
+    texts = [task.template.query(text) for text in TEXTS]
+    whole = [
+        text if ids == uncut else None
+        for text, ids, uncut in zip(texts, queries, decoder.encoder(texts), strict=True)
+    ]
     first = list(labels.first)
     return Golden(
         artefact=injection.description(),
         labels=list(task.labels),
         label_ids=first,
         label_texts=[decoder.tokenizer.decode([token]) for token in first],
-        prompts=[_prompt(decoder, injection, ids, first) for ids in queries],
+        prompts=[
+            _prompt(decoder, injection, ids, first).model_copy(update={"query": text})
+            for ids, text in zip(queries, whole, strict=True)
+        ],
     )
 
 

@@ -1,8 +1,8 @@
 """Does a folded checkpoint answer as the injected model did?"""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,14 @@ class Verification:
         tolerance: largest relative difference that is accepted.
         dropped: biases that are not there any more, or the writers without whose constants the target
             seems to run; None if there is no sign of that.
+        retokenized: prompts that the target's own tokenizer encodes otherwise, as far as it was asked.
     """
 
     golden: Golden
     answers: tuple[Answer, ...]
     tolerance: float
     dropped: str | None = None
+    retokenized: tuple[str, ...] = ()
 
     @property
     def differences(self) -> list[float]:
@@ -62,8 +64,8 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether the worst is within the tolerance."""
-        return self.worst <= self.tolerance
+        """Whether the worst is within the tolerance, and all prompts have the same tokens."""
+        return self.worst <= self.tolerance and not self.retokenized
 
     def rows(self) -> list[dict[str, object]]:
         """A line for each prompt."""
@@ -107,7 +109,8 @@ def verify(
             logits = loaded(input_ids=ids, use_cache=False).logits[0, -1].float().cpu()
         values = logits.log_softmax(-1)[golden.label_ids].tolist()
         answers.append(Answer(tuple(values), top_logits=tuple(logits[prompt.top_ids].tolist())))
-    return judged(golden, answers, tolerance, list(_lost(golden, state)))
+    lost = golden.lost({name for name in golden.biases if name in state and state[name].any()})
+    return judged(golden, answers, tolerance, lost)
 
 
 def _loaded(
@@ -142,7 +145,7 @@ def judged(
     if found.passed:
         return found
     dropped = f"the bias {_some(lost)} is dropped" if lost else _as_if_dropped(found)
-    return Verification(found.golden, found.answers, found.tolerance, dropped)
+    return replace(found, dropped=dropped)
 
 
 def _as_if_dropped(found: Verification) -> str | None:
@@ -189,13 +192,6 @@ def _least(wanted: float, floor: float | None) -> float:
 def _prediction(labels: Sequence[str], answer: Answer) -> str:
     told = {place: value for place, value in enumerate(answer.labels) if value is not None}
     return labels[max(told, key=lambda place: told[place])] if told else "-"
-
-
-def _lost(golden: Golden, state: dict[str, torch.Tensor]) -> Iterator[str]:
-    """Biases that are zero or not there, and were not."""
-    for name, norm in golden.biases.items():
-        if norm > 0 and (name not in state or not state[name].any()):
-            yield name
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,0 +1,169 @@
+"""Does a folded injection predict what the hooked one does? Every bundled task, in three programs.
+
+Hooks (i2cl) against the folded checkpoint in plain transformers, and the GGUF file in llama.cpp, which gets
+the same token ids, and then the bare text, which it encodes itself. Needs the extra gguf.
+
+python scripts/folded_predictions.py > table.md                  # the table alone
+python scripts/folded_predictions.py --write docs/folded.md      # in place of the one between the markers
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load_task
+from i2cl.export import export_gguf, export_hf
+from i2cl.export.llama_cpp import LlamaCpp
+from i2cl.reference.tasks import names
+from i2cl.scoring import encode_queries, label_tokens
+
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+QUERIES = 200
+WAYS = ("transformers", "llama.cpp, ids", "llama.cpp, text")
+HEAD = "| task | accuracy | " + " | ".join(f"{way}: equal | log p" for way in WAYS) + " | tokens equal |"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One task.
+
+    Attributes:
+        task: its name.
+        accuracy: of the hooked model.
+        queries: how many there are.
+        equal: predictions that are those of the hooked model, by way.
+        differences: largest one of a label's log-probability, by way.
+        encoded: queries that llama.cpp encodes as transformers does.
+        ties: least difference between the two best labels' log-probabilities in the hooked model.
+    """
+
+    task: str
+    accuracy: float
+    queries: int
+    equal: tuple[int, ...]
+    differences: tuple[float, ...]
+    encoded: int
+    ties: float
+
+
+def main() -> None:
+    """Print the table, or put it between the markers of a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", type=Path, help="file with the two markers")
+    parser.add_argument("--tasks", nargs="+", default=names())
+    parser.add_argument("--queries", type=int, default=QUERIES)
+    options = parser.parse_args()
+    decoder = Decoder.from_pretrained("reference", device="cpu")
+    found = [compared(decoder, name, options.queries) for name in options.tasks]
+    table = "\n".join(lines(found))
+    if options.write is None:
+        print(table)
+        return
+    before, _, rest = options.write.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    options.write.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+
+
+def compared(decoder: Decoder, name: str, count: int) -> Comparison:
+    """Fit one task with the fast recipe and seed 0, and ask every program the same queries."""
+    task = load_task(name)
+    demonstrations = task.sample(None, 0)
+    context = extract(decoder, task, demonstrations, seed=0)
+    injection = calibrate(decoder, task, demonstrations, context, CalibrationConfig.recipe("fast"), seed=0)
+    examples = task.test[:count]
+    texts = [example.text for example in examples]
+    labels = label_tokens(decoder, task.template, task.labels)
+    assert not labels.full, f"{name}: labels are more than one token"
+    first = list(labels.first)
+    ids = encode_queries(decoder, task.template.query, texts, labels)
+    hooked = injection.scores(decoder, texts)
+    with tempfile.TemporaryDirectory() as scratch:
+        export_hf(decoder, injection, Path(scratch) / "hf")
+        plain = AutoModelForCausalLM.from_pretrained(Path(scratch) / "hf").eval()
+        in_transformers = asked(ids, first, lambda row: plain(torch.tensor([list(row)])).logits[0, -1])
+        in_llama_cpp, encoded = asked_llama_cpp(injection, decoder, Path(scratch), texts, ids, first)
+    ways = (in_transformers, *in_llama_cpp)
+    best, second = hooked.topk(2).values.unbind(-1)
+    wanted = torch.tensor([example.label for example in examples])
+    return Comparison(
+        task=name,
+        accuracy=float((hooked.argmax(-1) == wanted).float().mean()),
+        queries=len(texts),
+        equal=tuple(int((way.argmax(-1) == hooked.argmax(-1)).sum()) for way in ways),
+        differences=tuple(float((way - hooked).abs().max()) for way in ways),
+        encoded=encoded,
+        ties=float((best - second).min()),
+    )
+
+
+def asked_llama_cpp(
+    injection: Injection,
+    decoder: Decoder,
+    scratch: Path,
+    texts: Sequence[str],
+    ids: Sequence[Sequence[int]],
+    labels: Sequence[int],
+) -> tuple[list[Float[Tensor, "queries labels"]], int]:
+    """llama.cpp's answers to the ids and to the texts, and how many texts it encodes to the same ids."""
+    path = scratch / "model.gguf"
+    export_gguf(decoder, injection, path)
+    length = max(map(len, ids)) + 16  # room for an encoding that is longer
+    with LlamaCpp(path, length) as model:
+        own = [model.tokens(injection.task.template.query(text)) for text in texts]
+        answers = [asked(rows, labels, model.logits) for rows in (ids, own)]
+    return answers, sum(list(one) == other for one, other in zip(ids, own, strict=True))
+
+
+def asked(
+    rows: Iterable[Sequence[int]], labels: Sequence[int], logits: Callable[[Sequence[int]], Tensor]
+) -> Float[Tensor, "queries labels"]:
+    """Log-probabilities of the labels' tokens after each row."""
+    with torch.no_grad():
+        return torch.stack([logits(row).float().log_softmax(-1)[list(labels)] for row in rows])
+
+
+def lines(found: Sequence[Comparison]) -> list[str]:
+    """The table, with what holds for all tasks in its last row, and a sentence on ties."""
+    rows = [HEAD, "|---" + "|---:" * (HEAD.count("|") - 2) + "|"]
+    rows += [
+        _line(one.task, one.accuracy, one.queries, one.equal, one.differences, one.encoded) for one in found
+    ]
+    ways = range(len(WAYS))
+    rows.append(
+        _line(
+            "**all**",
+            sum(one.accuracy for one in found) / len(found),
+            sum(one.queries for one in found),
+            [sum(one.equal[way] for one in found) for way in ways],
+            [max(one.differences[way] for one in found) for way in ways],
+            sum(one.encoded for one in found),
+        )
+    )
+    closest = min(found, key=lambda one: one.ties)
+    rows += ["", f"The two best labels of a query are at least {closest.ties:.1e} apart ({closest.task})."]
+    return rows
+
+
+def _line(
+    task: str,
+    accuracy: float,
+    queries: int,
+    equal: Sequence[int],
+    differences: Sequence[float],
+    encoded: int,
+) -> str:
+    pairs = [
+        f"{same} of {queries} | {difference:.1e}" for same, difference in zip(equal, differences, strict=True)
+    ]
+    return f"| {task} | {100 * accuracy:.1f} | {' | '.join(pairs)} | {encoded} of {queries} |"
+
+
+if __name__ == "__main__":
+    main()

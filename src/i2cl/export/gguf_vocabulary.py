@@ -1,0 +1,245 @@
+"""A transformers tokenizer as the vocabulary of a GGUF file, if llama.cpp encodes as it does.
+
+llama.cpp knows two kinds that Llamas have (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp):
+byte-level BPE with a pre-tokenizer that it has a name for, and the BPE of SentencePiece with scores.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from i2cl.batching import Encoder
+from i2cl.errors import I2CLError
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_CASED = f"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*"
+
+_PRE_TOKENIZERS = {
+    ("ByteLevel",): ("gpt-2", False),
+    ("Digits", "ByteLevel"): ("smollm", False),
+    (_CONTRACTIONS + r"|\p{N}{1,3}" + _REST,): ("llama-bpe", True),
+    (_CONTRACTIONS + r"|\p{N}" + _REST,): ("qwen2", False),
+    (_CASED + r"|\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1),): ("tekken", True),
+}
+"""llama.cpp's name of a pre-tokenizer, and whether it then takes whole words without merging."""
+
+_SPACE = "▁"
+_UNSTRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
+_REFUSED = "{}, which llama.cpp does not do: leave the tokenizer out (--no-tokenizer) and send token ids"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a GGUF file holds of a tokenizer.
+
+    Attributes:
+        model: llama.cpp's name of the algorithm: gpt2 or llama.
+        pre: its name of the pre-tokenizer.
+        tokens: by id.
+        kinds: of each token: a name of ``gguf.TokenType``.
+        merges: of gpt2, best first.
+        scores: of llama, of each token: what merges first has the highest.
+        space_prefix: whether a space is put before a text.
+        strips: whether blanks behind added tokens are dropped, as Phi-3 does; llama.cpp knows it by name.
+        front: id of the token that is put before a text, if any.
+        special: ids by role: bos, eos, unk, pad.
+        chat_template: as the tokenizer has it.
+    """
+
+    model: str
+    pre: str
+    tokens: list[str]
+    kinds: list[str]
+    merges: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    space_prefix: bool = False
+    strips: bool = False
+    front: int | None = None
+    special: dict[str, int] = field(default_factory=dict)
+    chat_template: str | None = None
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, size: int) -> "Vocabulary":
+        """That of a tokenizer, filled up to the number of rows of the embedding.
+
+        Raises:
+            I2CLError: if llama.cpp would encode otherwise, saying what it does not do.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise _refusal("the tokenizer has no tokenizer.json")
+        state = json.loads(backend.to_str())
+        model = state["model"]
+        odd = [
+            name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)
+        ]
+        if model["type"] != "BPE" or odd:
+            raise _refusal(f"the tokenizer is {model['type']}{' with ' + odd[0] if odd else ''}")
+        tokens, kinds = _tokens(state, size)
+        shared = {"tokens": tokens, "kinds": kinds, "strips": _strips(state), **_specials(tokenizer)}
+        pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+        if model["byte_fallback"]:
+            prefix = _sentencepiece(state)
+            return cls(
+                "llama", "default", scores=_scores(tokens, kinds, pairs), space_prefix=prefix, **shared
+            )
+        pre = _byte_level(state)
+        return cls("gpt2", pre, merges=[" ".join(pair) for pair in pairs], **shared)
+
+    def write(self, writer: Any, types: Any) -> None:
+        """Add it to a ``gguf.GGUFWriter``; ``types`` is ``gguf.TokenType``."""
+        writer.add_tokenizer_model(self.model)
+        writer.add_tokenizer_pre(self.pre)
+        writer.add_token_list(self.tokens)
+        writer.add_token_types([types[kind] for kind in self.kinds])
+        if self.scores:
+            writer.add_token_scores(self.scores)
+        if self.merges:
+            writer.add_token_merges(self.merges)
+        for role, token in self.special.items():
+            getattr(writer, f"add_{role}_token_id")(token)
+        writer.add_add_space_prefix(self.space_prefix)
+        writer.add_add_bos_token(self.front is not None)
+        writer.add_add_eos_token(False)
+        if self.chat_template:
+            writer.add_chat_template(self.chat_template)
+
+
+def _refusal(what: str) -> I2CLError:
+    return I2CLError(_REFUSED.format(what))
+
+
+def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[str]]:
+    """Text and kind of every row of the embedding; tokens without a row are left out."""
+    model = state["model"]
+    texts = {number: text for text, number in model["vocab"].items()}
+    kinds = dict.fromkeys(texts, "NORMAL")
+    if model["byte_fallback"]:
+        kinds |= {model["vocab"][name]: "BYTE" for name in _byte_names() if name in model["vocab"]}
+    if model.get("unk_token") in model["vocab"]:
+        kinds[model["vocab"][model["unk_token"]]] = "UNKNOWN"
+    for added in state["added_tokens"]:
+        texts[added["id"]] = added["content"]
+        if kinds.get(added["id"]) != "UNKNOWN":
+            kinds[added["id"]] = "CONTROL" if added["special"] else "USER_DEFINED"
+    tokens = [texts.get(number, f"[PAD{number}]") for number in range(size)]
+    if len(set(tokens)) < size:
+        raise _refusal("the tokenizer gives one text two ids")
+    return tokens, [kinds.get(number, "UNUSED") for number in range(size)]
+
+
+def _strips(state: dict[str, Any]) -> bool:
+    """Whether added tokens drop the blanks behind them as Phi-3's do; False where none drops any."""
+    added = state["added_tokens"]
+    behind = {token["content"] for token in added if token["rstrip"]}
+    if any(token["lstrip"] or token["single_word"] for token in added):
+        raise _refusal("the tokenizer has added tokens that depend on what stands before them")
+    if behind and behind != {token["content"] for token in added} - _UNSTRIPPED:
+        raise _refusal("the tokenizer drops blanks behind some of its added tokens")
+    if behind and not (_UNSTRIPPED | {"</s>"}) <= state["model"]["vocab"].keys() | {
+        token["content"] for token in added
+    }:
+        raise _refusal("the tokenizer drops blanks behind its added tokens, which are not those of Phi-3")
+    return bool(behind)
+
+
+def _specials(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    front = Encoder.of(tokenizer).front
+    if len(front) > 1:
+        raise _refusal(f"the tokenizer puts {len(front)} tokens before a text")
+    roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "unk", "pad")}
+    if front:
+        roles["bos"] = front[0]
+    return {
+        "front": front[0] if front else None,
+        "special": {role: number for role, number in roles.items() if number is not None},
+        "chat_template": getattr(tokenizer, "chat_template", None),
+    }
+
+
+def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer of tokenizer.json."""
+    if part is None:
+        return []
+    return list(part[name]) if part["type"] == "Sequence" else [part]
+
+
+def _byte_level(state: dict[str, Any]) -> str:
+    """llama.cpp's name of a byte-level pre-tokenizer."""
+    others = [step["type"] for step in _steps(state["normalizer"], "normalizers") if step["type"] != "NFC"]
+    if others:
+        raise _refusal(f"the tokenizer normalises with {others[0]}")
+    steps = _steps(state["pre_tokenizer"], "pretokenizers")
+    name, whole = _PRE_TOKENIZERS.get(tuple(_described(steps)), (None, False))
+    if name is None or whole != bool(state["model"].get("ignore_merges")):
+        raise _refusal("the tokenizer splits texts in a way of its own")
+    return name
+
+
+def _described(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The keys of `_PRE_TOKENIZERS`."""
+    for step in steps:
+        kind = step["type"]
+        if kind == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+            yield step["pattern"].get("Regex", "")
+        elif kind == "ByteLevel" and not step["add_prefix_space"]:
+            if step["use_regex"]:
+                yield kind
+        elif kind == "Digits" and step["individual_digits"]:
+            yield kind
+        else:
+            yield f"another {kind}"
+
+
+def _sentencepiece(state: dict[str, Any]) -> bool:
+    """Whether a space is put before a text, by a tokenizer that does what SentencePiece does."""
+    prefix = escaped = False
+    steps = _steps(state["normalizer"], "normalizers") + _steps(state["pre_tokenizer"], "pretokenizers")
+    for step in steps:
+        if step == {"type": "Prepend", "prepend": _SPACE}:
+            prefix = True
+        elif step == {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}:
+            escaped = True
+        elif step["type"] == "Metaspace" and step["replacement"] == _SPACE and not step["split"]:
+            escaped, prefix = True, prefix or step["prepend_scheme"] != "never"
+        else:
+            raise _refusal(f"the tokenizer has a step {step['type']}")
+    missing = [name for name in _byte_names() if name not in state["model"]["vocab"]]
+    if not escaped or missing or state["model"].get("ignore_merges"):
+        raise _refusal("the tokenizer has bytes as SentencePiece has, but not the rest of it")
+    return prefix
+
+
+def _byte_names() -> list[str]:
+    return [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def _scores(tokens: Sequence[str], kinds: Sequence[str], merges: Sequence[tuple[str, ...]]) -> list[float]:
+    """Minus the place of the first merge that makes a token.
+
+    SentencePiece merges whatever two neighbours make a token, the token with the highest score first. That is
+    what the list of merges says if it holds every such pair, those of one token side by side.
+    """
+    places: dict[str, int] = {}
+    last = None
+    for left, right in merges:
+        made = left + right
+        if made != last and made in places:
+            raise _refusal("the tokenizer has several places for one token in its list of merges")
+        last = made
+        places.setdefault(made, len(places))
+    known = {token for token, kind in zip(tokens, kinds, strict=True) if kind == "NORMAL"}
+    pairs = set(merges)
+    for token in known:
+        for pair in ((token[:cut], token[cut:]) for cut in range(1, len(token))):
+            if pair[0] in known and pair[1] in known and pair not in pairs:
+                raise _refusal(
+                    f"the tokenizer does not merge {pair[0]!r} and {pair[1]!r}, as SentencePiece would"
+                )
+    return [-float(places.get(token, len(places))) for token in tokens]

@@ -1,0 +1,106 @@
+"""The check of a GGUF file in llama.cpp itself.
+
+llama-cpp-python binds it: https://llama-cpp-python.readthedocs.io/en/latest/api-reference/.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.errors import I2CLError
+from i2cl.export.gguf_fields import imported, reader
+from i2cl.export.golden import Golden
+from i2cl.export.verify import Answer, Verification, judged
+
+
+class LlamaCpp:
+    """A GGUF file that llama.cpp has loaded, on the CPU, with keys and values in float32.
+
+    A context manager, which frees it at the end.
+
+    Args:
+        path: the file.
+        length: the most tokens of a text.
+
+    Raises:
+        I2CLError: if llama.cpp refuses it, or llama-cpp-python is not installed.
+    """
+
+    def __init__(self, path: str | Path, length: int) -> None:
+        self._library = imported("llama_cpp")
+        reader(Path(path))  # llama.cpp ends the process on some damaged files
+        precise: int = self._library.GGML_TYPE_F32
+        try:
+            self._model: Any = self._library.Llama(
+                str(path),
+                n_ctx=length,
+                n_batch=length,
+                n_ubatch=length,
+                n_gpu_layers=0,
+                type_k=precise,
+                type_v=precise,
+                verbose=False,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise I2CLError(f"llama.cpp does not load {str(path)!r} ({error}): export it again") from None
+        self.has_tokenizer = self._model.metadata.get("tokenizer.ggml.model") != "none"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._model.close()
+
+    def tokens(self, text: str) -> list[int]:
+        """What llama.cpp's tokenizer makes of a text, with what it puts in front."""
+        found: list[int] = self._model.tokenize(text.encode(), add_bos=True, special=True)
+        return found
+
+    def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
+        """Of the token after these, in float32.
+
+        Raises:
+            I2CLError: if llama.cpp cannot run them.
+        """
+        self._model.reset()
+        try:
+            self._model.eval(list(ids))
+        except (RuntimeError, ValueError) as error:
+            raise I2CLError(f"llama.cpp cannot run {len(ids)} tokens ({error})") from None
+        found = self._library.llama_get_logits_ith(self._model.ctx, -1)
+        return torch.from_numpy(np.ctypeslib.as_array(found, shape=(self._model.n_vocab(),)).copy())
+
+
+def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verification:
+    """Run a GGUF file in llama.cpp and compare it with its golden values, and its tokens with theirs.
+
+    Args:
+        path: a file made by `i2cl.export.export_gguf`, or made from one, such as by ``llama-quantize``.
+        tolerance: largest relative difference; default: that of the dtype it was exported in.
+
+    Raises:
+        I2CLError: if it has no golden values, llama.cpp refuses it, or a package is not installed.
+    """
+    golden = Golden.from_export(path)
+    there = {tensor.name for tensor in reader(Path(path)).tensors if tensor.data.any()}
+    with LlamaCpp(path, max(len(prompt.ids) for prompt in golden.prompts)) as model:
+        answers = []
+        for prompt in golden.prompts:
+            logits = model.logits(prompt.ids)
+            values = logits.log_softmax(-1)[golden.label_ids].tolist()
+            answers.append(Answer(tuple(values), top_logits=tuple(logits[prompt.top_ids].tolist())))
+        others = tuple(
+            prompt.query
+            for prompt in golden.prompts
+            if prompt.query is not None and model.has_tokenizer and model.tokens(prompt.query) != prompt.ids
+        )
+    return replace(judged(golden, answers, tolerance, golden.lost(there)), retokenized=others)
