@@ -82,6 +82,15 @@ def test_glora_scales_and_adds_where_there_are_biases(case, tmp_path):
     assert json.loads((tmp_path / "out" / CONFIG).read_text(encoding="utf-8"))["peft_type"] == "GLORA"
 
 
+@pytest.mark.parametrize("case", ["granite", "smollm3", "nemotron", "cohere", "cohere2"])
+def test_glora_takes_biases_that_the_config_turns_on(case, tmp_path):
+    both = {} if case.startswith("cohere") else {"mlp_bias": True}  # whose attention takes both constants
+    decoder = decoder_of(case, attention_bias=True, **both)
+    injection = injection_for(decoder)
+    assert export_peft(decoder, injection, tmp_path / "out", golden=False).tuner == "GLoRA"
+    close(decoder, tmp_path / "out", injection)
+
+
 @pytest.mark.parametrize("case", ["gptj", "opt", "phi"])
 def test_a_glora_adapter_can_be_merged_and_taken_off(case, tmp_path):
     decoder = decoder_of(case)
@@ -251,6 +260,7 @@ def test_export_and_verify(exported, tmp_path, capsys):
     config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
     assert config["base_model_name_or_path"] == str(base)
     assert config["task_type"] == "CAUSAL_LM"
+    assert config["inference_mode"] is True
     assert run("export", artefact, tmp_path / "bare", "--to", "peft", "--no-golden", "--json") == 0
     assert json.loads(capsys.readouterr().out)["files"] == 1
     assert listed(tmp_path / "bare") == [CONFIG, WEIGHTS]

@@ -1,7 +1,7 @@
 """A calibrated injection as a PEFT adapter, where one of PEFT's tuners expresses it exactly.
 
-LoRA with ``lora_bias`` adds a vector behind a linear map, with or without a bias of its own. GLoRA also
-scales the map, but has one only beside a bias: ``(W + WA) h + b + bD + E``, A = D = beta - 1, E = lambda v.
+LoRA with ``lora_bias`` adds a vector behind any linear map. GLoRA also scales the map, but adds only where
+there is a bias: ``(W + W A) h + b + b D + E`` with ``A = D = beta - 1`` and ``E = lambda v``.
 Sources: https://huggingface.co/docs/peft/package_reference/lora and .../package_reference/glora.
 """
 

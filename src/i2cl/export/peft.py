@@ -52,6 +52,7 @@ def export_peft(
     injection.require_base(decoder, force=force)
     made = make_adapter(decoder.model.config, injection)
     made.config.base_model_name_or_path, made.config.revision = decoder.name, revision
+    made.config.inference_mode = True
     expected = make_golden(decoder, injection) if golden else None
     with new_folder(path, frozenset()) as fresh:
         made.config.save_pretrained(str(fresh))
