@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from i2cl.architectures import ARCHITECTURES, Architecture
     from i2cl.calibration import calibrate
+    from i2cl.classifier import I2CLClassifier
     from i2cl.context import ContextVector, ExtractConfig, extract
     from i2cl.decoder import Decoder
     from i2cl.errors import I2CLError
@@ -32,6 +33,7 @@ _HOMES = {
     "Decoder": "decoder",
     "Example": "tasks",
     "ExtractConfig": "context",
+    "I2CLClassifier": "classifier",
     "I2CLError": "errors",
     "Injection": "injection",
     "InjectionPool": "pool",
@@ -61,6 +63,7 @@ __all__ = [
     "Decoder",
     "Example",
     "ExtractConfig",
+    "I2CLClassifier",
     "I2CLError",
     "Injection",
     "InjectionPool",
