@@ -24,7 +24,7 @@ ORDER = (
     {"injection", "recipe"},
     {"calibration", "adapters", "pool"},
     {"transfer", "methods"},
-    {"evaluation", "classifier"},
+    {"evaluation", "classifier", "harness"},
     {"prediction", "parallel"},
     {"benchmark", "experiments", "export", "serving"},
     {"cli"},
@@ -37,7 +37,18 @@ SIDEWAYS = {("tasks", "reference"), ("reference", "tasks")}
 LONG = {"decoder.py": "one class owns the model, and half of it is what its attributes and arguments mean"}
 LONGEST = 250
 
-HEAVY = ("torch", "transformers", "datasets", "peft", "matplotlib", "sklearn", "pandas", "scipy", "ray")
+HEAVY = (
+    "torch",
+    "transformers",
+    "datasets",
+    "peft",
+    "matplotlib",
+    "sklearn",
+    "pandas",
+    "scipy",
+    "ray",
+    "lm_eval",
+)
 
 
 def place(name):
