@@ -26,7 +26,7 @@ ORDER = (
     {"injection", "recipe"},
     {"calibration", "composition", "adapters", "pool"},
     {"transfer", "methods"},
-    {"evaluation", "classifier"},
+    {"evaluation", "classifier", "harness"},
     {"prediction", "parallel"},
     {"benchmark", "experiments", "export", "serving"},
     {"cli"},
@@ -51,6 +51,7 @@ HEAVY = (
     "ray",
     "gguf",
     "llama_cpp",
+    "lm_eval",
 )
 
 

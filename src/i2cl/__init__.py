@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from i2cl.architectures import ARCHITECTURES, Architecture
     from i2cl.calibration import calibrate
     from i2cl.classes import extract_classes
+    from i2cl.classifier import I2CLClassifier
     from i2cl.composition import combine
     from i2cl.context import ContextVector, ExtractConfig, extract
     from i2cl.decoder import Decoder
@@ -34,6 +35,7 @@ _HOMES = {
     "Decoder": "decoder",
     "Example": "tasks",
     "ExtractConfig": "context",
+    "I2CLClassifier": "classifier",
     "I2CLError": "errors",
     "Injection": "injection",
     "InjectionPool": "pool",
@@ -65,6 +67,7 @@ __all__ = [
     "Decoder",
     "Example",
     "ExtractConfig",
+    "I2CLClassifier",
     "I2CLError",
     "Injection",
     "InjectionPool",

@@ -111,6 +111,10 @@ class Decoder:
         self.__dict__.update(state)
         self._lock = threading.RLock()
 
+    def __sklearn_clone__(self) -> "Decoder":
+        """scikit-learn's clones of an estimator share its model, which none of them changes."""
+        return self
+
     @property
     def device(self) -> torch.device:
         """Where token ids go."""

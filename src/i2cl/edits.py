@@ -134,7 +134,7 @@ class LinearEdit(PlacedEdit):
         self._fixed: dict[tuple[int, int], tuple[Tensor, float]] = {}
 
     def injected(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], _batch: Batch
+        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], _batch: Batch | None = None
     ) -> Float[Tensor, "lines tokens d"]:
         """The linear combination."""
         if not self.coefficients.requires_grad:
