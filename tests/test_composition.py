@@ -153,11 +153,13 @@ def test_one_name_stays_and_several_are_joined():
     joined = combine([made(0), made(1, task=OTHER), made(2)]).task
     assert (joined.name, joined.labels, joined.template) == ("films+books", TASK.labels, TASK.template)
     assert joined.title == ""
+    turned = made(1, task=replace(OTHER, labels=TASK.labels[::-1]))
+    assert combine([made(0), turned]).task.labels == TASK.labels
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"labels": ("good", "bad")}, {"labels": ("negative", "positive")}, {"template": Template.plain()}],
+    [{"labels": ("good", "bad")}, {"labels": ("positive", "mixed")}, {"template": Template.plain()}],
 )
 def test_other_labels_or_templates_need_a_choice(change):
     other = replace(OTHER, **change)

@@ -17,6 +17,7 @@ from i2cl import (
     Template,
     calibrate,
     extract,
+    extract_classes,
 )
 from i2cl.context import ContextVector
 from i2cl.methods import METHODS, make_methods
@@ -164,6 +165,25 @@ def test_i2cl_is_extraction_calibration_and_injection(model_type, films, demonst
     assert torch.equal(predictor.scores(TEXTS), injection.scores(decoder, TEXTS))
     assert predictor.cached_values == 2 * LAYERS * WIDTH
     assert not torch.allclose(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"formula": "add"}, {"writers": "mha"}], ids=str)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_i2cl_classes_calibrates_class_vectors_and_keeps_their_sum(
+    model_type, films, demonstrations, options
+):
+    decoder = made(model_type)
+    predictor = fitted("i2cl_classes", decoder, films, demonstrations, seed=3, epochs=2, **options)
+    extraction = ExtractConfig(writers=options.get("writers", "both"))
+    vectors = extract_classes(decoder, films, demonstrations, extraction, seed=3)
+    config = CalibrationConfig(epochs=2, formula=options.get("formula", "linear"))
+    injection = calibrate(decoder, films, demonstrations, vectors, config, seed=3)
+    assert torch.equal(predictor.scores(TEXTS), injection.scores(decoder, TEXTS))
+    assert predictor.cached_values == 2 * LAYERS * WIDTH
+    sites, scalars = (1 if "writers" in options else 2), (2 if "formula" in options else 3)
+    assert predictor.trainable_parameters == scalars * sites * LAYERS
+    plain = fitted("i2cl", decoder, films, demonstrations, seed=3, epochs=2, **options)
+    assert not torch.equal(predictor.scores(TEXTS), plain.scores(TEXTS))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def combine(
         injections: made on one model, at the same sites and tokens, with the same scoring.
         weights: one each, of any sign, taken as they are: weights that add up to 1 average the
             injections, ones add all of their changes. Default: the mean.
-        task: label words and template to answer with; needed where theirs differ.
+        task: label words and template to answer with; needed where theirs differ in more than the
+            order of the words. Default: the first's.
 
     Raises:
         I2CLError: without injections, on weights that are not one finite number each, and on injections
@@ -101,7 +102,7 @@ def _kind(injection: Injection) -> tuple[object, ...]:
 def _common_task(injections: Sequence[Injection]) -> Task:
     first = injections[0].task
     for other in (one.task for one in injections[1:]):
-        if (first.labels, first.template) != (other.labels, other.template):
+        if (set(first.labels), first.template) != (set(other.labels), other.template):
             raise I2CLError(
                 f"tasks {first.name!r} and {other.name!r} have different label words or templates: "
                 "say which to answer with (task=, or --task-from)"
