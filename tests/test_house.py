@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 ORDER = (
     {"errors"},
-    {"ray_cluster", "hooks", "files", "streams", "training"},
+    {"ray_cluster", "hooks", "files", "streams", "training", "stored", "offloading"},
     {"outputs", "alibi", "architectures", "tasks", "reference"},
     {"batching", "fingerprint", "loading"},
     {"edits", "memory", "prefix"},
