@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 ORDER = (
     {"errors"},
-    {"ray_cluster", "hooks", "files", "streams", "training", "stored", "offloading"},
+    {"ray_cluster", "hooks", "files", "streams", "training", "stored", "offloading", "quantization"},
     {"outputs", "alibi", "architectures", "tasks", "reference"},
     {"batching", "fingerprint", "loading"},
     {"edits", "memory", "prefix"},

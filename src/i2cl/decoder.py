@@ -17,12 +17,13 @@ from i2cl.architectures import Architecture, ResidualIdentity, architecture_of, 
 from i2cl.batching import Batch, Encoder, Ids, make_batch
 from i2cl.edits import Edit, Keep, Site
 from i2cl.errors import I2CLError
-from i2cl.fingerprint import BaseModel, quantization_of, tokenizer_fingerprint, weights_fingerprint
+from i2cl.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerprint
 from i2cl.hooks import edit_inputs, edit_outputs
-from i2cl.loading import REFERENCE, Quantization, load_model_and_tokenizer
+from i2cl.loading import REFERENCE, load_model_and_tokenizer
 from i2cl.memory import run_batches
 from i2cl.offloading import execution_device
 from i2cl.prefix import Prefix
+from i2cl.quantization import Quantization, quantization_of, settle_4bit
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class Decoder:
         revision: str | None = None,
         token_budget: int | None = None,
     ) -> None:
+        settle_4bit(model)
         self.model = model
         self.tokenizer = tokenizer
         self.architecture = architecture or architecture_of(model)

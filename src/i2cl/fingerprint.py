@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError
 from i2cl.offloading import offloaded_weight
+from i2cl.quantization import dequantized
 from i2cl.stored import Files, stored_weights
 
 SAMPLES_PER_TENSOR = 64
@@ -75,20 +76,6 @@ class BaseModel:
 _CIRCUMSTANCES = {"name", "revision", "dtype", "quantization"}
 
 
-def quantization_of(config: PreTrainedConfig) -> str | None:
-    """Method and bits of a quantized model, such as ``"bitsandbytes 4bit"``; None where it is not.
-
-    Source: https://huggingface.co/docs/transformers/main_classes/quantization
-    """
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return None
-    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    method = settings.get("quant_method", "unknown")
-    bits = [f"{number}bit" for number in (4, 8) if settings.get(f"load_in_{number}bit")]
-    return " ".join([str(getattr(method, "value", method)), *bits])
-
-
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Hash of names, shapes and evenly spaced values of all parameters, as 16 hex digits.
 
@@ -147,25 +134,14 @@ def _samples(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...], Ten
         yield name, shape, values
 
 
-def _whole(module: Any, name: str, parameter: Any) -> tuple[Tensor, bool]:
+def _whole(module: torch.nn.Module, name: str, parameter: Tensor) -> tuple[Tensor, bool]:
     """A parameter's numbers, wherever and however they are held, and whether that is as codes."""
     if isinstance(parameter, DTensor):
-        parameter = parameter.full_tensor()
-    elif parameter.is_meta:
-        parameter = offloaded_weight(module, name)
-    elif type(parameter).__name__ == "Params4bit":
-        from bitsandbytes.functional import dequantize_4bit
-
-        found: Tensor = dequantize_4bit(parameter.data, parameter.quant_state)
-        return found, True
-    elif type(parameter).__name__ == "Int8Params":
-        from bitsandbytes.functional import int8_vectorwise_dequant
-
-        scale = parameter.SCB if parameter.SCB is not None else module.state.SCB  # it moves at the first run
-        return int8_vectorwise_dequant(parameter.data, scale), True
-    elif type(parameter) not in {Tensor, torch.nn.Parameter}:  # torchao's
-        return parameter.dequantize(), True
-    return parameter, False
+        return parameter.full_tensor(), False
+    if parameter.is_meta:
+        return offloaded_weight(module, name), False
+    found = dequantized(module, parameter)
+    return (parameter, False) if found is None else (found, True)
 
 
 def _rounds(stored: Tensor, values: Tensor, *, coded: bool) -> bool:

@@ -6,30 +6,26 @@ from contextlib import contextmanager
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from i2cl.errors import I2CLError
+from i2cl.quantization import Quantization, quantization_config
 
 REFERENCE = "reference"
 """The name of the bundled model."""
 
 TENSOR_PARALLEL = "tensor_parallel"
 """The device map that splits every layer over the processes of ``torchrun``."""
-
-Quantization = Literal["8bit", "4bit"] | QuantizationConfigMixin
-"""How weights are stored in memory: by bitsandbytes in 8 or 4 bits, or as a config of transformers says."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -76,10 +72,12 @@ def load_model_and_tokenizer(
         raise I2CLError("device and device_map exclude each other: give one of them")
     target = _device(device)
     wanted = _dtype(dtype, target)
-    config = _quantization(quantization, wanted)
+    config = quantization_config(quantization, wanted)
     if config is not None and device_map is None:
         device_map = {"": str(target)}  # it is quantized on its way there
     placement = _placement(device_map, offload_folder, quantized=config is not None)
+    if config is not None:  # None would undo that of a quantized checkpoint
+        placement["quantization_config"] = config
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with _told(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
@@ -88,7 +86,6 @@ def load_model_and_tokenizer(
             source,
             dtype=wanted,
             **placement,
-            quantization_config=config,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told below, in a line of our own
@@ -98,7 +95,6 @@ def load_model_and_tokenizer(
     _check_complete(name, info)
     if device_map is None:
         model = model.to(target)
-    _keep_codes(model)
     return model.eval(), tokenizer
 
 
@@ -113,39 +109,9 @@ def _placement(
         if quantized:
             raise I2CLError("a quantized model cannot be split by tensor_parallel: leave one of them out")
         return {"distributed_config": DistributedConfig(tp_plan="auto")}
-    if device_map is not None and not _installed("accelerate"):
+    if device_map is not None and find_spec("accelerate") is None:
         raise I2CLError("a device map needs the package accelerate: pip install 'i2cl[hub]'")
     return {"device_map": device_map, "offload_folder": offload_folder}
-
-
-def _quantization(wanted: Quantization | None, dtype: str | torch.dtype) -> QuantizationConfigMixin | None:
-    if wanted is None or isinstance(wanted, QuantizationConfigMixin):
-        return wanted
-    if wanted not in {"8bit", "4bit"}:
-        raise I2CLError(
-            f"unknown quantization {wanted!r}: choose 8bit or 4bit, or pass a transformers config"
-        )
-    if not (_installed("bitsandbytes") and _installed("accelerate")):
-        raise I2CLError("quantization needs bitsandbytes and accelerate: pip install 'i2cl[quant]'")
-    if wanted == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    compute = None if dtype == "auto" else dtype  # layers take that of their input where none is given
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
-
-
-def _installed(package: str) -> bool:
-    return find_spec(package) is not None
-
-
-def _keep_codes(model: PreTrainedModel) -> None:
-    """Have 4-bit layers leave their codes as they are on a CPU.
-
-    On some CPUs bitsandbytes repacks them in place at the first run without gradients, for kernels that
-    refuse widths that are no multiples of 64 (`bitsandbytes.nn.Linear4bit.forward`).
-    """
-    for module in model.modules():
-        if getattr(module, "support_avx512bf16_for_cpu", False):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from i2cl.architectures import ARCHITECTURES
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.export.families import HOOKED, family_of
-from i2cl.fingerprint import quantization_of, tensors_fingerprint
+from i2cl.fingerprint import tensors_fingerprint
 from i2cl.injection import Injection
+from i2cl.quantization import quantization_of
 
 
 class Tensors(Protocol):
