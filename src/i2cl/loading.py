@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ REFERENCE = "reference"
 
 TENSOR_PARALLEL = "tensor_parallel"
 """The device map that splits every layer over the processes of ``torchrun``."""
+
+LONGEST_REASON = 300
+"""Characters of another library's message that a line of ours quotes."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -111,6 +115,9 @@ def _placement(
         return {"distributed_config": DistributedConfig(tp_plan="auto")}
     if device_map is not None and find_spec("accelerate") is None:
         raise I2CLError("a device map needs the package accelerate: pip install 'i2cl[hub]'")
+    if isinstance(device_map, dict):
+        for place in {str(place) for place in device_map.values()} - {"disk"}:
+            _device(f"cuda:{place}" if place.isdigit() else place)
     return {"device_map": device_map, "offload_folder": offload_folder}
 
 
@@ -185,4 +192,6 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0].rstrip(":") if lines else type(error).__name__
+    return (
+        shorten(lines[0].rstrip(":"), LONGEST_REASON, placeholder=" ...") if lines else type(error).__name__
+    )

@@ -36,6 +36,8 @@ def fit(
     device: options.Device = None,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
+    offload_folder: options.OffloadFolder = None,
+    quantization: options.Quantization = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
     json: options.Json = False,
@@ -51,7 +53,12 @@ def fit(
     method = cast("I2CL", load.methods([I2CL.name], settings, recipe)[0])
     loaded = load.task(task, load.TaskOptions(data_dir, template, labels, text_column, label_column))
     demonstrations = loaded.sample(shots, seed)
-    decoder = load.decoder(model, load.ModelOptions(device, dtype, device_map, revision, trust_remote_code))
+    decoder = load.decoder(
+        model,
+        load.ModelOptions(
+            device, dtype, device_map, revision, trust_remote_code, offload_folder, quantization
+        ),
+    )
     started = time.perf_counter()
     with console.progress(max(1, method.calibration.rounds), "calibrating") as bar:
         context = extract(decoder, loaded, demonstrations, method.extraction, seed=seed)
@@ -106,6 +113,8 @@ def predict(
     device: options.Device = None,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
+    offload_folder: options.OffloadFolder = None,
+    quantization: options.Quantization = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
     seed: options.NoSeed = 0,
@@ -124,7 +133,13 @@ def predict(
         raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
     injection = Injection.from_pretrained(artefact)
     found = load.ModelOptions(
-        device, dtype, device_map, revision or (None if model else injection.base.revision), trust_remote_code
+        device,
+        dtype,
+        device_map,
+        revision or (None if model else injection.base.revision),
+        trust_remote_code,
+        offload_folder,
+        quantization,
     )
     texts = Texts(source, text_format, text_column, chunk)
     settings = {
@@ -132,6 +147,7 @@ def predict(
         "artefact": digest(injection),
         "model": [model, found.revision],
         "dtype": dtype,
+        "quantization": quantization,
         "source": source_state(source),
         "format": text_format,
         "text_column": text_column,
