@@ -24,6 +24,7 @@ from i2cl.export import Golden, checkpoint, export_hf, fold, make_golden, source
 from i2cl.export.families import FAMILIES, REFUSED
 from i2cl.export.golden import GOLDEN
 from i2cl.injection import Injection
+from i2cl.stored import INDEX
 from i2cl.tasks import Task, Template
 from tiny import CASES, tiny_model, tiny_tokenizer
 
@@ -270,7 +271,7 @@ def test_shards_hold_what_one_file_holds(case, tmp_path):
     for other in (weights(tmp_path / "shards"), weights(tmp_path / "memory")):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
-    index = json.loads((tmp_path / "shards" / sources.INDEX).read_text(encoding="utf-8"))
+    index = json.loads((tmp_path / "shards" / INDEX).read_text(encoding="utf-8"))
     assert index["weight_map"].keys() == one.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in one.values())
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
@@ -300,7 +301,7 @@ def test_sharded_bases_and_copies_beside_them_are_read_right(tmp_path):
     export_hf(base, injection, tmp_path / "out")
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
-    (base / sources.INDEX).write_text("{}", encoding="utf-8")
+    (base / INDEX).write_text("{}", encoding="utf-8")
     with pytest.raises(I2CLError, match=r"index\.json' is damaged"):
         export_hf(base, injection, tmp_path / "again")
 

@@ -15,7 +15,18 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 ORDER = (
     {"errors"},
-    {"ray_cluster", "hooks", "files", "products", "streams", "training", "hub"},
+    {
+        "ray_cluster",
+        "hooks",
+        "files",
+        "products",
+        "streams",
+        "training",
+        "hub",
+        "stored",
+        "offloading",
+        "quantization",
+    },
     {"outputs", "alibi", "architectures", "tasks", "reference", "card"},
     {"batching", "fingerprint", "loading"},
     {"edits", "memory", "prefix"},

@@ -77,13 +77,14 @@ def calibrate(
         _require_batches(batches, len(queries), config)
     shared = shared_front(queries) if prompt else ()
     loss = _Loss(decoder, shared, queries, targets, vectors, config, coefficients, seed)
+    dtype = decoder.model.dtype
     with decoder.frozen():
         if config.optimizer == "lbfgs":
             chunks = budget_chunks(queries, decoder.token_budget)
-            history = minimize([coefficients.free], loss, chunks, config.passes, config.pull, progress)
+            history = minimize([coefficients.free], loss, chunks, config.passes, config.pull, progress, dtype)
         else:
             batches = batches or config.batches(len(queries), seed)
-            history = train([coefficients.free], loss, batches, config, progress)
+            history = train([coefficients.free], loss, batches, config, progress, dtype)
     whole, pairs, classes = settled(vectors, coefficients.linear().detach().cpu())
     return Injection(
         context=whole,

@@ -21,8 +21,10 @@ from i2cl.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerpri
 from i2cl.hooks import edit_inputs, edit_outputs
 from i2cl.loading import REFERENCE, load_model_and_tokenizer
 from i2cl.memory import run_batches
+from i2cl.offloading import execution_device
 from i2cl.prefix import Prefix
 from i2cl.products import fast_products
+from i2cl.quantization import Quantization, quantization_of, settle_4bit
 
 T = TypeVar("T")
 
@@ -57,6 +59,7 @@ class Decoder:
         revision: str | None = None,
         token_budget: int | None = None,
     ) -> None:
+        settle_4bit(model)
         self.model = model
         self.tokenizer = tokenizer
         self.architecture = architecture or architecture_of(model)
@@ -75,6 +78,8 @@ class Decoder:
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         device_map: str | dict[str, Any] | None = None,
+        offload_folder: str | Path | None = None,
+        quantization: Quantization | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         architecture: Architecture | None = None,
@@ -90,6 +95,8 @@ class Decoder:
             dtype=dtype,
             device=device,
             device_map=device_map,
+            offload_folder=offload_folder,
+            quantization=quantization,
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
@@ -118,8 +125,7 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        embeddings: Any = self.model.get_input_embeddings()
-        return torch.device(embeddings.weight.device)
+        return execution_device(self.model.get_input_embeddings())
 
     @cached_property
     def writers(self) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
@@ -158,6 +164,8 @@ class Decoder:
             d_model=self.d_model,
             weights=weights_fingerprint(self.model),
             tokenizer=tokenizer_fingerprint(self.tokenizer),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            quantization=quantization_of(self.model.config),
         )
 
     @property
@@ -275,17 +283,17 @@ class Decoder:
 
     @contextmanager
     def _untrained(self) -> Iterator[None]:
-        wanted = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        wanted = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         training = [module for module in self.model.modules() if module.training]
-        for parameter in wanted:
+        for parameter in self.model.parameters():
             parameter.requires_grad_(False)
         for module in training:
             module.training = False
         try:
             yield
         finally:
-            for parameter in wanted:
-                parameter.requires_grad_(True)
+            for name, parameter in self.model.named_parameters():  # offloading makes them anew at every run
+                parameter.requires_grad_(name in wanted)
             for module in training:
                 module.training = True
 

@@ -16,6 +16,7 @@ from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.injection import Injection
 from i2cl.methods import Method, Predictor
+from i2cl.quantization import quantization_of
 from i2cl.scoring import Progress
 from i2cl.tasks import Example, Task
 
@@ -168,7 +169,8 @@ def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: 
 def software(decoder: Decoder) -> dict[str, str]:
     """Versions, device and precision that a result depends on."""
     packages = {"i2cl": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    where = {"device": str(decoder.device), "dtype": str(decoder.model.dtype).removeprefix("torch.")}
+    precision = [str(decoder.model.dtype).removeprefix("torch."), quantization_of(decoder.model.config)]
+    where = {"device": str(decoder.device), "dtype": ", ".join(filter(None, precision))}
     return {"python": platform.python_version(), **packages, **where, "threads": str(torch.get_num_threads())}
 
 

@@ -1,6 +1,7 @@
 """Injection: a calibrated task as a small artefact, applied to a decoder."""
 
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,10 @@ from i2cl.fingerprint import BaseModel
 from i2cl.hub import download, upload
 from i2cl.scoring import Progress, Scoring, encode_queries, label_tokens, score
 from i2cl.tasks import Task
+
+
+class PrecisionWarning(UserWarning):
+    """An injection is used on its own model, but with weights quantized in another way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +104,9 @@ class Injection:
     def require_base(self, decoder: Decoder | BaseModel, *, force: bool = False) -> None:
         """Refuse a decoder that is not the one this was made on.
 
+        The same checkpoint in another dtype is that one. Where it is quantized in another way, a
+        `PrecisionWarning` says so: answers can differ.
+
         Args:
             decoder: the candidate, or what is known of it.
             force: accept other weights or another tokenizer where layers and width agree.
@@ -114,6 +122,14 @@ class Injection:
             raise I2CLError(
                 f"this injection was made on {self.base.name!r}, not {decoder.name!r} ({difference}): {cure}"
             )
+        if self.base.quantization != other.quantization:
+            mine, theirs = (
+                found or "no quantization" for found in (self.base.quantization, other.quantization)
+            )
+            message = (
+                f"this injection was made with {mine} and the model is loaded with {theirs}: fit it again"
+            )
+            warnings.warn(f"{message} if answers differ", PrecisionWarning, stacklevel=2)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, JSON and a model card; all of it or, on an error, nothing.

@@ -4,21 +4,32 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from i2cl.errors import I2CLError
+from i2cl.quantization import Quantization, quantization_config
 
 REFERENCE = "reference"
 """The name of the bundled model."""
 
 TENSOR_PARALLEL = "tensor_parallel"
 """The device map that splits every layer over the processes of ``torchrun``."""
+
+LONGEST_REASON = 300
+"""Characters of another library's message that a line of ours quotes."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -29,6 +40,8 @@ def load_model_and_tokenizer(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
+    offload_folder: str | Path | None = None,
+    quantization: Quantization | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -42,11 +55,17 @@ def load_model_and_tokenizer(
         device_map: passed to transformers (needs the package accelerate), or ``"tensor_parallel"``: split
             over the processes that ``torchrun`` started
             (https://huggingface.co/docs/transformers/perf_infer_gpu_multi); excludes ``device``.
+        offload_folder: where weights that the device map puts on ``"disk"`` are written, if their
+            checkpoint cannot be read in place.
+        quantization: ``"8bit"`` or ``"4bit"`` (bitsandbytes: LLM.int8 or NF4), or a config of transformers
+            (https://huggingface.co/docs/transformers/main_classes/quantization). Default: as the
+            checkpoint is.
         revision: hub branch, tag or commit.
         trust_remote_code: run code that the repository brings. Only for sources you trust.
 
     Raises:
-        I2CLError: a path or id that holds no such model, pickle weights, damaged or incomplete weights.
+        I2CLError: a path or id that holds no such model, pickle weights, damaged or incomplete weights,
+            or a package that is lacking.
     """
     source = str(reference_folder()) if name == REFERENCE else name
     if Path(source).exists():
@@ -57,6 +76,12 @@ def load_model_and_tokenizer(
         raise I2CLError("device and device_map exclude each other: give one of them")
     target = _device(device)
     wanted = _dtype(dtype, target)
+    config = quantization_config(quantization, wanted)
+    if config is not None and device_map is None:
+        device_map = {"": str(target)}  # it is quantized on its way there
+    placement = _placement(device_map, offload_folder, quantized=config is not None)
+    if config is not None:  # None would undo that of a quantized checkpoint
+        placement["quantization_config"] = config
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with _told(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
@@ -64,7 +89,7 @@ def load_model_and_tokenizer(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=wanted,
-            **_placement(device_map),
+            **placement,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told below, in a line of our own
@@ -77,14 +102,23 @@ def load_model_and_tokenizer(
     return model.eval(), tokenizer
 
 
-def _placement(device_map: str | dict[str, Any] | None) -> dict[str, Any]:
-    if device_map != TENSOR_PARALLEL:
-        return {"device_map": device_map}
-    if "RANK" not in os.environ:
-        raise I2CLError(
-            "device map tensor_parallel needs torchrun: torchrun --nproc-per-node 2 --no-python i2cl ..."
-        )
-    return {"distributed_config": DistributedConfig(tp_plan="auto")}
+def _placement(
+    device_map: str | dict[str, Any] | None, offload_folder: str | Path | None, *, quantized: bool
+) -> dict[str, Any]:
+    if device_map == TENSOR_PARALLEL:
+        if "RANK" not in os.environ:
+            raise I2CLError(
+                "device map tensor_parallel needs torchrun: torchrun --nproc-per-node 2 --no-python i2cl ..."
+            )
+        if quantized:
+            raise I2CLError("a quantized model cannot be split by tensor_parallel: leave one of them out")
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+    if device_map is not None and find_spec("accelerate") is None:
+        raise I2CLError("a device map needs the package accelerate: pip install 'i2cl[hub]'")
+    if isinstance(device_map, dict):
+        for place in {str(place) for place in device_map.values()} - {"disk"}:
+            _device(f"cuda:{place}" if place.isdigit() else place)
+    return {"device_map": device_map, "offload_folder": offload_folder}
 
 
 @contextmanager
@@ -158,4 +192,6 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0].rstrip(":") if lines else type(error).__name__
+    return (
+        shorten(lines[0].rstrip(":"), LONGEST_REASON, placeholder=" ...") if lines else type(error).__name__
+    )

@@ -65,12 +65,49 @@ class TrainConfig(BaseModel):
                     yield order[start : start + self.batch_size]
 
 
+LOSS_SCALE = 2.0**16
+"""First factor of a float16 model's loss, as that of `torch.amp.GradScaler`."""
+
+
+class Backward:
+    """Gradients of a loss that flow back through a model in some precision.
+
+    In float16 small gradients become 0 on their way, so the loss is scaled up and the gradients, which
+    arrive in float32, are scaled down. A scale at which something exceeds float16 is halved until
+    nothing does (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling).
+
+    Attributes:
+        scale: of the loss; always 1 but for float16.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype | None = None) -> None:
+        self.parameters = parameters
+        self.scale = LOSS_SCALE if dtype == torch.float16 else 1.0
+
+    def __call__(self, value: Tensor) -> None:
+        """Add the gradients of a loss to those that the parameters have."""
+        if self.scale == 1.0:
+            value.backward()
+            return
+        gradients = self._scaled(value)
+        while self.scale > 1.0 and value.isfinite() and not all(one.isfinite().all() for one in gradients):
+            self.scale /= 2
+            gradients = self._scaled(value)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            found = gradient / self.scale
+            parameter.grad = found if parameter.grad is None else parameter.grad + found
+
+    def _scaled(self, value: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(value * self.scale, self.parameters, retain_graph=True)
+
+
 def train(
     parameters: Sequence[torch.nn.Parameter],
     loss: Callable[[Sequence[int]], Tensor],
     batches: Sequence[Sequence[int]],
     config: TrainConfig,
     progress: StepProgress | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[float, ...]:
     """Take one AdamW step per batch.
 
@@ -80,6 +117,7 @@ def train(
         batches: indices of every step.
         config: rates and decay.
         progress: called after each epoch.
+        dtype: of the model that the loss comes from, if it is float16; see `Backward`.
 
     Returns:
         Mean loss of each epoch.
@@ -88,6 +126,7 @@ def train(
         I2CLError: at the end of an epoch whose loss is not finite.
     """
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    backward = Backward(parameters, dtype)
     steps = len(batches)
     per_epoch = max(1, steps // max(1, config.epochs))
     history: list[float] = []
@@ -98,7 +137,7 @@ def train(
                 group["lr"] = config.rate(step, steps)
             value = loss(chosen)
             optimizer.zero_grad()
-            value.backward()
+            backward(value)
             optimizer.step()
             losses.append(value.detach())
             if len(losses) == per_epoch or step == steps - 1:
@@ -125,6 +164,7 @@ def minimize(
     passes: int,
     pull: float,
     progress: StepProgress | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[float, ...]:
     """Minimise a loss that gives the same value for the same parameters, by L-BFGS.
 
@@ -139,6 +179,7 @@ def minimize(
         passes: evaluations of all of them, at most.
         pull: added to the loss per squared distance of the parameters from their start.
         progress: called after each pass.
+        dtype: of the model that the loss comes from, if it is float16; see `Backward`.
 
     Returns:
         Mean loss of each pass, without the pull.
@@ -147,6 +188,7 @@ def minimize(
         I2CLError: on a loss that is not finite.
     """
     starts = [parameter.detach().clone() for parameter in parameters]
+    backward = Backward(parameters, dtype)
     count = sum(map(len, chunks))
     history: list[float] = []
     best: tuple[float, list[Tensor]] = (math.inf, starts)
@@ -163,7 +205,7 @@ def minimize(
         with torch.enable_grad():
             for chosen in chunks:
                 part = loss(chosen) * (len(chosen) / count)
-                part.backward()
+                backward(part)
                 total = total.to(part.device) + part.detach()
             away = [
                 (parameter - start).square().sum()

@@ -18,6 +18,8 @@ def bench(
     device: options.Device = None,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
+    offload_folder: options.OffloadFolder = None,
+    quantization: options.Quantization = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
     seed: options.NoSeed = 0,
@@ -27,7 +29,12 @@ def bench(
     from i2cl.benchmark import measures
     from i2cl.benchmark.workload import Workload
 
-    decoder = load.decoder(model, load.ModelOptions(device, dtype, device_map, revision, trust_remote_code))
+    decoder = load.decoder(
+        model,
+        load.ModelOptions(
+            device, dtype, device_map, revision, trust_remote_code, offload_folder, quantization
+        ),
+    )
     work = Workload.make(decoder, queries, seed=seed)
     limit = (decoder.max_length or 10**9) - max(map(len, work.queries))
     with console.progress(6, "timing") as bar:

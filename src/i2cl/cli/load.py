@@ -1,10 +1,11 @@
 """From what was typed to decoders, tasks and methods."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from i2cl.cli import console
 from i2cl.errors import I2CLError
@@ -26,6 +27,8 @@ class ModelOptions:
     device_map: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    offload_folder: Path | None = None
+    quantization: Literal["8bit", "4bit"] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ def decoder(name: str, options: ModelOptions, architecture: "Architecture | None
         name,
         device=options.device,
         dtype=options.dtype,
-        device_map=options.device_map,
+        device_map=_device_map(options.device_map),
+        offload_folder=options.offload_folder,
+        quantization=options.quantization,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
         architecture=architecture,
@@ -60,6 +65,25 @@ def decoder(name: str, options: ModelOptions, architecture: "Architecture | None
     if is_small(loaded):
         torch.set_num_threads(1)
     return loaded
+
+
+def _device_map(typed: str | None) -> str | dict[str, Any] | None:
+    """A name such as ``auto``, or what JSON says of each module.
+
+    Raises:
+        I2CLError: on JSON that is no map from modules to devices.
+    """
+    if typed is None or not typed.lstrip().startswith(("{", "[", '"')):
+        return typed
+    try:
+        found = json.loads(typed)
+    except ValueError as error:
+        raise I2CLError(
+            f'--device-map {typed!r} is no JSON ({error}): write it like \'{{"": "cpu"}}\''
+        ) from None
+    if not isinstance(found, dict) or not all(isinstance(place, str | int) for place in found.values()):
+        raise I2CLError(f"--device-map {typed!r} is no map: give every module a device, cpu or disk")
+    return found
 
 
 def base_decoder(name: str, options: ModelOptions) -> "Decoder":
@@ -78,10 +102,14 @@ def base_decoder(name: str, options: ModelOptions) -> "Decoder":
 
 def quiet() -> None:
     """No progress bars and no advice from the libraries below."""
+    import logging as standard
+
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    for library in ("accelerate", "bitsandbytes", "torchao"):
+        standard.getLogger(library).setLevel(standard.ERROR)
     _quiet_hub()
 
 

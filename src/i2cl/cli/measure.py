@@ -71,6 +71,8 @@ def evaluate(
     device: options.Device = None,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
+    offload_folder: options.OffloadFolder = None,
+    quantization: options.Quantization = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
     json: options.Json = False,
@@ -84,7 +86,9 @@ def evaluate(
     tasks = load.tasks(task, model, own)
     runs = load.run_all(
         model,
-        load.ModelOptions(device, dtype, device_map, revision, trust_remote_code),
+        load.ModelOptions(
+            device, dtype, device_map, revision, trust_remote_code, offload_folder, quantization
+        ),
         tasks,
         chosen,
         seeds=range(seed, seed + seeds),

@@ -41,7 +41,17 @@ Dtype = Annotated[
 ]
 DeviceMap = Annotated[
     str | None,
-    typer.Option(help="auto (needs accelerate), or tensor_parallel under torchrun (fit, eval, experiment)."),
+    typer.Option(
+        help='auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel under '
+        "torchrun (fit, eval, experiment)."
+    ),
+]
+OffloadFolder = Annotated[
+    Path | None, typer.Option(help="Where a device map's weights on 'disk' go, if they are copied.")
+]
+Quantization = Annotated[
+    Literal["8bit", "4bit"] | None,
+    typer.Option(help="Hold weights in 8 or 4 bits (i2cl\\[quant]); default: as the checkpoint is."),
 ]
 Revision = Annotated[str | None, typer.Option(help="Hub branch, tag or commit of the model.")]
 Trust = Annotated[

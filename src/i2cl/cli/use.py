@@ -47,6 +47,8 @@ def fit(
     device: options.Device = None,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
+    offload_folder: options.OffloadFolder = None,
+    quantization: options.Quantization = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
     json: options.Json = False,
@@ -61,7 +63,12 @@ def fit(
     loaded = load.task(task, own)
     demonstrations = loaded.sample(shots, seed)
     queries = loaded.queries(evaluate) if evaluate else ()
-    decoder = load.decoder(model, load.ModelOptions(device, dtype, device_map, revision, trust_remote_code))
+    decoder = load.decoder(
+        model,
+        load.ModelOptions(
+            device, dtype, device_map, revision, trust_remote_code, offload_folder, quantization
+        ),
+    )
     started = time.perf_counter()
     injection = _fitted(method, decoder, loaded, demonstrations, seed, classes=classes)
     seconds = time.perf_counter() - started
@@ -150,6 +157,8 @@ def predict(
     device: options.Device = None,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
+    offload_folder: options.OffloadFolder = None,
+    quantization: options.Quantization = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
     seed: options.NoSeed = 0,
@@ -168,7 +177,13 @@ def predict(
         raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
     injection = Injection.from_pretrained(artefact)
     found = load.ModelOptions(
-        device, dtype, device_map, revision or (None if model else injection.base.revision), trust_remote_code
+        device,
+        dtype,
+        device_map,
+        revision or (None if model else injection.base.revision),
+        trust_remote_code,
+        offload_folder,
+        quantization,
     )
     texts = Texts(source, text_format, text_column, chunk)
     settings = {
@@ -176,6 +191,7 @@ def predict(
         "artefact": digest(injection),
         "model": [model, found.revision],
         "dtype": dtype,
+        "quantization": quantization,
         "source": source_state(source),
         "format": text_format,
         "text_column": text_column,

@@ -13,10 +13,11 @@ from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.export.folding import Folding, skeleton
 from i2cl.export.golden import Golden
-from i2cl.export.sources import INDEX, Source, from_files, from_memory
+from i2cl.export.sources import Source, from_files, from_memory
 from i2cl.files import new_folder, require_writable
 from i2cl.fingerprint import BaseModel, tokenizer_fingerprint
 from i2cl.injection import Injection
+from i2cl.stored import INDEX
 
 PATTERN = "model{suffix}.safetensors"
 

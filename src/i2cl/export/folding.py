@@ -17,6 +17,7 @@ from i2cl.errors import I2CLError
 from i2cl.export.families import HOOKED, family_of
 from i2cl.fingerprint import tensors_fingerprint
 from i2cl.injection import Injection
+from i2cl.quantization import quantization_of
 
 
 class Tensors(Protocol):
@@ -172,6 +173,7 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
     if isinstance(model, Decoder):
         require_known(model)
         model = model.model
+    require_unquantized(model.config)
     folding = Folding(model.config, StateDict(model), injection)
     with no_init_weights():
         made: Any = AutoModelForCausalLM.from_config(folding.config, dtype=folding.dtype)
@@ -199,6 +201,20 @@ def require_known(decoder: Decoder) -> None:
     row = ARCHITECTURES.get(decoder.architecture.model_type)
     if decoder.architecture != row:
         raise I2CLError(f"an Architecture of your own cannot be folded into weights: {HOOKED}")
+
+
+def require_unquantized(config: PreTrainedConfig) -> None:
+    """Refuse weights that are no plain numbers: beta would have to be folded into their codes.
+
+    Raises:
+        I2CLError: naming the cure.
+    """
+    method = quantization_of(config)
+    if method is not None:
+        raise I2CLError(
+            f"a quantized model ({method}) cannot be folded: export from its unquantized checkpoint "
+            "(--model FOLDER), then quantize the export"
+        )
 
 
 def require_plain(injection: Injection) -> None:

@@ -14,6 +14,7 @@ from i2cl import __version__
 from i2cl.batching import Ids, make_batch
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
+from i2cl.export.folding import require_unquantized
 from i2cl.export.gguf_fields import GOLDEN_FIELD, is_gguf, read_field
 from i2cl.injection import Injection
 from i2cl.scoring import encode_queries, label_tokens
@@ -144,8 +145,9 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     A model in another dtype is copied for this.
 
     Raises:
-        I2CLError: if the injection's task does not fit the decoder.
+        I2CLError: if the injection's task does not fit the decoder, or the model is quantized.
     """
+    require_unquantized(decoder.model.config)
     if decoder.model.dtype != torch.float32:
         whole = copy.deepcopy(decoder.model).float()
         decoder = Decoder(whole, decoder.tokenizer, architecture=decoder.architecture, name=decoder.name)

@@ -1,0 +1,105 @@
+"""Weights in 8 or 4 bits: how they are asked for, what they are called, and the numbers they stand for.
+
+Source: https://huggingface.co/docs/transformers/main_classes/quantization.
+"""
+
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from i2cl.errors import I2CLError
+
+Quantization = Literal["8bit", "4bit"] | QuantizationConfigMixin
+"""How weights are held in memory: by bitsandbytes in 8 or 4 bits, or as a config of transformers says."""
+
+
+def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -> Any:
+    """What transformers is told: LLM.int8 for ``"8bit"``, NF4 for ``"4bit"``, None for None.
+
+    Args:
+        wanted: ``"8bit"``, ``"4bit"``, or a config, which is returned as it is.
+        dtype: that 4-bit layers compute in; ``"auto"`` leaves it to their input.
+
+    Raises:
+        I2CLError: on another name, or if bitsandbytes or accelerate is lacking.
+    """
+    if wanted is None or isinstance(wanted, QuantizationConfigMixin):
+        return wanted
+    if wanted not in {"8bit", "4bit"}:
+        raise I2CLError(
+            f"unknown quantization {wanted!r}: choose 8bit or 4bit, or pass a transformers config"
+        )
+    if not (find_spec("bitsandbytes") and find_spec("accelerate")):
+        raise I2CLError("quantization needs bitsandbytes and accelerate: pip install 'i2cl[quant]'")
+    if wanted == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = None if dtype == "auto" else dtype
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+
+
+def quantization_of(config: PreTrainedConfig) -> str | None:
+    """Method and bits of a quantized model, such as ``"bitsandbytes 4bit"``; None where it is not."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    method = settings.get("quant_method", "unknown")
+    bits = [f"{number}bit" for number in (4, 8) if settings.get(f"load_in_{number}bit")]
+    return " ".join([str(getattr(method, "value", method)), *bits])
+
+
+def dequantized(module: Any, parameter: Any) -> Tensor | None:
+    """The numbers that a parameter's codes stand for, or None where it holds numbers.
+
+    Args:
+        module: its owner.
+        parameter: of bitsandbytes, torchao, or of torch itself.
+    """
+    kind = type(parameter).__name__
+    found: Tensor
+    if kind == "Params4bit":
+        from bitsandbytes.functional import dequantize_4bit
+
+        found = dequantize_4bit(parameter.data, parameter.quant_state)
+    elif kind == "Int8Params":
+        from bitsandbytes.functional import int8_vectorwise_dequant
+
+        scale = parameter.SCB if parameter.SCB is not None else module.state.SCB  # it moves at the first run
+        found = int8_vectorwise_dequant(parameter.data, scale)
+    elif type(parameter).__module__.startswith("torchao."):
+        found = parameter.dequantize()
+    else:
+        return None
+    return found
+
+
+def settle_4bit(model: PreTrainedModel) -> None:
+    """Have bitsandbytes' 4-bit layers on a CPU compute what their codes stand for, with gradients.
+
+    On some CPUs they would repack their codes in place at the first run, for kernels without gradients
+    (`bitsandbytes.nn.Linear4bit.forward`). The weights themselves are not changed.
+
+    Raises:
+        I2CLError: if that has happened, or on widths that bitsandbytes decodes wrongly on a CPU: its
+            decoder starts a new block in every row, its encoder does not.
+    """
+    for name, module in model.named_modules():
+        weight: Any = getattr(module, "weight", None)
+        state = getattr(weight, "quant_state", None)
+        if state is None or weight.device.type != "cpu":
+            continue
+        if getattr(state, "packing_format_for_cpu", False):
+            raise I2CLError(
+                "this 4-bit model has run before, which has repacked its weights for kernels without "
+                "gradients: load it anew and make the Decoder first"
+            )
+        if state.shape[-1] % state.blocksize:
+            raise I2CLError(
+                f"{name} takes {state.shape[-1]} inputs, but on a CPU bitsandbytes decodes 4 bits rightly "
+                f"only in multiples of {state.blocksize}: load it in 8bit, or with a torchao config"
+            )
+        module.support_avx512bf16_for_cpu = False
