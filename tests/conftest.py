@@ -16,6 +16,7 @@ SHAPED = (
     "evaluation",
     "experiments.report",
     "experiments.statistics",
+    "identity",
     "injection",
     "methods",
     "pool",

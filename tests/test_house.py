@@ -17,7 +17,7 @@ ORDER = (
     {"errors"},
     {"ray_cluster", "hooks", "files", "streams", "training"},
     {"outputs", "alibi", "architectures", "tasks", "reference"},
-    {"batching", "fingerprint", "loading"},
+    {"batching", "fingerprint", "identity", "loading"},
     {"edits", "memory", "prefix"},
     {"decoder"},
     {"scoring", "context"},

@@ -15,6 +15,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -52,12 +53,14 @@ class Files:
     A file is opened for one tensor and closed again, so that no pages of it stay in memory.
     """
 
-    def __init__(self, folder: Path, prefix: str, head: str) -> None:
+    def __init__(self, folder: Path, model: PreTrainedModel, head: str) -> None:
+        names, prefix = model.state_dict().keys(), model.base_model_prefix
         self._homes: dict[str, tuple[Path, str]] = {}
         for path in _weight_files(folder):
             with _readable(path), safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    self._homes[_whole(name, prefix, head)] = (path, name)
+                    whole = name if name in names else _whole(name, prefix, head)
+                    self._homes[whole] = (path, name)
         if not self._homes:
             raise I2CLError(f"{str(folder)!r} holds no *.safetensors: give a folder with weights")
 
@@ -122,7 +125,7 @@ def from_files(name: str, revision: str | None = None) -> Source:
     if (folder / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(folder)
     head = family_of(config).head
-    files = Files(folder, skeleton(config).base_model_prefix, head)
+    files = Files(folder, skeleton(config), head)
     return Source(config, files, tokenizer, generation)
 
 
