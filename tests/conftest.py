@@ -18,6 +18,7 @@ SHAPED = (
     "evaluation",
     "experiments.report",
     "experiments.statistics",
+    "identity",
     "injection",
     "methods",
     "pool",

@@ -5,19 +5,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma3Config
 
-from i2cl.architectures import (
-    _ROWS,
-    ARCHITECTURES,
-    TOLERANCE,
-    Architecture,
-    ResidualIdentity,
-    architecture_of,
-    residual_identity,
-)
+from i2cl.architectures import _ROWS, ARCHITECTURES, Architecture, architecture_of
 from i2cl.batching import make_batch, pack_batch
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.hooks import edit_inputs
+from i2cl.identity import TOLERANCE, ResidualIdentity, residual_identity
 from tiny import _CONFIGS, CASES, MODEL_TYPES, VOCABULARY, redrawn, tiny_model, tiny_tokenizer
 
 LENGTHS = (26, 17, 1)

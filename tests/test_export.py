@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from i2cl.architectures import ARCHITECTURES, Architecture
 from i2cl.batching import make_batch
@@ -20,7 +22,7 @@ from i2cl.cli import main
 from i2cl.context import ContextVector, ExtractConfig
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
-from i2cl.export import Golden, checkpoint, export_hf, fold, make_golden, sources, verify
+from i2cl.export import Golden, checkpoint, export_hf, fold, make_golden, sources, upcast, verify
 from i2cl.export.families import FAMILIES, REFUSED
 from i2cl.export.golden import GOLDEN
 from i2cl.injection import Injection
@@ -30,8 +32,10 @@ from tiny import CASES, tiny_model, tiny_tokenizer
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
 IDS = tuple((torch.arange(1, 25) * 7 % 300).tolist())
-SLIDING = {"mistral-sliding", "phi3-sliding", "qwen2-sliding"}
+SLIDING = {"ministral-sliding", "mistral-sliding", "phi3-sliding", "qwen2-sliding"}
 FOLDED = [case for case, (kind, _) in CASES.items() if kind in FAMILIES and case not in SLIDING]
+ROOT = Path(__file__).parents[1]
+FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
 ROUNDED = 0.02
 """Largest relative difference in bfloat16, where every folded weight is rounded once more."""
 
@@ -409,6 +413,28 @@ def test_other_weights_are_told_apart_from_dropped_biases(exported):
     assert outcome.dropped is None
 
 
+@pytest.mark.parametrize("case", FOLDED)
+def test_golden_values_in_bfloat16_are_those_of_the_model_in_float32(case):
+    decoder = decoder_of(case, torch.bfloat16)
+    injection = injection_for(decoder)
+    found = make_golden(decoder, injection)
+    assert {parameter.dtype for parameter in decoder.model.parameters()} == {torch.bfloat16}
+    whole = Decoder(decoder.model.float(), decoder.tokenizer)
+    for one, other in zip(found.prompts, make_golden(whole, injection).prompts, strict=True):
+        assert one.labels == pytest.approx(other.labels, rel=1e-5)
+        assert one.top_logits == pytest.approx(other.top_logits, rel=1e-5)
+        assert one.top_ids[0] == other.top_ids[0]
+
+
+def test_a_large_head_is_brought_to_float32_in_parts(monkeypatch):
+    decoder = decoder_of("llama", torch.bfloat16)
+    injection = injection_for(decoder)
+    whole = make_golden(decoder, injection)
+    monkeypatch.setattr(upcast, "ROWS", 7)
+    parts = make_golden(decoder, injection)
+    assert parts.prompts[0].labels == pytest.approx(whole.prompts[0].labels, rel=1e-5)
+
+
 def test_golden_values_of_a_model_in_bfloat16_are_made_in_float32(tmp_path):
     decoder = decoder_of("llama", torch.bfloat16)
     injection = injection_for(decoder)
@@ -522,7 +548,37 @@ def test_missing_tensors_are_named(tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-def test_the_page_of_model_types_is_printed_by_its_script():
-    root = Path(__file__).parents[1]
-    script = runpy.run_path(str(root / "scripts" / "architectures_table.py"))
-    assert (root / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"]()
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(ROOT / "scripts" / "architectures_table.py"))
+
+
+def test_the_page_of_model_types_is_printed_by_its_script(script):
+    assert (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"]()
+
+
+def test_every_type_of_the_library_is_supported_or_has_a_reason(script):
+    told = [name for names in script["UNSUPPORTED"].values() for name in names.split()]
+    known = [*ARCHITECTURES, *script["WRAPPERS"].split(), *told]
+    assert len(known) == len(set(known))
+    if transformers.__version__ == FIGURES["transformers"]:
+        assert set(known) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_the_measured_figures_hold_what_is_claimed(script):
+    assert list(FIGURES["types"]) == list(ARCHITECTURES)
+    for name, row in FIGURES["types"].items():
+        assert float(row["identity"].removeprefix("≤ ")) <= 1e-5
+        assert [row["float32"] == "-", row["verify"] == "-"] == [name in REFUSED] * 2
+        if name in FAMILIES:
+            assert row["verify"] == "holds"
+            assert float(row["float32"].removeprefix("≤ ")) <= 1e-5
+            assert float(row["bfloat16"].removeprefix("≤ ")) <= ROUNDED
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama", "qwen3_moe"])
+def test_the_figures_can_be_measured_again(script, name):
+    again = script["measured"](name)
+    assert {key: again[key] for key in ("identity", "float32", "verify")} == {
+        key: FIGURES["types"][name][key] for key in ("identity", "float32", "verify")
+    }

@@ -15,20 +15,10 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 ORDER = (
     {"errors"},
-    {
-        "ray_cluster",
-        "hooks",
-        "files",
-        "products",
-        "streams",
-        "training",
-        "hub",
-        "stored",
-        "offloading",
-        "quantization",
-    },
+    {"ray_cluster", "hooks", "files", "products", "streams", "training", "hub"}
+    | {"stored", "offloading", "quantization"},
     {"outputs", "alibi", "architectures", "tasks", "reference", "card"},
-    {"batching", "fingerprint", "loading"},
+    {"batching", "fingerprint", "identity", "loading"},
     {"edits", "memory", "prefix"},
     {"decoder"},
     {"scoring", "context"},

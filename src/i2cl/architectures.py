@@ -6,21 +6,15 @@ Module names alone do not tell: ``post_attention_layernorm`` stands before the M
 after the attention in Gemma 2, so the table is keyed by model type and never by name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from i2cl.errors import I2CLError
-from i2cl.hooks import edit_inputs, edit_outputs
-
-TOLERANCE = 1e-4
-"""Largest error of the residual identity, relative to the largest change a block makes."""
 
 
 @dataclass(frozen=True)
@@ -103,28 +97,46 @@ class Architecture:
 _ROWS = (
     (
         ("layers", "self_attn", "mlp"),
-        """cohere cohere2 gemma glm helium llama mistral mixtral nemotron olmo phi phi3 qwen2 qwen2_moe
-        qwen3 qwen3_moe smollm3 stablelm starcoder2""",
+        """apertus arcee aria_text axk1 axk2 bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm
+        deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 dots3_note_text ernie4_5 ernie4_5_moe
+        exaone_moe flint gemma glm glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss helium hunyuan_v1_dense
+        hunyuan_v1_moe hy_v3 internlm3 iquestcoder jais2 laguna llama mellum mimo_v2_flash minimax_m2
+        minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat nemotron olmo olmoe persimmon phi
+        phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
+        vaultgemma youtu""",
     ),
-    (("layers", "self_attn", "mlp", "residual_multiplier"), "granite"),
+    (("layers", "self_attn", "mlp", "residual_multiplier"), "granite granite_swa"),
+    (("layers", "self_attn", "block_sparse_moe", "residual_multiplier"), "granitemoe"),
+    (("layers", "self_attn", "shared_mlp", "residual_multiplier"), "granitemoehybrid"),
     (
         ("layers", "post_attention_layernorm", "post_feedforward_layernorm"),
-        "exaone4 gemma2 gemma3_text olmo2 olmo3",
+        "exaone4 flex_olmo gemma2 gemma3_text olmo2 olmo3",
     ),
-    (("layers", "post_self_attn_layernorm", "post_mlp_layernorm"), "glm4"),
+    (("layers", "post_attention_layernorm", "post_mlp_layernorm"), "afmoe"),
+    (("layers", "post_norm1", "post_norm2", "residual_multiplier"), "hyperclovax"),
+    (("layers", "post_self_attn_layernorm", "post_mlp_layernorm"), "glm4 kolibri1"),
     (("layers", "attention", "mlp"), "gpt_neox"),
-    (("h", "attn", "mlp"), "gpt2 gpt_neo gptj"),
+    (("layers", "attn", "mlp"), "modernbert-decoder"),
+    (("layers", "self_attention", "mlp"), "jetmoe"),
+    (("layers", "self_attn", "fc2"), "biogpt xglm"),
+    (("model.layers", "self_attn", "feed_forward"), "llama4_text"),
+    (("h", "attn", "mlp"), "codegen gpt2 gpt_bigcode gpt_neo gptj"),
+    (("h", "multi_head_attention", "ffn"), "ctrl"),
     (("h", "self_attention", "mlp"), "falcon"),
     (("h", "self_attention.dense", "mlp.dense_4h_to_h"), "bloom"),
     (("blocks", "attn.out_proj", "ffn.down_proj"), "mpt"),
+    (("blocks", "norm_attn_norm.attn", "ffn"), "dbrx"),
     (("decoder.layers", "self_attn", "fc2"), "opt"),
 )
 
-_WITHOUT_PACKING = frozenset({"bloom", "falcon", "mpt", "opt"})  # they ignore position_ids; all else packs
+# They ignore position ids, or see all of a row in spite of them; all else packs.
+_WITHOUT_PACKING = "afmoe biogpt bloom falcon gpt_oss granitemoehybrid minimax_m3_vl_text mpt opt xglm"
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        model_type: replace(Architecture(model_type, *fields), packs=model_type not in _WITHOUT_PACKING)
+        model_type: replace(
+            Architecture(model_type, *fields), packs=model_type not in _WITHOUT_PACKING.split()
+        )
         for model_type, fields in sorted((name, fields) for fields, names in _ROWS for name in names.split())
     }
 )
@@ -147,98 +159,6 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
         f'architecture=Architecture(model_type="{model_type}", layers="layers", attention="self_attn", '
         'mlp="mlp"))'
     )
-
-
-@dataclass(frozen=True)
-class ResidualIdentity:
-    """How well ``block_out - block_in = scale * (attention + mlp)`` holds.
-
-    Attributes:
-        errors: per layer, the largest absolute error over the largest absolute change that the block
-            makes. What rounding in the model's own precision explains is not counted, so that one
-            tolerance serves every dtype.
-    """
-
-    errors: tuple[float, ...]
-
-    @property
-    def worst(self) -> float:
-        """The largest error of any layer; not a number if any activation is not finite."""
-        return float(torch.tensor(self.errors, dtype=torch.float64).max())
-
-    @property
-    def passed(self) -> bool:
-        """Whether the worst error is at most `TOLERANCE`."""
-        return self.worst <= TOLERANCE
-
-
-def residual_identity(
-    model: PreTrainedModel, architecture: Architecture, input_ids: Int[Tensor, "batch tokens"]
-) -> ResidualIdentity:
-    """Run the base model once and test that the two writers are all that each block adds.
-
-    The model is to be in evaluation mode: dropout counts as an error. The order of the two writers is
-    not tested, since their sum does not show it.
-
-    Raises:
-        I2CLError: if a path is wrong, or leads to a module that is never run or has another width.
-    """
-    kept = _captured(model, architecture, input_ids)
-    scale = architecture.writer_scale(model.config)
-    errors = []
-    for layer, block in enumerate(architecture.blocks(model)):
-        for part in _PARTS:
-            value = kept.get((layer, part))
-            if value is None or value.numel() != kept[layer, "input"].numel():
-                what = "was never run" if value is None else f"has shape {tuple(value.shape)}"
-                raise I2CLError(
-                    f"{part!r} of layer {layer} {what}: pass an Architecture whose paths lead to modules "
-                    f"of {type(block).__name__} that write to its residual stream"
-                )
-        errors.append(_error(*(kept[layer, part] for part in _PARTS), scale=scale))
-    return ResidualIdentity(tuple(errors))
-
-
-_PARTS = ("input", "attention", "mlp", "output")
-
-
-def _captured(
-    model: PreTrainedModel, architecture: Architecture, input_ids: Int[Tensor, "batch tokens"]
-) -> dict[tuple[int, str], Tensor]:
-    kept: dict[tuple[int, str], Tensor] = {}
-
-    def keep(layer: int, part: str) -> Callable[[Tensor], None]:
-        def look(value: Tensor) -> None:
-            kept[layer, part] = value.detach().to("cpu", copy=True)  # Falcon adds in place
-
-        return look
-
-    blocks = list(enumerate(architecture.blocks(model)))
-    inputs = [(block, keep(layer, "input")) for layer, block in blocks]
-    outputs = [(block, keep(layer, "output")) for layer, block in blocks]
-    for layer, (attention, mlp) in enumerate(architecture.writers(model)):
-        outputs += [(attention, keep(layer, "attention")), (mlp, keep(layer, "mlp"))]
-    with torch.no_grad(), edit_inputs(inputs), edit_outputs(outputs):
-        model.base_model(input_ids=input_ids, use_cache=False)
-    return kept
-
-
-def _error(
-    before: Float[Tensor, "batch tokens d"],
-    attention: Float[Tensor, "..."],
-    mlp: Float[Tensor, "..."],
-    after: Float[Tensor, "batch tokens d"],
-    *,
-    scale: float,
-) -> float:
-    # Adding up rounds each of at most four intermediate results by half an epsilon of its size.
-    rounding = 2 * torch.finfo(after.dtype).eps
-    start, end = before.double(), after.double()
-    first, second = (scale * writer.double().reshape(start.shape) for writer in (attention, mlp))  # OPT: 2-D
-    change = end - start
-    error = (change - first - second).abs() - rounding * (start.abs() + first.abs() + second.abs())
-    largest = change.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
-    return float(error.clamp(min=0).max() / largest)
 
 
 def _text_model(model: PreTrainedModel) -> nn.Module:

@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.alibi import keys_at
-from i2cl.architectures import Architecture, ResidualIdentity, architecture_of, residual_identity
+from i2cl.architectures import Architecture, architecture_of
 from i2cl.batching import Batch, Encoder, Ids, make_batch
 from i2cl.edits import Edit, Keep, Site
 from i2cl.errors import I2CLError
 from i2cl.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerprint
 from i2cl.hooks import edit_inputs, edit_outputs
+from i2cl.identity import ResidualIdentity, residual_identity
 from i2cl.loading import REFERENCE, load_model_and_tokenizer
 from i2cl.memory import run_batches
 from i2cl.offloading import execution_device

@@ -23,12 +23,15 @@ class Files:
     A file is opened for one tensor and closed again, so that no pages of it stay in memory.
     """
 
-    def __init__(self, folder: Path, prefix: str, head: str) -> None:
+    def __init__(self, folder: Path, model: PreTrainedModel, head: str) -> None:
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+        names, prefix = {name for name, _ in named}, model.base_model_prefix
         self._homes: dict[str, tuple[Path, str]] = {}
         for path in _weight_files(folder):
             with _readable(path), safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    self._homes[_whole(name, prefix, head)] = (path, name)
+                    whole = name if name in names else _whole(name, prefix, head)
+                    self._homes[whole] = (path, name)
         if not self._homes:
             raise I2CLError(f"{str(folder)!r} holds no *.safetensors: give a folder with weights")
 
@@ -72,7 +75,7 @@ def stored_weights(model: PreTrainedModel) -> Files | None:
             if not isinstance(found, str):
                 return None
             folder = Path(found).parent
-        return Files(folder, model.base_model_prefix, "embed_out")
+        return Files(folder, model, "embed_out")
     except (I2CLError, ValueError):  # no weights, damaged ones, or a name that is no hub id
         return None
 

@@ -23,7 +23,7 @@ def export(
     model: Annotated[str | None, typer.Option(help="Base model; default: the one it was made on.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Accept another model of the same shape.")] = False,
     golden: Annotated[
-        bool, typer.Option(help="Store what `i2cl verify` compares with; loads the model in float32.")
+        bool, typer.Option(help="Store what `i2cl verify` compares with; loads the model.")
     ] = True,
     max_shard_size: Annotated[str, typer.Option(help="hf: size of a file, such as 500MB.")] = "5GB",
     dtype: Annotated[
@@ -47,7 +47,7 @@ def export(
     injection = Injection.from_pretrained(artefact)
     name = model or injection.base.name
     revision = revision or (None if model else injection.base.revision)
-    found = load.ModelOptions(device, "float32", device_map, revision)
+    found = load.ModelOptions(device, "auto", device_map, revision)
     load.quiet()
     if to == "peft":
         decoder = load.decoder(name, found) if model else load.base_decoder(name, found)

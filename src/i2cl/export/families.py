@@ -18,14 +18,18 @@ from i2cl.export.pieces import Piece, from_gemma, from_helium, from_phi3, same
 HOOKED = "predict with hooks instead (`i2cl predict`)"
 
 
+Linear = str | tuple[str, ...]
+"""Path from a block to a linear map; or the names of its weights, and behind them that of its bias."""
+
+
 @dataclass(frozen=True)
 class Family:
     """How one model type is folded.
 
     Attributes:
         model_type: ``config.model_type`` of the source.
-        attention: path from a block of the result to the last linear map of the attention.
-        mlp: the same for the MLP.
+        attention: the last linear map of the attention, from a block of the result.
+        mlp: that of the MLP.
         switches: config fields that turn the biases on; other biases that come with them are zero.
         joint: the writer whose bias takes both constants, where a parallel block has but one bias.
         target: model type of the result where it is another one.
@@ -34,8 +38,8 @@ class Family:
     """
 
     model_type: str
-    attention: str
-    mlp: str
+    attention: Linear
+    mlp: Linear
     switches: tuple[str, ...] = ()
     joint: Literal["", "attention", "mlp"] = ""
     target: str = ""
@@ -53,23 +57,38 @@ class Family:
 
 _LLAMA = ("self_attn.o_proj", "mlp.down_proj")
 _BOTH = ("attention_bias", "mlp_bias")
+# A token's weights of its experts add up to one, so that a constant in all of their biases counts once.
+_GPT_OSS = ("mlp.experts.down_proj", "mlp.experts.down_proj_bias")
+# The bias comes after the sum over experts.
+_JETMOE_ATTENTION = ("self_attention.experts.output_linear.weight", "self_attention.experts.bias")
 
 _IN_PLACE = (
-    (Family("", *_LLAMA, _BOTH), "llama granite smollm3 nemotron"),
-    (Family("", *_LLAMA, ("attention_bias",), "attention"), "cohere cohere2"),
-    (Family("", "attn.c_proj", "mlp.c_proj"), "gpt2"),
+    (
+        Family("", *_LLAMA, _BOTH),
+        "arcee granite granite_swa internlm3 iquestcoder jais2 llama nemotron smollm3",
+    ),
+    (Family("", *_LLAMA, ("attention_out_bias", "mlp_bias")), "seed_oss"),
+    (Family("", *_LLAMA, ("use_bias",)), "ernie4_5"),
+    (Family("", *_LLAMA, ("attention_bias",), "attention"), "cohere cohere2 cohere_compass_text"),
+    (Family("", "self_attn.o_proj", _GPT_OSS, ("attention_bias",)), "gpt_oss"),
+    (Family("", _JETMOE_ATTENTION, ("mlp.output_linear.weight", "mlp.bias")), "jetmoe"),
+    (Family("", "attn.c_proj", "mlp.c_proj"), "gpt2 gpt_bigcode"),
     (Family("", "attn.attention.out_proj", "mlp.c_proj"), "gpt_neo"),
-    (Family("", "attn.out_proj", "mlp.fc_out", joint="mlp"), "gptj"),
+    (Family("", "attn.out_proj", "mlp.fc_out", joint="mlp"), "codegen gptj"),
     (Family("", "attention.dense", "mlp.dense_4h_to_h", ("attention_bias",), head="embed_out"), "gpt_neox"),
     (Family("", "self_attention.dense", "mlp.dense_4h_to_h"), "bloom"),
     (Family("", "self_attention.dense", "mlp.dense_4h_to_h", ("bias",)), "falcon"),
     (Family("", "self_attn.dense", "mlp.fc2"), "phi"),
+    (Family("", "self_attn.dense", "mlp.dense_4h_to_h"), "persimmon"),
+    (Family("", "self_attn.out_proj", "fc2"), "biogpt xglm"),
+    (Family("", "multi_head_attention.dense", "ffn.2"), "ctrl"),
+    (Family("", "attn.Wo", "mlp.Wo", _BOTH), "modernbert-decoder"),
     (Family("", "self_attn.out_proj", "fc2", ("enable_bias",)), "opt"),
     (Family("", "self_attn.o_proj", "mlp.c_proj", ("use_bias",)), "starcoder2"),
 )
 
 _CONVERTED = (
-    (Family("", *_LLAMA, target="llama"), "mistral qwen2"),
+    (Family("", *_LLAMA, target="llama"), "ministral mistral qwen2"),
     (Family("", *_LLAMA, target="llama", piece=from_phi3), "phi3"),
     (Family("", *_LLAMA, target="llama", piece=from_gemma), "gemma"),
     (Family("", *_LLAMA, target="llama", piece=from_helium), "helium"),
@@ -81,19 +100,26 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 """Every model type that can be folded. Read-only."""
 
+_REASONS = {
+    "its blocks normalise what a writer puts out, so no weight can add a constant behind that": """
+        afmoe exaone4 flex_olmo gemma2 gemma3_text glm4 hyperclovax kolibri1 olmo2 olmo3""",
+    "its experts have no biases, so none can hold lambda v": """
+        aria_text axk1 axk2 dbrx deepseek_v2 deepseek_v3 deepseek_v32 dots1 dots3_note_text ernie4_5_moe
+        exaone_moe flint glm4_moe glm4_moe_lite glm_moe_dsa granitemoe hunyuan_v1_moe hy_v3 laguna
+        llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe
+        qwen3_moe solar_open""",
+    "its experts, which beta would have to scale, are stored one by one": "cohere2_moe",
+    "neither of its writers has a bias, whatever its config says": "mpt stablelm",
+    "its writers have no biases, and no class with both scales queries by their position": "ministral3",
+    "its attention has no bias, and no class with both biases has windows in some layers alone": "cwm",
+    "its MLP has no bias, and no class with one has the same norms": "bitnet hunyuan_v1_dense olmo",
+    "its MLP has no bias, and no class with one has the same attention": "diffllama vaultgemma youtu",
+    "its MLP has no bias, and no class with one has its other kinds of layers": "granitemoehybrid",
+    "its MLP has no bias, and no class with one has the same activation": "apertus nanochat",
+    "its writers have no biases, and no class with both rotates part of each head as it does": "glm",
+}
 REFUSED: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(
-        ("exaone4", "gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"),
-        "its blocks normalise what a writer puts out, so no weight can add a constant behind that",
-    )
-    | dict.fromkeys(
-        ("mixtral", "qwen2_moe", "qwen3_moe"), "its experts have no biases, so none can hold lambda v"
-    )
-    | dict.fromkeys(("mpt", "stablelm"), "neither of its writers has a bias, whatever its config says")
-    | {
-        "glm": "its writers have no biases, and no class with both rotates part of each head as it does",
-        "olmo": "its MLP has no bias, and no class with one has the same norms",
-    }
+    {name: reason for reason, names in _REASONS.items() for name in names.split()}
 )
 """Every model type of `i2cl.architectures.ARCHITECTURES` that cannot be folded, and why. Read-only."""
 

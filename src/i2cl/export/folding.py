@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from i2cl.architectures import ARCHITECTURES
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
-from i2cl.export.families import HOOKED, family_of
+from i2cl.export.families import HOOKED, Linear, family_of
 from i2cl.fingerprint import tensors_fingerprint
 from i2cl.injection import Injection
 from i2cl.quantization import quantization_of
@@ -145,17 +145,17 @@ class Folding:
             raise I2CLError(
                 f"this injection is for (layers, width) {mine}, the model has {shape}: fit it again"
             )
-        paths = (self.family.attention, self.family.mlp)
+        paths = (_names(self.family.attention), _names(self.family.mlp))
         for layer in range(len(values)):
             for site, path in enumerate(paths):
                 amount, keep = pairs[layer, site].tolist()
                 home = {"attention": paths[0], "mlp": paths[1]}.get(self.family.joint, path)
-                bias = f"{layers}.{layer}.{home}.bias"
+                bias = f"{layers}.{layer}.{home[-1]}"
                 if bias not in self.shapes:
                     raise I2CLError(f"{self.config.model_type!r} has no tensor {bias}: {HOOKED}")
                 added = amount * values[layer, site]
                 self.constants[bias] = self.constants.get(bias, torch.zeros_like(added)) + added
-                self.scales[f"{layers}.{layer}.{path}.weight"] = keep
+                self.scales |= {f"{layers}.{layer}.{weight}": keep for weight in path[:-1]}
                 if home == path:
                     self.scales[bias] = keep
 
@@ -184,6 +184,11 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
     made.tie_weights()
     made.generation_config = copy.deepcopy(model.generation_config)
     return cast("PreTrainedModel", made.to(model.device).eval())
+
+
+def _names(linear: Linear) -> tuple[str, ...]:
+    """Names of its weights, and behind them that of its bias."""
+    return (f"{linear}.weight", f"{linear}.bias") if isinstance(linear, str) else linear
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:

@@ -1,6 +1,5 @@
 """What an export must answer: a few prompts and the injected model's own values for them."""
 
-import copy
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.export.folding import require_unquantized
 from i2cl.export.gguf_fields import GOLDEN_FIELD, is_gguf, read_field
+from i2cl.export.upcast import Upcast
 from i2cl.injection import Injection
 from i2cl.scoring import encode_queries, label_tokens
 
@@ -142,15 +142,12 @@ class Golden(pydantic.BaseModel):
 def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     """Run the injected model on a few prompts, in float32.
 
-    A model in another dtype is copied for this.
+    One in another dtype is not copied: its weights are brought to float32 one at a time.
 
     Raises:
         I2CLError: if the injection's task does not fit the decoder, or the model is quantized.
     """
     require_unquantized(decoder.model.config)
-    if decoder.model.dtype != torch.float32:
-        whole = copy.deepcopy(decoder.model).float()
-        decoder = Decoder(whole, decoder.tokenizer, architecture=decoder.architecture, name=decoder.name)
     task = injection.task
     labels = label_tokens(decoder, task.template, task.labels, injection.scoring)
     queries = encode_queries(decoder, task.template.query, TEXTS, labels)
@@ -193,7 +190,7 @@ def _prompt(decoder: Decoder, injection: Injection, ids: Ids, labels: list[int])
 
 def _logits(decoder: Decoder, ids: Ids, injection: Injection) -> Tensor:
     batch = make_batch([ids], decoder.device)
-    with decoder.frozen(), torch.no_grad():
+    with decoder.frozen(), torch.no_grad(), Upcast():
         return decoder.forward(batch, edit=injection.edit())[0, 0].float().cpu()
 
 

@@ -69,7 +69,7 @@ def from_files(name: str, revision: str | None = None) -> Source:
     if (folder / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(folder)
     head = family_of(config).head
-    files = Files(folder, skeleton(config).base_model_prefix, head)
+    files = Files(folder, skeleton(config), head)
     return Source(config, files, tokenizer, generation)
 
 
