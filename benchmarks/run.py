@@ -63,7 +63,7 @@ class Scale:
     served: int = 100
     loaded: int = 10_000
     accuracy_tasks: int = 16
-    accuracy_seeds: int = 3
+    accuracy_seeds: int = 1
 
 
 QUICK = Scale(8, 2, 1, 2, (10, 20), (20, 40), (1, 4), 8, 70, 2, 1)

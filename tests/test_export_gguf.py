@@ -38,6 +38,9 @@ llama_cpp = pytest.mark.skipif(
     find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'i2cl[gguf]')"
 )
 
+LLAMAS = {"llama", "ministral", "mistral", "qwen2", "phi3", "helium"}
+"""Model types that become a Llama which llama.cpp has."""
+
 CLOSE = 1e-4
 """Largest difference of a log-probability between the hooked model and llama.cpp, in float32."""
 
@@ -67,6 +70,7 @@ CASES = [
     ("llama", {"num_key_value_heads": 4}),
     ("llama", {"head_dim": 16}),
     ("llama-biases", {}),
+    ("ministral", {}),
     ("mistral", {}),
     ("mistral", {"tie_word_embeddings": True, "head_dim": 12}),
     ("qwen2", {}),
@@ -205,7 +209,7 @@ def test_memory_stays_near_one_tensor(tmp_path):
 # What is refused
 
 
-@pytest.mark.parametrize("case", sorted(set(FAMILIES) - {"llama", "mistral", "qwen2", "phi3", "helium"}))
+@pytest.mark.parametrize("case", sorted(set(FAMILIES) - LLAMAS))
 def test_what_is_no_llama_is_refused(case, tmp_path):
     decoder = decoder_of(case)
     reason = "has the activation 'gelu" if case == "gemma" else "only a 'llama' is written as GGUF"

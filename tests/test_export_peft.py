@@ -13,16 +13,17 @@ from i2cl.context import ContextVector, ExtractConfig
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_peft, verify
-from i2cl.export.adapter import LAST_MAPS, make_adapter
+from i2cl.export.adapter import make_adapter
 from i2cl.export.families import REFUSED
 from i2cl.export.golden import GOLDEN
+from i2cl.export.last_maps import LAST_MAPS
 from i2cl.export.peft import CONFIG, WEIGHTS
 from test_export import IDS, decoder_of, hooked, injection_for, listed, plain, relative, run, saved
 from tiny import CASES
 
 peft = pytest.importorskip("peft", reason="peft is an extra")
 
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe"}
+EXPERTS = {kind for kind, paths in LAST_MAPS.items() if not all(paths)}
 LINEAR = [case for case, (kind, _) in CASES.items() if kind in LAST_MAPS and kind not in EXPERTS]
 BIASED = [
     "bloom",
@@ -34,7 +35,7 @@ BIASED = [
     "opt",
     "opt-projected",
 ]
-BIASED += ["phi", "starcoder2", "starcoder2-sliding"]
+BIASED += ["phi", "starcoder2", "starcoder2-sliding", "biogpt", "codegen", "ctrl", "gpt_bigcode", "xglm", "persimmon"]
 """Cases whose last linear maps are plain and have the biases that GLoRA needs."""
 
 
@@ -167,9 +168,9 @@ def test_scales_without_biases_are_refused(case):
 
 
 @pytest.mark.parametrize("case", sorted(case for case, (kind, _) in CASES.items() if kind not in LAST_MAPS))
-def test_norms_behind_the_writers_are_refused(case):
+def test_the_others_are_refused_with_the_reason(case):
     decoder = decoder_of(case)
-    with pytest.raises(I2CLError, match="normalise what a writer puts out"):
+    with pytest.raises(I2CLError, match=REFUSED[CASES[case][0]]):
         make_adapter(decoder.model.config, with_beta_one(injection_for(decoder)))
 
 

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,30 +19,16 @@ from transformers import PreTrainedConfig
 
 from i2cl.architectures import ARCHITECTURES
 from i2cl.errors import I2CLError
-from i2cl.export.families import FAMILIES, HOOKED, REFUSED, Linear, family_of
+from i2cl.export.families import FAMILIES, HOOKED, REFUSED, family_of
 from i2cl.export.folding import require_plain, skeleton
+from i2cl.export.last_maps import LAST_MAPS
 from i2cl.injection import Injection
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
 _PREFIX = "base_model.model."
-_LLAMA = ("self_attn.o_proj", "mlp.down_proj")
-_EXPERTS = ("self_attn.o_proj", "")
 _ADD = "--set formula=add"
-
-
-def _module(path: Linear) -> str:
-    return path if isinstance(path, str) else ""  # experts' weights are no modules
-
-
-LAST_MAPS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    dict.fromkeys(("glm", "olmo", "stablelm"), _LLAMA)
-    | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _EXPERTS)
-    | {"mpt": ("attn.out_proj", "ffn.down_proj")}
-    | {name: (_module(row.attention), _module(row.mlp)) for name, row in FAMILIES.items()}
-)
-"""Paths from a block to the last linear maps of attention and MLP; "" where there is none. Read-only."""
 
 
 @dataclass
