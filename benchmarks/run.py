@@ -22,6 +22,7 @@ from rich.console import Console
 from i2cl import Decoder, Injection
 from i2cl.batching import make_batch
 from i2cl.benchmark import measures
+from i2cl.benchmark.prefixed import against_prefix
 from i2cl.benchmark.timing import paired, seconds
 from i2cl.benchmark.workload import Workload
 from i2cl.context import extract
@@ -134,6 +135,7 @@ def table(scale: Scale) -> dict[str, Any]:
         ("injected / plain", lambda: measures.injected_over_plain(work, injection, scale.pairs), "<= 1.02"),
         ("64 tasks / one", lambda: measures.mixed_over_one(work, scale.pairs), ">= 0.95"),
         ("many loaded", lambda: measures.mixed_over_one(work, scale.pairs, scale.loaded), ">= 0.95"),
+        ("calibrations", lambda: measures.together_over_alone(work, 8, 1, 3), "> 1"),
         ("predict / forward", lambda: measures.predict_over_forward(some, injection, 3), ">= 0.9"),
         (
             "predict / forward, same products",
@@ -146,7 +148,7 @@ def table(scale: Scale) -> dict[str, Any]:
     rows.append(folded_over_plain(some, injection, scale.pairs))
     rows.append(extraction(decoder, scale))
     served = Workload.make(decoder, scale.served)
-    prefixed = measures.against_prefix(served, scale.tokens, scale.tasks, console.print)
+    prefixed = against_prefix(served, scale.tokens, scale.tasks, console.print)
     against = [asdict(row) for row in prefixed]
     rows += whole_jobs(work, scale.rounds, scale.epochs)
     rows.append(agreement(some, min(5, scale.epochs)))

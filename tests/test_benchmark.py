@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from i2cl.benchmark import measures
+from i2cl.benchmark.prefixed import against_prefix
 from i2cl.benchmark.timing import paired
 from i2cl.benchmark.workload import QUERY_TOKENS, Workload
 from i2cl.cli import main
@@ -43,8 +44,8 @@ def test_pairs_change_who_goes_first():
 
 def test_every_measure_of_the_table(work):
     names = [row.name for rows in measures.steps(work, pairs=1) for row in rows]
-    assert len(names) == len(set(names)) == 6
-    rows = list(measures.against_prefix(work, (20, 50), (1, 3)))
+    assert len(names) == len(set(names)) == 7
+    rows = list(against_prefix(work, (20, 50), (1, 3)))
     assert [(row.demonstration_tokens, row.tasks) for row in rows] == [(20, 1), (20, 3), (50, 1), (50, 3)]
     size = 2 * work.decoder.layers * work.decoder.d_model * 4
     assert [row.i2cl_bytes for row in rows] == [size, 3 * size] * 2
@@ -56,7 +57,7 @@ def test_the_command(capsys):
         main(["bench", "reference", "--queries", "6", "--pairs", "1", "--json"])
     assert stop.value.code == 0
     found = json.loads(capsys.readouterr().out)
-    assert [row["unit"] for row in found["rows"]] == ["s", "s", "queries/s", "x", "x", "x"]
+    assert [row["unit"] for row in found["rows"]] == ["s", "s", "queries/s", "x", "x", "x", "x"]
     assert found["rows"][0]["detail"]["peak_memory_bytes"] > 1e6
     assert len(found["against_cached_prefix"]) == 4
 

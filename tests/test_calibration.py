@@ -204,7 +204,7 @@ def test_noise_goes_where_the_injection_goes(monkeypatch, place):
     assert len(edits) == 2
     for edit in edits:
         assert edit.active == [[False, False], [True, True]]
-        assert (edit.writer_scale, edit.scale, edit.positions) == (0.4, 0.02, "first")
+        assert (edit.writer_scale, edit.scale, edit.injection.positions) == (0.4, 0.02, "first")
         assert edit.sees_input == (place == "residual")
     assert edits[0].generator is edits[1].generator
 

@@ -234,11 +234,7 @@ def noisy(
     values, drawn_coefficients = drawn(decoder, site)
     coefficients = drawn_coefficients if coefficients is None else coefficients
     return NoisyEdit(
-        values,
-        coefficients,
-        site=site,
-        positions=positions,
-        seed=0,
+        LinearEdit(values, coefficients, site=site, positions=positions, seed=0),
         active=torch.ones(coefficients.shape[:2], dtype=torch.bool) if active is None else active,
         scale=scale,
         place=place,
@@ -399,5 +395,5 @@ def test_noise_in_half_precision_stays_finite_where_the_norm_does_not():
     output = torch.full((1, 1, decoder.d_model), 3e4, dtype=torch.float16)
     assert output.norm(dim=-1).isinf().all()
     edit = noisy(decoder, place="writer", scale=1e-3, active=torch.ones(decoder.layers, 2, dtype=torch.bool))
-    edit.coefficients = torch.tensor([0.0, 1.0]).expand_as(edit.coefficients)
+    edit.injection.coefficients = torch.tensor([0.0, 1.0]).expand_as(edit.injection.coefficients)
     assert edit.output(0, 0, output, make_batch([(1,)], torch.device("cpu"))).isfinite().all()

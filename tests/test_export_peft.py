@@ -35,7 +35,8 @@ BIASED = [
     "opt",
     "opt-projected",
 ]
-BIASED += ["phi", "starcoder2", "starcoder2-sliding", "biogpt", "codegen", "ctrl", "gpt_bigcode", "xglm", "persimmon"]
+BIASED += ["phi", "starcoder2", "starcoder2-sliding", "biogpt", "codegen", "ctrl", "gpt_bigcode", "xglm"]
+BIASED += ["internlm3-biases", "jais2", "persimmon"]
 """Cases whose last linear maps are plain and have the biases that GLoRA needs."""
 
 

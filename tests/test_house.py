@@ -15,6 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 ORDER = (
     {"errors"},
+    {"backward"},
     {"ray_cluster", "hooks", "files", "products", "streams", "training", "hub"}
     | {"stored", "offloading", "quantization"},
     {"outputs", "alibi", "architectures", "tasks", "reference", "card"},
@@ -26,6 +27,7 @@ ORDER = (
     {"artefact"},
     {"injection", "recipe"},
     {"calibration", "composition", "adapters", "pool"},
+    {"joint"},
     {"transfer", "methods"},
     {"evaluation", "classifier", "harness"},
     {"prediction", "parallel"},

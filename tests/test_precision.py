@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from i2cl import Decoder, I2CLError, calibrate, extract, quantization
+from i2cl.backward import LOSS_SCALE, Backward
 from i2cl.batching import make_batch
 from i2cl.cli import main
 from i2cl.edits import LinearEdit
@@ -18,7 +19,6 @@ from i2cl.loading import load_model_and_tokenizer
 from i2cl.methods import make_methods
 from i2cl.quantization import quantization_of
 from i2cl.recipe import RECIPES, CalibrationConfig
-from i2cl.training import LOSS_SCALE, Backward
 from tiny import MODEL_TYPES, tiny_model, tiny_tokenizer
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}

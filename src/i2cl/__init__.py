@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from i2cl.errors import I2CLError
     from i2cl.evaluation import Run, evaluate, summarize
     from i2cl.injection import Injection
+    from i2cl.joint import calibrate_many
     from i2cl.methods import METHODS, Method, Predictor, make_methods
     from i2cl.pool import InjectionPool, predict
     from i2cl.recipe import CalibrationConfig
@@ -47,6 +48,7 @@ _HOMES = {
     "Template": "tasks",
     "TransferConfig": "transfer",
     "calibrate": "calibration",
+    "calibrate_many": "joint",
     "combine": "composition",
     "evaluate": "evaluation",
     "extract": "context",
@@ -78,6 +80,7 @@ __all__ = [
     "Template",
     "TransferConfig",
     "calibrate",
+    "calibrate_many",
     "combine",
     "evaluate",
     "extract",

@@ -11,7 +11,7 @@ from i2cl.batching import Ids, budget_chunks, packing_pays, shared_front
 from i2cl.classes import injected, require_vectors, settled
 from i2cl.context import ContextVector, require_demonstrations
 from i2cl.decoder import Decoder
-from i2cl.edits import NoisyEdit
+from i2cl.edits import LinearEdit, NoisyEdit
 from i2cl.errors import I2CLError
 from i2cl.injection import Injection
 from i2cl.recipe import CalibrationConfig, Formula
@@ -118,7 +118,10 @@ def _require_start(start: Tensor | None, shape: tuple[int, ...], formula: Formul
 
 
 class Coefficients:
-    """The trained scalars in their formula's own form, and the linear form that is injected."""
+    """The trained scalars in their formula's own form, and the linear form that is injected.
+
+    Those of several runs of one config stand side by side, if a shape of runs is given.
+    """
 
     def __init__(
         self,
@@ -127,6 +130,7 @@ class Coefficients:
         start: Float[Tensor, "layers sites scalars"] | None,
         device: torch.device,
         vectors: int = 1,
+        runs: tuple[int, ...] = (),
     ) -> None:
         self.formula = config.formula
         self.active = active
@@ -138,9 +142,12 @@ class Coefficients:
         self.trained = active[..., None].repeat(1, 1, vectors + 1).to(device)
         if config.formula == "add":
             self.trained[..., -1] = False
+        self.base, self.trained = (
+            one.expand(*runs, *one.shape).contiguous() for one in (self.base, self.trained)
+        )
         self.free = torch.nn.Parameter(self.base[self.trained].clone())
 
-    def linear(self) -> Float[Tensor, "layers sites scalars"]:
+    def linear(self) -> Float[Tensor, "*runs layers sites scalars"]:
         """(lambda, beta) such that every formula reads ``lambda v + beta a``; a lambda for each vector."""
         values = self.base.masked_scatter(self.trained, self.free)
         amount, scale = values[..., :-1], values[..., -1:]
@@ -176,11 +183,9 @@ class _Loss:
         self.seed = seed
         self.repeats = config.optimizer == "lbfgs"
         self.vectors = torch.stack([vector.values for vector in vectors]).to(decoder.device)
+        self.linear = partial(LinearEdit, site=vectors[0].config.site, positions=config.positions, seed=seed)
         self.noisy = partial(
             NoisyEdit,
-            site=vectors[0].config.site,
-            positions=config.positions,
-            seed=seed,
             active=coefficients.active,
             scale=config.noise,
             place=config.noise_place,
@@ -196,6 +201,6 @@ class _Loss:
         lengths = [len(query) + len(target) - 1 for query, target in zip(queries, targets, strict=True)]
         packed = self.packs and packing_pays(lengths, self.decoder.d_model)
         batch = labelled_batch(queries, targets, self.decoder.device, packed=packed)
-        edit = self.noisy(*injected(self.vectors, self.coefficients.linear()))
+        edit = self.noisy(self.linear(*injected(self.vectors, self.coefficients.linear())))
         prefix = self.decoder.prefix(self.shared, edit=edit) if self.shared else None
         return -sequence_log_probabilities(self.decoder, batch, targets, edit, prefix).mean()

@@ -165,33 +165,33 @@ def _keeps_alpha(device: torch.device, dtype: torch.dtype) -> bool:
     return bool(torch.add(-one, one, alpha=1.0001) != 0)
 
 
-class NoisyEdit(LinearEdit):
-    """A linear edit that also adds Gaussian noise, for calibration (paper, "Noisy Self-calibration").
+class NoisyEdit(Edit):
+    """An injection with Gaussian noise, for calibration (paper, "Noisy Self-calibration").
 
     The noise has ``scale`` times the L2 norm of what it is added to, taken as a constant: of the
     residual stream after attention and after MLP (``place="residual"``, the paper's text), or of each
     writer's output (``place="writer"``, the released code). Sites that are not ``active`` get neither
     injection nor noise.
+
+    Attributes:
+        injection: the edit that noise is added to.
     """
 
     def __init__(
         self,
-        values: Float[Tensor, "layers sites d"],
-        coefficients: Float[Tensor, "layers sites 2"],
+        injection: PlacedEdit,
         *,
-        site: Site,
-        positions: Positions,
-        seed: int,
         active: Bool[Tensor, "layers sites"],
         scale: float,
         place: Literal["residual", "writer"],
         writer_scale: float,
         generator: torch.Generator,
     ) -> None:
-        super().__init__(values, coefficients, site=site, positions=positions, seed=seed)
+        self.injection = injection
+        self.site = injection.site
         self.active = active.tolist()
         self.scale = scale
-        self.sees_input = place == "residual" and site == "writers" and scale > 0
+        self.sees_input = place == "residual" and self.site == "writers" and scale > 0
         self.writer_scale = writer_scale
         self.generator = generator
         self.residual: Tensor | None = None
@@ -205,7 +205,7 @@ class NoisyEdit(LinearEdit):
     ) -> Float[Tensor, "lines tokens d"]:
         """The linear combination plus noise."""
         active = self.active[layer][index]
-        injected = super().output(layer, index, output, batch) if active else output
+        injected = self.injection.output(layer, index, output, batch) if active else output
         if not self.scale:
             return injected
         if self.residual is None:

@@ -7,9 +7,11 @@ from contextlib import suppress
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from i2cl.backward import Backward
 from i2cl.errors import I2CLError
 
 StepProgress = Callable[[int, int, float], None]
@@ -65,42 +67,6 @@ class TrainConfig(BaseModel):
                     yield order[start : start + self.batch_size]
 
 
-LOSS_SCALE = 2.0**16
-"""First factor of a float16 model's loss, as that of `torch.amp.GradScaler`."""
-
-
-class Backward:
-    """Gradients of a loss that flow back through a model in some precision.
-
-    In float16 small gradients become 0 on their way, so the loss is scaled up and the gradients, which
-    arrive in float32, are scaled down. A scale at which something exceeds float16 is halved until
-    nothing does (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling).
-
-    Attributes:
-        scale: of the loss; always 1 but for float16.
-    """
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype | None = None) -> None:
-        self.parameters = parameters
-        self.scale = LOSS_SCALE if dtype == torch.float16 else 1.0
-
-    def __call__(self, value: Tensor) -> None:
-        """Add the gradients of a loss to those that the parameters have."""
-        if self.scale == 1.0:
-            value.backward()
-            return
-        gradients = self._scaled(value)
-        while self.scale > 1.0 and value.isfinite() and not all(one.isfinite().all() for one in gradients):
-            self.scale /= 2
-            gradients = self._scaled(value)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            found = gradient / self.scale
-            parameter.grad = found if parameter.grad is None else parameter.grad + found
-
-    def _scaled(self, value: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(value * self.scale, self.parameters, retain_graph=True)
-
-
 def train(
     parameters: Sequence[torch.nn.Parameter],
     loss: Callable[[Sequence[int]], Tensor],
@@ -125,35 +91,63 @@ def train(
     Raises:
         I2CLError: at the end of an epoch whose loss is not finite.
     """
+    return tuple(mean.item() for mean in _epochs(parameters, loss, batches, config, progress, dtype))
+
+
+def train_together(
+    parameters: Sequence[torch.nn.Parameter],
+    losses: Callable[[Sequence[int]], Float[Tensor, " runs"]],
+    batches: Sequence[Sequence[int]],
+    config: TrainConfig,
+    progress: StepProgress | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[tuple[float, ...], ...]:
+    """`train` for runs that share their steps and no parameter: each gets the gradients of its own loss.
+
+    Returns:
+        Mean loss of each epoch, of each run.
+    """
+    found = list(_epochs(parameters, losses, batches, config, progress, dtype))
+    return tuple(tuple(run) for run in torch.stack(found, -1).tolist()) if found else ()
+
+
+def _epochs(
+    parameters: Sequence[torch.nn.Parameter],
+    loss: Callable[[Sequence[int]], Tensor],
+    batches: Sequence[Sequence[int]],
+    config: TrainConfig,
+    progress: StepProgress | None,
+    dtype: torch.dtype | None,
+) -> Iterator[Tensor]:
+    """Mean loss of each epoch, once it is done; of each run, if there are several."""
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
     backward = Backward(parameters, dtype)
     steps = len(batches)
     per_epoch = max(1, steps // max(1, config.epochs))
-    history: list[float] = []
     losses: list[Tensor] = []
-    with torch.enable_grad():
-        for step, chosen in enumerate(batches):
-            for group in optimizer.param_groups:
-                group["lr"] = config.rate(step, steps)
+    for step, chosen in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = config.rate(step, steps)
+        with torch.enable_grad():
             value = loss(chosen)
             optimizer.zero_grad()
-            backward(value)
-            optimizer.step()
-            losses.append(value.detach())
-            if len(losses) == per_epoch or step == steps - 1:
-                history.append(_finite_mean(losses, step))
-                losses.clear()
-                if progress is not None:
-                    progress(step + 1, steps, history[-1])
+            backward(value.sum())
+        optimizer.step()
+        losses.append(value.detach())
+        if len(losses) == per_epoch or step == steps - 1:
+            mean = _finite_mean(losses, step)
+            losses.clear()
+            if progress is not None:
+                progress(step + 1, steps, mean.mean().item())
+            yield mean
     if not all(parameter.isfinite().all() for parameter in parameters):
         raise I2CLError(f"what was trained is not finite after {steps} steps: {_CURE}")
-    return tuple(history)
 
 
-def _finite_mean(losses: Sequence[Tensor], step: int) -> float:
-    mean = torch.stack(list(losses)).mean().item()
-    if not math.isfinite(mean):
-        raise I2CLError(f"the training loss became {mean} by step {step + 1}: {_CURE}")
+def _finite_mean(losses: Sequence[Tensor], step: int) -> Tensor:
+    mean = torch.stack(list(losses)).mean(0)
+    if not mean.isfinite().all():
+        raise I2CLError(f"the training loss became {mean.max().item()} by step {step + 1}: {_CURE}")
     return mean
 
 
@@ -213,7 +207,7 @@ def minimize(
             ]
             held = pull * torch.stack(away).sum()
             held.backward()
-        history.append(_finite_mean([total], len(history)))
+        history.append(_finite_mean([total], len(history)).item())
         value = total + held.detach()
         if value.item() < best[0]:
             best = value.item(), [parameter.detach().clone() for parameter in parameters]

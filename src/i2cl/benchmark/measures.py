@@ -1,6 +1,6 @@
 """What `i2cl bench` measures, one function a row of its table."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,11 +15,10 @@ from i2cl.benchmark.workload import Workload
 from i2cl.calibration import calibrate
 from i2cl.context import extract
 from i2cl.injection import Injection
+from i2cl.joint import calibrate_many
 from i2cl.memory import peak_memory
 from i2cl.pool import InjectionPool
-from i2cl.prefix import Prefix
 from i2cl.recipe import CalibrationConfig
-from i2cl.scoring import score
 
 ROWS = 64
 """Rows of the batches that are compared."""
@@ -128,6 +127,28 @@ def _middle(items: Sequence[S]) -> list[S]:
     return sorted(items, key=len)[start : start + ROWS]
 
 
+def together_over_alone(work: Workload, runs: int, epochs: int, pairs: int) -> Measure:
+    """Throughput of calibrating several seeds of the task together against one after another."""
+    config = CalibrationConfig(epochs=epochs)
+    context = extract(work.decoder, work.task, work.demonstrations)
+    together = partial(
+        calibrate_many,
+        work.decoder,
+        [work.task] * runs,
+        [work.demonstrations] * runs,
+        [context] * runs,
+        config,
+        seeds=range(runs),
+    )
+
+    def alone() -> None:
+        for seed in range(runs):
+            calibrate(work.decoder, work.task, work.demonstrations, context, config, seed=seed)
+
+    pair = paired(together, alone, work.decoder.device, pairs)
+    return Measure.of(f"{runs} calibrations together / one after another, throughput", pair, epochs=epochs)
+
+
 @contextmanager
 def _one_batch(work: Workload) -> Iterator[None]:
     """Room for all compared rows in a batch."""
@@ -151,72 +172,7 @@ def steps(work: Workload, pairs: int) -> Iterator[list[Measure]]:
     yield [fit(work, "fast")[0]]
     yield [predict(work, injection)]
     yield [injected_over_plain(work, injection, pairs), predict_over_forward(work, injection, pairs)]
-    yield [mixed_over_one(work, pairs)]
-
-
-@dataclass(frozen=True)
-class Prefixed:
-    """I2CL against few-shot with a cached prefix, for some number of tasks served in turns.
-
-    Attributes:
-        demonstration_tokens: in front of a query, for few-shot.
-        tasks: the queries are spread over.
-        i2cl_queries_per_second: all tasks in common batches.
-        few_shot_queries_per_second: a batch holds queries of one task.
-        i2cl_bytes: cached for all tasks.
-        few_shot_bytes: cached for all tasks.
-        few_shot_first_use_seconds: to fill one task's cache.
-    """
-
-    demonstration_tokens: int
-    tasks: int
-    i2cl_queries_per_second: float
-    few_shot_queries_per_second: float
-    i2cl_bytes: int
-    few_shot_bytes: int
-    few_shot_first_use_seconds: float
-
-
-def against_prefix(
-    work: Workload, tokens: Sequence[int], tasks: Sequence[int], tell: Callable[[str], None] = lambda _: None
-) -> Iterator[Prefixed]:
-    """Serve the workload's texts both ways. All tasks share one cache's numbers, and count their own."""
-    base = work.injection()
-    pool = InjectionPool(work.decoder, {f"task {number}": base for number in range(max(tasks))})
-    device = work.decoder.device
-    ids = [token for row in work.queries for token in row]
-    injected = {}
-    for count in tasks:
-        names = [f"task {row % count}" for row in range(len(work.texts))]
-        pool.scores(work.texts[:8], names[:8])
-        injected[count] = len(work.texts) / seconds(partial(pool.scores, work.texts, names), device)
-    for length in tokens:
-        tell(f"{length} demonstration tokens")
-        prefix, first = _timed_prefix(work, tuple((ids * (length // len(ids) + 1))[:length]))
-        for count in tasks:
-            taken = seconds(partial(_few_shot, work, prefix, count), device)
-            yield Prefixed(
-                length,
-                count,
-                injected[count],
-                len(work.texts) / taken,
-                count * 4 * 2 * work.decoder.layers * work.decoder.d_model,
-                count * prefix.bytes,
-                first,
-            )
-
-
-def _timed_prefix(work: Workload, ids: Ids) -> tuple[Prefix, float]:
-    made: list[Prefix] = []
-    with torch.no_grad():
-        taken = seconds(lambda: made.append(work.decoder.prefix(ids)), work.decoder.device)
-    return made[0], taken
-
-
-def _few_shot(work: Workload, prefix: Prefix, tasks: int) -> None:
-    queries, labels = work.queries, work.labels
-    for task in range(min(tasks, len(queries))):
-        score(work.decoder, queries[task::tasks], labels, prefix=prefix)
+    yield [mixed_over_one(work, pairs), together_over_alone(work, runs=8, epochs=1, pairs=pairs)]
 
 
 def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]], *, same_products: bool) -> None:

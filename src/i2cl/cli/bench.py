@@ -27,6 +27,7 @@ def bench(
 ) -> None:
     """Time fit and predict on made-up texts, against the plain model and few-shot; with peak memory."""
     from i2cl.benchmark import measures
+    from i2cl.benchmark.prefixed import against_prefix
     from i2cl.benchmark.workload import Workload
 
     decoder = load.decoder(
@@ -43,7 +44,7 @@ def bench(
             rows += step
             bar.advance()
         fitting = [tokens for tokens in PREFIX_TOKENS if tokens <= limit]
-        against = [asdict(row) for row in measures.against_prefix(work, fitting, PREFIX_TASKS)]
+        against = [asdict(row) for row in against_prefix(work, fitting, PREFIX_TASKS)]
         bar.advance()
     if json:
         console.print_json({"rows": [asdict(row) for row in rows], "against_cached_prefix": against})
