@@ -121,7 +121,7 @@ def test_every_file_is_listed_and_every_printed_row_is_shown_or_said_to_be_left_
 
 def test_every_method_of_the_papers_tables_is_in_an_experiment():
     used = {row.method for name in ORDER for row in load_experiment(name).rows}
-    assert used == set(METHODS)
+    assert used == set(METHODS) - {"i2cl_classes"}  # goes beyond them; docs/composition.md has its table
 
 
 def test_a_users_file(tmp_path):
