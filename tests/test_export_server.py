@@ -25,8 +25,10 @@ def by_id(golden, values):
 
 
 @contextmanager
-def serving(golden, *, values=lambda prompt: prompt.labels, shape=by_text, status=200, raw=None):
-    """Answers every golden prompt; yields the address and the requests that came."""
+def serving(
+    golden, *, values=lambda prompt: prompt.labels, shape=by_text, status=200, raw=None, takes=(list, str)
+):
+    """Answers every golden prompt of the types it takes; yields the address and the requests that came."""
     seen = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -36,12 +38,15 @@ def serving(golden, *, values=lambda prompt: prompt.labels, shape=by_text, statu
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             seen.append(body)
-            (prompt,) = [prompt for prompt in golden.prompts if prompt.ids == body["prompt"]]
+            if not isinstance(body["prompt"], takes):
+                self._send({"error": "Input should be another type"}, 422)
+                return
+            (prompt,) = [one for one in golden.prompts if body["prompt"] in (one.ids, one.query)]
             self._send({"choices": [{"text": "x", "logprobs": shape(golden, values(prompt))}]})
 
-        def _send(self, reply):
+        def _send(self, reply, code=status):
             content = raw if raw is not None else json.dumps(reply).encode()
-            self.send_response(status)
+            self.send_response(code)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
@@ -73,6 +78,19 @@ def test_a_faithful_server_passes(exported, golden, capsys, shape, end):  # noqa
     assert "holds" in capsys.readouterr().out
     assert {body["model"] for body in seen} == {"folded"}
     assert all(body["max_tokens"] == 1 and body["temperature"] == 0 for body in seen)
+
+
+def test_a_server_that_takes_no_token_ids_gets_text(exported, golden, capsys):  # noqa: F811
+    with serving(golden, takes=str) as (url, seen):
+        assert run("verify", exported, "--url", url) == 0
+    assert "holds" in capsys.readouterr().out
+    assert [body["prompt"] for body in seen[1:]] == [prompt.query for prompt in golden.prompts]
+
+
+def test_a_server_that_takes_neither_is_quoted(exported, golden, capsys):  # noqa: F811
+    with serving(golden, takes=dict) as (url, _):
+        assert run("verify", exported, "--url", url) == 2
+    assert "completions answers 422" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("writers", ["attention", "mlp", "attention and mlp"])

@@ -20,7 +20,10 @@ TOLERANCE = 0.05
 def ask_server(
     golden: Golden, url: str, *, model: str | None = None, logprobs: int = 20, timeout: float = 60.0
 ) -> list[Answer]:
-    """Send every golden prompt, as token ids, and read the next token's log-probabilities.
+    """Send every golden prompt, and read the next token's log-probabilities.
+
+    Prompts go as token ids; to a server that refuses these (llama-cpp-python's), as text, which it
+    then encodes itself.
 
     Args:
         golden: what to ask.
@@ -36,17 +39,26 @@ def ask_server(
         raise I2CLError(f"{url!r} is no address of a server: give one such as http://localhost:8000")
     root = url.rstrip("/").removesuffix("/completions").removesuffix("/v1") + "/v1"
     name = model or _first_model(root, timeout)
-    answers = []
-    for prompt in golden.prompts:
-        body = {
-            "model": name,
-            "prompt": prompt.ids,
-            "max_tokens": 1,
-            "logprobs": logprobs,
-            "temperature": 0,
-        }
-        answers.append(_answer(golden, _call(f"{root}/completions", body, timeout)))
-    return answers
+    as_ids = [prompt.ids for prompt in golden.prompts]
+    as_text = [prompt.query for prompt in golden.prompts]
+
+    def ask(prompt: list[int] | str | None) -> Answer:
+        body = {"model": name, "prompt": prompt, "max_tokens": 1, "logprobs": logprobs, "temperature": 0}
+        return _answer(golden, _call(f"{root}/completions", body, timeout))
+
+    try:
+        return [ask(prompt) for prompt in as_ids]
+    except _RefusedError as refusal:
+        if None in as_text:
+            raise
+        try:
+            return [ask(prompt) for prompt in as_text]
+        except _RefusedError:
+            raise refusal from None
+
+
+class _RefusedError(I2CLError):
+    """The server answered, but not with a completion."""
 
 
 def _answer(golden: Golden, reply: Any) -> Answer:
@@ -86,7 +98,7 @@ def _call(url: str, body: dict[str, Any] | None, timeout: float) -> Any:
             return json.load(reply)
     except HTTPError as error:
         said = error.read().decode(errors="replace")[:200]
-        raise I2CLError(f"{url} answers {error.code} ({' '.join(said.split())})") from None
+        raise _RefusedError(f"{url} answers {error.code} ({' '.join(said.split())})") from None
     except (OSError, HTTPException) as error:
         raise I2CLError(f"cannot reach {url} ({error}): is the server running?") from None
     except ValueError:
