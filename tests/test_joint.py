@@ -6,6 +6,7 @@ import torch
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, calibrate_many, extract
 from i2cl.context import ExtractConfig
 from i2cl.errors import I2CLError
+from i2cl.rows import RowsEdit
 from tiny import tiny_model, tiny_tokenizer
 
 FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
@@ -55,6 +56,18 @@ def test_many_end_where_each_ends_by_itself(case):
     assert (together[0].coefficients - together[3].coefficients).abs().max() > 1e-3  # seeds differ
     for one, other in zip(together, alone, strict=True):
         same(one, other)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("pays", [True, False])
+def test_packed_or_padded_is_the_same(monkeypatch, case, pays):
+    packed = []
+    monkeypatch.setattr("i2cl.calibration.packing_pays", lambda *_: pays)
+    rows = RowsEdit.injected
+    monkeypatch.setattr(RowsEdit, "injected", lambda *at: packed.append(at[-1].packed) or rows(*at))
+    for one, other in zip(*both(decoder_of(case), QUIET), strict=True):
+        same(one, other)
+    assert set(packed) == {pays}
 
 
 @pytest.mark.parametrize("change", [{"formula": "add"}, {"formula": "balance"}, {"layers": (1,)}])

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from i2cl.batching import Ids, budget_chunks, packing_pays, shared_front
+from i2cl.batching import Batch, Ids, budget_chunks, packing_pays, shared_front
 from i2cl.classes import injected, require_vectors, settled
 from i2cl.context import ContextVector, require_demonstrations
 from i2cl.decoder import Decoder
@@ -175,7 +175,6 @@ class _Loss:
     ) -> None:
         self.decoder = decoder
         self.shared = shared
-        self.packs = decoder.architecture.packs and not shared
         self.queries = [ids[len(shared) :] for ids in queries]
         self.targets = targets
         self.coefficients = coefficients
@@ -198,9 +197,23 @@ class _Loss:
             self.generator.manual_seed(self.seed + chosen[0])
         targets = [self.targets[row] for row in chosen]
         queries = [self.queries[row] for row in chosen]
-        lengths = [len(query) + len(target) - 1 for query, target in zip(queries, targets, strict=True)]
-        packed = self.packs and packing_pays(lengths, self.decoder.d_model)
-        batch = labelled_batch(queries, targets, self.decoder.device, packed=packed)
+        batch = packed_if_it_pays(self.decoder, queries, targets, behind=self.shared)
         edit = self.noisy(self.linear(*injected(self.vectors, self.coefficients.linear())))
         prefix = self.decoder.prefix(self.shared, edit=edit) if self.shared else None
         return -sequence_log_probabilities(self.decoder, batch, targets, edit, prefix).mean()
+
+
+def packed_if_it_pays(
+    decoder: Decoder, queries: Sequence[Ids], targets: Sequence[Ids], *, behind: Ids = ()
+) -> Batch:
+    """Queries with their targets, in one row where the model can do that and it saves work.
+
+    Args:
+        decoder: the model.
+        queries: token ids of each.
+        targets: label tokens behind each.
+        behind: cached tokens in front of all of them, which rule out packing.
+    """
+    lengths = [len(query) + len(target) - 1 for query, target in zip(queries, targets, strict=True)]
+    packs = decoder.architecture.packs and not behind and packing_pays(lengths, decoder.d_model)
+    return labelled_batch(queries, targets, decoder.device, packed=packs)

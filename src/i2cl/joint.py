@@ -13,15 +13,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.batching import Ids
-from i2cl.calibration import Coefficients
+from i2cl.calibration import Coefficients, packed_if_it_pays
 from i2cl.context import ContextVector, Writers, require_demonstrations
 from i2cl.decoder import Decoder
 from i2cl.edits import NoisyEdit
 from i2cl.errors import I2CLError
 from i2cl.injection import Injection
-from i2cl.pool import RowsEdit
 from i2cl.recipe import CalibrationConfig
-from i2cl.scoring import Scoring, encode_queries, label_tokens, labelled_batch, sequence_log_probabilities
+from i2cl.rows import RowsEdit
+from i2cl.scoring import Scoring, encode_queries, label_tokens, sequence_log_probabilities
 from i2cl.tasks import Example, Task
 from i2cl.training import StepProgress, train_together
 
@@ -184,7 +184,8 @@ class _Losses:
 
     def __call__(self, chosen: Sequence[int]) -> Float[Tensor, " runs"]:
         targets = [self.targets[row] for row in chosen]
-        batch = labelled_batch([self.queries[row] for row in chosen], targets, self.decoder.device)
+        queries = [self.queries[row] for row in chosen]
+        batch = packed_if_it_pays(self.decoder, queries, targets)
         amount, keep = self.coefficients.linear().unbind(-1)
         rows = RowsEdit(
             amount[..., None] * self.vectors,

@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.batching import Batch, Ids
+from i2cl.batching import Ids
 from i2cl.decoder import Decoder
-from i2cl.edits import PlacedEdit, Positions, Site
+from i2cl.edits import Positions, Site
 from i2cl.errors import I2CLError
 from i2cl.injection import Injection
+from i2cl.rows import RowsEdit
 from i2cl.scoring import LabelTokens, Progress, encode_queries, label_tokens, require_texts, score
 from i2cl.tasks import Task
 
@@ -194,44 +195,6 @@ def predict(
     """
     named = {name: injections[name] for name in dict.fromkeys(task_ids) if name in injections}
     return InjectionPool(decoder, named).predict(texts, task_ids)
-
-
-class RowsEdit(PlacedEdit):
-    """A linear edit of its own for every row of a padded batch.
-
-    Attributes:
-        scaled: context vector of every task, times its lambda.
-        keep: beta of every task.
-        task: each query's task, in the order of the whole list of queries.
-    """
-
-    def __init__(
-        self,
-        scaled: Float[Tensor, "tasks layers sites d"],
-        keep: Float[Tensor, "tasks layers sites"],
-        task: Int[Tensor, " queries"],
-        *,
-        site: Site = "writers",
-        positions: Positions = "all",
-        seed: int = 0,
-    ) -> None:
-        super().__init__(site, positions, seed)
-        self.scaled = scaled
-        self.keep = keep
-        self.task = task
-        self._batch: Batch | None = None
-        self._rows = task
-
-    def injected(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
-    ) -> Float[Tensor, "lines tokens d"]:
-        """Each row's own linear combination."""
-        if self._batch is not batch:
-            self._batch, self._rows = batch, self.task[list(batch.rows)]
-        vectors = self.scaled[:, layer, index].index_select(0, self._rows)[:, None]
-        keep = self.keep[:, layer, index].index_select(0, self._rows)[:, None, None]
-        mixed: Tensor = torch.addcmul(vectors.to(output.device), keep.to(output.device), output)
-        return mixed.to(output.dtype)
 
 
 def _edit(rows: Sequence[_Loaded]) -> RowsEdit:
