@@ -32,7 +32,7 @@ def rows(count):
 @pytest.mark.parametrize("budget", [1, 7, 20, 1000])
 @pytest.mark.parametrize("reserve", [0, 1, 30])
 def test_batches_hold_every_row_once_within_the_budget(monkeypatch, budget, reserve):
-    monkeypatch.setattr("i2cl.memory.KEPT_BUDGET", 100)
+    monkeypatch.setattr("i2cl.memory.CPU_KEPT_BUDGET", 100)
     ids = rows(23)
     batches = [batch for batch, _ in run_batches(Runner(budget), ids, lambda _: 0, reserve)]
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(ids)))

@@ -16,7 +16,12 @@ from i2cl.errors import I2CLError
 T = TypeVar("T")
 
 KEPT_BUDGET = 16384
-"""Tokens of keys and values that a batch may hold, cached ones included; a larger token budget raises it."""
+CPU_KEPT_BUDGET = 4096
+"""Tokens of keys and values that a batch may hold, cached ones included; a larger token budget raises it.
+
+Every row gets a copy of the cached ones, which beyond a few thousand costs a CPU more than a larger batch
+saves: docs/performance.md.
+"""
 
 
 class MemoryWarning(UserWarning):
@@ -47,16 +52,17 @@ def run_batches(
         ids: token ids of each query.
         run: what to do with a batch.
         reserve: cached tokens in front of every query: they are kept, but not run, so that they count
-            towards `KEPT_BUDGET` alone.
+            towards `KEPT_BUDGET` (`CPU_KEPT_BUDGET`) alone.
 
     Raises:
         I2CLError: if a single query exceeds the memory.
     """
     order = longest_first(ids)
     start = 0
+    kept = CPU_KEPT_BUDGET if runner.device.type == "cpu" else KEPT_BUDGET
     while start < len(order):
         length = len(ids[order[start]])
-        room = max(runner.token_budget, KEPT_BUDGET) // (length + reserve)
+        room = max(runner.token_budget, kept) // (length + reserve)
         rows = order[start : start + max(1, min(runner.token_budget // length, room))]
         batch = make_batch([ids[row] for row in rows], runner.device, rows)
         result = _unless_out_of_memory(run, batch)
