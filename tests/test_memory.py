@@ -49,7 +49,7 @@ def test_batches_hold_every_row_once_within_the_budget(monkeypatch, budget, rese
 def test_a_large_budget_makes_one_batch():
     assert len(list(run_batches(Runner(6), [(1,), (2, 3), (4,)], len_of))) == 1
     assert len(list(run_batches(Runner(6), [(1,), (2, 3), (4,)], len_of, reserve=30))) == 1
-    assert len(list(run_batches(Runner(6), [(1,), (2, 3), (4,)], len_of, reserve=6000))) == 2
+    assert len(list(run_batches(Runner(6), [(1,), (2, 3), (4,)], len_of, reserve=2000))) == 2
     assert list(run_batches(Runner(6), [], len_of)) == []
 
 
