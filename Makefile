@@ -34,7 +34,8 @@ docs-results: $(READY)  ## every table and figure on the reference model: runs w
 	$(VENV)/bin/i2cl experiment run all --model reference --limit 200 --store $(RESULTS)
 	$(VENV)/bin/i2cl experiment pack $(RESULTS) docs/experiments/store
 	$(VENV)/bin/i2cl report docs/experiments/store --formats md --out docs/experiments/report
-	$(VENV)/bin/python scripts/architectures_table.py --measure > docs/architectures.md
+	$(VENV)/bin/python scripts/architectures_table.py --measure > docs/architectures.md.new
+	mv docs/architectures.md.new docs/architectures.md
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache
