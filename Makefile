@@ -29,7 +29,7 @@ format: $(READY)  ## rewrite in the house format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs-results: $(READY)  ## every table and figure on the reference model: runs what the committed store lacks
+docs-results: $(READY)  ## docs/experiments (runs what the committed store lacks) and docs/architectures.md, measured
 	test -d $(RESULTS) || $(VENV)/bin/i2cl experiment unpack docs/experiments/store $(RESULTS)
 	$(VENV)/bin/i2cl experiment run all --model reference --limit 200 --store $(RESULTS)
 	$(VENV)/bin/i2cl experiment pack $(RESULTS) docs/experiments/store

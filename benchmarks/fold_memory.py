@@ -23,9 +23,9 @@ from transformers import LlamaConfig
 
 from i2cl import ContextVector, ExtractConfig, Injection, Task
 from i2cl.export.folding import skeleton
-from i2cl.export.sources import INDEX
 from i2cl.fingerprint import BaseModel
 from i2cl.loading import load_model_and_tokenizer
+from i2cl.stored import INDEX
 from i2cl.tasks import Template
 
 # Llama 3.2 1B: https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json

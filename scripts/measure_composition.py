@@ -106,7 +106,8 @@ def _groups(decoder: Decoder, tasks: list[Task], seeds: int, limit: int) -> None
             injection = calibrate(decoder, task, shots, vectors, RECIPE, seed=seed)
             found.append(_accuracy(decoder, injection, task, limit))
         means.append(statistics.fmean(found))
-        _row(task.name, f"{means[-1]:.1f} ± {statistics.stdev(found):.1f}")
+        spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        _row(task.name, f"{means[-1]:.1f} ± {spread:.1f}")
     _row("**mean**", f"**{statistics.fmean(means):.1f}**")
 
 

@@ -20,9 +20,11 @@ SHAPED = (
     "experiments.statistics",
     "identity",
     "injection",
+    "joint",
     "methods",
     "pool",
     "recipe",
+    "rows",
     "scoring",
     "transfer",
 )

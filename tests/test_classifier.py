@@ -282,6 +282,19 @@ def test_a_named_model_is_freed_when_nobody_holds_it(tmp_path):
     assert not {name for name, *_ in shared._ALIVE} & {str(folder) for folder in folders}
 
 
+def test_a_folder_of_that_name_does_not_hide_the_bundled_model(tmp_path, monkeypatch):
+    (tmp_path / "reference").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert shared.shared_decoder("reference").base.name == "reference"
+
+
+def test_a_folder_with_a_dangling_link_can_be_loaded(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    assert shared.shared_decoder(tmp_path).layers == 2
+
+
 def test_a_folder_that_has_changed_is_loaded_anew(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     tiny_model("llama").save_pretrained(tmp_path)
@@ -400,6 +413,16 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(again.injection_.coefficients, made.injection_.coefficients)
     plain = Injection.from_pretrained(tmp_path / "mood")
     assert plain.predict(reference(), QUERIES) == [words[label] for label in made.predict(QUERIES)]
+
+
+def test_a_classifier_of_an_injection_with_other_settings_can_be_fitted(tmp_path):
+    combined = replace(fitted().injection_, settings={"combined": []})
+    combined.save_pretrained(tmp_path / "both")
+    found = I2CLClassifier.from_pretrained(tmp_path / "both", model=reference())
+    assert "epochs" not in found.settings
+    again = clone(found).set_params(settings=QUICK, shots=1).fit(X, Y)
+    assert again.predict(QUERIES).shape == (len(QUERIES),)
+    clone(found).set_params(shots=1)._method()  # its own settings are known options
 
 
 def test_an_injection_is_a_classifier_of_its_label_words(tmp_path):

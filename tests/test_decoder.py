@@ -1,4 +1,5 @@
 import copy
+import threading
 from functools import cache
 
 import pytest
@@ -331,3 +332,22 @@ def test_a_copied_decoder_is_independent(decoder):
     with torch.no_grad():
         other.model.get_input_embeddings().weight.zero_()
     assert not torch.equal(other.capture(BATCH), decoder.capture(BATCH))
+
+
+def test_decoders_of_one_model_share_its_lock():
+    model = tiny_model("llama")
+    one, other = (Decoder(model, tiny_tokenizer(), name="tiny") for _ in range(2))
+    assert one._lock is other._lock is copy.copy(one)._lock
+    assert copy.deepcopy(one)._lock is not one._lock
+    left = threading.Event()
+
+    def enter():
+        with other.frozen():
+            left.set()
+
+    thread = threading.Thread(target=enter)
+    with one.frozen():
+        thread.start()
+        assert not left.wait(0.05)
+    thread.join()
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -125,6 +125,8 @@ def test_labels_that_are_not_told_are_below_those_that_are(exported, golden, cap
         ({"status": 404, "raw": b"no such model"}, r"answers 404 \(no such model\)"),
         ({"raw": b"<html>"}, "does not answer JSON"),
         ({"shape": lambda *_: None}, "tells no log-probabilities"),
+        ({"shape": lambda *_: {"top_logprobs": [{}]}}, "tells no log-probabilities"),
+        ({"shape": lambda *_: {"content": [{"top_logprobs": []}]}}, "tells no log-probabilities"),
         ({"raw": b"{}"}, "lists no model"),
     ],
 )
@@ -138,3 +140,17 @@ def test_no_server(golden):
         ask_server(golden, "http://127.0.0.1:9")
     with pytest.raises(I2CLError, match="no address"):
         ask_server(golden, "file:///etc/hosts")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--logprobs", "5"], "add --url"),
+        (["--model-name", "x"], "add --url"),
+        (["--url", "http://localhost:1", "--device", "cpu"], "leave out --url"),
+        (["--url", "http://localhost:1", "--model", "base"], "leave out --url"),
+    ],
+)
+def test_options_of_the_other_check_are_refused(exported, capsys, options, message):  # noqa: F811
+    assert run("verify", exported, *options) == 2
+    assert message in capsys.readouterr().err

@@ -1,3 +1,5 @@
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,19 @@ def test_a_new_file_appears_at_the_end_or_not_at_all(tmp_path):
     with pytest.raises(I2CLError, match=r"cannot write .*No space left"), new_file(path.with_name("full")):
         raise OSError(28, "No space left on device")
     assert contents(path.parent) == {"out": "whole"}
+
+
+def write_and_fail(path, error):
+    with new_folder(path, frozenset({"a"})) as fresh:
+        (fresh / "a").write_text("new")
+        raise error
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
+    with new_folder(tmp_path / "out", frozenset({"a"})) as fresh:
+        (fresh / "a").write_text("old")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(I2CLError, match=r"No space left on device.*free space"):
+        write_and_fail(tmp_path / "out", full)
+    assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [("a", "old")]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

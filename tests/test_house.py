@@ -1,6 +1,7 @@
 """How the package is built: imports run one way, importing is cheap, files stay short."""
 
 import ast
+import runpy
 import subprocess
 import sys
 from itertools import pairwise
@@ -11,6 +12,7 @@ import pytest
 import i2cl
 
 SOURCE = Path(i2cl.__file__).parent
+ROOT = Path(__file__).parents[1]
 FILES = sorted(SOURCE.rglob("*.py"))
 
 ORDER = (
@@ -30,7 +32,7 @@ ORDER = (
     {"transfer", "methods", "joint"},
     {"evaluation", "classifier", "harness"},
     {"prediction", "parallel"},
-    {"benchmark", "experiments", "export", "serving"},
+    {"benchmark", "experiments", "export"},
     {"cli"},
 )
 """Modules and packages, lowest first. One imports only what stands before its own set."""
@@ -201,3 +203,13 @@ def test_files_are_short(path):
 
 def test_long_files_are_still_long():
     assert [name for name in LONG if len((SOURCE / name).read_text().splitlines()) <= LONGEST] == []
+
+
+SCRIPTS = sorted(path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.py"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_what_scripts_import_is_there(path, monkeypatch):
+    for folder in ("benchmarks", "scripts", "tests"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    runpy.run_path(str(path), run_name="imported")

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
 )
 
-from i2cl import hub
+from i2cl import artefact, hub
 from i2cl.artefact import DESCRIPTION, TENSORS
 from i2cl.card import CARD
 from i2cl.cli import main
@@ -149,7 +149,7 @@ def test_a_private_path_is_in_no_card(tmp_path):
     text = (tmp_path / "out" / CARD).read_text(encoding="utf-8")
     assert str(tmp_path) not in text
     assert "--model PATH" in text
-    assert card_of(tmp_path / "out").data.base_model == "llama"
+    assert card_of(tmp_path / "out").data.base_model is None  # the hub's model of that name is another
     assert Injection.from_pretrained(tmp_path / "out").base.name == str(home)  # it is found again here
 
 
@@ -405,3 +405,21 @@ def test_nobody_is_logged_in(uploads, tmp_path, capsys, monkeypatch):
     assert run("push", tmp_path / "out", "me/films") == 2
     assert "you are not logged in: log in with `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
     assert uploads == []
+
+
+@pytest.mark.parametrize("metrics", [{"accuracy": None}, {"note": "good"}])
+def test_what_could_not_be_read_again_is_not_written(tmp_path, metrics):
+    described = made(decoder_named("gpt2")).description() | {"metrics": metrics}
+    with pytest.raises(I2CLError, match=r"could not be read again \(metrics"):
+        artefact.write(tmp_path, {}, described, "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_metrics_without_a_number_of_rows(tmp_path):
+    replace(made(decoder_named("gpt2")), metrics={"accuracy": 0.5}).save_pretrained(tmp_path / "out")
+    assert "Accuracy 0.500." in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
+
+
+def test_the_bundled_model_is_none_of_the_hubs(tmp_path):
+    made(decoder_named("reference")).save_pretrained(tmp_path / "out")
+    assert card_of(tmp_path / "out").data.base_model is None

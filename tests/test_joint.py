@@ -6,6 +6,7 @@ import torch
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, calibrate_many, extract
 from i2cl.context import ExtractConfig
 from i2cl.errors import I2CLError
+from i2cl.memory import MemoryWarning
 from i2cl.rows import RowsEdit
 from tiny import tiny_model, tiny_tokenizer
 
@@ -46,7 +47,8 @@ def same(together, alone):
     torch.testing.assert_close(together.coefficients, alone.coefficients, rtol=1e-3, atol=1e-4)
     assert together.history == pytest.approx(alone.history, rel=1e-3)
     assert (together.task, together.base, together.seed) == (alone.task, alone.base, alone.seed)
-    assert together.settings == alone.settings
+    assert together.settings["together"] >= 1
+    assert {**together.settings, "together": 0} == {**alone.settings, "together": 0}
     torch.testing.assert_close(together.context.values, alone.context.values)
 
 
@@ -106,6 +108,39 @@ def test_noise_is_drawn_for_each_row_and_can_be_repeated():
         assert (one.coefficients - by_itself.coefficients).abs().max() < 0.1
 
 
+def test_each_row_has_a_draw_of_its_own():
+    decoder = decoder_of("llama")
+    task, examples, seed = RUNS[0]
+    context = extract(decoder, task, examples)
+    noisy = QUIET.model_copy(update={"noise": 0.05})
+    one, twin = calibrate_many(decoder, [task] * 2, [examples] * 2, [context] * 2, noisy, seeds=[seed] * 2)
+    assert not torch.equal(one.coefficients, twin.coefficients)
+
+
+def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
+    decoder = decoder_of("llama")
+    whole, _ = both(decoder, QUIET)
+    forward = Decoder.forward
+
+    def small(self, batch, **options):
+        if len(batch.rows) > 4:
+            raise torch.OutOfMemoryError("no room")
+        return forward(self, batch, **options)
+
+    monkeypatch.setattr(Decoder, "forward", small)
+    with pytest.warns(MemoryWarning, match="out of memory with 3 calibrations together; going on with 2"):
+        parts, _ = both(decoder, QUIET)
+    for one, other in zip(parts, whole, strict=True):
+        torch.testing.assert_close(one.coefficients, other.coefficients, rtol=1e-3, atol=1e-4)
+    monkeypatch.setattr(
+        Decoder, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no"))
+    )
+    task, examples, _ = RUNS[0]
+    context = whole[0].context
+    with pytest.raises(I2CLError, match="a step of one run does not fit into memory"):
+        calibrate_many(decoder, [task], [examples], [context], QUIET)
+
+
 def test_no_runs_and_no_epochs():
     decoder = decoder_of("llama")
     assert calibrate_many(decoder, [], [], []) == []
@@ -135,5 +170,5 @@ def test_bad_input():
         calibrate_many(decoder, [task], [examples], [context], CalibrationConfig.recipe("fast"))
     with pytest.raises(I2CLError, match="demonstration"):
         calibrate_many(decoder, [task], [[]], [context])
-    with pytest.raises(I2CLError, match="the training loss became nan"):
+    with pytest.raises(I2CLError, match="the training loss of run 1 of 1 became nan"):
         calibrate_many(decoder, [task], [examples], [context], CalibrationConfig(lr=1e30))

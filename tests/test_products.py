@@ -1,5 +1,7 @@
 """Products by oneDNN agree with the model's own, and leave the model as it was."""
 
+import copy
+
 import pytest
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -49,11 +51,14 @@ def test_fit_and_scores_agree_with_the_models_own_products(model_type, monkeypat
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, Conv1D])
 @pytest.mark.parametrize("shape", [(3, 8), (2, 5, 8), (2, 0, 8), (8,)])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", ["strided", "plain", "none"])
 def test_value_and_gradient(forced, kind, shape, bias):
-    if kind is Conv1D and not bias:
+    if kind is Conv1D and bias == "none":
         pytest.skip("Conv1D always has a bias")
-    module = torch.nn.Linear(8, 6, bias=bias) if kind is torch.nn.Linear else Conv1D(6, 8)
+    module = torch.nn.Linear(8, 6, bias=bias != "none") if kind is torch.nn.Linear else Conv1D(6, 8)
+    if bias != "none":
+        drawn = torch.randn(12)
+        module.bias = torch.nn.Parameter(drawn[::2] if bias == "strided" else drawn[:6])
     module.requires_grad_(False)
     x = torch.randn(shape, requires_grad=True)
     weights = torch.randn(*shape[:-1], 6)
@@ -85,6 +90,24 @@ def test_what_becomes_trained_meanwhile_gets_its_gradient(forced):
         module.requires_grad_(True)
         module(torch.ones(2, 4)).sum().backward()
     assert module.weight.grad.tolist() == [[2.0] * 4] * 4
+
+
+def test_autocast_and_a_switched_off_onednn_are_respected(forced):
+    module = torch.nn.Linear(4, 4).requires_grad_(False)
+    with products.fast_products(module), torch.autocast("cpu", torch.bfloat16):
+        assert module(torch.ones(4)).dtype == torch.bfloat16
+    with torch.backends.mkldnn.flags(enabled=False), products.fast_products(module):
+        assert not swapped(module)
+
+
+def test_a_copy_made_meanwhile_multiplies_as_it_always_did(forced, monkeypatch):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4)).requires_grad_(False)
+    with products.fast_products(module):
+        twin = copy.deepcopy(module)
+    monkeypatch.setattr(products, "_product", None)
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    assert torch.equal(twin(torch.ones(4)), module[0].bias)
 
 
 def test_other_precision_of_the_input_runs_the_models_own_product(forced):

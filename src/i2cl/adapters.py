@@ -100,7 +100,8 @@ def fit_adapter(
             return -sequence_log_probabilities(wearing, batch, rows).mean()
 
         parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
-        train(parameters, loss, training.batches(len(queries), seed), training)
+        batches = training.batches(len(queries), seed)
+        train(parameters, loss, batches, training, dtype=decoder.model.dtype)
         state = get_peft_model_state_dict(wearing.model)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
         return Adapter(config, kept, wearing.virtual_tokens)

@@ -106,7 +106,16 @@ def write(
         description: see `i2cl.Injection.description`.
         name: hub id or folder that it will be loaded from.
         shared: shorten the base model's local path, which is nobody else's business.
+
+    Raises:
+        I2CLError: if the description is none that `read` takes.
     """
+    try:
+        Stored.model_validate(description)
+    except pydantic.ValidationError as error:
+        raise I2CLError(
+            f"this injection could not be read again ({_first_problem(error)}): correct that field"
+        ) from None
     whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
     save_file(whole, folder / TENSORS, metadata={"format": "pt"})
     card = model_card(description, name)

@@ -30,12 +30,17 @@ class Backward:
             value.backward()
             return
         gradients = self._scaled(value)
-        while self.scale > 1.0 and value.isfinite() and not all(one.isfinite().all() for one in gradients):
+        while self.scale > 1.0 and value.isfinite() and not _finite(gradients):
             self.scale /= 2
             gradients = self._scaled(value)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            found = gradient / self.scale
-            parameter.grad = found if parameter.grad is None else parameter.grad + found
+            if gradient is not None:
+                found = gradient / self.scale
+                parameter.grad = found if parameter.grad is None else parameter.grad + found
 
-    def _scaled(self, value: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(value * self.scale, self.parameters, retain_graph=True)
+    def _scaled(self, value: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(value * self.scale, self.parameters, retain_graph=True, allow_unused=True)
+
+
+def _finite(gradients: Sequence[Tensor | None]) -> bool:
+    return all(one is None or bool(one.isfinite().all()) for one in gradients)

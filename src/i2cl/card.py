@@ -17,6 +17,7 @@ from i2cl import __version__
 from i2cl.files import public_name
 
 CARD = "README.md"
+BUNDLED = "reference"  # a name of this package, which the hub may give to another model
 TAGS = ["i2cl", "implicit-in-context-learning", "activation-steering", "few-shot"]
 TASK_TYPE = "text-classification"
 METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
@@ -104,6 +105,8 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
 
 def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
     task, metrics = description["task"], description.get("metrics", {})
+    local = base == BUNDLED or base != description["base_model"]["name"]
+    public = not local and _is_hub_id(base)
     results = [
         EvalResult(
             task_type=TASK_TYPE,
@@ -118,8 +121,8 @@ def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
         if key in metrics
     ]
     return ModelCardData(
-        base_model=base if _is_hub_id(base) else None,
-        base_model_relation="adapter" if _is_hub_id(base) else None,
+        base_model=base if public else None,
+        base_model_relation="adapter" if public else None,
         library_name="i2cl",
         pipeline_tag=TASK_TYPE,
         tags=TAGS,
@@ -160,7 +163,10 @@ def _results(metrics: Mapping[str, float]) -> str:
     if not metrics:
         return "Not measured (`i2cl fit --evaluate` would)."
     told = ", ".join(f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics)
-    return f"{told} on {metrics['n']} rows of the test split, of which calibration saw none."
+    rows = (
+        f" on {metrics['n']} rows of the test split, of which calibration saw none" if "n" in metrics else ""
+    )
+    return f"{told or 'No accuracy'}{rows}."
 
 
 def _again(description: Mapping[str, Any]) -> str:
@@ -168,6 +174,11 @@ def _again(description: Mapping[str, Any]) -> str:
     if command:
         return _fenced(command, "console")
     seed = description["seed"]
+    if description["calibration"].get("together"):
+        return (
+            f"Made in Python with `i2cl.extract` and `i2cl.calibrate_many` (seed {seed}), whose noise "
+            "depends on what is calibrated together: no command does it."
+        )
     return f"Made in Python with `i2cl.extract` and `i2cl.calibrate` (seed {seed}): no command does it."
 
 

@@ -146,7 +146,6 @@ def mixture(
 def _weighted_sum(
     vectors: Float[Tensor, "vectors layers sites d"], weights: Float[Tensor, "layers sites vectors"]
 ) -> Float[Tensor, "layers sites d"]:
-    """Written without a matrix product, which a recipe may run in bfloat16."""
     return (vectors * weights.movedim(-1, 0)[..., None]).sum(0)
 
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -34,6 +35,16 @@ CPU_BUDGET = 1024
 """Padded tokens a batch may hold by default. Beyond about 1,000 a CPU gets slower: docs/performance.md."""
 
 PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
+
+
+_LOCKS: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()
+
+
+def _lock_of(model: torch.nn.Module) -> threading.RLock:
+    """The lock of a model, which all decoders around it share."""
+    with _LOCKS_LOCK:
+        return _LOCKS.setdefault(model, threading.RLock())
 
 
 class Decoder:
@@ -69,7 +80,7 @@ class Decoder:
         self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else BUDGET)
         self.encoder = Encoder.of(tokenizer)
         self.max_length = _context_length(model, tokenizer)
-        self._lock = threading.RLock()
+        self._lock = _lock_of(model)
 
     @classmethod
     def from_pretrained(
@@ -115,9 +126,9 @@ class Decoder:
         return {name: value for name, value in self.__dict__.items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has a lock of its own."""
+        """A copy has the lock of its model."""
         self.__dict__.update(state)
-        self._lock = threading.RLock()
+        self._lock = _lock_of(self.model)
 
     def __sklearn_clone__(self) -> "Decoder":
         """scikit-learn's clones of an estimator share its model, which none of them changes."""

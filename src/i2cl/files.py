@@ -63,7 +63,12 @@ def new_folder(path: Path, owned: AbstractSet[str]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         fresh = Path(scratch) / "new"
         fresh.mkdir()
-        yield fresh
+        try:
+            yield fresh
+        except OSError as error:
+            raise I2CLError(
+                f"cannot write {str(path)!r} ({error.strerror or error}): free space or choose another place"
+            ) from None
         old = Path(scratch) / "old"
         if path.is_dir():
             path.rename(old)

@@ -22,11 +22,16 @@ from i2cl.hooks import edit_outputs
 from i2cl.injection import Injection
 from i2cl.loading import REFERENCE, reference_folder
 
-if find_spec("lm_eval") is None:
-    raise I2CLError("the harness needs lm_eval: pip install 'i2cl[harness]'")
+LACKING = "the harness needs lm_eval: pip install 'i2cl[harness]'"
 
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
+if find_spec("lm_eval") is None:
+    if __name__ == "__main__":
+        sys.stderr.write(f"error: {LACKING}\n")
+        sys.exit(2)
+    raise I2CLError(LACKING)
+
+from lm_eval.api.registry import register_model  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 NAME = "i2cl"
 """What ``--model`` calls it."""

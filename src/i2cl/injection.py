@@ -61,7 +61,7 @@ class Injection:
     settings: dict[str, Any] = field(default_factory=dict)
     history: tuple[float, ...] = ()
     classes: ClassVectors | None = None
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, int | float] = field(default_factory=dict)
     command: str = ""
 
     def edit(self) -> LinearEdit:

@@ -4,6 +4,7 @@ A step of one run is two short queries, which leaves most of a processor idle. R
 demonstrations take the same number of steps, so they take them together.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from i2cl.decoder import Decoder
 from i2cl.edits import NoisyEdit
 from i2cl.errors import I2CLError
 from i2cl.injection import Injection
+from i2cl.memory import MemoryWarning, is_out_of_memory
 from i2cl.recipe import CalibrationConfig
 from i2cl.rows import RowsEdit
 from i2cl.scoring import Scoring, encode_queries, label_tokens, sequence_log_probabilities
@@ -41,7 +43,8 @@ def calibrate_many(
 
     Batches and rates are those of each run by itself. Without noise the coefficients are too, to
     rounding; with noise each row has a draw of its own, from one generator for all runs that go
-    together. How many do is up to the decoder's token budget.
+    together, so it depends on what is calibrated beside it. How many go together is up to the decoder's
+    token budget, and halved where memory runs out. A run that diverges ends all.
 
     Args:
         decoder: the frozen model.
@@ -69,9 +72,14 @@ def calibrate_many(
         _Run.of(decoder, *each, scoring) for each in zip(tasks, demonstrations, contexts, seeds, strict=True)
     ]
     found: dict[int, Injection] = {}
-    for places in _groups(runs, config, decoder.token_budget):
-        made = _fit(decoder, [runs[place] for place in places], config, scoring, progress)
-        found |= dict(zip(places, made, strict=True))
+    waiting = _groups(runs, config, decoder.token_budget)
+    while waiting:
+        places = waiting.pop(0)
+        made = _fit_or_none(decoder, [runs[place] for place in places], config, scoring, progress)
+        if made is None:
+            waiting[:0] = _halves(places)
+        else:
+            found |= dict(zip(places, made, strict=True))
     return [found[place] for place in range(len(runs))]
 
 
@@ -126,6 +134,35 @@ def _groups(runs: Sequence[_Run], config: CalibrationConfig, budget: int) -> lis
     return groups
 
 
+def _halves(places: list[int]) -> list[list[int]]:
+    """Runs that did not fit into memory together, as two groups."""
+    if len(places) == 1:
+        raise I2CLError(
+            "a step of one run does not fit into memory: use shorter texts, a smaller batch_size, or load "
+            "the model in bfloat16"
+        )
+    half = (len(places) + 1) // 2
+    message = f"out of memory with {len(places)} calibrations together; going on with {half}"
+    warnings.warn(message, MemoryWarning, stacklevel=3)
+    return [places[:half], places[half:]]
+
+
+def _fit_or_none(
+    decoder: Decoder,
+    group: Sequence[_Run],
+    config: CalibrationConfig,
+    scoring: Scoring,
+    progress: StepProgress | None,
+) -> list[Injection] | None:
+    """What `_fit` makes, or None where memory ran out; what the error held on to is free by then."""
+    try:
+        return _fit(decoder, group, config, scoring, progress)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return None
+        raise
+
+
 def _fit(
     decoder: Decoder,
     group: Sequence[_Run],
@@ -152,7 +189,7 @@ def _fit(
             positions=config.positions,
             scoring=scoring,
             seed=one.seed,
-            settings=config.model_dump(mode="json"),
+            settings=config.model_dump(mode="json") | {"together": len(group)},
             history=history,
         )
         for one, pairs, history in zip(

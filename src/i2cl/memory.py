@@ -78,9 +78,14 @@ def _unless_out_of_memory(run: Callable[[Batch], T], batch: Batch) -> tuple[T] |
     try:
         return (run(batch),)
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if is_out_of_memory(error):
             return None
         raise
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an accelerator or the CPU's allocator had no room."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _shrink(runner: Budgeted, rows: int, length: int, reserve: int) -> None:

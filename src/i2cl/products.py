@@ -5,6 +5,7 @@ oneDNN, which PyTorch holds too, uses them wherever they are: more than twice as
 (docs/performance.md). Results agree to rounding.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -37,47 +38,65 @@ def fast_products(model: nn.Module) -> Iterator[None]:
     """Let oneDNN multiply in the model's frozen float32 linear layers, where that pays.
 
     Modules of other classes, trained or quantised ones, and those whose ``forward`` somebody else has
-    replaced (Accelerate, when it offloads) are left alone. All is as it was on leaving.
+    replaced (Accelerate, when it offloads) are left alone, and so is all under autocast, or where oneDNN is
+    switched off (`torch.backends.mkldnn.flags`). All is as it was on leaving.
     """
-    swapped = [module for module in model.modules() if _fits(module)] if onednn_pays() else []
+    swapped = [module for module in model.modules() if _fits(module)] if _wanted() else []
     for module in swapped:
-        module.__dict__["forward"] = partial(_linear, module)
+        module.__dict__["forward"] = _Swapped(module)
     try:
         yield
     finally:
         for module in swapped:
-            del module.__dict__["forward"]
+            module.__dict__.pop("forward", None)
+
+
+def _wanted() -> bool:
+    return onednn_pays() and getattr(torch.backends.mkldnn, "enabled", True)
 
 
 def _fits(module: Any) -> bool:
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False
-    weight = module.weight
-    return (
-        type(weight) is nn.Parameter
-        and type(weight.data) is Tensor
-        and not weight.requires_grad
-        and (weight.device.type, weight.dtype) == ("cpu", torch.float32)
-        and min(weight.shape) >= SMALLEST
+    held = [module.weight, *([] if module.bias is None else [module.bias])]
+    return min(module.weight.shape) >= SMALLEST and all(
+        type(one) is nn.Parameter and type(one.data) is Tensor and _plain(one) for one in held
     )
 
 
-def _linear(module: Any, x: Tensor) -> Tensor:
-    weight, bias = module.weight, module.bias
-    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    if trained or x.dtype != torch.float32:
-        plain: Callable[..., Tensor] = type(module).forward
-        return plain(module, x)
-    weight = weight.t() if type(module) is Conv1D else weight
-    if torch.is_grad_enabled() and x.requires_grad:
-        result: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-        return result
-    with torch.no_grad():
-        return _product(x, weight, bias)
+def _plain(tensor: Tensor) -> bool:
+    """Whether it holds frozen float32 numbers on the CPU."""
+    return not tensor.requires_grad and (tensor.device.type, tensor.dtype) == ("cpu", torch.float32)
+
+
+class _Swapped:
+    """What stands in for a module's ``forward``."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product by oneDNN, or the module's own where something has changed meanwhile."""
+        weight, bias = self.module.weight, self.module.bias
+        plain = _plain(weight) and (bias is None or _plain(bias)) and x.dtype == torch.float32
+        if not plain or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            own: Callable[..., Tensor] = type(self.module).forward
+            return own(self.module, x)
+        weight = weight.t() if type(self.module) is Conv1D else weight
+        if torch.is_grad_enabled() and x.requires_grad:
+            result: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+            return result
+        with torch.no_grad():
+            return _product(x, weight, bias)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model multiplies as it always did."""
+        return partial(type(self.module).forward, copy.deepcopy(self.module, memo))
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001  # the one that takes dense float32 tensors
+    bias = None if bias is None else bias.contiguous()  # its strides would be ignored
     found: Tensor = product(x, weight, bias, "none", [], "")
     return found
 

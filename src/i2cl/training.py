@@ -147,7 +147,9 @@ def _epochs(
 def _finite_mean(losses: Sequence[Tensor], step: int) -> Tensor:
     mean = torch.stack(list(losses)).mean(0)
     if not mean.isfinite().all():
-        raise I2CLError(f"the training loss became {mean.max().item()} by step {step + 1}: {_CURE}")
+        bad = (~mean.isfinite()).nonzero()[:, 0].tolist() if mean.dim() else []
+        which = f" of run {bad[0] + 1} of {len(mean)}" if bad else ""
+        raise I2CLError(f"the training loss{which} became {mean.max().item()} by step {step + 1}: {_CURE}")
     return mean
 
 

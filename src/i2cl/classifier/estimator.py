@@ -177,11 +177,11 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         injection = Injection.from_pretrained(name, revision=revision)
         words = injection.task.labels
         stored = injection.settings.get(STORED, {"classes": list(words), "shots": None})
-        classes = np.array(stored["classes"])
-        order = classes.argsort()
-        calibration = {option: injection.settings.get(option) for option in CalibrationConfig.model_fields}
+        order = (classes := np.array(stored["classes"])).argsort()
+        options = CalibrationConfig.model_fields
+        calibration = {option: value for option, value in injection.settings.items() if option in options}
         made = cls(
-            injection.base if model is None else model,
+            model if model is not None else injection.base,
             template=injection.task.template,
             labels=dict(zip(classes.tolist(), words, strict=True)),
             shots=stored["shots"],
@@ -193,7 +193,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         )
         made.classes_ = classes[order]
         task = replace(injection.task, labels=tuple(words[place] for place in order))
-        made.injection_ = replace(injection, task=task)
+        made.injection_ = replace(injection, task=task, classes=None)  # whose order is the stored one
         return made
 
     def _scores(self, X: Any) -> Float[np.ndarray, "n classes"]:

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.fingerprint import BaseModel
+from i2cl.loading import REFERENCE
 
 ModelSource = str | Path | BaseModel | Decoder
 """A name or folder; one with the fingerprint that it has to have; or the model itself."""
@@ -56,9 +57,9 @@ def shared_decoder(
     """
     folder = Path(name).expanduser()
     files: tuple[Any, ...] = ()
-    if folder.is_dir():
+    if str(name) != REFERENCE and folder.is_dir():
         name = folder.resolve()
-        states = ((entry.name, entry.stat()) for entry in sorted(folder.iterdir()))
+        states = ((entry.name, entry.stat()) for entry in sorted(folder.iterdir()) if entry.exists())
         files = tuple((entry, state.st_size, state.st_mtime_ns) for entry, state in states)
     with _LOADING:
         return _loaded((str(name), revision, dtype, device, files))

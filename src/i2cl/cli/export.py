@@ -25,7 +25,9 @@ def export(
     golden: Annotated[
         bool, typer.Option(help="Store what `i2cl verify` compares with; loads the model.")
     ] = True,
-    max_shard_size: Annotated[str, typer.Option(help="hf: size of a file, such as 500MB.")] = "5GB",
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="hf: size of a file, such as 500MB; default: 5GB.")
+    ] = None,
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
         typer.Option(help="gguf: of the matrices; default: as in the base model."),
@@ -70,13 +72,18 @@ def export(
 
 
 def _own_options(
-    to: str, output: Path, dtype: str | None, max_shard_size: str, *, tokenizer: bool
+    to: str, output: Path, dtype: str | None, max_shard_size: str | None, *, tokenizer: bool
 ) -> dict[str, Any]:
     """The options of one format alone."""
     if to != "gguf":
         if dtype is not None or not tokenizer:
             raise I2CLError("--dtype and --no-tokenizer are for GGUF: add --to gguf")
-        return {"max_shard_size": max_shard_size}
+        if to == "hf":
+            return {"max_shard_size": max_shard_size or "5GB"}
+    if max_shard_size is not None:
+        raise I2CLError("--max-shard-size is for checkpoints: leave it out, or export --to hf")
+    if to == "peft":
+        return {}
     import torch
 
     if output.suffix != ".gguf":
@@ -105,7 +112,9 @@ def verify(
     model_name: Annotated[
         str | None, typer.Option(help="What the server calls the model; default: the first it lists.")
     ] = None,
-    logprobs: Annotated[int, typer.Option(min=1, help="Tokens to ask the server about.")] = 20,
+    logprobs: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to ask the server about; default: 20.")
+    ] = None,
     tolerance: Annotated[
         float | None, typer.Option(min=0, help="Largest relative difference; default: by dtype.")
     ] = None,
@@ -117,35 +126,44 @@ def verify(
     json: options.Json = False,
 ) -> None:
     """Check that an export, or a server that runs it, answers as the injected model; exit code 1 if not."""
-    from i2cl.export import Golden, ask_server, verify_gguf
-    from i2cl.export import verify as verified
-    from i2cl.export.gguf_fields import is_gguf
-    from i2cl.export.server import TOLERANCE
-    from i2cl.export.verify import judged
-
+    load.quiet()
     if url is None:
-        if model_name is not None:
-            raise I2CLError("--model-name is for a server: add --url")
-        load.quiet()
-        if is_gguf(folder):
-            if model is not None:
-                raise I2CLError("a GGUF file is a whole model: leave out --model, which is for PEFT adapters")
-            if device not in {None, "cpu"}:
-                raise I2CLError(
-                    "a GGUF file is checked on the CPU: leave --device out, or ask a server (--url)"
-                )
-            outcome = verify_gguf(folder, tolerance=tolerance)
-        else:
-            outcome = verified(folder, model=model, device=device, tolerance=tolerance)
+        if model_name is not None or logprobs is not None:
+            raise I2CLError("--model-name and --logprobs are for a server: add --url")
+        outcome = _run_here(folder, model, device, tolerance)
     else:
-        golden = Golden.from_export(folder)
-        answers = ask_server(golden, url, model=model_name, logprobs=logprobs)
-        outcome = judged(
-            golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance
-        )
+        if model is not None or device is not None:
+            raise I2CLError("--model and --device are for a check without a server: leave out --url")
+        outcome = _asked(folder, url, model_name, logprobs or 20, tolerance)
     _show(outcome, json=json)
     if not outcome.passed:
         raise typer.Exit(1)
+
+
+def _run_here(folder: Path, model: str | None, device: str | None, tolerance: float | None) -> "Verification":
+    from i2cl.export import verify as verified
+    from i2cl.export import verify_gguf
+    from i2cl.export.gguf_fields import is_gguf
+
+    if not is_gguf(folder):
+        return verified(folder, model=model, device=device, tolerance=tolerance)
+    if model is not None:
+        raise I2CLError("a GGUF file is a whole model: leave out --model, which is for PEFT adapters")
+    if device not in {None, "cpu"}:
+        raise I2CLError("a GGUF file is checked on the CPU: leave --device out, or ask a server (--url)")
+    return verify_gguf(folder, tolerance=tolerance)
+
+
+def _asked(
+    folder: Path, url: str, model_name: str | None, logprobs: int, tolerance: float | None
+) -> "Verification":
+    from i2cl.export import Golden, ask_server
+    from i2cl.export.server import TOLERANCE
+    from i2cl.export.verify import judged
+
+    golden = Golden.from_export(folder)
+    answers = ask_server(golden, url, model=model_name, logprobs=logprobs)
+    return judged(golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance)
 
 
 def _show(outcome: "Verification", *, json: bool) -> None:

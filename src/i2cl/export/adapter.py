@@ -98,7 +98,8 @@ def _paths(config: PreTrainedConfig, injection: Injection) -> tuple[str, str]:
     for site, path in enumerate(LAST_MAPS[kind]):
         alone = bool(untouched[:, site].all())
         if not path and not alone:
-            raise _refusal(config, f"its experts are no linear layer, fit with --set writers=mha {_ADD}")
+            cure = f", fit with --set writers=mha {_ADD}" if LAST_MAPS[kind][0] else ""
+            raise _refusal(config, f"its experts are no linear layer{cure}")
         found.append("" if alone else path)
     if not any(found):
         raise _refusal(config, "it changes nothing, as every lambda is 0 and every beta 1")

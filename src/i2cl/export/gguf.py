@@ -23,7 +23,7 @@ from i2cl.export.folding import Folding
 from i2cl.export.gguf_fields import GOLDEN_FIELD, gguf_package
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.export.golden import Golden
-from i2cl.files import new_file, require_new_file
+from i2cl.files import new_file, public_name, require_new_file
 from i2cl.injection import Injection
 
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -243,7 +243,7 @@ def _write_names(writer: Any, injection: Injection, *, strips: bool) -> None:
     writer.add_name("i2cl phi-3" if strips else "i2cl")
     writer.add_finetune(injection.task.name)
     writer.add_base_model_count(1)
-    writer.add_base_model_name(0, injection.base.name)
+    writer.add_base_model_name(0, public_name(injection.base.name))
     writer.add_string("i2cl.task", injection.task.name)
     writer.add_string("i2cl.template", injection.task.template.format)
     writer.add_array("i2cl.labels", list(injection.task.labels))

@@ -16,6 +16,7 @@ from i2cl.errors import I2CLError
 from i2cl.export.folding import require_unquantized
 from i2cl.export.gguf_fields import GOLDEN_FIELD, is_gguf, read_field
 from i2cl.export.upcast import Upcast
+from i2cl.files import public_name
 from i2cl.injection import Injection
 from i2cl.scoring import encode_queries, label_tokens
 
@@ -158,7 +159,7 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     ]
     first = list(labels.first)
     return Golden(
-        artefact=injection.description(),
+        artefact=_published(injection),
         labels=list(task.labels),
         label_ids=first,
         label_texts=[decoder.tokenizer.decode([token]) for token in first],
@@ -167,6 +168,13 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
             for ids, text in zip(queries, whole, strict=True)
         ],
     )
+
+
+def _published(injection: Injection) -> dict[str, Any]:
+    """Its description, without a path of this machine."""
+    described = injection.description()
+    base = described["base_model"]
+    return {**described, "base_model": base | {"name": public_name(base["name"])}}
 
 
 def _prompt(decoder: Decoder, injection: Injection, ids: Ids, labels: list[int]) -> GoldenPrompt:

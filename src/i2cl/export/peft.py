@@ -98,6 +98,6 @@ def load_adapter(
     try:
         with quiet():
             return PeftModel.from_pretrained(base, str(path)).eval(), state
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
         line = str(error).strip().splitlines()[0].rstrip(":")
         raise I2CLError(f"the adapter {str(path)!r} does not fit {name!r} ({line}): give its base") from None

@@ -64,6 +64,7 @@ class _RefusedError(I2CLError):
 def _answer(golden: Golden, reply: Any) -> Answer:
     try:
         told = _told(reply["choices"][0]["logprobs"])
+        floor = min(told.values())
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         raise I2CLError(
             "the server tells no log-probabilities: start it so that completions answer logprobs"
@@ -72,7 +73,7 @@ def _answer(golden: Golden, reply: Any) -> Answer:
     for token, text in zip(golden.label_ids, golden.label_texts, strict=True):
         keys: tuple[int | str, ...] = (token, f"token_id:{token}", text)
         labels.append(next((told[key] for key in keys if key in told), None))
-    return Answer(tuple(labels), floor=min(told.values()))
+    return Answer(tuple(labels), floor=floor)
 
 
 def _told(logprobs: Any) -> dict[int | str, float]:
