@@ -57,7 +57,7 @@ class Scale:
     queries: int = 500
     epochs: int = 100
     rounds: int = 2
-    pairs: int = 11
+    pairs: int = 24
     demonstrations: tuple[int, ...] = (10, 100, 1000, 10_000)
     tokens: tuple[int, ...] = (100, 500, 2000)
     tasks: tuple[int, ...] = (1, 10, 100)
@@ -133,8 +133,8 @@ def table(scale: Scale) -> dict[str, Any]:
     rows = start_up(5)
     for told, measure, target in (
         ("injected / plain", lambda: measures.injected_over_plain(work, injection, scale.pairs), "<= 1.02"),
-        ("64 tasks / one", lambda: measures.mixed_over_one(work, 2 * scale.pairs), ">= 0.95"),
-        ("many loaded", lambda: measures.mixed_over_one(work, 2 * scale.pairs, scale.loaded), ">= 0.95"),
+        ("64 tasks / one", lambda: measures.mixed_over_one(work, scale.pairs), ">= 0.95"),
+        ("many loaded", lambda: measures.mixed_over_one(work, scale.pairs, scale.loaded), ">= 0.95"),
         ("calibrations", lambda: measures.together_over_alone(work, 8, 1, 3), ">= 1"),
         ("predict / forward", lambda: measures.predict_over_forward(some, injection, 3), ">= 0.9"),
         (
@@ -145,7 +145,7 @@ def table(scale: Scale) -> dict[str, Any]:
     ):
         console.print(told)
         rows.append({**asdict(measure()), "target": target})
-    rows.append(folded_over_plain(some, injection, scale.pairs))
+    rows.append(folded_over_plain(some, injection, min(11, scale.pairs)))
     rows.append(extraction(decoder, scale))
     served = Workload.make(decoder, scale.served)
     prefixed = against_prefix(served, scale.tokens, scale.tasks, console.print)
