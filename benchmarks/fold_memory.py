@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
-from transformers import LlamaConfig
 
 from i2cl import ContextVector, ExtractConfig, Injection, Task
 from i2cl.export.folding import skeleton
@@ -27,20 +26,9 @@ from i2cl.fingerprint import BaseModel
 from i2cl.loading import load_model_and_tokenizer
 from i2cl.stored import INDEX
 from i2cl.tasks import Template
+from shapes import SHAPES
 
-# Llama 3.2 1B: https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
-SHAPE = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=16,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    tie_word_embeddings=True,
-    dtype=torch.bfloat16,
-    architectures=["LlamaForCausalLM"],
-)
+SHAPE = SHAPES["llama-3.2-1b"]
 SHARD = 600_000_000
 """Bytes of a file of the base model, at most; its largest tensor, the embedding, has 525 million."""
 

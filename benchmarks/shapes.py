@@ -18,6 +18,19 @@ SHAPES: dict[str, PreTrainedConfig] = {
         num_attention_heads=32,
         max_position_embeddings=4096,
     ),
+    # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
+    "llama-3.2-1b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
+        architectures=["LlamaForCausalLM"],
+    ),
     "tiny": LlamaConfig(
         vocab_size=32000,
         hidden_size=64,

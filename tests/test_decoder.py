@@ -13,6 +13,7 @@ from i2cl.context import ExtractConfig, extract
 from i2cl.decoder import Decoder
 from i2cl.edits import Edit, LinearEdit
 from i2cl.errors import I2CLError
+from i2cl.freezing import lock_of
 from i2cl.recipe import CalibrationConfig
 from i2cl.scoring import label_tokens, score
 from i2cl.tasks import Example, Task, Template
@@ -337,8 +338,8 @@ def test_a_copied_decoder_is_independent(decoder):
 def test_decoders_of_one_model_share_its_lock():
     model = tiny_model("llama")
     one, other = (Decoder(model, tiny_tokenizer(), name="tiny") for _ in range(2))
-    assert one._lock is other._lock is copy.copy(one)._lock
-    assert copy.deepcopy(one)._lock is not one._lock
+    assert lock_of(copy.copy(one).model) is lock_of(model)
+    assert lock_of(copy.deepcopy(one).model) is not lock_of(model)
     left = threading.Event()
 
     def enter():

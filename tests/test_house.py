@@ -20,7 +20,7 @@ ORDER = (
     {"backward"},
     {"ray_cluster", "hooks", "files", "products", "streams", "training", "hub"}
     | {"stored", "offloading", "quantization"},
-    {"outputs", "alibi", "architectures", "tasks", "reference", "card"},
+    {"outputs", "alibi", "architectures", "tasks", "reference", "card", "freezing"},
     {"batching", "fingerprint", "identity", "loading"},
     {"edits", "memory", "prefix"},
     {"decoder"},

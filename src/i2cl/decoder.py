@@ -1,12 +1,10 @@
 """Decoder: the only owner of a model and its tokenizer."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -19,13 +17,13 @@ from i2cl.batching import Batch, Encoder, Ids, make_batch
 from i2cl.edits import Edit, Keep, Site
 from i2cl.errors import I2CLError
 from i2cl.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerprint
+from i2cl.freezing import frozen, lock_of
 from i2cl.hooks import edit_inputs, edit_outputs
 from i2cl.identity import ResidualIdentity, residual_identity
 from i2cl.loading import REFERENCE, load_model_and_tokenizer
 from i2cl.memory import run_batches
 from i2cl.offloading import execution_device
 from i2cl.prefix import Prefix
-from i2cl.products import fast_products
 from i2cl.quantization import Quantization, quantization_of, settle_4bit
 
 T = TypeVar("T")
@@ -35,16 +33,6 @@ CPU_BUDGET = 1024
 """Padded tokens a batch may hold by default. Beyond about 1,000 a CPU gets slower: docs/performance.md."""
 
 PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
-
-
-_LOCKS: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary()
-_LOCKS_LOCK = threading.Lock()
-
-
-def _lock_of(model: torch.nn.Module) -> threading.RLock:
-    """The lock of a model, which all decoders around it share."""
-    with _LOCKS_LOCK:
-        return _LOCKS.setdefault(model, threading.RLock())
 
 
 class Decoder:
@@ -80,7 +68,6 @@ class Decoder:
         self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else BUDGET)
         self.encoder = Encoder.of(tokenizer)
         self.max_length = _context_length(model, tokenizer)
-        self._lock = _lock_of(model)
 
     @classmethod
     def from_pretrained(
@@ -120,15 +107,6 @@ class Decoder:
             revision=revision,
             token_budget=token_budget,
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All but the lock, so that a decoder can be copied."""
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has the lock of its model."""
-        self.__dict__.update(state)
-        self._lock = _lock_of(self.model)
 
     def __sklearn_clone__(self) -> "Decoder":
         """scikit-learn's clones of an estimator share its model, which none of them changes."""
@@ -246,7 +224,7 @@ class Decoder:
         if batch.packed:
             arguments["position_ids"] = batch.position_ids
         with ExitStack() as stack:
-            stack.enter_context(self._lock)
+            stack.enter_context(lock_of(self.model))
             if prefix is not None:
                 keys = prefix.key_places(width, batch.input_ids.device)
                 arguments = {
@@ -290,24 +268,8 @@ class Decoder:
 
         Other threads wait until then.
         """
-        with self._lock, self._untrained(), fast_products(self.model):
+        with frozen(self.model):
             yield
-
-    @contextmanager
-    def _untrained(self) -> Iterator[None]:
-        wanted = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        training = [module for module in self.model.modules() if module.training]
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(False)
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for name, parameter in self.model.named_parameters():  # offloading makes them anew at every run
-                parameter.requires_grad_(name in wanted)
-            for module in training:
-                module.training = True
 
     def _require_window(self, prefix: Prefix, width: int) -> None:
         """A window counts cached keys, so tokens taken out of the cache would shift it."""
