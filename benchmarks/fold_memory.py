@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 
 from i2cl import ContextVector, ExtractConfig, Injection, Task
 from i2cl.export.folding import skeleton
-from i2cl.fingerprint import BaseModel
-from i2cl.loading import load_model_and_tokenizer
-from i2cl.stored import INDEX
+from i2cl.models.checkpoint import INDEX
+from i2cl.models.fingerprint import BaseModel
+from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.tasks import Template
 from shapes import SHAPES
 
@@ -84,7 +84,7 @@ def write_injection(folder: Path, base: Path) -> None:
 
 def peak_of_export(artefact: Path, output: Path, *options: str) -> int:
     """Bytes resident at most in a process of its own that exports."""
-    code = "from i2cl.cli import main; main()"
+    code = "from i2cl.faces.cli import main; main()"
     command = [sys.executable, "-c", code, "export", str(artefact), str(output), "--force"]
     child = subprocess.Popen([*command, "--device", "cpu", *options], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+import measures
 from i2cl import CalibrationConfig, Decoder, calibrate, extract
-from i2cl.benchmark import measures
-from i2cl.benchmark.timing import seconds
-from i2cl.benchmark.workload import Workload
-from i2cl.edits import LinearEdit
-from i2cl.memory import peak_memory
+from i2cl.core.edits import LinearEdit
+from i2cl.models.batching import peak_memory
 from shapes import random_decoder
+from timing import seconds
+from workload import Workload
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:

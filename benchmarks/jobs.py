@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import measures
 from i2cl import CalibrationConfig, Decoder, evaluate, load_task
-from i2cl.benchmark import measures
-from i2cl.benchmark.workload import Workload
 from i2cl.methods import make_methods
 from naive import Naive
+from workload import Workload
 
 console = Console(stderr=True)
 

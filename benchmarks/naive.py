@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from i2cl import CalibrationConfig, Decoder, Example, Task
-from i2cl.scoring import label_tokens
+from i2cl.models.scoring import label_tokens
 
 BATCH = 2
 

@@ -19,19 +19,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import measures
 from i2cl import Decoder, Injection
-from i2cl.batching import make_batch
-from i2cl.benchmark import measures
-from i2cl.benchmark.prefixed import against_prefix
-from i2cl.benchmark.timing import paired, seconds
-from i2cl.benchmark.workload import Workload
-from i2cl.context import extract
+from i2cl.core.context import extract
 from i2cl.export import fold
-from i2cl.memory import peak_memory
-from i2cl.reference.tasks import names
+from i2cl.models.batching import make_batch, peak_memory
+from i2cl.tasks.reference import names
 from jobs import accuracy, agreement, whole_jobs
+from prefixed import against_prefix
 from shapes import random_decoder
+from timing import paired, seconds
 from told import machine, show
+from workload import Workload
 
 console = Console(stderr=True)
 
@@ -110,7 +109,7 @@ def start_up(pairs: int) -> list[dict[str, Any]]:
     for _ in range(pairs):
         bare.append(_process([*program, "pass"]))
         imported.append(_process([*program, "import i2cl"]))
-        helped.append(_process([*program, "from i2cl.cli import main; main(['--help'])"]))
+        helped.append(_process([*program, "from i2cl.faces.cli import main; main(['--help'])"]))
     detail = {"bare_python_seconds": median(bare)}
     return [
         {"name": name, "value": median(times), "unit": "s", "target": "<= 0.3", "detail": detail}

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from i2cl import Decoder
-from i2cl.loading import load_model_and_tokenizer
+from i2cl.models.loading import load_model_and_tokenizer
 
 SHAPES: dict[str, PreTrainedConfig] = {
     # https://huggingface.co/openai-community/gpt2/blob/main/config.json, with a longer context

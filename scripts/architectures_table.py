@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from i2cl import Decoder, Example, Injection, Task, Template
-from i2cl.architectures import ARCHITECTURES, Architecture
-from i2cl.batching import make_batch
-from i2cl.calibration import calibrate
-from i2cl.context import extract
+from i2cl.core.calibration import calibrate
+from i2cl.core.context import extract
+from i2cl.core.recipe import CalibrationConfig
 from i2cl.export import export_hf, fold, make_golden, verify
 from i2cl.export.families import FAMILIES, REFUSED
-from i2cl.recipe import CalibrationConfig
+from i2cl.models.architectures import ARCHITECTURES, Architecture
+from i2cl.models.batching import make_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "docs" / "architectures.json"

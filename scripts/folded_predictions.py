@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load_task
 from i2cl.export import export_gguf, export_hf
 from i2cl.export.llama_cpp import LlamaCpp
-from i2cl.reference.tasks import names
-from i2cl.scoring import encode_queries, label_tokens
+from i2cl.models.scoring import Questions
+from i2cl.tasks.reference import names
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 QUERIES = 200
@@ -79,10 +79,11 @@ def compared(decoder: Decoder, name: str, count: int) -> Comparison:
     injection = calibrate(decoder, task, demonstrations, context, CalibrationConfig.recipe("fast"), seed=0)
     examples = task.test[:count]
     texts = [example.text for example in examples]
-    labels = label_tokens(decoder, task.template, task.labels)
+    questions = Questions(decoder, task)
+    labels = questions.labels
     assert not labels.full, f"{name}: labels are more than one token"
     first = list(labels.first)
-    ids = encode_queries(decoder, task.template.query, texts, labels)
+    ids = questions.queries(texts)
     hooked = injection.scores(decoder, texts)
     with tempfile.TemporaryDirectory() as scratch:
         export_hf(decoder, injection, Path(scratch) / "hf")

@@ -5,7 +5,7 @@ from random import Random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from i2cl.reference.corpus import END_OF_TEXT, TASKS, document
+from i2cl.tasks.corpus import END_OF_TEXT, TASKS, document
 
 LARGEST_VOCABULARY = 4000
 

@@ -1,6 +1,6 @@
 """Train the bundled reference model: a small decoder that learns hidden tasks from examples in its context.
 
-The corpus is `i2cl.reference.corpus`. Training is a course of lessons (`reference_lessons.py`): few tasks and
+The corpus is `i2cl.tasks.corpus`. Training is a course of lessons (`reference_lessons.py`): few tasks and
 bare sentences first, then all tasks, then full sentences, and last documents of 1 to 24 shots under a
 decaying learning rate. Beside the next token, every end of a demonstration is asked which task the document
 follows (the naming loss), so that one demonstration alone already carries what it says about the task.
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from i2cl.reference.corpus import SEPARATOR, TASKS, TEMPLATE, ReferenceTask, examples, fill
+from i2cl.tasks.corpus import SEPARATOR, TASKS, TEMPLATE, ReferenceTask, examples, fill
 from reference_lessons import LESSONS, Batch, Course, draw_batch
 from reference_tokenizer import build_tokenizer
 

@@ -7,30 +7,23 @@ import torch
 from jaxtyping import install_import_hook
 
 SHAPED = (
-    "architectures",
-    "batching",
-    "calibration",
-    "classes",
-    "composition",
-    "context",
-    "decoder",
-    "edits",
-    "evaluation",
+    "core",
+    "experiments.evaluation",
     "experiments.report",
     "experiments.statistics",
-    "identity",
-    "injection",
-    "joint",
+    "injections",
     "methods",
-    "pool",
-    "recipe",
-    "rows",
-    "scoring",
-    "transfer",
+    "models.architectures",
+    "models.batching",
+    "models.decoder",
+    "models.edits",
+    "models.identity",
+    "models.scoring",
 )
+"""Where signatures have shapes. A function inside a function is checked, and compiled, at every call."""
 install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
 
-from i2cl.decoder import Decoder  # noqa: E402
+from i2cl.models.decoder import Decoder  # noqa: E402
 from i2cl.tasks import Example, Task, Template  # noqa: E402
 from tiny import tiny_model, tiny_tokenizer  # noqa: E402
 

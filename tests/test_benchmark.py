@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from i2cl.benchmark import measures
-from i2cl.benchmark.prefixed import against_prefix
-from i2cl.benchmark.timing import paired
-from i2cl.benchmark.workload import QUERY_TOKENS, Workload
-from i2cl.cli import main
-from i2cl.decoder import Decoder
+import measures
+from i2cl.models.decoder import Decoder
+from prefixed import against_prefix
+from timing import paired
 from tiny import tiny_model, tiny_tokenizer
+from workload import QUERY_TOKENS, Workload
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -50,16 +49,6 @@ def test_every_measure_of_the_table(work):
     size = 2 * work.decoder.layers * work.decoder.d_model * 4
     assert [row.i2cl_bytes for row in rows] == [size, 3 * size] * 2
     assert [row.few_shot_bytes for row in rows] == [20 * size, 60 * size, 50 * size, 150 * size]
-
-
-def test_the_command(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", "reference", "--queries", "6", "--pairs", "1", "--json"])
-    assert stop.value.code == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["unit"] for row in found["rows"]] == ["s", "s", "queries/s", "x", "x", "x", "x"]
-    assert found["rows"][0]["detail"]["peak_memory_bytes"] > 1e6
-    assert len(found["against_cached_prefix"]) == 4
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
-from i2cl.pool import InjectionPool
+from i2cl.injections.pool import InjectionPool
 from tiny import tiny_model, tiny_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
-from i2cl.scoring import encode_queries, label_tokens
+from i2cl.models.scoring import Questions
 
 FOLDER = Path(__file__).parent / "data" / "parity"
 CLOSE = {"atol": 1e-5, "rtol": 0}
@@ -54,9 +54,9 @@ def calibrated(decoder, task, demonstrations, context):
 
 def logits(decoder, task, edit=None):
     """Logits of the whole vocabulary after each recorded query."""
-    labels = label_tokens(decoder, task.template, task.labels)
+    questions = Questions(decoder, task)
     texts = [query["text"] for query in RECORD["queries"]]
-    queries = encode_queries(decoder, task.template.query, texts, labels)
+    queries = questions.queries(texts)
     rows = torch.empty(len(queries), decoder.model.config.vocab_size)
     with torch.no_grad():
         for batch, found in decoder.run_batches(queries, partial(decoder.forward, edit=edit)):

@@ -8,95 +8,65 @@ the package is cheap.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from i2cl.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from i2cl.architectures import ARCHITECTURES, Architecture
-    from i2cl.calibration import calibrate
-    from i2cl.classes import extract_classes
-    from i2cl.classifier import I2CLClassifier
-    from i2cl.composition import combine
-    from i2cl.context import ContextVector, ExtractConfig, extract
-    from i2cl.decoder import Decoder
-    from i2cl.errors import I2CLError
-    from i2cl.evaluation import Run, evaluate, summarize
-    from i2cl.injection import Injection
-    from i2cl.joint import calibrate_many
-    from i2cl.methods import METHODS, Method, Predictor, make_methods
-    from i2cl.pool import InjectionPool, predict
-    from i2cl.recipe import CalibrationConfig
-    from i2cl.tasks import Example, Task, Template, list_tasks, load_task
-    from i2cl.transfer import TransferConfig
+    from i2cl.core.calibration import calibrate as calibrate
+    from i2cl.core.calibration import calibrate_many as calibrate_many
+    from i2cl.core.context import ContextVector as ContextVector
+    from i2cl.core.context import ExtractConfig as ExtractConfig
+    from i2cl.core.context import extract as extract
+    from i2cl.core.context import extract_classes as extract_classes
+    from i2cl.core.injection import Injection as Injection
+    from i2cl.core.recipe import CalibrationConfig as CalibrationConfig
+    from i2cl.errors import I2CLError as I2CLError
+    from i2cl.experiments.evaluation import Run as Run
+    from i2cl.experiments.evaluation import evaluate as evaluate
+    from i2cl.experiments.evaluation import summarize as summarize
+    from i2cl.faces.sklearn import I2CLClassifier as I2CLClassifier
+    from i2cl.injections.pool import InjectionPool as InjectionPool
+    from i2cl.injections.pool import predict as predict
+    from i2cl.injections.transfer import TransferConfig as TransferConfig
+    from i2cl.injections.transfer import transfer as transfer
+    from i2cl.methods import METHODS as METHODS
+    from i2cl.methods import Method as Method
+    from i2cl.methods import Predictor as Predictor
+    from i2cl.methods import make_methods as make_methods
+    from i2cl.models.architectures import ARCHITECTURES as ARCHITECTURES
+    from i2cl.models.architectures import Architecture as Architecture
+    from i2cl.models.decoder import Decoder as Decoder
+    from i2cl.tasks import Example as Example
+    from i2cl.tasks import Task as Task
+    from i2cl.tasks import Template as Template
+    from i2cl.tasks import list_tasks as list_tasks
+    from i2cl.tasks import load_task as load_task
 
 _HOMES = {
-    "ARCHITECTURES": "architectures",
-    "Architecture": "architectures",
-    "CalibrationConfig": "recipe",
-    "ContextVector": "context",
-    "Decoder": "decoder",
-    "Example": "tasks",
-    "ExtractConfig": "context",
-    "I2CLClassifier": "classifier",
-    "I2CLError": "errors",
-    "Injection": "injection",
-    "InjectionPool": "pool",
-    "METHODS": "methods",
-    "Method": "methods",
-    "Predictor": "methods",
-    "Run": "evaluation",
-    "Task": "tasks",
-    "Template": "tasks",
-    "TransferConfig": "transfer",
-    "calibrate": "calibration",
-    "calibrate_many": "joint",
-    "combine": "composition",
-    "evaluate": "evaluation",
-    "extract": "context",
-    "extract_classes": "classes",
-    "list_tasks": "tasks",
-    "load_task": "tasks",
-    "make_methods": "methods",
-    "predict": "pool",
-    "summarize": "evaluation",
+    "tasks": "Example Task Template list_tasks load_task",
+    "errors": "I2CLError",
+    "models.architectures": "ARCHITECTURES Architecture",
+    "models.decoder": "Decoder",
+    "core.context": "ContextVector ExtractConfig extract extract_classes",
+    "core.recipe": "CalibrationConfig",
+    "core.calibration": "calibrate calibrate_many",
+    "core.injection": "Injection",
+    "injections.pool": "InjectionPool predict",
+    "injections.transfer": "TransferConfig transfer",
+    "methods": "METHODS Method Predictor make_methods",
+    "experiments.evaluation": "Run evaluate summarize",
+    "faces.sklearn": "I2CLClassifier",
 }
+"""Public names by the module they live in."""
 
-__all__ = [
-    "ARCHITECTURES",
-    "METHODS",
-    "Architecture",
-    "CalibrationConfig",
-    "ContextVector",
-    "Decoder",
-    "Example",
-    "ExtractConfig",
-    "I2CLClassifier",
-    "I2CLError",
-    "Injection",
-    "InjectionPool",
-    "Method",
-    "Predictor",
-    "Run",
-    "Task",
-    "Template",
-    "TransferConfig",
-    "calibrate",
-    "calibrate_many",
-    "combine",
-    "evaluate",
-    "extract",
-    "extract_classes",
-    "list_tasks",
-    "load_task",
-    "make_methods",
-    "predict",
-    "summarize",
-]
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605 - the list of names stands above, once
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'i2cl' has no attribute {name!r}")
-    return getattr(import_module(f"i2cl.{_HOMES[name]}"), name)
+    return getattr(import_module(f"i2cl.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

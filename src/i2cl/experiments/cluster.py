@@ -1,15 +1,86 @@
-"""Cells on a Ray cluster: one actor per GPU, or per core without any; each loads the model once.
+"""Starts Ray here, or joins a cluster that runs already, and says what one worker takes of it.
 
-Source: https://docs.ray.io/en/latest/ray-core/actors.html.
-The store's folder is to be on a file system that all machines share.
+Source: https://docs.ray.io/en/latest/ray-core/api/doc/ray.init.html. ``ray`` is the extra of that name.
 """
 
+import logging
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from i2cl.decoder import Decoder
+from i2cl.errors import I2CLError
 from i2cl.experiments.records import Record
 from i2cl.experiments.runner import CellJob
-from i2cl.ray_cluster import joined
+from i2cl.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster in use.
+
+    Attributes:
+        share: what one worker takes: a GPU, or a core where there are no GPUs.
+        workers: how many such workers fit.
+    """
+
+    share: dict[str, Any]
+    workers: int
+
+
+@contextmanager
+def joined(address: str | None) -> Iterator[Cluster]:
+    """A cluster for as long as the block runs.
+
+    Args:
+        address: of a running cluster, such as ``auto`` or ``ray://head:10001``; None starts one here.
+
+    Raises:
+        I2CLError: if the package ray is lacking, or no cluster answers.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise I2CLError("--executor ray needs the package ray: pip install 'i2cl[ray]'") from None
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, ValueError) as error:
+        raise I2CLError(
+            f"no Ray cluster at {address!r} ({error}): start one with `ray start --head`"
+        ) from None
+    try:
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        cores = int(ray.cluster_resources().get("CPU", 1))
+        yield Cluster({"num_gpus": 1} if gpus else {"num_cpus": 1}, gpus or cores)
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def quiet_core() -> Iterator[None]:
+    """Keep what Ray's C++ core writes to stderr away from users; Python's own stderr stays.
+
+    Ray Data makes it warn of its own doing with every actor: https://github.com/ray-project/ray/issues/57733.
+    """
+    before = sys.stderr
+    kept = os.dup(2)
+    try:
+        shares_it = before.fileno() == 2
+    except OSError:  # replaced by something in memory
+        shares_it = False
+    with open(os.devnull, "wb") as nowhere, os.fdopen(kept, "w", encoding=before.encoding) as still:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), 2)
+        if shares_it:
+            sys.stderr = still
+        try:
+            yield
+        finally:
+            sys.stderr = before
+            still.flush()
+            os.dup2(kept, 2)
 
 
 def run_on_ray(

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from i2cl.decoder import Decoder
-from i2cl.evaluation import software
+from i2cl.experiments.evaluation import software
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, run_study
-from i2cl.memory import peak_memory
+from i2cl.models.batching import peak_memory
+from i2cl.models.decoder import Decoder
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from i2cl.errors import I2CLError
 from i2cl.experiments.records import Record
-from i2cl.files import new_folder
+from i2cl.storage.atomic import new_folder
 
 CELLS = "cells.jsonl"
 PACKED = "cells.parquet"

@@ -1,6 +1,6 @@
 """What a cell runs: a method, what was fitted on another task, or a transfer from related tasks.
 
-Each is a `Method`, so that everything is measured alike by `i2cl.evaluation.evaluate`.
+Each is a `Method`, so that everything is measured alike by `i2cl.experiments.evaluation.evaluate`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,19 +13,18 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from i2cl.classes import extract_classes
-from i2cl.context import ContextVector
-from i2cl.decoder import Decoder
-from i2cl.edits import LinearEdit
-from i2cl.evaluation import evaluate
+from i2cl.core.context import ContextVector, extract_classes
+from i2cl.core.edits import LinearEdit
+from i2cl.core.injection import Injection
+from i2cl.experiments.evaluation import evaluate
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Outcome
 from i2cl.experiments.store import save_vectors
-from i2cl.injection import Injection
+from i2cl.injections.transfer import transfer
 from i2cl.methods import Method, Predictor, make_methods
-from i2cl.methods.prompt_base import PromptPredictor
+from i2cl.methods.prompts import PromptPredictor
+from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example, Task, load_task
-from i2cl.transfer import transfer
 
 GROUPS = 20
 """Groups of demonstrations that the worst is taken from (paper, "Deficient ICL")."""
@@ -213,7 +212,7 @@ class Transfer(Method):
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> PromptPredictor:
-        """See `i2cl.transfer.transfer`."""
+        """See `i2cl.injections.transfer.transfer`."""
         found = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
         self.weights = {self.anchors[place].task.name: weight for place, weight in found.weights}
         edit = found.injection.edit()

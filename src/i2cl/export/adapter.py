@@ -17,12 +17,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from i2cl.architectures import ARCHITECTURES
+from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.families import FAMILIES, HOOKED, REFUSED, family_of
 from i2cl.export.folding import require_plain, skeleton
 from i2cl.export.last_maps import LAST_MAPS
-from i2cl.injection import Injection
+from i2cl.models.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -9,15 +9,15 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 
-from i2cl.decoder import Decoder
+from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.folding import Folding, skeleton
 from i2cl.export.golden import Golden
 from i2cl.export.sources import Source, from_files, from_memory
-from i2cl.files import new_folder, require_writable
-from i2cl.fingerprint import BaseModel, tokenizer_fingerprint
-from i2cl.injection import Injection
-from i2cl.stored import INDEX
+from i2cl.models.checkpoint import INDEX
+from i2cl.models.decoder import Decoder
+from i2cl.models.fingerprint import BaseModel, tokenizer_fingerprint
+from i2cl.storage.atomic import new_folder, require_writable
 
 PATTERN = "model{suffix}.safetensors"
 

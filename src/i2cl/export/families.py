@@ -121,7 +121,7 @@ _REASONS = {
 REFUSED: Mapping[str, str] = MappingProxyType(
     {name: reason for reason, names in _REASONS.items() for name in names.split()}
 )
-"""Every model type of `i2cl.architectures.ARCHITECTURES` that cannot be folded, and why. Read-only."""
+"""Every model type of `i2cl.models.architectures.ARCHITECTURES` that cannot be folded, and why. Read-only."""
 
 
 def family_of(config: PreTrainedConfig) -> Family:

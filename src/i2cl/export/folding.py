@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from i2cl.architectures import ARCHITECTURES
-from i2cl.decoder import Decoder
+from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.families import HOOKED, Linear, family_of
-from i2cl.fingerprint import tensors_fingerprint
-from i2cl.injection import Injection
-from i2cl.quantization import quantization_of
+from i2cl.models.architectures import ARCHITECTURES
+from i2cl.models.decoder import Decoder
+from i2cl.models.fingerprint import tensors_fingerprint
+from i2cl.models.precision import quantization_of
 
 
 class Tensors(Protocol):
@@ -116,7 +116,7 @@ class Folding:
         return name if self.family.target else name.replace("lm_head.", f"{self.family.head}.")
 
     def fingerprint(self) -> str:
-        """That of the source's weights (see `i2cl.fingerprint.weights_fingerprint`)."""
+        """That of the source's weights (see `i2cl.models.fingerprint.weights_fingerprint`)."""
         return tensors_fingerprint((name, self._source_tensor(name)) for name in self._parameters)
 
     def bias_norms(self) -> dict[str, float]:

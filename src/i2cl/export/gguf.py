@@ -16,15 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from i2cl.decoder import Decoder
+from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.checkpoint import base_of, opened
 from i2cl.export.folding import Folding
 from i2cl.export.gguf_fields import GOLDEN_FIELD, gguf_package
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.export.golden import Golden
-from i2cl.files import new_file, public_name, require_new_file
-from i2cl.injection import Injection
+from i2cl.models.decoder import Decoder
+from i2cl.storage.atomic import new_file, public_name, require_new_file
 
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """Names of ``gguf.GGMLQuantizationType``, by dtype."""

@@ -9,16 +9,16 @@ import pydantic
 import torch
 from torch import Tensor
 
-from i2cl import __version__
-from i2cl.batching import Ids, make_batch
-from i2cl.decoder import Decoder
+from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.folding import require_unquantized
 from i2cl.export.gguf_fields import GOLDEN_FIELD, is_gguf, read_field
 from i2cl.export.upcast import Upcast
-from i2cl.files import public_name
-from i2cl.injection import Injection
-from i2cl.scoring import encode_queries, label_tokens
+from i2cl.models.batching import Ids, make_batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Questions
+from i2cl.storage.atomic import public_name
+from i2cl.version import __version__
 
 GOLDEN = "i2cl_golden.json"
 FORMAT_VERSION = 1
@@ -150,8 +150,8 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     """
     require_unquantized(decoder.model.config)
     task = injection.task
-    labels = label_tokens(decoder, task.template, task.labels, injection.scoring)
-    queries = encode_queries(decoder, task.template.query, TEXTS, labels)
+    questions = Questions(decoder, task, injection.scoring)
+    labels, queries = questions.labels, questions.queries(TEXTS)
     texts = [task.template.query(text) for text in TEXTS]
     whole = [
         text if ids == uncut else None

@@ -8,14 +8,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from i2cl.decoder import Decoder
+from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.adapter import Adapter, installed, make_adapter, quiet
 from i2cl.export.folding import require_known
 from i2cl.export.golden import make_golden
-from i2cl.files import new_folder, require_writable
-from i2cl.injection import Injection
-from i2cl.loading import load_model_and_tokenizer
+from i2cl.models.decoder import Decoder
+from i2cl.models.loading import load_model_and_tokenizer
+from i2cl.storage.atomic import new_folder, require_writable
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

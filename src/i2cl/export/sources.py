@@ -12,12 +12,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.export.families import family_of
 from i2cl.export.folding import StateDict, Tensors, require_known, require_unquantized, skeleton
-from i2cl.loading import REFERENCE, reference_folder
-from i2cl.stored import Files
+from i2cl.models.checkpoint import Files
+from i2cl.models.decoder import Decoder
+from i2cl.models.loading import REFERENCE, reference_folder
 
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]

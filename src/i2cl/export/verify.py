@@ -11,7 +11,7 @@ import torch
 from i2cl.errors import I2CLError
 from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.peft import is_adapter, load_adapter
-from i2cl.loading import load_model_and_tokenizer
+from i2cl.models.loading import load_model_and_tokenizer
 
 CLOSER = 4
 """A wrong answer is told to be that without biases if it is this many times closer to it."""

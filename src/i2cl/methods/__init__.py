@@ -7,25 +7,15 @@ from typing import Any
 
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Method, Predictor, Wrapper
-from i2cl.methods.batch_calibration import BatchCalibration
-from i2cl.methods.contextual_calibration import ContextualCalibration
-from i2cl.methods.few_shot import FewShot, FewShotUncached
-from i2cl.methods.i2cl import I2CL
-from i2cl.methods.i2cl_classes import I2CLClasses
-from i2cl.methods.i2cl_corrupted import I2CLCorrupted
-from i2cl.methods.i2cl_over_icl import I2CLOverICL
-from i2cl.methods.i2cl_unseen import I2CLUnseen
-from i2cl.methods.ia3 import IA3
+from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
+from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, Noise
 from i2cl.methods.icv import ICV
 from i2cl.methods.knn_prompting import KNNPrompting
 from i2cl.methods.label_anchor import LabelAnchor
+from i2cl.methods.label_calibration import BatchCalibration, ContextualCalibration
 from i2cl.methods.linear_probe import LinearProbe
-from i2cl.methods.lora import LoRA
-from i2cl.methods.noise import Noise
-from i2cl.methods.prefix_tuning import PrefixTuning
-from i2cl.methods.prompt_tuning import PromptTuning
+from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
 from i2cl.methods.task_vector import TaskVector
-from i2cl.methods.zero_shot import ZeroShot
 
 _ALL: tuple[type[Method], ...] = (
     ZeroShot,
@@ -36,7 +26,6 @@ _ALL: tuple[type[Method], ...] = (
     TaskVector,
     ICV,
     I2CL,
-    I2CLClasses,
     I2CLUnseen,
     I2CLCorrupted,
     I2CLOverICL,

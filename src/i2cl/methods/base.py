@@ -8,11 +8,9 @@ import pydantic
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
-from i2cl.scoring import (
-    Progress,
-)
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress
 from i2cl.tasks import Example, Task
 
 M = TypeVar("M", bound=pydantic.BaseModel)

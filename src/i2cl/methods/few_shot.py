@@ -1,13 +1,30 @@
-"""Few-shot in-context learning: demonstrations before the query, run once per task or with every query."""
+"""Zero-shot: the query alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from i2cl.decoder import Decoder
 from i2cl.methods.base import Method
-from i2cl.methods.prompt_base import PromptPredictor, fitting, shared_ids
+from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task
+
+
+@dataclass(frozen=True)
+class ZeroShot(Method):
+    """Scores label words after the query, with nothing else."""
+
+    name: ClassVar[str] = "zero_shot"
+    summary: ClassVar[str] = "the query alone"
+    row: ClassVar[str] = "Zero-shot"
+    needs: ClassVar[str] = "nothing"
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> PromptPredictor:
+        """Nothing is fitted."""
+        return PromptPredictor(decoder, task)
 
 
 @dataclass(frozen=True)
@@ -28,8 +45,9 @@ class FewShot(Method):
         Raises:
             I2CLError: if not even one per class fits into the context, naming tokens needed and available.
         """
-        pairs = fitting(decoder, task, demonstrations)
-        ids = shared_ids(decoder, task, pairs)
+        questions = Questions(decoder, task)
+        pairs = fitting(questions, demonstrations)
+        ids = shared_ids(questions, pairs)
         if not self.cache or not ids:
             return PromptPredictor(decoder, task, pairs)
         prefix = decoder.prefix(ids)

@@ -15,12 +15,12 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from i2cl.batching import Batch, Ids
-from i2cl.decoder import Decoder
-from i2cl.edits import Edit
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Method
-from i2cl.methods.prompt_base import PromptPredictor
+from i2cl.methods.prompts import PromptPredictor
+from i2cl.models.batching import Batch, Ids
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
 from i2cl.tasks import Example, Task
 
 HELD_OUT = 32

@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from i2cl.decoder import Decoder
 from i2cl.methods.base import Method
-from i2cl.methods.prompt_base import PromptPredictor, fitting, shared_ids
-from i2cl.scoring import Progress
+from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress, Questions
 from i2cl.tasks import Example, Task
 
 
@@ -54,8 +54,9 @@ class KNNPrompting(Method):
             I2CLError: if the training split has too few further examples, or the context is too small.
         """
         held_out = task.held_out(self.config.anchors, demonstrations, seed)
-        pairs = fitting(decoder, task, demonstrations)
-        prefix = decoder.prefix(shared_ids(decoder, task, pairs))
+        questions = Questions(decoder, task)
+        pairs = fitting(questions, demonstrations)
+        prefix = decoder.prefix(shared_ids(questions, pairs))
         prompt = PromptPredictor(decoder, task, pairs, prefix)
         kept = prompt.distributions([example.text for example in held_out])
         labels = torch.tensor([example.label for example in held_out])

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Method
-from i2cl.methods.prompt_base import PromptPredictor, Shown, fitting, shared_ids
+from i2cl.methods.prompts import PromptPredictor, Shown, fitting, shared_ids
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task
 
 
@@ -32,8 +33,9 @@ class LabelAnchor(Method):
             I2CLError: if not even one demonstration per class fits into the context, or the tokenizer
                 cannot tell where in the text a token stands.
         """
-        pairs = fitting(decoder, task, demonstrations)
-        ids = shared_ids(decoder, task, pairs)
+        questions = Questions(decoder, task)
+        pairs = fitting(questions, demonstrations)
+        ids = shared_ids(questions, pairs)
         whole = decoder.prefix(ids, whole=True)
         prefix = whole.kept_at(anchors(decoder, task, pairs, len(ids)))
         return PromptPredictor(decoder, task, pairs, prefix, cached_values=prefix.values)

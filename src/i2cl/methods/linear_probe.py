@@ -10,10 +10,10 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from i2cl.decoder import Decoder
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Method
-from i2cl.scoring import Progress, encode_queries, label_tokens
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress, Questions
 from i2cl.tasks import Example, Task
 
 
@@ -69,8 +69,7 @@ class LinearProbe(Method):
 
 def last_states(decoder: Decoder, task: Task, texts: Sequence[str], layer: int) -> Float[Tensor, "texts d"]:
     """Block output of one layer at each query's last token, in float32."""
-    labels = label_tokens(decoder, task.template, task.labels)
-    queries = encode_queries(decoder, task.template.query, texts, labels)
+    queries = Questions(decoder, task).queries(texts)
     states = torch.empty(len(queries), decoder.d_model)
     for batch, captured in decoder.run_batches(queries, partial(decoder.capture, site="hidden")):
         states[list(batch.rows)] = captured[:, layer, 0]

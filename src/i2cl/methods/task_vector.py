@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.batching import Batch, make_batch
-from i2cl.decoder import Decoder
-from i2cl.edits import Edit
 from i2cl.methods.base import Method
-from i2cl.methods.prompt_base import PromptPredictor, encode_prompts, fitting
-from i2cl.scoring import label_tokens
+from i2cl.methods.prompts import PromptPredictor, encode_prompts, fitting
+from i2cl.models.batching import Batch, make_batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task
 
 HELD_OUT = 32
@@ -62,10 +62,8 @@ class TaskVector(Method):
             I2CLError: if the training split has too few further examples, or the context is too small.
         """
         dummy, *held_out = task.held_out(HELD_OUT + 1, demonstrations, seed)
-        labels = label_tokens(decoder, task.template, task.labels)
-        (prompt,) = encode_prompts(
-            decoder, task, fitting(decoder, task, demonstrations), [dummy.text], labels
-        )
+        questions = Questions(decoder, task)
+        (prompt,) = encode_prompts(questions, fitting(questions, demonstrations), [dummy.text])
         states = decoder.capture(make_batch([prompt], decoder.device), site="hidden")[0, :, 0]
         tried = [_predictor(decoder, task, layer, state) for layer, state in enumerate(states)]
         gold = torch.tensor([example.label for example in held_out])

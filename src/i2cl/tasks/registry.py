@@ -4,6 +4,7 @@ import difflib
 from importlib import resources
 
 from i2cl.errors import I2CLError
+from i2cl.tasks import reference
 from i2cl.tasks.schema import TaskSpec, parse_spec
 from i2cl.tasks.synthetic import NAME as SYNTHETIC
 from i2cl.tasks.synthetic import describe_synthetic
@@ -20,15 +21,11 @@ def paper_spec(name: str) -> TaskSpec:
 
 def reference_task(name: str) -> Task | None:
     """The reference model's task of that name with its rows, or None when there is none."""
-    from i2cl.reference import tasks as reference
-
     return reference.load(name) if name in reference.names() else None
 
 
 def list_tasks() -> list[Task]:
     """Every known task without rows: the paper's nine, the synthetic one, then the reference model's."""
-    from i2cl.reference import tasks as reference
-
     paper = [paper_spec(name).to_task(group="paper") for name in PAPER_TASKS]
     return [*paper, describe_synthetic(), *reference.describe()]
 

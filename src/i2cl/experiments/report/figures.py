@@ -5,9 +5,14 @@ from types import MappingProxyType
 
 from i2cl.experiments.grid import View
 from i2cl.experiments.report.figures_base import Drawing, save
-from i2cl.experiments.report.figures_maps import coefficients, matrix
+from i2cl.experiments.report.figures_maps import (
+    class_vectors,
+    coefficient_map,
+    coefficients,
+    context_vectors,
+    matrix,
+)
 from i2cl.experiments.report.figures_scores import bars, efficiency, shots
-from i2cl.experiments.report.figures_tsne import class_vectors, coefficient_map, context_vectors
 
 FIGURES: Mapping[View, Drawing] = MappingProxyType(
     {

@@ -13,7 +13,7 @@ from i2cl.experiments.report.document import FIGURES as CAPTIONS
 from i2cl.experiments.report.document import Report, build
 from i2cl.experiments.report.render import TITLE, code_parts, csv_text, failures_table, latex, markdown
 from i2cl.experiments.report.tables_model import listing
-from i2cl.files import new_folder
+from i2cl.storage.atomic import new_folder
 
 FIGURES = "figures"
 

@@ -1,0 +1,183 @@
+"""What the benchmark measures, one function a row of its table."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+
+from i2cl.core.calibration import calibrate, calibrate_many
+from i2cl.core.context import extract
+from i2cl.core.injection import Injection
+from i2cl.core.recipe import CalibrationConfig
+from i2cl.injections.pool import InjectionPool
+from i2cl.models.batching import Ids, make_batch, peak_memory
+from timing import Pair, paired, seconds
+from workload import Workload
+
+ROWS = 64
+"""Rows of the batches that are compared."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One line of the table.
+
+    Attributes:
+        name: what was measured.
+        value: the figure.
+        unit: of the figure; ``x`` for a ratio.
+        detail: the numbers it was made from.
+    """
+
+    name: str
+    value: float
+    unit: str
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, pair: Pair, **detail: object) -> "Measure":
+        """The ratio of a pair."""
+        return cls(name, pair.ratio, "x", {**asdict(pair), **detail})
+
+
+def fit(work: Workload, recipe: str) -> tuple[Measure, Injection]:
+    """Extract and calibrate under a recipe, with its peak memory beyond the model's."""
+    found: list[Injection] = []
+    with peak_memory(work.decoder.device) as peak:
+        taken = seconds(lambda: found.append(fitted(work, recipe)), work.decoder.device)
+    detail = {"peak_memory_bytes": peak.bytes, "added_memory_bytes": peak.added}
+    return Measure(f"fit, recipe {recipe}", taken, "s", detail), found[0]
+
+
+def fitted(work: Workload, recipe: str, **changes: object) -> Injection:
+    """An injection calibrated on the workload's demonstrations."""
+    context = extract(work.decoder, work.task, work.demonstrations)
+    config = CalibrationConfig.recipe(recipe, **changes)
+    return calibrate(work.decoder, work.task, work.demonstrations, context, config)
+
+
+def predict(work: Workload, injection: Injection) -> Measure:
+    """Classify all texts, tokenisation included, with its peak memory beyond the model's."""
+    run = partial(injection.scores, work.decoder, work.texts)
+    run()
+    with peak_memory(work.decoder.device) as peak:
+        taken = seconds(run, work.decoder.device)
+    detail = {"seconds": taken, "peak_memory_bytes": peak.bytes, "added_memory_bytes": peak.added}
+    return Measure("predict", len(work.texts) / taken, "queries/s", detail)
+
+
+def predict_over_forward(
+    work: Workload, injection: Injection, pairs: int, *, same_products: bool = False
+) -> Measure:
+    """Throughput of predict against the base model's own forward of the same tokens without padding.
+
+    That forward multiplies matrices as PyTorch does, or, if wanted, as predict does (`i2cl.models.products`).
+    """
+    groups = [list(group) for _, group in groupby(sorted(work.queries, key=len), key=len)]
+    plain = partial(_base_forward, work, groups, same_products=same_products)
+    whole = partial(injection.scores, work.decoder, work.texts)
+    pair = paired(whole, plain, work.decoder.device, pairs)
+    like = ", same products" if same_products else ""
+    return Measure.of(f"predict / plain forward{like}, throughput", pair, queries=len(work.texts))
+
+
+def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Measure:
+    """Time of an injected forward pass over that of a plain one, for the same batch."""
+    batch = make_batch(_middle(work.queries), work.decoder.device)
+    with work.decoder.frozen(), torch.no_grad():
+        plain = partial(work.decoder.forward, batch)
+        pair = paired(plain, partial(plain, edit=injection.edit()), work.decoder.device, pairs)
+    return Measure.of("injected / plain forward, time", pair, rows=len(batch.rows))
+
+
+def mixed_over_one(work: Workload, pairs: int, loaded: int = ROWS) -> Measure:
+    """Throughput of a batch whose rows belong to 64 tasks against that of one task."""
+    pool = InjectionPool(work.decoder)
+    base = work.injection()
+    device = work.decoder.device
+    names = [f"task {number}" for number in range(loaded)]
+    with peak_memory(device) as peak:
+        took = seconds(partial(_load, pool, names, base), device)
+    texts = sorted(work.texts, key=len)[:ROWS]  # short ones: 64 long rows measure the allocator of a CPU
+    chosen = names[:: max(1, loaded // len(texts))][: len(texts)]
+    mixed = partial(pool.scores, texts, chosen)
+    with _one_batch(work):
+        pair = paired(mixed, partial(base.scores, work.decoder, texts), device, pairs)
+    return Measure.of(
+        f"{len(texts)} tasks in a batch / one task, throughput, {loaded} loaded",
+        pair,
+        load_seconds_each=took / loaded,
+        bytes_each=4 * 2 * work.decoder.layers * work.decoder.d_model,
+        measured_bytes_each=peak.added / loaded,
+    )
+
+
+S = TypeVar("S", str, Ids)
+
+
+def _middle(items: Sequence[S]) -> list[S]:
+    """Up to 64 of about the same length, so that they make one batch with little padding."""
+    start = max(0, (len(items) - ROWS) // 2)
+    return sorted(items, key=len)[start : start + ROWS]
+
+
+def together_over_alone(work: Workload, runs: int, epochs: int, pairs: int) -> Measure:
+    """Throughput of calibrating several seeds of the task together against one after another."""
+    config = CalibrationConfig(epochs=epochs)
+    context = extract(work.decoder, work.task, work.demonstrations)
+    together = partial(
+        calibrate_many,
+        work.decoder,
+        [work.task] * runs,
+        [work.demonstrations] * runs,
+        [context] * runs,
+        config,
+        seeds=range(runs),
+    )
+
+    def alone() -> None:
+        for seed in range(runs):
+            calibrate(work.decoder, work.task, work.demonstrations, context, config, seed=seed)
+
+    pair = paired(together, alone, work.decoder.device, pairs)
+    return Measure.of(f"{runs} calibrations together / one after another, throughput", pair, epochs=epochs)
+
+
+@contextmanager
+def _one_batch(work: Workload) -> Iterator[None]:
+    """Room for all compared rows in a batch."""
+    budget = work.decoder.token_budget
+    work.decoder.token_budget = max(budget, ROWS * max(map(len, work.queries)))
+    try:
+        yield
+    finally:
+        work.decoder.token_budget = budget
+
+
+def _load(pool: InjectionPool, names: Sequence[str], injection: Injection) -> None:
+    for name in names:
+        pool.load(name, injection)
+
+
+def steps(work: Workload, pairs: int) -> Iterator[list[Measure]]:
+    """The rows of the table, as they are measured: five lists."""
+    paper, injection = fit(work, "paper")
+    yield [paper]
+    yield [fit(work, "fast")[0]]
+    yield [predict(work, injection)]
+    yield [injected_over_plain(work, injection, pairs), predict_over_forward(work, injection, pairs)]
+    yield [mixed_over_one(work, pairs), together_over_alone(work, runs=8, epochs=1, pairs=pairs)]
+
+
+def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]], *, same_products: bool) -> None:
+    model: Any = work.decoder.model.base_model
+    with work.decoder.frozen() if same_products else nullcontext(), torch.no_grad():
+        for group in groups:
+            size = max(1, work.decoder.token_budget // len(group[0]))
+            for start in range(0, len(group), size):
+                ids = torch.tensor(group[start : start + size], device=work.decoder.device)
+                model(input_ids=ids, use_cache=False)

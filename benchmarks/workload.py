@@ -1,0 +1,88 @@
+"""Made-up texts with the token lengths of a real task, for timing without data."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from i2cl.core.context import ContextVector
+from i2cl.core.injection import Injection
+from i2cl.models.batching import Ids
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import LabelTokens, Questions
+from i2cl.tasks import Example, Task, Template
+
+QUERY_TOKENS = (8, 16, 19, 23, 25, 29, 31, 34, 39, 43, 66)
+"""Deciles of the token counts of SST-2's validation prompts under GPT-2's tokenizer (mean 29)."""
+
+SHOT_TOKENS = (7, 8, 9, 11, 12, 14, 17, 20, 24, 30, 58)
+"""The same of its training prompts (mean 17), which hold phrases too."""
+
+WORDS = "the film story night road house child river light was and of with one day old new long good slow"
+
+TASK = Task("timing", ("positive", "negative"), Template("Review: {text}\nSentiment: {label}"))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is timed.
+
+    Attributes:
+        decoder: the model.
+        task: two labels and a template.
+        demonstrations: 5 per class, or as many as were asked for.
+        texts: to classify.
+    """
+
+    decoder: Decoder
+    task: Task
+    demonstrations: tuple[Example, ...]
+    texts: tuple[str, ...]
+
+    @classmethod
+    def make(cls, decoder: Decoder, queries: int, shots: int = 5, seed: int = 0) -> "Workload":
+        """Draw texts whose prompts have the lengths of SST-2's under this tokenizer."""
+        picker = random.Random(seed)
+        texts = _texts(decoder, queries, QUERY_TOKENS, picker)
+        shown = _texts(decoder, 2 * shots, SHOT_TOKENS, picker)
+        examples = tuple(Example(text, number % 2) for number, text in enumerate(shown))
+        return cls(decoder, TASK, examples, tuple(texts))
+
+    @property
+    def labels(self) -> LabelTokens:
+        """Tokens of the two labels."""
+        return Questions(self.decoder, self.task).labels
+
+    @property
+    def queries(self) -> list[Ids]:
+        """Token ids of the prompts."""
+        return Questions(self.decoder, self.task).queries(self.texts)
+
+    def injection(self, seed: int = 0) -> Injection:
+        """A random one, which takes no time to make and as much to apply."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.decoder.layers, 2, self.decoder.d_model)
+        coefficients = torch.tensor([0.1, 0.9]).expand(self.decoder.layers, 2, 2).contiguous()
+        context = ContextVector(0.1 * torch.randn(shape, generator=generator), demonstrations=10)
+        return Injection(context, coefficients, self.task, self.decoder.base)
+
+
+def _texts(decoder: Decoder, count: int, deciles: Sequence[int], picker: random.Random) -> list[str]:
+    front = len(decoder.encoder([TASK.template.query("")])[0])
+    lengths = [_quantile(deciles, (row + 0.5) / count) - front for row in range(count)]
+    picker.shuffle(lengths)
+    return [_text(decoder, length, picker) for length in lengths]
+
+
+def _quantile(deciles: Sequence[int], share: float) -> int:
+    place = share * (len(deciles) - 1)
+    low = int(place)
+    return round(deciles[low] + (place - low) * (deciles[low + 1] - deciles[low]))
+
+
+def _text(decoder: Decoder, tokens: int, picker: random.Random) -> str:
+    text = picker.choice(WORDS.split())
+    while len(decoder.encoder.tokenizer(text, add_special_tokens=False)["input_ids"]) < tokens:
+        text += " " + picker.choice(WORDS.split())
+    return text

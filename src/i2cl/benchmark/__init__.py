@@ -1,1 +1,0 @@
-"""What fitting and predicting cost on a model: seconds as ratios of paired runs, and peak memory."""

@@ -1,0 +1,1 @@
+"""The paper's method, one file a subsection of its section "Methodology"."""

@@ -1,0 +1,155 @@
+"""An injection's files: tensors, description and model card."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.edits import Positions
+from i2cl.errors import I2CLError
+from i2cl.models.fingerprint import BaseModel
+from i2cl.models.scoring import Scoring
+from i2cl.storage.atomic import public_name
+from i2cl.storage.card import CARD, model_card
+from i2cl.tasks import Task
+
+FORMAT_VERSION = 1
+TENSORS = "injection.safetensors"
+DESCRIPTION = "injection.json"
+FILES = frozenset({TENSORS, DESCRIPTION})
+"""What is loaded; the card is for people."""
+
+
+class Stored(pydantic.BaseModel):
+    """The JSON half of an artefact. `metrics` and `command` came later, and are not always there."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    format_version: int
+    base_model: dict[str, Any]
+    task: dict[str, Any]
+    demonstrations: int
+    extraction: ExtractConfig
+    positions: Positions
+    scoring: Scoring
+    seed: int
+    calibration: dict[str, Any]
+    loss: list[float]
+    metrics: dict[str, int | float] = {}
+    command: str = ""
+
+    @pydantic.field_validator("format_version")
+    @classmethod
+    def _known(cls, version: int) -> int:
+        if version > FORMAT_VERSION:
+            raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
+        return version
+
+    def fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What an `i2cl.Injection` is made of.
+
+        Raises:
+            KeyError: if one is missing.
+            I2CLError: if they have other shapes than described.
+        """
+        values, coefficients = tensors["context_vector"], tensors["coefficients"]
+        base = BaseModel.from_dict(self.base_model)
+        sites = 1 if self.extraction.site == "hidden" else 2
+        shape = (base.layers, sites, base.d_model)
+        if values.shape != shape or coefficients.shape != (base.layers, sites, 2):
+            found = f"{tuple(values.shape)} and {tuple(coefficients.shape)}"
+            raise I2CLError(
+                f"{TENSORS} holds shapes {found}, {shape} and {(*shape[:2], 2)} are described: fit it again"
+            )
+        task = Task.from_dict(self.task)
+        return {
+            "context": ContextVector(values, self.extraction, self.demonstrations),
+            "coefficients": coefficients,
+            "task": task,
+            "base": base,
+            "positions": self.positions,
+            "scoring": self.scoring,
+            "seed": self.seed,
+            "settings": self.calibration,
+            "history": tuple(self.loss),
+            "metrics": self.metrics,
+            "command": self.command,
+        }
+
+
+def own_files(folder: Path) -> frozenset[str]:
+    """What may be replaced there: a README.md is an artefact's card only beside an artefact."""
+    return FILES | {CARD} if (folder / DESCRIPTION).is_file() else FILES
+
+
+def write(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    description: Mapping[str, Any],
+    name: str,
+    *,
+    shared: bool = False,
+) -> None:
+    """Write the three files.
+
+    Args:
+        folder: it is there already.
+        tensors: the context vector and the coefficients, by name.
+        description: see `i2cl.Injection.description`.
+        name: hub id or folder that it will be loaded from.
+        shared: shorten the base model's local path, which is nobody else's business.
+
+    Raises:
+        I2CLError: if the description is none that `read` takes.
+    """
+    try:
+        Stored.model_validate(description)
+    except pydantic.ValidationError as error:
+        raise I2CLError(
+            f"this injection could not be read again ({_first_problem(error)}): correct that field"
+        ) from None
+    whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(whole, folder / TENSORS, metadata={"format": "pt"})
+    card = model_card(description, name)
+    if shared:
+        base = description["base_model"]
+        description = {**description, "base_model": base | {"name": public_name(base["name"])}}
+    text = json.dumps(description, indent=2, ensure_ascii=False)
+    (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+    (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    """The fields of the `i2cl.Injection` in a folder.
+
+    Args:
+        folder: where its files are.
+        name: what it is called in errors.
+
+    Raises:
+        I2CLError: on a missing, damaged or newer artefact.
+    """
+    if not (folder / DESCRIPTION).is_file():
+        raise I2CLError(f"{name!r} is no injection: it has no {DESCRIPTION} (made by `i2cl fit`)")
+    try:
+        stored = Stored.model_validate_json((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        return stored.fields(load_file(folder / TENSORS))
+    except (pydantic.ValidationError, UnicodeDecodeError) as error:
+        raise I2CLError(
+            f"{folder / DESCRIPTION} cannot be read ({_first_problem(error)}): fit it again"
+        ) from None
+    except (SafetensorError, OSError, KeyError) as error:
+        raise I2CLError(f"{folder / TENSORS} is damaged or missing ({error}): copy or fit it again") from None
+
+
+def _first_problem(error: Exception) -> str:
+    if isinstance(error, pydantic.ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(error)

@@ -1,0 +1,277 @@
+"""Context vectorization: what demonstrations write to the residual stream, averaged.
+
+Source: paper, subsection "Context Vectorization".
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from i2cl.errors import I2CLError
+from i2cl.models.batching import Batch, Ids
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Site
+from i2cl.tasks import Example, Task
+from i2cl.tasks.sampling import group_by_label
+
+Writers = Literal["both", "mha", "mlp", "hidden"]
+
+
+class ExtractConfig(BaseModel):
+    """How demonstrations become a context vector. Defaults are the paper's.
+
+    Attributes:
+        writers: what is captured and later injected: both residual writers, one of them, or each
+            block's output ("Target Module" ablation).
+        token: which token of a demonstration is kept.
+        aggregate: the mean, or the mean plus the first principal direction (released code's option).
+        separator: end each demonstration with the template's separator, whose token is then the last
+            (the released code behind all published numbers); False ends it with the label.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    writers: Writers = "both"
+    token: Literal["last", "first", "random"] = "last"
+    aggregate: Literal["mean", "pca"] = "mean"
+    separator: bool = True
+
+    @property
+    def site(self) -> Site:
+        """The site that `writers` lives at."""
+        return "hidden" if self.writers == "hidden" else "writers"
+
+
+@dataclass(frozen=True, eq=False)
+class ContextVector:
+    """One vector per layer and residual writer; adds, scales and averages like a vector.
+
+    Attributes:
+        values: axes [layer, (mha, mlp), d]; for ``writers="hidden"`` the second axis has length 1.
+        config: how they were extracted.
+        demonstrations: how many examples they are the mean of.
+    """
+
+    values: Float[Tensor, "layers sites d"]
+    config: ExtractConfig = field(default_factory=ExtractConfig)
+    demonstrations: int = 0
+
+    def require_sizes(self, decoder: Decoder) -> None:
+        """Refuse a decoder of other sizes.
+
+        Raises:
+            I2CLError: naming both.
+        """
+        sites = 1 if self.config.site == "hidden" else 2
+        shape = (decoder.layers, sites, decoder.d_model)
+        if self.values.shape != shape:
+            raise I2CLError(
+                f"the context vector has (layers, sites, width) {tuple(self.values.shape)}, "
+                f"the model needs {shape}: extract it on this model"
+            )
+
+    def require_match(self, other: "ContextVector") -> None:
+        """Refuse a vector that cannot be added to this one.
+
+        Raises:
+            I2CLError: if shapes or writers differ.
+        """
+        mine, theirs = self.config.writers, other.config.writers
+        if mine != theirs or self.values.shape != other.values.shape:
+            raise I2CLError(
+                f"context vectors do not match: {mine} {tuple(self.values.shape)} and "
+                f"{theirs} {tuple(other.values.shape)}; extract both from one model with one setting"
+            )
+
+    @classmethod
+    def mean(
+        cls, vectors: Sequence["ContextVector"], weights: Sequence[float] | Sequence[int] | None = None
+    ) -> "ContextVector":
+        """Weighted mean, added up in float64; the first vector's config goes over.
+
+        Plain means weighted by their ``demonstrations`` give the mean of all of these. For any other
+        weighted sum there is arithmetic: ``2.0 * one - other``.
+
+        Args:
+            vectors: at least one.
+            weights: one each, of at least 0 and not all 0; only their proportions count. Default: equal.
+
+        Raises:
+            I2CLError: without vectors, on weights that make no mean, or if shapes or writers differ.
+        """
+        shares = torch.tensor([1.0] * len(vectors) if weights is None else list(weights), dtype=torch.float64)
+        if len(shares) != len(vectors) or not (shares >= 0).all() or not 0 < shares.sum() < torch.inf:
+            raise I2CLError(
+                f"weights {shares.tolist()} make no mean of {len(vectors)} context vector(s): "
+                "give at least one vector, and one weight each, at least 0 and not all 0"
+            )
+        for vector in vectors:
+            vectors[0].require_match(vector)
+        parts = [
+            share * one.values.double() for share, one in zip(shares / shares.sum(), vectors, strict=True)
+        ]
+        values = torch.stack(parts).sum(0).to(vectors[0].values.dtype)
+        return replace(vectors[0], values=values, demonstrations=sum(one.demonstrations for one in vectors))
+
+    def __add__(self, other: "ContextVector") -> "ContextVector":
+        """Sum; refused as by `require_match`."""
+        self.require_match(other)
+        total = self.demonstrations + other.demonstrations
+        return replace(self, values=self.values + other.values, demonstrations=total)
+
+    def __radd__(self, zero: int) -> "ContextVector":
+        """So that ``sum`` works, which starts from 0."""
+        return self if zero == 0 else NotImplemented
+
+    def __sub__(self, other: "ContextVector") -> "ContextVector":
+        """Difference."""
+        return self + -other
+
+    def __neg__(self) -> "ContextVector":
+        """The opposite direction."""
+        return -1.0 * self
+
+    def __mul__(self, factor: float) -> "ContextVector":
+        """Scaled by a number."""
+        return replace(self, values=self.values * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> "ContextVector":
+        """Divided by a number."""
+        return replace(self, values=self.values / divisor)
+
+
+def extract(
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Sequence[Example],
+    config: ExtractConfig | None = None,
+    *,
+    seed: int = 0,
+) -> ContextVector:
+    """Run each demonstration alone and average what the residual writers put out at its last token.
+
+    The mean is taken batch by batch, so memory does not grow with the number of demonstrations (it
+    does for ``aggregate="pca"``, which keeps layers x sites x d numbers of each). Their order changes
+    nothing.
+
+    Args:
+        decoder: the model.
+        task: gives template and label words.
+        demonstrations: labelled examples.
+        config: what is kept, and how it is averaged.
+        seed: picks the token for ``token="random"``.
+
+    Raises:
+        I2CLError: without demonstrations, or if one has no such label or does not fit into the
+            context, or if the model's blocks do not simply add their writers.
+    """
+    config = config or ExtractConfig()
+    require_demonstrations(task, demonstrations)
+    decoder.require_identity()
+    ids = sorted(_encode(decoder, task, demonstrations, config))
+    picker = random.Random(seed)
+    places = [_place(row, config, picker) for row in ids]
+    mean = torch.zeros(())
+    kept: list[Tensor] = []
+    seen = 0
+    for _, captured in decoder.run_batches(ids, partial(_captured, decoder, places, config.site)):
+        seen += len(captured)
+        mean = mean + (captured - mean).sum(0) / seen
+        if config.aggregate == "pca":
+            kept.append(captured)
+    if config.aggregate == "pca":
+        mean = mean + _first_direction(torch.cat(kept) - mean)
+    return ContextVector(mean, config, len(demonstrations))
+
+
+def extract_classes(
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Sequence[Example],
+    config: ExtractConfig | None = None,
+    *,
+    seed: int = 0,
+) -> tuple[ContextVector, ...]:
+    """`extract` for the demonstrations of each class alone, in the order of the task's labels.
+
+    Source: paper, appendix "Visualization of In-task Context Vectors". Their `ContextVector.mean`, weighted
+    by their ``demonstrations``, is the context vector of the paper.
+
+    Raises:
+        I2CLError: if a class has no demonstration, and where `extract` raises it.
+    """
+    require_demonstrations(task, demonstrations)
+    groups = group_by_label(demonstrations, len(task.labels))
+    for word, group in zip(task.labels, groups, strict=True):
+        if not group:
+            raise I2CLError(
+                f"class {word!r} of task {task.name!r} has no demonstration: give at least one of each class"
+            )
+    return tuple(extract(decoder, task, group, config, seed=seed) for group in groups)
+
+
+def require_demonstrations(task: Task, demonstrations: Sequence[Example]) -> None:
+    """Refuse to work without demonstrations, or with labels that the task does not have.
+
+    Raises:
+        I2CLError: naming the demonstration.
+    """
+    if not demonstrations:
+        raise I2CLError("no demonstrations were given: at least one is needed")
+    for number, example in enumerate(demonstrations, start=1):
+        if not 0 <= example.label < len(task.labels):
+            raise I2CLError(
+                f"demonstration {number} has label {example.label}, task {task.name!r} has labels "
+                f"0 to {len(task.labels) - 1}: correct it"
+            )
+
+
+def _encode(
+    decoder: Decoder, task: Task, demonstrations: Sequence[Example], config: ExtractConfig
+) -> list[Ids]:
+    builds = [
+        partial(
+            task.template.demonstration, label_word=task.labels[example.label], separator=config.separator
+        )
+        for example in demonstrations
+    ]
+    texts = [example.text for example in demonstrations]
+    return decoder.encoder.fitted_each(builds, texts, decoder.max_length)
+
+
+def _captured(
+    decoder: Decoder, places: Sequence[int], site: Site, batch: Batch
+) -> Float[Tensor, "batch layers sites d"]:
+    at = torch.tensor([places[row] for row in batch.rows], device=batch.last.device)
+    return decoder.capture(batch, at, site=site)
+
+
+def _place(row: Ids, config: ExtractConfig, picker: random.Random) -> int:
+    if config.token == "random":
+        return picker.randrange(len(row))
+    return 0 if config.token == "first" else len(row) - 1
+
+
+def _first_direction(
+    centred: Float[Tensor, "demonstrations layers sites d"],
+) -> Float[Tensor, "layers sites d"]:
+    """First principal direction of each site's (layers x d) vectors, of length one over all layers."""
+    count, layers, sites, d = centred.shape
+    if count < 2:
+        raise I2CLError("aggregate='pca' needs at least two demonstrations")
+    flat = centred.permute(2, 0, 1, 3).reshape(sites, count, layers * d)
+    _, _, directions = torch.linalg.svd(flat, full_matrices=False)
+    first = directions[:, 0]
+    largest = first.abs().argmax(-1, keepdim=True)
+    first = first * first.gather(-1, largest).sign()  # a direction has no sign of its own: fix one
+    shaped: Tensor = first.reshape(sites, layers, d)
+    return shaped.permute(1, 0, 2)

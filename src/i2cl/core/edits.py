@@ -1,0 +1,284 @@
+"""Context injection: every writer adds lambda v + beta a, for all queries or for each its own; and noise.
+
+Source: paper, subsections "Context Injection" and, for the noise, "Noisy Self-calibration".
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from i2cl.models.batching import Batch
+from i2cl.models.edits import Edit, Site
+
+Positions = Literal["all", "first", "last", "random"]
+"""Query tokens that are injected ("Injection Position" ablation)."""
+
+
+class PlacedEdit(Edit):
+    """Replaces outputs at every token or at one. Subclasses override `injected`.
+
+    Attributes:
+        positions: tokens of the query that are injected: all, its first, its last, or a random one,
+            drawn once per query from ``seed`` and its tokens so that batching cannot change it.
+    """
+
+    def __init__(self, site: Site, positions: Positions, seed: int) -> None:
+        self.site = site
+        self.positions = positions
+        self.seed = seed
+
+    def injected(
+        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
+    ) -> Float[Tensor, "lines tokens d"]:
+        """What replaces ``output`` at an injected token."""
+        raise NotImplementedError
+
+    def output(
+        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
+    ) -> Float[Tensor, "lines tokens d"]:
+        """What `injected` says, where the token is injected; what was there, elsewhere."""
+        injected = self.injected(layer, index, output, batch)
+        if self.positions == "all":
+            return injected
+        return torch.where(self._chosen(batch).to(output.device), injected, output)
+
+    def _chosen(self, batch: Batch) -> Bool[Tensor, "lines tokens 1"]:
+        place = batch.last
+        if self.positions == "first":
+            place = batch.first
+        elif self.positions == "random":
+            place = batch.first + self._drawn(batch)
+        tokens = torch.arange(batch.input_ids.shape[1], device=place.device)
+        chosen: Tensor = tokens == place[:, None]
+        if batch.packed:
+            chosen = chosen.any(0, keepdim=True)
+        return chosen[..., None]
+
+    def _drawn(self, batch: Batch) -> Int[Tensor, " batch"]:
+        lines = batch.input_ids.tolist()
+        spans = enumerate(zip(batch.first.tolist(), batch.last.tolist(), strict=True))
+        queries = [lines[0 if batch.packed else row][first : last + 1] for row, (first, last) in spans]
+        drawn = [random.Random(f"{self.seed} {ids}").randrange(len(ids)) for ids in queries]
+        return torch.tensor(drawn, device=batch.last.device)
+
+
+class LinearEdit(PlacedEdit):
+    """Writes ``lambda * v + beta * a`` instead of ``a``.
+
+    Coefficients act in float32 also on a model in lower precision, where a beta of 1.003 would be 1.
+
+    Attributes:
+        values: context vector.
+        coefficients: axes [layer, (mha, mlp), (lambda, beta)]; gradients flow to them if they are on.
+    """
+
+    def __init__(
+        self,
+        values: Float[Tensor, "layers sites d"],
+        coefficients: Float[Tensor, "layers sites 2"],
+        site: Site = "writers",
+        positions: Positions = "all",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(site, positions, seed)
+        self.values = values
+        self.coefficients = coefficients
+        self._pairs = coefficients.flatten(0, 1).unbind()
+        self._fixed: dict[tuple[int, int], tuple[Tensor, float]] = {}
+
+    def injected(
+        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], _batch: Batch | None = None
+    ) -> Float[Tensor, "lines tokens d"]:
+        """The linear combination."""
+        if not self.coefficients.requires_grad:
+            scaled, beta = self._ready(layer, index, output)
+            added = torch.add(scaled, output, alpha=beta)  # one operation is all an injection costs
+            return added.to(output.dtype)
+        amount, keep = self._pair(layer, index).to(output.device)
+        vector = amount * self.values[layer, index].to(output.device)
+        mixed: Tensor = torch.addcmul(vector, keep, output)
+        return mixed.to(output.dtype)
+
+    def _pair(self, layer: int, index: int) -> Float[Tensor, "2"]:
+        return self._pairs[layer * self.values.shape[1] + index]
+
+    def _ready(self, layer: int, index: int, output: Tensor) -> tuple[Float[Tensor, " d"], float]:
+        if (layer, index) not in self._fixed:
+            amount, keep = self._pair(layer, index).tolist()
+            dtype = output.dtype if _keeps_alpha(output.device, output.dtype) else torch.float32
+            scaled = amount * self.values[layer, index]
+            self._fixed[layer, index] = scaled.to(output.device, dtype), keep
+        return self._fixed[layer, index]
+
+
+@cache
+def _keeps_alpha(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``torch.add`` uses alpha unrounded: CPU kernels round it to a lower precision first."""
+    one = torch.ones(1, device=device, dtype=dtype)
+    return bool(torch.add(-one, one, alpha=1.0001) != 0)
+
+
+class NoisyEdit(Edit):
+    """An injection with Gaussian noise, for calibration (paper, "Noisy Self-calibration").
+
+    The noise has ``scale`` times the L2 norm of what it is added to, taken as a constant: of the
+    residual stream after attention and after MLP (``place="residual"``, the paper's text), or of each
+    writer's output (``place="writer"``, the released code). Sites that are not ``active`` get neither
+    injection nor noise.
+
+    Attributes:
+        injection: the edit that noise is added to.
+        draw: standard Gaussian numbers in the shape of what it is given.
+    """
+
+    def __init__(
+        self,
+        injection: PlacedEdit,
+        *,
+        active: Bool[Tensor, "layers sites"],
+        scale: float,
+        place: Literal["residual", "writer"],
+        writer_scale: float,
+        draw: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.injection = injection
+        self.site = injection.site
+        self.active = active.tolist()
+        self.scale = scale
+        self.sees_input = place == "residual" and self.site == "writers" and scale > 0
+        self.writer_scale = writer_scale
+        self.draw = draw
+        self.residual: Tensor | None = None
+
+    def enter(self, _layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
+        """Remember the stream: the norm after each writer is that of stream plus output."""
+        self.residual = residual.detach()
+
+    def output(
+        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
+    ) -> Float[Tensor, "lines tokens d"]:
+        """The linear combination plus noise."""
+        active = self.active[layer][index]
+        injected = self.injection.output(layer, index, output, batch) if active else output
+        if not self.scale:
+            return injected
+        if self.residual is None:
+            return injected + self._noise(injected.detach()) if active else injected
+        stream = self.residual.to(injected.device).add(injected.detach(), alpha=self.writer_scale)
+        if not active:
+            self.residual = stream
+            return injected
+        noise = self._noise(stream)
+        self.residual = stream + noise
+        return torch.add(injected, noise, alpha=1 / self.writer_scale)
+
+    def _noise(self, signal: Float[Tensor, "lines tokens d"]) -> Float[Tensor, "lines tokens d"]:
+        size = self.scale * torch.linalg.vector_norm(signal, dim=-1, keepdim=True, dtype=torch.float32)
+        return self.draw(signal).mul_(size.to(signal.dtype))  # the norm itself can exceed float16
+
+
+class Draw:
+    """Gaussian numbers for a batch that several runs share: each run gets those it would draw alone.
+
+    Args:
+        generators: one a run.
+        alone: the batch each run would have by itself.
+        shared: the batch they have together, its queries run by run.
+        lengths: tokens of every query of it.
+    """
+
+    def __init__(
+        self,
+        generators: Sequence[torch.Generator],
+        alone: Sequence[Batch],
+        shared: Batch,
+        lengths: Sequence[int],
+    ) -> None:
+        self.generators = generators
+        self.sizes = [one.input_ids.numel() for one in alone]
+        self.place = _token_places(shared, lengths)
+        starts, rest, own = accumulate([0, *self.sizes]), list(lengths), []
+        for start, one in zip(starts, alone, strict=False):
+            own.append(start + _token_places(one, rest[: len(one.rows)]))
+            rest = rest[len(one.rows) :]
+        self.source = torch.cat(own)
+
+    def __call__(self, like: Float[Tensor, "lines tokens d"]) -> Float[Tensor, "lines tokens d"]:
+        """Numbers for every token of the batch; 0 for padding."""
+        d = like.shape[-1]
+        runs = zip(self.generators, self.sizes, strict=True)
+        drawn = torch.cat([_normal((size, d), generator, like) for generator, size in runs])
+        numbers = torch.zeros_like(like).view(-1, d)
+        numbers[self.place.to(like.device)] = drawn[self.source.to(like.device)]
+        return numbers.view(like.shape)
+
+
+def draw_from(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    """Gaussian numbers for one run."""
+    return lambda like: _normal(tuple(like.shape), generator, like)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:
+    drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype)
+    return drawn.to(like.device)
+
+
+def _token_places(batch: Batch, lengths: Sequence[int]) -> Int[Tensor, " tokens"]:
+    """Places of the queries' tokens in the flattened batch, query by query."""
+    width = 0 if batch.packed else batch.input_ids.shape[1]
+    starts = (row * width + first for row, first in enumerate(batch.first.tolist()))
+    spans = zip(starts, lengths, strict=True)
+    return torch.cat([torch.arange(start, start + length) for start, length in spans])
+
+
+class RowsEdit(PlacedEdit):
+    """A linear edit of its own for every query of a batch.
+
+    Attributes:
+        scaled: context vector of every task, times its lambda.
+        keep: beta of every task.
+        task: each query's task, in the order of the whole list of queries.
+    """
+
+    def __init__(
+        self,
+        scaled: Float[Tensor, "tasks layers sites d"],
+        keep: Float[Tensor, "tasks layers sites"],
+        task: Int[Tensor, " queries"],
+        site: Site = "writers",
+        positions: Positions = "all",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(site, positions, seed)
+        self.scaled = scaled
+        self.keep = keep
+        self.task = task
+        self._batch: Batch | None = None
+        self._rows = task
+
+    def injected(
+        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
+    ) -> Float[Tensor, "lines tokens d"]:
+        """Each row's own linear combination."""
+        if self._batch is not batch:
+            self._batch, self._rows = batch, self._owners(batch)
+        vectors = self.scaled[:, layer, index].index_select(0, self._rows)
+        keep = self.keep[:, layer, index].index_select(0, self._rows)[:, None]
+        across = 0 if batch.packed else 1
+        vectors, keep = vectors.unsqueeze(across), keep.unsqueeze(across)
+        mixed: Tensor = torch.addcmul(vectors.to(output.device), keep.to(output.device), output)
+        return mixed.to(output.dtype)
+
+    def _owners(self, batch: Batch) -> Int[Tensor, " owners"]:
+        """The task of each row, or of each token where all queries are packed into one row."""
+        rows = self.task[list(batch.rows)]
+        if not batch.packed:
+            return rows
+        width = batch.input_ids.shape[1]
+        return rows.repeat_interleave(torch.diff(batch.first, append=batch.first.new_tensor([width])))

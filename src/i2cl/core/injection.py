@@ -1,0 +1,211 @@
+"""Injection: a calibrated task as a small artefact, applied to a decoder."""
+
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.core.artefact import FILES, FORMAT_VERSION, own_files, read, write
+from i2cl.core.context import ContextVector
+from i2cl.core.edits import LinearEdit, Positions
+from i2cl.errors import I2CLError
+from i2cl.models.decoder import Decoder
+from i2cl.models.fingerprint import BaseModel
+from i2cl.models.scoring import Progress, Questions, Scoring
+from i2cl.storage.atomic import new_folder
+from i2cl.storage.hub import download, upload
+from i2cl.tasks import Task
+
+
+class PrecisionWarning(UserWarning):
+    """An injection is used on its own model, but with weights quantized in another way."""
+
+
+@dataclass(frozen=True, eq=False)
+class Injection:
+    """Context vector, coefficients and task, bound to one base model (paper, "Context Injection").
+
+    At a query's tokens every layer adds ``lambda * v + beta * a`` instead of ``a``. Other formulas of
+    calibration are stored in this linear form, so (0, 1) always means an untouched writer.
+
+    Attributes:
+        context: the context vector, axes [layer, (mha, mlp), d].
+        coefficients: axes [layer, (mha, mlp), (lambda, beta)].
+        task: name, label words and template; its splits are left out when saved.
+        base: the model it belongs to.
+        positions: which query tokens are injected.
+        scoring: how labels were calibrated, and are scored.
+        seed: of calibration, and of ``positions="random"``.
+        settings: of calibration, JSON-able.
+        history: mean calibration loss of each epoch, in nats.
+        metrics: accuracy, macro-F1 and number of test rows, where they were measured
+            (`i2cl.experiments.evaluation.with_metrics`).
+        command: the command line that makes it again, where one does.
+    """
+
+    context: ContextVector
+    coefficients: Float[Tensor, "layers sites 2"]
+    task: Task
+    base: BaseModel
+    positions: Positions = "all"
+    scoring: Scoring = "auto"
+    seed: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    history: tuple[float, ...] = ()
+    metrics: dict[str, int | float] = field(default_factory=dict)
+    command: str = ""
+
+    def edit(self) -> LinearEdit:
+        """The edit that applies this injection to `Decoder.forward`."""
+        return LinearEdit(
+            self.context.values,
+            self.coefficients,
+            site=self.context.config.site,
+            positions=self.positions,
+            seed=self.seed,
+        )
+
+    def scores(
+        self,
+        decoder: Decoder,
+        texts: Sequence[str],
+        *,
+        scoring: Scoring | None = None,
+        progress: Progress | None = None,
+    ) -> Float[Tensor, "texts labels"]:
+        """Log-probability of each label word after each text, injected.
+
+        Raises:
+            I2CLError: on an empty text, or a decoder of other sizes.
+        """
+        shape = (decoder.layers, decoder.d_model)
+        if (self.base.layers, self.base.d_model) != shape:
+            mine = (self.base.layers, self.base.d_model)
+            raise I2CLError(
+                f"this injection is for (layers, width) {mine}, the model has {shape}: fit it again"
+            )
+        questions = Questions(decoder, self.task, scoring or self.scoring)
+        return questions.scores(texts, edit=self.edit(), progress=progress)
+
+    def predict(self, decoder: Decoder, texts: Sequence[str]) -> list[str]:
+        """The most probable label word of each text."""
+        return [self.task.labels[best] for best in self.scores(decoder, texts).argmax(-1).tolist()]
+
+    def require_base(self, decoder: Decoder | BaseModel, *, force: bool = False) -> None:
+        """Refuse a decoder that is not the one this was made on.
+
+        The same checkpoint in another dtype is that one. Where it is quantized in another way, a
+        `PrecisionWarning` says so: answers can differ.
+
+        Args:
+            decoder: the candidate, or what is known of it.
+            force: accept other weights or another tokenizer where layers and width agree.
+
+        Raises:
+            I2CLError: naming the difference.
+        """
+        other = decoder.base if isinstance(decoder, Decoder) else decoder
+        difference = self.base.difference(other)
+        same_shape = (self.base.layers, self.base.d_model) == (other.layers, other.d_model)
+        if difference and not (force and same_shape):
+            cure = "fit it again on this model" + (", or force it (--force)" if same_shape else "")
+            raise I2CLError(
+                f"this injection was made on {self.base.name!r}, not {decoder.name!r} ({difference}): {cure}"
+            )
+        if self.base.quantization != other.quantization:
+            mine, theirs = (
+                found or "no quantization" for found in (self.base.quantization, other.quantization)
+            )
+            message = (
+                f"this injection was made with {mine} and the model is loaded with {theirs}: fit it again"
+            )
+            warnings.warn(f"{message} if answers differ", PrecisionWarning, stacklevel=2)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write safetensors, JSON and a model card; all of it or, on an error, nothing.
+
+        An artefact that is there is replaced, its card too.
+
+        Raises:
+            I2CLError: if the folder cannot be written or holds something else.
+        """
+        path = Path(folder)
+        with new_folder(path, own_files(path)) as fresh:
+            self._write(fresh, path.resolve().name, shared=False)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = False,
+        token: str | None = None,
+        commit_message: str | None = None,
+        revision: str | None = None,
+    ) -> str:
+        """Upload it with its model card. A base model's local path is shortened to its last part.
+
+        Args:
+            repo_id: such as ``"user/name"``; made if it is not there.
+            private: of a repository that is made now.
+            token: default: that of the login (`hf auth login`), or HF_TOKEN.
+            commit_message: default: says what it is.
+            revision: branch, made if it is not there; default: main.
+
+        Returns:
+            The commit's address.
+
+        Raises:
+            I2CLError: if nobody is logged in, or the hub refuses or cannot be reached.
+        """
+        message = commit_message or f"I2CL injection for {self.task.name}"
+        with tempfile.TemporaryDirectory() as scratch:
+            self._write(Path(scratch), repo_id, shared=True)
+            return upload(
+                Path(scratch),
+                repo_id,
+                private=private,
+                token=token,
+                commit_message=message,
+                revision=revision,
+            )
+
+    def _write(self, folder: Path, name: str, *, shared: bool) -> None:
+        tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}
+        write(folder, tensors, self.description(), name, shared=shared)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, *, revision: str | None = None) -> "Injection":
+        """Load from a folder, or from a hub repository where no such folder exists.
+
+        Args:
+            name: the folder, or an id such as ``"user/name"``.
+            revision: hub branch, tag or commit.
+
+        Raises:
+            I2CLError: on a missing, damaged or newer artefact.
+        """
+        folder = Path(name)
+        if not folder.exists():
+            folder = download(str(name), revision, FILES)
+        return cls(**read(folder, str(name)))
+
+    def description(self) -> dict[str, Any]:
+        """What `save_pretrained` writes beside the tensors."""
+        told = {"metrics": self.metrics, "command": self.command}
+        return {
+            "format_version": FORMAT_VERSION,
+            "base_model": asdict(self.base),
+            "task": self.task.to_dict(),
+            "demonstrations": self.context.demonstrations,
+            "extraction": self.context.config.model_dump(),
+            "positions": self.positions,
+            "scoring": self.scoring,
+            "seed": self.seed,
+            "calibration": self.settings,
+            "loss": list(self.history),
+        } | {name: value for name, value in told.items() if value}  # else as before there were these

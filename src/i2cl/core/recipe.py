@@ -1,0 +1,112 @@
+"""How coefficients are calibrated: the paper's recipe, its released code's, and a fast one."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from jaxtyping import Bool
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from i2cl.core.context import Writers
+from i2cl.core.edits import Positions
+from i2cl.errors import I2CLError
+from i2cl.models.training import TrainConfig
+
+Formula = Literal["linear", "add", "balance"]
+
+RELEASED: Mapping[str, object] = MappingProxyType(
+    {"draw": "step", "lr_final": 0.0, "warmup": 0.05, "noise_place": "writer"}
+)
+"""Where the recipe of the paper's released code differs from its text."""
+
+FAST: Mapping[str, object] = MappingProxyType({"optimizer": "lbfgs"})
+"""Few passes over all demonstrations at once; docs/performance.md has its speed and accuracy."""
+
+RECIPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {"paper": MappingProxyType({}), "released": RELEASED, "fast": FAST}
+)
+"""What each recipe changes in the defaults, which are the paper's text."""
+
+
+class CalibrationConfig(TrainConfig):
+    """How coefficients are fitted. Defaults are the paper's text; `recipe` gives others by name.
+
+    Attributes:
+        layers: all, a third of them, or a list of indices ("Target Layer" ablation).
+        positions: query tokens that are injected ("Injection Position" ablation).
+        formula: ``linear`` lambda v + beta a; ``add`` lambda v + a with lambda > 0; ``balance``
+            (lambda v + (1 - lambda) a) beta with beta > 0 ("Injection Formula" ablation).
+        noise: gamma, the noise's size relative to the L2 norm of what it is added to.
+        noise_place: on the residual stream, or on each writer's output (released code).
+        init_lambda: first value of lambda.
+        init_beta: first value of beta.
+        optimizer: AdamW on small batches, or L-BFGS on all demonstrations at once under one draw of
+            the noise, for which epochs, batches, rates and decay mean nothing.
+        passes: of L-BFGS over the demonstrations, at most.
+        pull: of L-BFGS: loss per squared distance of the coefficients from their start, in nats.
+    """
+
+    layers: Literal["all", "early", "middle", "late"] | tuple[int, ...] = "all"
+    positions: Positions = "all"
+    formula: Formula = "linear"
+    noise: float = Field(1e-3, ge=0)
+    noise_place: Literal["residual", "writer"] = "residual"
+    init_lambda: float = 0.1
+    init_beta: float = 1.0
+    optimizer: Literal["adamw", "lbfgs"] = "adamw"
+    passes: int = Field(60, ge=0)
+    pull: float = Field(3e-3, ge=0)
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        """Accept ``"0,3,5"``, as the command line gives it."""
+        if isinstance(value, str) and value.replace(",", "").replace(" ", "").isdigit():
+            return tuple(int(part) for part in value.split(","))
+        return value
+
+    @classmethod
+    def recipe(cls, name: str, **changes: object) -> "CalibrationConfig":
+        """The recipe of that name, with changes.
+
+        Raises:
+            I2CLError: if there is none of that name.
+        """
+        if name not in RECIPES:
+            raise I2CLError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
+        return cls.model_validate({**RECIPES[name], **changes})
+
+    @property
+    def rounds(self) -> int:
+        """How often progress is told: after each epoch, or each pass."""
+        return self.passes if self.optimizer == "lbfgs" else self.epochs
+
+    def active(self, layers: int, writers: Writers) -> Bool[Tensor, "layers sites"]:
+        """Which sites are trained; the others keep (0, 1).
+
+        Raises:
+            I2CLError: if a layer index does not exist, or the part chosen is empty.
+        """
+        third = layers // 3, 2 * layers // 3
+        named = {
+            "all": range(layers),
+            "early": range(third[0]),
+            "middle": range(*third),
+            "late": range(third[1], layers),
+        }
+        chosen = list(named[self.layers] if isinstance(self.layers, str) else self.layers)
+        if not chosen or not all(0 <= layer < layers for layer in chosen):
+            raise I2CLError(
+                f"layers={self.layers} names no layers of this model, which has {layers} (0 to {layers - 1})"
+            )
+        mask = torch.zeros(layers, 1 if writers == "hidden" else 2, dtype=torch.bool)
+        sites = {"both": [0, 1], "mha": [0], "mlp": [1], "hidden": [0]}[writers]
+        for site in sites:
+            mask[chosen, site] = True
+        return mask
+
+    def parameters(self, layers: int, writers: Writers) -> int:
+        """How many scalars are trained: lambda at each active site, and beta unless fixed."""
+        return int(self.active(layers, writers).sum()) * (1 + (self.formula != "add"))

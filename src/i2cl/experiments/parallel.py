@@ -1,0 +1,126 @@
+"""Many jobs on one model in several processes: small models leave most of a machine idle."""
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from i2cl.errors import I2CLError
+from i2cl.experiments.evaluation import Run, evaluate
+from i2cl.methods import Method
+from i2cl.models.decoder import Decoder
+from i2cl.tasks import Task
+
+SMALL_MODEL = 50_000_000
+"""Parameters up to which one model a core beats one model on all cores (on a CPU)."""
+
+DecoderSource = Callable[[], Decoder]
+"""Loads the model anew in each process; must be picklable, such as a partial of a function."""
+
+_WORKER: list[Decoder] = []  # the one model of this process, if it is a worker
+
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Job(Protocol[R_co]):
+    """Something to do with a model; picklable, as its result."""
+
+    def run(self, decoder: Decoder) -> R_co:
+        """Do it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run to be made: see `i2cl.experiments.evaluation.evaluate`."""
+
+    task: Task
+    method: Method
+    seed: int
+    shots: int | None = None
+    limit: int | None = None
+
+    def run(self, decoder: Decoder) -> Run:
+        """Evaluate it."""
+        return evaluate(decoder, self.task, self.method, shots=self.shots, seed=self.seed, limit=self.limit)
+
+
+def is_small(decoder: Decoder) -> bool:
+    """Whether the model runs on the CPU and is so small that several threads only wait for each other."""
+    size = sum(parameter.numel() for parameter in decoder.model.parameters())
+    return decoder.device.type == "cpu" and size <= SMALL_MODEL
+
+
+def suggested_workers(decoder: Decoder, cells: int) -> int:
+    """One process a core for a small model on the CPU and enough cells to repay the start, else one."""
+    if not is_small(decoder) or cells < 4 or "RANK" in os.environ:  # torchrun has its processes already
+        return 1
+    return max(1, min(os.cpu_count() or 1, cells // 2))
+
+
+def run_jobs(
+    decoder: Decoder, source: DecoderSource, jobs: Sequence[Job[R_co]], workers: int
+) -> Iterator[tuple[int, R_co]]:
+    """Place and result of each job as it is done.
+
+    Every process has its share of the threads, and warns through this one.
+
+    Args:
+        decoder: used for one worker.
+        source: used for several.
+        jobs: what to do.
+        workers: how many processes.
+
+    Raises:
+        I2CLError: from the first job that fails with one, or if a process dies; the others are dropped.
+    """
+    if workers == 1:
+        yield from ((place, job.run(decoder)) for place, job in enumerate(jobs))
+        return
+    threads = max(1, torch.get_num_threads() // workers)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (source, threads))
+    try:
+        places = {pool.submit(_run, job): place for place, job in enumerate(jobs)}
+        for future in as_completed(places):
+            result, messages = future.result()
+            for message, category in messages:
+                warnings.warn(message, category, stacklevel=2)
+            yield places[future], result
+    except BrokenProcessPool:
+        raise I2CLError(
+            "a worker process died, perhaps for lack of memory: run again with fewer --workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start(source: DecoderSource, threads: int) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once
+    torch.set_num_threads(threads)
+    _WORKER.append(source())
+
+
+def _end_with_parent() -> None:
+    """A killed parent tells its workers nothing: without this they would wait for work forever."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _run(job: Job[Any]) -> tuple[Any, list[tuple[str, type[Warning]]]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = job.run(_WORKER[0])
+    ours = [warning for warning in caught if warning.category.__module__.startswith("i2cl")]
+    return result, [(str(warning.message), warning.category) for warning in ours]

@@ -1,0 +1,68 @@
+"""The command line: parses, calls, prints. Heavy imports wait until a command needs them."""
+
+import sys
+from typing import Any
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.faces.cli import console, experiment, export, look, measure, share, use
+from i2cl.version import __version__
+
+NAME = "i2cl"
+INTERRUPTED = 130
+_UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it
+
+app = typer.Typer(
+    help="Implicit in-context learning: a few labelled examples become a vector injected into a frozen LLM.",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+app.command()(measure.demo)
+app.command()(use.fit)
+app.command()(use.predict)
+app.command(name="eval")(measure.evaluate)
+app.add_typer(experiment.app, name="experiment")
+app.command()(experiment.report)
+app.command()(export.export)
+app.command()(export.verify)
+app.command()(share.push)
+app.command()(look.check)
+app.command()(look.ls)
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version."),
+) -> None:
+    """Show help where no command is given."""
+    if version:
+        console.say(__version__)
+    elif context.invoked_subcommand is None:
+        console.say(context.get_help())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and exit: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
+    sys.exit(_run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: list[str]) -> int:
+    left = "no file was written"
+    try:
+        with console.plain_warnings():
+            code = app(arguments, prog_name=NAME, standalone_mode=False) or 0
+    except I2CLError as error:
+        console.print_error(str(error))
+        return 2
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx else NAME
+        console.print_error(f"{error.format_message().rstrip('.')}: see {command} --help")
+        return 2
+    except (typer.Abort, KeyboardInterrupt) as error:
+        code, left = INTERRUPTED, str(error) or left
+    if code == INTERRUPTED:
+        console.print_error(f"interrupted: {left}")
+    return int(code)

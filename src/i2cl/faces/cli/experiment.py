@@ -1,0 +1,224 @@
+"""`i2cl experiment ls|run|pack|unpack` and `i2cl report`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.faces.cli import console, load, options
+
+if TYPE_CHECKING:
+    from i2cl.experiments.grid import Cell, Experiment, Scale
+    from i2cl.experiments.records import Record
+    from i2cl.experiments.runner import CellJob
+    from i2cl.models.decoder import Decoder
+
+app = typer.Typer(
+    help="Tables and figures of the paper, or your own grids: list, run, pack.", no_args_is_help=True
+)
+
+NewFolder = Annotated[Path, typer.Argument(help="New folder.")]
+StoreFolder = Annotated[Path, typer.Argument(help="Folder of a store, packed or not.")]
+
+
+@app.command()
+def ls(seed: options.NoSeed = 0, json: options.Json = False) -> None:
+    """List the experiments: the paper's number, what they measure and what they cost."""
+    from i2cl.experiments.library import ORDER, load_experiment
+
+    found = [load_experiment(name) for name in ORDER]
+    rows = [
+        {
+            "name": one.name,
+            "paper": one.paper,
+            "cells a task": _cells_of(one, one.full),
+            "quick": _cells_of(one, one.quick),
+            "measures": one.measures,
+        }
+        for one in found
+    ]
+    if json:
+        console.print_json(rows)
+    else:
+        console.print_table("", rows)
+
+
+def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
+    """How many cells one task takes, the matrix of moves aside."""
+    from i2cl.experiments.grid import Cell
+
+    cells = experiment.cells(Cell(model="", task=""), ["one"], scale)
+    return sum(cell.study != "move" for cell in cells)
+
+
+@app.command()
+def run(
+    names: Annotated[str, typer.Argument(help="Experiments with commas between, 'all', or a TOML file.")],
+    model: Annotated[
+        str, typer.Option(help="'reference' (bundled), a model folder, or a hub id.")
+    ] = "reference",
+    store: Annotated[
+        Path | None, typer.Option(help="Folder for results; what is there is not run again.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds, tasks and queries.")] = False,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks with commas between; default: those of the model.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, instead of the grid's.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Queries per task, instead of the grid's.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes or actors; default: by the model's size.")
+    ] = None,
+    executor: options.Executor = "local",
+    address: options.Address = None,
+    data_dir: options.DataDir = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    device_map: options.DeviceMap = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Run the cells that the store lacks; exit code 1 if any failed."""
+    from i2cl.experiments.grid import Cell
+    from i2cl.experiments.runner import pending, run_cells
+    from i2cl.experiments.store import Store
+
+    folder = store or Path("results") / (Path(model).name + ("-quick" if quick else ""))
+    base = Cell(model=model, revision=revision, dtype=dtype, task="")
+    cells = _cells(names, base, load.task_names(tasks or "all", model), quick, seeds, limit)
+    for name in {cell.task for cell in cells}:  # what is lacking is told before a model is loaded
+        load.task(name, load.TaskOptions(data_dir))
+    found = load.ModelOptions(device, dtype, device_map, revision, trust_remote_code)
+    source = partial(load.decoder, model, found)
+    execute = partial(_execute, source=source, workers=workers, ray=executor == "ray", address=address)
+    with Store.writing(folder) if console.FIRST else Store.following(folder) as opened:
+        waiting = pending(cells, opened)
+        with console.progress(len(waiting), "running") as bar:
+            tally = run_cells(waiting, opened, execute, str(data_dir) if data_dir else None, _watch(bar))
+        failures = [opened.records[cell.key] for cell in waiting if not opened.done(cell.key)]
+    kept = len({cell.key for cell in cells}) - len(waiting)
+    if json:
+        console.print_json({"store": str(folder), "done": tally.done, "failed": tally.failed, "kept": kept})
+    else:
+        _tell(folder, f"{tally.done} cells done, {tally.failed} failed, {kept} kept from before", failures)
+    if tally.failed:
+        raise typer.Exit(1)
+
+
+def _cells(
+    names: str, base: "Cell", tasks: Sequence[str], quick: bool, seeds: int | None, limit: int | None
+) -> "list[Cell]":
+    from i2cl.experiments.library import ORDER, load_experiment
+
+    chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
+    return [
+        cell
+        for one in chosen
+        for cell in one.cells(base, tasks, _scaled(one.quick if quick else one.full, seeds, limit))
+    ]
+
+
+def _tell(folder: Path, summary: str, failures: "Sequence[Record]") -> None:
+    console.say(f"{summary}: {folder}")
+    for record in failures:
+        cell = record.cell
+        console.say(f"failed: {cell.task} {cell.method} seed {cell.seed}: {record.error}")
+    console.say(f"next: i2cl report {folder}")
+
+
+def _scaled(scale: "Scale", seeds: int | None, limit: int | None) -> "Scale":
+    changes = {"seeds": seeds, "limit": limit}
+    return scale.model_copy(update={name: value for name, value in changes.items() if value is not None})
+
+
+def _execute(
+    jobs: "Sequence[CellJob]",
+    *,
+    source: "Callable[[], Decoder]",
+    workers: int | None,
+    ray: bool,
+    address: str | None,
+) -> "Iterator[Record]":
+    from i2cl.experiments.cluster import run_on_ray
+    from i2cl.experiments.parallel import run_jobs, suggested_workers
+
+    if not jobs:
+        return
+    if ray:
+        yield from run_on_ray(source, jobs, address, workers)
+        return
+    decoder = source()
+    count = workers or suggested_workers(decoder, len(jobs))
+    yield from (record for _, record in run_jobs(decoder, source, jobs, count))
+
+
+def _watch(bar: console.Bar) -> "Callable[[Record], None]":
+    failed = 0
+
+    def watch(record: "Record") -> None:
+        nonlocal failed
+        failed += record.status == "failed"
+        bar.advance()
+        cell = record.cell
+        bar.describe(f"{cell.task} {cell.method} seed {cell.seed}" + (f", {failed} failed" if failed else ""))
+
+    return watch
+
+
+@app.command()
+def pack(store: StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False) -> None:
+    """Write a store as Parquet and one safetensors file: compact, for keeping and sharing."""
+    _rewrite(store, out, "pack", as_json=json)
+
+
+@app.command()
+def unpack(store: StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False) -> None:
+    """Turn a packed store back into one that runs can add to."""
+    _rewrite(store, out, "unpack", as_json=json)
+
+
+def _rewrite(store: Path, out: Path, how: Literal["pack", "unpack"], *, as_json: bool) -> None:
+    from i2cl.experiments.store import Store
+
+    opened = Store.open(store)
+    (opened.pack if how == "pack" else opened.unpack)(out)
+    if as_json:
+        console.print_json({"store": str(out), "cells": len(opened.records)})
+    else:
+        console.say(f"{len(opened.records)} cells: {out}")
+
+
+def report(
+    store: StoreFolder,
+    names: Annotated[
+        str, typer.Option("--experiments", help="With commas between, TOML files, or all.")
+    ] = "all",
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="New folder; default: STORE/report.")
+    ] = None,
+    formats: Annotated[str, typer.Option(help="Some of md,tex,csv,html.")] = "md,tex,csv,html",
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Tables and figures of a store, beside the paper's printed numbers, without a model."""
+    from i2cl.experiments.library import ORDER, load_experiment
+    from i2cl.experiments.report.page import FORMATS, build, write
+    from i2cl.experiments.store import Store
+
+    wanted = load.split(formats)
+    if not set(wanted) <= set(FORMATS):
+        raise I2CLError(f"--formats {formats!r}: known are {', '.join(FORMATS)}")
+    opened = Store.open(store)
+    chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
+    built = build(chosen, list(opened.records.values()), opened.vectors())
+    written = write(built, out or store / "report", wanted)
+    if json:
+        console.print_json([str(path) for path in written])
+    else:
+        for path in written:
+            console.say(str(path))

@@ -1,0 +1,204 @@
+"""From what was typed to decoders, tasks and methods."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from i2cl.errors import I2CLError
+from i2cl.faces.cli import console
+
+if TYPE_CHECKING:
+    from i2cl.experiments.evaluation import Run
+    from i2cl.methods import Method
+    from i2cl.models.architectures import Architecture
+    from i2cl.models.decoder import Decoder
+    from i2cl.tasks import Task
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How to load a model."""
+
+    device: str | None = None
+    dtype: str | None = None
+    device_map: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    offload_folder: Path | None = None
+    quantization: Literal["8bit", "4bit"] | None = None
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Where a task's rows are and how a user's own file is read."""
+
+    data_dir: Path | None = None
+    template: str | None = None
+    labels: str | None = None
+    text_column: str = "text"
+    label_column: str = "label"
+    test: Path | None = None
+
+
+def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":
+    """Load a model quietly; a small one on the CPU then runs on one thread, which is fastest."""
+    import torch
+
+    from i2cl.experiments.parallel import is_small
+    from i2cl.models.decoder import Decoder
+
+    quiet()
+    loaded = Decoder.from_pretrained(
+        name,
+        device=options.device,
+        dtype=options.dtype,
+        device_map=_device_map(options.device_map),
+        offload_folder=options.offload_folder,
+        quantization=options.quantization,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+        architecture=architecture,
+    )
+    if is_small(loaded):
+        torch.set_num_threads(1)
+    return loaded
+
+
+def _device_map(typed: str | None) -> str | dict[str, Any] | None:
+    """A name such as ``auto``, or what JSON says of each module.
+
+    Raises:
+        I2CLError: on JSON that is no map from modules to devices.
+    """
+    if typed is None or not typed.lstrip().startswith(("{", "[", '"')):
+        return typed
+    try:
+        found = json.loads(typed)
+    except ValueError as error:
+        raise I2CLError(
+            f'--device-map {typed!r} is no JSON ({error}): write it like \'{{"": "cpu"}}\''
+        ) from None
+    if not isinstance(found, dict) or not all(isinstance(place, str | int) for place in found.values()):
+        raise I2CLError(f"--device-map {typed!r} is no map: give every module a device, cpu or disk")
+    return found
+
+
+def base_decoder(name: str, options: ModelOptions) -> "Decoder":
+    """Load the model that an injection names.
+
+    Raises:
+        I2CLError: if it is not found there, naming the option that says where it is.
+    """
+    try:
+        return decoder(name, options)
+    except I2CLError as error:
+        raise I2CLError(
+            f"{error} (the injection was made on {name!r}; --model names another place)"
+        ) from None
+
+
+def quiet() -> None:
+    """No progress bars and no advice from the libraries below."""
+    import logging as standard
+
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for library in ("accelerate", "bitsandbytes", "torchao"):
+        standard.getLogger(library).setLevel(standard.ERROR)
+    _quiet_hub()
+
+
+def _quiet_hub() -> None:
+    """Retries of the hub client are not for users: the error that ends them is."""
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()
+
+
+def task(name: str, options: TaskOptions) -> "Task":
+    """Load one task."""
+    from i2cl.tasks import load_task
+
+    _quiet_hub()
+    template = options.template.replace("\\n", "\n") if options.template else None
+    return load_task(
+        name,
+        data_dir=options.data_dir,
+        template=template,
+        labels=split(options.labels) if options.labels else None,
+        text_column=options.text_column,
+        label_column=options.label_column,
+        test_path=options.test,
+    )
+
+
+def tasks(names: str, model: str, options: TaskOptions) -> "list[Task]":
+    """Load several, see `task_names`."""
+    return [task(name, options) for name in task_names(names, model)]
+
+
+def task_names(names: str, model: str) -> list[str]:
+    """Names; ``all`` means the reference model's tasks, or the paper's for any other model."""
+    from i2cl.tasks import list_tasks
+
+    if names != "all":
+        return split(names)
+    group = "reference" if model == "reference" else "paper"
+    return [known.name for known in list_tasks() if known.group == group]
+
+
+def split(names: str) -> list[str]:
+    """Names with commas between, and spaces or not."""
+    return [name.strip() for name in names.split(",")]
+
+
+def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -> "list[Method]":
+    """Methods under a recipe and what ``--set`` says.
+
+    Raises:
+        I2CLError: on something that is not NAME=VALUE.
+    """
+    from i2cl.core.recipe import RECIPES
+    from i2cl.methods import make_methods
+
+    options: dict[str, str] = {}
+    for setting in settings or []:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise I2CLError(f"--set {setting!r} is not NAME=VALUE: write it like --set formula=add")
+        options[name.strip()] = value.strip()
+    return make_methods(names, options, RECIPES[recipe])
+
+
+def run_all(
+    model: str,
+    found: ModelOptions,
+    chosen: "Sequence[Task]",
+    methods: "Sequence[Method]",
+    *,
+    seeds: Sequence[int],
+    shots: int | None,
+    limit: int | None,
+    workers: int | None,
+) -> "list[Run]":
+    """Evaluate every task, method and seed behind one progress bar, in that order."""
+    from i2cl.experiments.parallel import Cell, run_jobs, suggested_workers
+
+    for one in chosen:  # rows that are lacking are told before a model is loaded
+        one.sample(shots, seeds[0])
+        one.queries(limit)
+    cells = [Cell(one, method, seed, shots, limit) for one in chosen for method in methods for seed in seeds]
+    loaded = decoder(model, found)
+    count = workers or suggested_workers(loaded, len(cells))
+    runs: dict[int, Run] = {}
+    with console.progress(len(cells), "evaluating") as bar:
+        for place, run in run_jobs(loaded, partial(decoder, model, found), cells, count):
+            runs[place] = run
+            bar.advance()
+            bar.describe(f"{run.task} {run.method} seed {run.seed}: {run.accuracy:.2f}")
+    return [runs[place] for place in sorted(runs)]

@@ -1,0 +1,250 @@
+"""I2CLClassifier: implicit in-context learning as a scikit-learn classifier of texts.
+
+It keeps scikit-learn's contract (https://scikit-learn.org/stable/developers/develop.html). The model is
+never copied: clones share it, and a pickle holds its name and fingerprint instead of its weights.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from jaxtyping import Float, Shaped
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted
+
+from i2cl.core.calibration import calibrate
+from i2cl.core.context import extract
+from i2cl.core.injection import Injection
+from i2cl.core.recipe import RECIPES, CalibrationConfig
+from i2cl.errors import I2CLError
+from i2cl.faces.sklearn.inputs import as_classes, as_texts, label_words
+from i2cl.faces.sklearn.shared import ModelSource, find_decoder
+from i2cl.methods import make_methods
+from i2cl.methods.i2cl import I2CL
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Scoring
+from i2cl.tasks import Example, Task, Template
+
+TEMPLATE = "{text}\nAnswer: {label}"
+"""The prompt format where none is given; words of the task itself serve a large model better."""
+
+STORED = "classifier"
+"""Where an injection's settings keep what only the classifier knows."""
+
+
+class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+    """Classifies texts with a frozen decoder LLM and one injection fitted to the training texts.
+
+    Args:
+        model: ``"reference"``, a folder or a hub id, loaded once a process; or a `Decoder`, which clones
+            share; or a `BaseModel`, which names one and says what its fingerprint has to be.
+        template: prompt format with ``{text}`` and ``{label}`` at its end, or a `Template`.
+        labels: the word that the model is to say for each class. Default: the class names themselves,
+            where they are strings.
+        shots: demonstrations per class, drawn with ``random_state``; None takes all training texts.
+        recipe: of calibration: ``"paper"``, ``"released"`` or ``"fast"``.
+        settings: options of extraction and calibration over the recipe's, such as
+            ``{"layers": "middle"}``; `i2cl ls methods` lists them.
+        scoring: score a label by its first token, its whole sequence, or as the labels demand.
+        random_state: of demonstrations and calibration: an int, a RandomState, or None to draw one.
+        device: such as ``"cuda:0"``, for a model given by name. Default: an accelerator if there is one.
+        dtype: such as ``"bfloat16"``, for a model given by name. Default: float32 on a CPU, else its own.
+
+    Attributes:
+        classes_: the classes, sorted; the columns of `predict_proba`.
+        injection_: what was fitted, its label words in the order of ``classes_``.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource = "reference",
+        *,
+        template: str | Template = TEMPLATE,
+        labels: Mapping[Any, str] | None = None,
+        shots: int | None = None,
+        recipe: str = "paper",
+        settings: Mapping[str, Any] | None = None,
+        scoring: Scoring = "auto",
+        random_state: int | np.random.RandomState | None = 0,
+        device: str | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        self.model = model
+        self.template = template
+        self.labels = labels
+        self.shots = shots
+        self.recipe = recipe
+        self.settings = settings
+        self.scoring = scoring
+        self.random_state = random_state
+        self.device = device
+        self.dtype = dtype
+
+    def fit(self, X: Any, y: Any) -> "I2CLClassifier":
+        """Extract a context vector from labelled texts and calibrate it (paper, section "Methodology").
+
+        Args:
+            X: n texts: a list, an array or a pandas Series.
+            y: n classes: strings, or anything that ``labels`` gives words for.
+
+        Raises:
+            I2CLError: on input that is no list of texts with a class each, classes without a word, too
+                few texts for ``shots``, a parameter that does not exist, or a model that cannot be used.
+        """
+        texts = as_texts(X)
+        classes, ids = as_classes(y, len(texts))
+        method = self._method()
+        template = self.template if isinstance(self.template, Template) else Template(self.template)
+        rows = tuple(Example(text, label) for text, label in zip(texts, ids, strict=True))
+        task = Task("texts", label_words(classes, self.labels), template, train=rows)
+        seed = self._seed()
+        shown = rows if self.shots is None else task.sample(self.shots, seed)
+        decoder = self._decoder()
+        context = extract(decoder, task, shown, method.extraction, seed=seed)
+        injection = calibrate(
+            decoder, task, shown, context, method.calibration, seed=seed, scoring=self.scoring
+        )
+        stored = {STORED: {"classes": classes.tolist(), "shots": self.shots}}
+        self.injection_ = replace(injection, settings=injection.settings | stored)
+        self.classes_ = classes
+        return self
+
+    def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
+        """The most probable class of each text.
+
+        Raises:
+            I2CLError: on input that is no list of texts, or a model that is not the one fitted on.
+        """
+        best = self._scores(X).argmax(-1)
+        return cast("np.ndarray", self.classes_[best])
+
+    def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
+        """Probability of each class, among the classes. Raises as `predict`."""
+        return cast("np.ndarray", np.exp(self.predict_log_proba(X)))
+
+    def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
+        """Log-probability of each class among the classes, in nats. Raises as `predict`."""
+        scores = self._scores(X)
+        top = scores - scores.max(-1, keepdims=True)
+        normal: Float[np.ndarray, "n classes"] = top - np.log(np.exp(top).sum(-1, keepdims=True))
+        return normal
+
+    def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
+        """Log-odds of the second class, in nats; of more than two, each label's log-probability.
+
+        The latter is among all that the model could say, so it also tells how well a text fits the task.
+        Raises as `predict`.
+        """
+        scores = self._scores(X)
+        return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the injection, see `Injection.save_pretrained`; `i2cl predict` reads it too.
+
+        Raises:
+            I2CLError: if the folder cannot be written or holds something else.
+            NotFittedError: before `fit`.
+        """
+        check_is_fitted(self)
+        self.injection_.save_pretrained(folder)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        model: str | Path | Decoder | None = None,
+        revision: str | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+    ) -> "I2CLClassifier":
+        """A fitted classifier from any saved injection, also one of `i2cl fit`, whose classes are its words.
+
+        Args:
+            name: folder or hub id of the injection.
+            model: where its model is. Default: where it was; loaded when first needed.
+            revision: of the injection on the hub.
+            device: as in the constructor.
+            dtype: as in the constructor.
+
+        Raises:
+            I2CLError: on a missing, damaged or newer artefact.
+        """
+        injection = Injection.from_pretrained(name, revision=revision)
+        words = injection.task.labels
+        stored = injection.settings.get(STORED, {"classes": list(words), "shots": None})
+        order = (classes := np.array(stored["classes"])).argsort()
+        options = CalibrationConfig.model_fields
+        calibration = {option: value for option, value in injection.settings.items() if option in options}
+        made = cls(
+            model if model is not None else injection.base,
+            template=injection.task.template,
+            labels=dict(zip(classes.tolist(), words, strict=True)),
+            shots=stored["shots"],
+            settings=injection.context.config.model_dump() | calibration,
+            scoring=injection.scoring,
+            random_state=injection.seed,
+            device=device,
+            dtype=dtype,
+        )
+        made.classes_ = classes[order]
+        task = replace(injection.task, labels=tuple(words[place] for place in order))
+        made.injection_ = replace(injection, task=task)  # whose order is the stored one
+        return made
+
+    def _scores(self, X: Any) -> Float[np.ndarray, "n classes"]:
+        check_is_fitted(self)
+        texts = as_texts(X)
+        decoder = self._decoder()
+        self.injection_.require_base(decoder)
+        scores: Float[np.ndarray, "n classes"] = self.injection_.scores(decoder, texts).double().numpy()
+        return scores
+
+    def _method(self) -> I2CL:
+        if self.recipe not in RECIPES:
+            raise I2CLError(f"unknown recipe {self.recipe!r}: choose one of {', '.join(RECIPES)}")
+        return cast("I2CL", make_methods([I2CL.name], self.settings, RECIPES[self.recipe])[0])
+
+    def _seed(self) -> int:
+        if isinstance(self.random_state, int | np.integer):
+            return int(self.random_state)
+        return int(check_random_state(self.random_state).randint(2**31 - 1))
+
+    def _decoder(self) -> Decoder:
+        found = find_decoder(self.model, dtype=self.dtype, device=self.device)
+        self._held = found  # so that it stays loaded as long as this classifier lives
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The model by reference: a pickle holds its name, its fingerprint and its precision."""
+        state = {name: value for name, value in super().__getstate__().items() if name != "_held"}
+        if isinstance(self.model, Decoder):
+            state["model"] = self.model.base
+            state["dtype"] = str(self.model.model.dtype).removeprefix("torch.")
+        return state
+
+    def __copy__(self) -> "I2CLClassifier":
+        """With the same model, which needs no pickle."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(vars(self))
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "I2CLClassifier":
+        """With the same model: a frozen one is shared."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        memo |= {id(value): value for value in vars(self).values() if isinstance(value, Decoder)}
+        twin.__dict__.update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def __sklearn_tags__(self) -> Any:
+        """One text a row, and no numbers."""
+        tags = super().__sklearn_tags__()
+        tags.input_tags.one_d_array = True
+        tags.input_tags.two_d_array = False
+        tags.input_tags.string = True
+        return tags

@@ -1,0 +1,75 @@
+"""One loaded model for all who ask for it by name in this process."""
+
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+from i2cl.errors import I2CLError
+from i2cl.models.decoder import Decoder
+from i2cl.models.fingerprint import BaseModel
+from i2cl.models.loading import REFERENCE
+
+ModelSource = str | Path | BaseModel | Decoder
+"""A name or folder; one with the fingerprint that it has to have; or the model itself."""
+
+_Key = tuple[str, str | None, str | None, str | None, tuple[Any, ...]]
+
+_ALIVE: "WeakValueDictionary[_Key, Decoder]" = WeakValueDictionary()
+_LOADING = Lock()
+
+
+def find_decoder(source: ModelSource, *, dtype: str | None, device: str | None) -> Decoder:
+    """The model that is meant, loaded if need be and checked against its fingerprint if it has one.
+
+    Raises:
+        I2CLError: if it cannot be loaded, or is another one by now.
+    """
+    if isinstance(source, Decoder):
+        return source
+    base = source if isinstance(source, BaseModel) else None
+    name, revision = (base.name, base.revision) if base else (source, None)
+    if not isinstance(name, str | Path):
+        raise I2CLError(f"model is a {type(name).__name__}: give a name, a folder or a Decoder")
+    try:
+        found = shared_decoder(name, revision=revision, dtype=dtype, device=device)
+    except I2CLError as error:
+        raise I2CLError(f"{error} (set_params(model=...) gives it another place or a Decoder)") from None
+    difference = base.difference(found.base) if base else None
+    if difference:
+        raise I2CLError(
+            f"{name!r} is not the model it was ({difference}): fit again, or set_params(model=...)"
+        )
+    return found
+
+
+def shared_decoder(
+    name: str | Path, *, revision: str | None = None, dtype: str | None = None, device: str | None = None
+) -> Decoder:
+    """`Decoder.from_pretrained`, once a process for as long as somebody holds the model.
+
+    The last one asked for is also held here, so that cross-validation, which drops every fold's
+    classifier, loads it once. A folder whose files have changed is loaded anew.
+
+    Raises:
+        I2CLError: if it cannot be loaded.
+    """
+    folder = Path(name).expanduser()
+    files: tuple[Any, ...] = ()
+    if str(name) != REFERENCE and folder.is_dir():
+        name = folder.resolve()
+        states = ((entry.name, entry.stat()) for entry in sorted(folder.iterdir()) if entry.exists())
+        files = tuple((entry, state.st_size, state.st_mtime_ns) for entry, state in states)
+    with _LOADING:
+        return _loaded((str(name), revision, dtype, device, files))
+
+
+@lru_cache(maxsize=1)
+def _loaded(key: _Key) -> Decoder:
+    name, revision, dtype, device, _ = key
+    found = _ALIVE.get(key)
+    if found is None:
+        found = Decoder.from_pretrained(name, revision=revision, dtype=dtype, device=device)
+        _ALIVE[key] = found
+    return found

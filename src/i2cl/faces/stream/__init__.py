@@ -1,0 +1,1 @@
+"""Texts in, predictions out, at any length, and again after a kill."""

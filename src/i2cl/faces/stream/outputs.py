@@ -1,0 +1,227 @@
+"""Predictions out: to stdout, or to a file that a killed run goes on with.
+
+While the file OUT is made, its rows are in ``.OUT.part`` beside it, and ``.OUT.part.json`` says what they
+depend on. The same run again keeps the whole chunks that are there. OUT appears by a rename at the end.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from filelock import FileLock, Timeout
+
+from i2cl.errors import I2CLError
+from i2cl.tasks.streams import TextError
+
+_NO_BREAKS = str.maketrans("\t\r\n", "   ")
+
+
+class Output:
+    """Where predictions go.
+
+    Attributes:
+        kept: rows of an earlier run.
+        rows: rows that are there, those kept included.
+        resumes: whether they survive the end of this process.
+    """
+
+    def __init__(
+        self, handle: IO[str], header: str, path: Path | None = None, kept: int = 0, *, resumes: bool = False
+    ) -> None:
+        self._handle = handle
+        self._header = header
+        self._path = path
+        self.kept = self.rows = kept
+        self.resumes = resumes
+
+    def write(self, lines: str, rows: int) -> None:
+        """Add the lines of some rows, the header before the first, and pass them on at once.
+
+        Raises:
+            I2CLError: if a file cannot be written.
+        """
+        with _told(self._path):
+            self._handle.write(lines if self.rows else self._header + lines)
+            self._handle.flush()
+        self.rows += rows
+
+
+@contextmanager
+def written(
+    path: Path | None,
+    header: str,
+    settings: Mapping[str, Any],
+    *,
+    chunk: int,
+    resumes: bool = True,
+    restart: bool = False,
+) -> Iterator[Output]:
+    """stdout, or a file that appears under its name only when the block ends without an error.
+
+    What is no regular file, such as /dev/null or a pipe, is written to and not replaced. After an error the
+    rows are kept, unless it was a `TextError`: the texts have to change then, and the rows with them.
+
+    Args:
+        path: the file; None for stdout.
+        header: what comes before the first row.
+        settings: what the rows depend on, JSON-able.
+        chunk: rows written at a time: kept rows are a multiple of it, so that the same chunks follow.
+        resumes: whether the texts can be read again from the start.
+        restart: discard what an earlier run left.
+
+    Raises:
+        I2CLError: if the file cannot be written, another process is writing it, or rows are there that were
+            made with other settings.
+    """
+    if path is None:
+        yield Output(sys.stdout, header)
+    elif path.exists() and not path.is_file():
+        with _told(path):
+            handle = path.open("w", encoding="utf-8")
+        with _closing(handle, path):
+            yield Output(handle, header, path)
+    else:
+        with (
+            _alone(path),
+            _growing(path, header, settings, chunk if resumes else 0, restart=restart) as output,
+        ):
+            yield output
+
+
+@contextmanager
+def _growing(
+    path: Path, header: str, settings: Mapping[str, Any], chunk: int, *, restart: bool
+) -> Iterator[Output]:
+    """A file in the making; chunk 0 means that nothing of it outlives this process."""
+    rows_file, note = _beside(path, ".part"), _beside(path, ".part.json")
+    if restart:
+        _discard(rows_file, note)
+    with _told(path):
+        kept = _taken_up(rows_file, note, json.loads(json.dumps(settings)), header, chunk)
+        handle = rows_file.open("a", encoding="utf-8", newline="\n")
+    output = Output(handle, header, path, kept, resumes=chunk > 0)
+    try:
+        with _closing(handle, path):
+            yield output
+        with _told(path):
+            rows_file.replace(path)
+            note.unlink(missing_ok=True)
+    except BaseException as error:
+        if isinstance(error, TextError) or not (output.resumes and output.rows):
+            _discard(rows_file, note)
+        raise
+
+
+def source_state(source: str) -> list[Any]:
+    """Path, size and time of a file of texts: another state may hold other texts."""
+    path = Path(source).absolute()
+    if not path.is_file():
+        return [source]
+    found = path.stat()
+    return [str(path), found.st_size, found.st_mtime_ns]
+
+
+def header_line(labels: Sequence[str], *, as_json: bool) -> str:
+    """The first line of the tab-separated form; JSON has none."""
+    return "" if as_json else "\t".join(["label", *(_one_cell(label) for label in labels)]) + "\n"
+
+
+def prediction_lines(labels: Sequence[str], rows: Iterable[Sequence[float]], *, as_json: bool) -> str:
+    """One line per row of probabilities: JSON, or tab-separated with the best label first."""
+    lines = []
+    for row in rows:
+        best = labels[max(range(len(row)), key=row.__getitem__)]
+        if as_json:
+            probabilities = {label: round(value, 6) for label, value in zip(labels, row, strict=True)}
+            lines.append(json.dumps({"label": best, "probabilities": probabilities}, ensure_ascii=False))
+        else:
+            lines.append("\t".join([_one_cell(best), *(f"{value:.6f}" for value in row)]))
+    return "".join(line + "\n" for line in lines)
+
+
+def _one_cell(label: str) -> str:
+    return label.translate(_NO_BREAKS)
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(f".{path.name}{ending}")
+
+
+@contextmanager
+def _told(path: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if path is None:  # a reader of stdout that went away is no error
+            raise
+        raise I2CLError(f"cannot write {str(path)!r} ({error.strerror}): choose another place") from None
+
+
+@contextmanager
+def _closing(handle: IO[str], path: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with _told(path):  # what a full disk refused is tried once more
+            handle.close()
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    lock = _beside(path, ".part.lock")
+    with ExitStack() as stack:
+        with _told(path):
+            path.parent.resolve(strict=True)  # FileLock would make the folder
+            try:
+                stack.enter_context(FileLock(lock, timeout=0))
+            except Timeout:
+                raise I2CLError(
+                    f"another process is writing {str(path)!r}: wait for it, or choose another place"
+                ) from None
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _discard(rows_file: Path, note: Path) -> None:
+    rows_file.unlink(missing_ok=True)
+    note.unlink(missing_ok=True)
+
+
+def _taken_up(rows_file: Path, note: Path, settings: dict[str, Any], header: str, chunk: int) -> int:
+    """How many rows are kept of a file that is cut to just these; where there is none, one is begun."""
+    if not rows_file.exists() or not rows_file.stat().st_size:
+        note.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return 0
+    try:
+        before = json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = {}
+    others = [name for name in settings if name not in before or before[name] != settings[name]]
+    if others:
+        raise I2CLError(
+            f"{rows_file.name} beside the output holds rows made with another {', '.join(others)} "
+            f"(see {note.name}): repeat that command, or discard them with --restart"
+        )
+    kept, size = _whole_chunks(rows_file, header.encode(), chunk) if chunk else (0, 0)
+    os.truncate(rows_file, size)
+    return kept
+
+
+def _whole_chunks(rows_file: Path, header: bytes, chunk: int) -> tuple[int, int]:
+    """Rows and bytes up to the end of the last whole chunk."""
+    rows = kept = end = 0
+    with rows_file.open("rb") as handle:
+        size = len(handle.read(len(header)))
+        for line in handle:
+            if not line.endswith(b"\n"):
+                break
+            rows, size = rows + 1, size + len(line)
+            if rows % chunk == 0:
+                kept, end = rows, size
+    return kept, end

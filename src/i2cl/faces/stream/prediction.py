@@ -1,0 +1,186 @@
+"""Labels for a stream of texts, chunk by chunk and in order: here, or by the workers of a Ray cluster.
+
+Source: https://docs.ray.io/en/latest/data/batch_inference.html. Both score the same chunks, so both give the
+same numbers.
+"""
+
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.experiments.cluster import joined, quiet_core
+from i2cl.faces.stream.outputs import prediction_lines
+from i2cl.models.decoder import Decoder
+from i2cl.tasks.streams import TextError, TextFormat, chunks, read_texts
+
+
+class WorkerWarning(UserWarning):
+    """What a worker of a cluster warned of, in its words."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Chunks of a file's texts, see `i2cl.tasks.streams.read_texts`.
+
+    Attributes:
+        source: path, or ``-`` for stdin.
+        kind: the file's format.
+        column: which column or key holds the text.
+        chunk: texts at a time.
+        skip: texts left out at the start; they are read and checked all the same.
+    """
+
+    source: str
+    kind: TextFormat | None = None
+    column: str = "text"
+    chunk: int = 512
+    skip: int = 0
+
+    def __iter__(self) -> Iterator[list[str]]:
+        texts = read_texts(self.source, self.kind, self.column)
+        return chunks(islice(texts, self.skip, None), self.chunk)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Turns texts into finished lines.
+
+    Attributes:
+        injection: the task.
+        decoder: its model.
+        as_json: JSON Lines instead of tabs.
+    """
+
+    injection: Injection
+    decoder: Decoder
+    as_json: bool = False
+
+    def __call__(self, texts: list[str]) -> str:
+        """One line per text."""
+        probabilities = self.injection.scores(self.decoder, texts).softmax(-1).tolist()
+        return prediction_lines(self.injection.task.labels, probabilities, as_json=self.as_json)
+
+
+ScorerSource = Callable[[], Callable[[list[str]], str]]
+"""Makes a scorer; must be picklable to run on Ray, such as a partial of a function."""
+
+
+class Scored(NamedTuple):
+    """Finished lines of one chunk, and how many texts they are of."""
+
+    lines: str
+    rows: int
+
+
+ScoredStream = Generator[Scored, None, None]
+"""Chunks as they are done; to be closed by who stops early, which ends the cluster."""
+
+
+def digest(injection: Injection) -> str:
+    """SHA-256 of all that an injection's answers depend on."""
+    said = [injection.task.to_dict(), asdict(injection.base), injection.positions, injection.scoring]
+    site = injection.context.config.site
+    found = hashlib.sha256(json.dumps([*said, site, injection.seed], sort_keys=True).encode())
+    for tensor in (injection.context.values, injection.coefficients):
+        found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def predict_here(source: ScorerSource, texts: Iterable[list[str]]) -> ScoredStream:
+    """Score chunks in this process.
+
+    Raises:
+        I2CLError: on a model that cannot be loaded, or texts that cannot be used.
+    """
+    score = source()
+    for chunk in texts:
+        yield Scored(score(chunk), len(chunk))
+
+
+def predict_on_ray(
+    source: ScorerSource, texts: Texts, address: str | None = None, workers: int | None = None
+) -> ScoredStream:
+    """Score chunks on a cluster: one task there reads the file ahead of workers that each hold a scorer.
+
+    Memory stays bounded: Ray Data holds the reader back while chunks wait. A worker that dies is replaced.
+
+    Args:
+        source: makes the scorer, in every worker.
+        texts: a file that all machines can read.
+        address: see `i2cl.experiments.cluster.joined`.
+        workers: how many; default: one per GPU of the cluster, or per core without any.
+
+    Raises:
+        I2CLError: as `predict_here`, or if the package ray is lacking, or no cluster answers.
+    """
+    with joined(address) as cluster, quiet_core():
+        import ray.data
+
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.execution_options.preserve_order = True
+        context.target_max_block_size = 1  # so that every chunk, which is one row, travels on its own
+        start: Any = ray.data.from_items([{"texts": ""}])  # whose types leave no room for callable classes
+        results = start.flat_map(
+            _read, fn_args=(texts,), num_cpus=0
+        ).map(  # or it would wait for a core of the workers
+            _Worker,
+            fn_constructor_args=(source,),
+            compute=ray.data.ActorPoolStrategy(size=workers or cluster.workers),
+            **cluster.share,
+        )
+        for result in results.iter_rows():
+            yield _received(result)
+
+
+def _read(_row: dict[str, Any], texts: Texts) -> Iterator[dict[str, Any]]:
+    """One chunk a row, as JSON, so that every block has the same plain columns."""
+    try:
+        for chunk in texts:
+            yield {"texts": json.dumps(chunk), "error": "", "of_texts": False}
+    except I2CLError as error:
+        yield {"texts": "[]", "error": str(error), "of_texts": isinstance(error, TextError)}
+
+
+class _Worker:
+    """Holds the scorer of one actor. Errors travel as values, since Ray would wrap and retry them."""
+
+    def __init__(self, source: ScorerSource) -> None:
+        self._source = source
+        self._score: Callable[[list[str]], str] | None = None
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        texts = json.loads(row["texts"])
+        lines, error, of_texts = "", row["error"], row["of_texts"]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                if texts:
+                    self._score = self._score or self._source()
+                    lines = self._score(texts)
+            except I2CLError as raised:
+                error, of_texts = str(raised), isinstance(raised, TextError)
+        told = [str(one.message) for one in caught if one.category.__module__.startswith("i2cl")]
+        return {
+            "lines": lines,
+            "rows": len(texts),
+            "warnings": json.dumps(told),
+            "error": error,
+            "of_texts": of_texts,
+        }
+
+
+def _received(result: dict[str, Any]) -> Scored:
+    for message in json.loads(result["warnings"]):
+        warnings.warn(message, WorkerWarning, stacklevel=3)
+    if result["error"]:
+        raise (TextError if result["of_texts"] else I2CLError)(result["error"])
+    return Scored(result["lines"], result["rows"])

@@ -1,0 +1,214 @@
+"""Many tasks on one model: queries of different tasks in one batch, each under its own injection.
+
+A batch gathers every row's vector and beta by the row's task, so tasks cost no loop and no model of
+their own: 2 x layers x d numbers each.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.core.edits import Positions, RowsEdit
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.models.batching import Ids
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Site
+from i2cl.models.scoring import Progress, Questions, require_texts, score
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What a batch needs of a task; never changed, so a running batch is not disturbed by a drop."""
+
+    questions: Questions
+    scaled: Float[Tensor, "layers sites d"]
+    keep: Float[Tensor, "layers sites"]
+    site: Site
+    positions: Positions
+    seed: int
+
+    @property
+    def kind(self) -> tuple[Site, bool, Positions, int]:
+        """Tasks of one kind can share a batch."""
+        return (
+            self.site,
+            self.questions.labels.full,
+            self.positions,
+            self.seed if self.positions == "random" else 0,
+        )
+
+
+class InjectionPool:
+    """Injections by name on one decoder. Loading and dropping one costs the same however many there are.
+
+    Both are safe while other threads predict: a batch keeps what it began with.
+
+    Attributes:
+        decoder: the model that all of them were made on.
+    """
+
+    def __init__(self, decoder: Decoder, injections: Mapping[str, Injection] | None = None) -> None:
+        self.decoder = decoder
+        self._loaded: dict[str, _Loaded] = {}
+        for name, injection in (injections or {}).items():
+            self.load(name, injection)
+
+    def load(self, name: str, injection: Injection, *, force: bool = False) -> None:
+        """Add an injection, or replace the one of that name.
+
+        Args:
+            name: of the task, as `scores` and `predict` take it.
+            injection: made on this pool's model.
+            force: accept one made on other weights of the same sizes.
+
+        Raises:
+            I2CLError: if it was made on another model.
+        """
+        injection.require_base(self.decoder, force=force)
+        questions = Questions(self.decoder, injection.task, injection.scoring)
+        _ = questions.labels  # labels that cannot be asked for are refused now, not by the first text
+        amount, keep = injection.coefficients.unbind(-1)
+        self._loaded[name] = _Loaded(
+            questions=questions,
+            scaled=(amount[..., None] * injection.context.values).to(self.decoder.device),
+            keep=keep.contiguous().to(self.decoder.device),
+            site=injection.context.config.site,
+            positions=injection.positions,
+            seed=injection.seed,
+        )
+
+    def drop(self, name: str) -> None:
+        """Forget an injection; batches that run with it end as they began.
+
+        Raises:
+            I2CLError: if there is none of that name.
+        """
+        if self._loaded.pop(name, None) is None:
+            raise self._unknown(name)
+
+    def __len__(self) -> int:
+        """How many are loaded."""
+        return len(self._loaded)
+
+    def __iter__(self) -> Iterator[str]:
+        """Their names."""
+        return iter(tuple(self._loaded))
+
+    def __contains__(self, name: object) -> bool:
+        """Whether one of that name is loaded."""
+        return name in self._loaded
+
+    def scores(
+        self, texts: Sequence[str], task_ids: Sequence[str], *, progress: Progress | None = None
+    ) -> list[Float[Tensor, " labels"]]:
+        """Log-probability of each label of each text's own task.
+
+        Args:
+            texts: what to classify.
+            task_ids: the name of each text's injection.
+            progress: called as texts finish.
+
+        Raises:
+            I2CLError: on an unknown name, an empty text, or lists of different lengths.
+        """
+        return self._scores(texts, self._tasks(texts, task_ids), progress)
+
+    def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
+        """The most probable label word of each text.
+
+        Raises:
+            I2CLError: as `scores`.
+        """
+        tasks = self._tasks(texts, task_ids)
+        scores = self._scores(texts, tasks, None)
+        return [one.questions.task.labels[int(row.argmax())] for one, row in zip(tasks, scores, strict=True)]
+
+    def _tasks(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[_Loaded]:
+        if len(texts) != len(task_ids):
+            raise I2CLError(f"{len(texts)} texts, but {len(task_ids)} task ids: give every text its own")
+        require_texts(texts)
+        known = {name: self._get(name) for name in dict.fromkeys(task_ids)}  # looked up once for all rows
+        return [known[name] for name in task_ids]
+
+    def _get(self, name: str) -> _Loaded:
+        found = self._loaded.get(name)
+        if found is None:
+            raise self._unknown(name)
+        return found
+
+    def _unknown(self, name: str) -> I2CLError:
+        return I2CLError(f"no injection {name!r} is loaded (of {len(self)}): load it first")
+
+    def _scores(
+        self, texts: Sequence[str], tasks: Sequence[_Loaded], progress: Progress | None
+    ) -> list[Float[Tensor, " labels"]]:
+        queries = self._encoded(texts, tasks)
+        found: list[Tensor] = [torch.empty(0)] * len(texts)
+        by_kind = defaultdict(list)
+        for row, one in enumerate(tasks):
+            by_kind[one.kind].append(row)
+        for rows in by_kind.values():
+            chosen = [tasks[row] for row in rows]
+            values = score(
+                self.decoder,
+                [queries[row] for row in rows],
+                [one.questions.labels for one in chosen],
+                edit=_edit(chosen),
+                progress=progress,
+            )
+            for row, one, line in zip(rows, chosen, values, strict=True):
+                found[row] = line[: len(one.questions.labels.ids)]
+        return found
+
+    def _encoded(self, texts: Sequence[str], tasks: Sequence[_Loaded]) -> list[Ids]:
+        queries: list[Ids] = [()] * len(texts)
+        by_task = defaultdict(list)
+        for row, one in enumerate(tasks):
+            by_task[id(one)].append(row)
+        for rows in by_task.values():
+            one = tasks[rows[0]]
+            encoded = one.questions.queries([texts[row] for row in rows])
+            for row, ids in zip(rows, encoded, strict=True):
+                queries[row] = ids
+        return queries
+
+
+def predict(
+    decoder: Decoder, texts: Sequence[str], injections: Mapping[str, Injection], task_ids: Sequence[str]
+) -> list[str]:
+    """The most probable label word of each text under its own task's injection.
+
+    Rows of different tasks share batches. Keep an `InjectionPool` to do this more than once.
+
+    Args:
+        decoder: the model.
+        texts: what to classify.
+        injections: by name; only those that are named are used.
+        task_ids: the name of each text's injection.
+
+    Raises:
+        I2CLError: on an unknown name, an injection of another model, an empty text, or lists of
+            different lengths.
+    """
+    named = {name: injections[name] for name in dict.fromkeys(task_ids) if name in injections}
+    return InjectionPool(decoder, named).predict(texts, task_ids)
+
+
+def _edit(rows: Sequence[_Loaded]) -> RowsEdit:
+    tasks = {id(task): task for task in rows}
+    place = {key: number for number, key in enumerate(tasks)}
+    scaled = torch.stack([task.scaled for task in tasks.values()])
+    site, _, positions, seed = rows[0].kind
+    return RowsEdit(
+        scaled,
+        torch.stack([task.keep for task in tasks.values()]),
+        torch.tensor([place[id(task)] for task in rows], device=scaled.device),
+        site=site,
+        positions=positions,
+        seed=seed,
+    )

@@ -1,0 +1,161 @@
+"""PEFT adapters on a decoder: trained on demonstrations, kept as a small state, taken off again.
+
+Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of that name.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from i2cl.errors import I2CLError
+from i2cl.models.batching import Batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.prefix import Prefix
+from i2cl.models.scoring import Questions, labelled_batch, sequence_log_probabilities
+from i2cl.models.training import TrainConfig, train
+from i2cl.tasks import Example, Task
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+QUERY_VALUE = ("q_proj", "v_proj")
+FUSED = ("query_key_value", "c_attn", "qkv_proj", "Wqkv")
+FEED_FORWARD = ("down_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.c_proj")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A trained adapter: what kind, and its tensors."""
+
+    config: "PeftConfig"
+    state: dict[str, Tensor]
+    virtual_tokens: int
+
+    @property
+    def values(self) -> int:
+        """How many numbers it holds."""
+        return sum(tensor.numel() for tensor in self.state.values())
+
+
+class AdaptedDecoder(Decoder):
+    """A decoder whose model wears an adapter; virtual tokens in front shift every position."""
+
+    virtual_tokens = 0
+
+    @classmethod
+    def wearing(cls, decoder: Decoder, model: Any, virtual_tokens: int) -> "AdaptedDecoder":
+        """Run ``model`` in place of the decoder's own."""
+        adapted = cls.__new__(cls)
+        found_on_the_bare_model = {"writers", "blocks", "identity", "base"}
+        vars(adapted).update({k: v for k, v in vars(decoder).items() if k not in found_on_the_bare_model})
+        adapted.model = model  # a PeftModel, which looks up on the bare model what it does not have
+        adapted.virtual_tokens = virtual_tokens
+        adapted.max_length = None if decoder.max_length is None else decoder.max_length - virtual_tokens
+        return adapted
+
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        at: Int[Tensor, "batch positions"] | None = None,
+        edit: Edit | None = None,
+        prefix: Prefix | None = None,
+    ) -> Float[Tensor, "batch positions vocab"]:
+        """See `Decoder.forward`; positions count the query's own tokens."""
+        places = (batch.last[:, None] if at is None else at) + self.virtual_tokens
+        return super().forward(batch, at=places, edit=edit, prefix=prefix)
+
+
+def fit_adapter(
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Sequence[Example],
+    config: "PeftConfig",
+    training: TrainConfig,
+    seed: int,
+) -> Adapter:
+    """Train an adapter to predict the demonstrations' labels after their queries.
+
+    Raises:
+        I2CLError: without demonstrations, or on a loss that is not finite.
+    """
+    from peft import get_peft_model_state_dict
+
+    with torch.random.fork_rng(), adapted(decoder, config, seed=seed) as wearing:
+        questions = Questions(wearing, task)
+        queries = questions.queries([example.text for example in demonstrations])
+        targets = questions.targets(demonstrations)
+
+        def loss(chosen: Sequence[int]) -> Tensor:
+            rows = [targets[row] for row in chosen]
+            batch = labelled_batch([queries[row] for row in chosen], rows, wearing.device)
+            return -sequence_log_probabilities(wearing, batch, rows).mean()
+
+        parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
+        batches = training.batches(len(queries), seed)
+        train(parameters, loss, batches, training, dtype=decoder.model.dtype)
+        state = get_peft_model_state_dict(wearing.model)
+        kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        return Adapter(config, kept, wearing.virtual_tokens)
+
+
+@contextmanager
+def adapted(
+    decoder: Decoder, config: "PeftConfig", state: dict[str, Tensor] | None = None, seed: int = 0
+) -> Iterator[AdaptedDecoder]:
+    """Put an adapter on while the block runs, new or with a trained state; the model is left as found."""
+    from peft import get_peft_model, set_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTuner
+
+    with decoder.frozen():
+        torch.manual_seed(seed)
+        wrapped = get_peft_model(decoder.model, config)
+        virtual = int(getattr(config, "num_virtual_tokens", 0)) if config.peft_type == "PROMPT_TUNING" else 0
+        try:
+            if state is not None:
+                set_peft_model_state_dict(wrapped, state)
+            yield AdaptedDecoder.wearing(decoder, wrapped, virtual)
+        finally:
+            if isinstance(wrapped.base_model, BaseTuner):  # prompt learning leaves the model alone
+                wrapped.unload()
+
+
+def attention_targets(decoder: Decoder) -> list[str]:
+    """Names of the query and value projections, or of the fused projection that holds both.
+
+    Raises:
+        I2CLError: if the model has none of the known names.
+    """
+    names = _linear_names(decoder)
+    for known in (QUERY_VALUE, *((fused,) for fused in FUSED)):
+        if all(any(_ends(name, one) for name in names) for one in known):
+            return list(known)
+    raise I2CLError(f"no query and value projections are known in {decoder.model.config.model_type!r}")
+
+
+def feed_forward_targets(decoder: Decoder) -> list[str]:
+    """Name of the last linear map of the MLP; none where experts hold it in one tensor."""
+    names = _linear_names(decoder)
+    return [known for known in FEED_FORWARD if any(_ends(name, known) for name in names)][:1]
+
+
+def has_transposed_weights(decoder: Decoder) -> bool:
+    """Whether the projections are GPT-2's ``Conv1D``, whose weight is (in, out)."""
+    return any(isinstance(module, Conv1D) for block in decoder.blocks for module in block.modules())
+
+
+def _linear_names(decoder: Decoder) -> list[str]:
+    return [
+        name for name, module in decoder.blocks[0].named_modules() if isinstance(module, nn.Linear | Conv1D)
+    ]
+
+
+def _ends(name: str, suffix: str) -> bool:
+    return name == suffix or name.endswith(f".{suffix}")

@@ -1,0 +1,198 @@
+"""What the methods built on the PEFT library share: training, and prediction with the adapter put on."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.errors import I2CLError
+from i2cl.methods.adapters import Adapter, adapted, fit_adapter
+from i2cl.methods.base import Method
+from i2cl.methods.prompts import PromptPredictor
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress
+from i2cl.models.training import TrainConfig
+from i2cl.tasks import Example, Task
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+from dataclasses import field
+
+from pydantic import Field
+
+from i2cl.methods.adapters import attention_targets, feed_forward_targets, has_transposed_weights
+
+
+class AdapterMethod(Method):
+    """Trains an adapter on the demonstrations as single queries, with the schedule of the paper."""
+
+    needs: ClassVar[str] = "demonstrations, the package peft"
+    formula: ClassVar[str] = "as trained"
+    training: TrainConfig
+
+    @abstractmethod
+    def config(self, decoder: Decoder) -> "PeftConfig":
+        """The adapter for this model.
+
+        Raises:
+            I2CLError: if the model has nothing that it can adapt.
+        """
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> "AdapterPredictor":
+        """Train, keep the adapter's tensors, take it off again.
+
+        Raises:
+            I2CLError: without the package peft, or on a loss that is not finite.
+        """
+        if find_spec("peft") is None:
+            raise I2CLError(f"{self.name} needs the package peft: pip install 'i2cl[peft]'")
+        adapter = fit_adapter(decoder, task, demonstrations, self.config(decoder), self.training, seed)
+        return AdapterPredictor(decoder, task, adapter)
+
+
+@dataclass(frozen=True)
+class AdapterPredictor:
+    """The model while it wears the adapter; between calls it is as it was."""
+
+    decoder: Decoder
+    task: Task
+    adapter: Adapter
+    held_out: ClassVar[int] = 0
+
+    @property
+    def trainable_parameters(self) -> int:
+        """All of the adapter."""
+        return self.adapter.values
+
+    @property
+    def cached_values(self) -> int:
+        """All of the adapter."""
+        return self.adapter.values
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.adapter.state.values())
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probability of each label word with the adapter on."""
+        with adapted(self.decoder, self.adapter.config, self.adapter.state) as wearing:
+            return PromptPredictor(wearing, self.task).scores(texts, progress)
+
+
+class LoRASettings(TrainConfig):
+    """The paper's: rank 8, alpha 32, dropout 0.05, learning rate 1e-3."""
+
+    lr: float = Field(1e-3, gt=0)
+    lora_rank: int = Field(8, ge=1)
+    lora_alpha: int = Field(32, ge=1)
+    lora_dropout: float = Field(0.05, ge=0, lt=1)
+
+
+@dataclass(frozen=True)
+class LoRA(AdapterMethod):
+    """Where query, key and value are one projection, all three are adapted."""
+
+    name: ClassVar[str] = "lora"
+    summary: ClassVar[str] = "low-rank changes of query and value projections"
+    row: ClassVar[str] = "LoRA"
+    settings = (LoRASettings,)
+
+    training: LoRASettings = field(default_factory=LoRASettings)
+
+    def config(self, decoder: Decoder) -> "PeftConfig":
+        """Targets by name, as they are called in this family."""
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.training.lora_rank,
+            lora_alpha=self.training.lora_alpha,
+            lora_dropout=self.training.lora_dropout,
+            target_modules=attention_targets(decoder),
+            fan_in_fan_out=has_transposed_weights(decoder),
+        )
+
+
+class IA3Settings(TrainConfig):
+    """The paper's learning rate of 1e-3."""
+
+    lr: float = Field(1e-3, gt=0)
+
+
+@dataclass(frozen=True)
+class IA3(AdapterMethod):
+    """Where query, key and value are one projection, all three are scaled."""
+
+    name: ClassVar[str] = "ia3"
+    summary: ClassVar[str] = "scales of query, value and feed-forward activations"
+    row: ClassVar[str] = "IA3"
+    settings = (IA3Settings,)
+
+    training: IA3Settings = field(default_factory=IA3Settings)
+
+    def config(self, decoder: Decoder) -> "PeftConfig":
+        """Targets by name: PEFT's own table differs from family to family."""
+        from peft import IA3Config
+
+        feed_forward = feed_forward_targets(decoder)
+        return IA3Config(
+            target_modules=attention_targets(decoder) + feed_forward,
+            feedforward_modules=feed_forward,
+            fan_in_fan_out=has_transposed_weights(decoder),
+        )
+
+
+class PrefixTuningSettings(TrainConfig):
+    """One virtual token a layer, learning rate 0.1 as for prompt tuning."""
+
+    lr: float = Field(0.1, gt=0)
+    virtual_tokens: int = Field(1, ge=1)
+
+
+@dataclass(frozen=True)
+class PrefixTuning(AdapterMethod):
+    """Virtual tokens in every layer, trained directly without a reparametrising network."""
+
+    name: ClassVar[str] = "prefix_tuning"
+    summary: ClassVar[str] = "learned key and value of a virtual token in every layer"
+    row: ClassVar[str] = "Prompt-tuning (as the text has it)"
+    settings = (PrefixTuningSettings,)
+
+    training: PrefixTuningSettings = field(default_factory=PrefixTuningSettings)
+
+    def config(self, decoder: Decoder) -> "PeftConfig":
+        """No projection."""
+        from peft import PrefixTuningConfig
+
+        return PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.training.virtual_tokens)
+
+
+class PromptTuningSettings(TrainConfig):
+    """The paper's: one virtual token, learning rate 0.1."""
+
+    lr: float = Field(0.1, gt=0)
+    virtual_tokens: int = Field(1, ge=1)
+
+
+@dataclass(frozen=True)
+class PromptTuning(AdapterMethod):
+    """Virtual tokens at the input only."""
+
+    name: ClassVar[str] = "prompt_tuning"
+    summary: ClassVar[str] = "learned token embedding in front of the query"
+    row: ClassVar[str] = "Soft-prompt / Prompt-tuning"
+    settings = (PromptTuningSettings,)
+
+    training: PromptTuningSettings = field(default_factory=PromptTuningSettings)
+
+    def config(self, decoder: Decoder) -> "PeftConfig":
+        """Random start."""
+        from peft import PromptTuningConfig
+
+        return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.training.virtual_tokens)

@@ -1,0 +1,154 @@
+"""Prompts with demonstrations and the predictor that scores label words behind them."""
+
+import warnings
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.errors import I2CLError
+from i2cl.models.batching import Ids, TruncationWarning, shared_front
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.prefix import Prefix
+from i2cl.models.scoring import (
+    Progress,
+    Questions,
+    next_token_log_probabilities,
+    score,
+)
+from i2cl.tasks import Example, Task
+
+Shown = tuple[tuple[str, str], ...]
+"""Demonstrations as (text, label word), in the order they stand in a prompt."""
+
+
+@dataclass(frozen=True)
+class PromptPredictor:
+    """Scores label words behind a prompt: the query, after demonstrations or not, under an edit or not.
+
+    Attributes:
+        decoder: the model.
+        task: gives template and label words.
+        shown: demonstrations in front of the query.
+        prefix: their keys and values, if they were run once beforehand.
+        edit: applied to every layer, to prompt and query alike.
+        cached_values: see `Predictor`.
+        trainable_parameters: see `Predictor`.
+        held_out: see `Predictor`.
+    """
+
+    decoder: Decoder
+    task: Task
+    shown: Shown = ()
+    prefix: Prefix | None = None
+    edit: Edit | None = None
+    cached_values: int = 0
+    trainable_parameters: int = 0
+    held_out: int = 0
+
+    @property
+    def cached_bytes(self) -> int:
+        """Keys and values in the model's precision, the rest in float32."""
+        if self.prefix is None:
+            return 4 * self.cached_values
+        return self.prefix.bytes + 4 * (self.cached_values - self.prefix.values)
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probability of each label word."""
+        questions = Questions(self.decoder, self.task)
+        prompts = encode_prompts(questions, self.shown, texts)
+        scores = torch.empty(len(prompts), len(self.task.labels))
+        for rows, queries, prefix in self._parts(prompts):
+            scores[rows] = score(
+                self.decoder, queries, questions.labels, edit=self.edit, prefix=prefix, progress=progress
+            )
+        return scores
+
+    def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
+        """Log-probability of every token behind each prompt."""
+        prompts = encode_prompts(Questions(self.decoder, self.task), self.shown, texts)
+        found: dict[int, Tensor] = {}
+        for rows, queries, prefix in self._parts(prompts):
+            values = next_token_log_probabilities(self.decoder, queries, edit=self.edit, prefix=prefix)
+            found |= dict(zip(rows, values, strict=True))
+        return torch.stack([found[row] for row in range(len(prompts))])
+
+    def _parts(self, prompts: list[Ids]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
+        """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""
+        start = len(self.prefix.ids) if self.prefix else 0
+        shared = self.prefix.ids if self.prefix else ()
+        fits = [row for row, ids in enumerate(prompts) if ids[:start] == shared and len(ids) > start]
+        rest = sorted(set(range(len(prompts))) - set(fits))
+        if fits:
+            yield fits, [prompts[row][start:] for row in fits], self.prefix
+        if rest:
+            yield rest, [prompts[row] for row in rest], None
+
+
+def fitting(questions: Questions, demonstrations: Sequence[Example]) -> Shown:
+    """Demonstrations for a prompt, as many per class as fit into the context with a query behind them.
+
+    Room is kept for a query as long as the longest demonstration. Warns where fewer are shown.
+
+    Raises:
+        I2CLError: if not even one per class fits, naming tokens needed and available.
+    """
+    task, encoder, limit = questions.task, questions.decoder.encoder, questions.decoder.max_length
+    counts = Counter(example.label for example in demonstrations)
+    most = max(counts.values(), default=0)
+    longest = max((example.text for example in demonstrations), key=len, default="")
+
+    def needed(per_class: int) -> int:
+        prompt = task.template.prompt(_first_of_each(task, demonstrations, per_class), longest)
+        return len(encoder([prompt])[0]) + questions.labels.room
+
+    if limit is None or needed(most) <= limit:
+        return _first_of_each(task, demonstrations, most)
+    fits = bisect_right(range(1, most + 1), limit, key=needed)
+    if fits == 0:
+        raise I2CLError(
+            f"one demonstration per class and a query need {needed(1)} tokens, but the context "
+            f"holds {limit}: use shorter demonstrations or a model with a longer context"
+        )
+    warnings.warn(
+        f"{task.name}: {most} demonstrations per class and a query need {needed(most)} tokens, but the "
+        f"context holds {limit}; showing {fits} per class",
+        TruncationWarning,
+        stacklevel=3,
+    )
+    return _first_of_each(task, demonstrations, fits)
+
+
+def _first_of_each(task: Task, demonstrations: Sequence[Example], per_class: int) -> Shown:
+    """Texts and label words of the first few demonstrations of each class, in the given order."""
+    seen: Counter[int] = Counter()
+    chosen: list[tuple[str, str]] = []
+    for example in demonstrations:
+        seen[example.label] += 1
+        if seen[example.label] <= per_class:
+            chosen.append((example.text, task.labels[example.label]))
+    return tuple(chosen)
+
+
+def encode_prompts(questions: Questions, demonstrations: Shown, texts: Sequence[str]) -> list[Ids]:
+    """Token ids of demonstrations and query, for each text.
+
+    Raises:
+        I2CLError: if the demonstrations do not fit, naming tokens needed and available.
+    """
+    return questions.queries(texts, partial(questions.task.template.prompt, demonstrations))
+
+
+def shared_ids(questions: Questions, demonstrations: Shown) -> Ids:
+    """The tokens that prompts have in common, whatever the query.
+
+    Raises:
+        I2CLError: if the demonstrations do not fit, naming tokens needed and available.
+    """
+    return shared_front(encode_prompts(questions, demonstrations, ["a", "7"]))

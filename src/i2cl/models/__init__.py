@@ -1,0 +1,1 @@
+"""A frozen decoder: loaded, borrowed, batched, run, asked and trained on."""

@@ -1,0 +1,327 @@
+"""From strings to length-sorted batches of token ids.
+
+Padded batches are padded on the right and run without an attention mask: under causal attention a
+token never sees what stands to its right, so padding cannot change a result, whatever the
+tokenizer's own padding side says. Packed batches hold all queries in one row, kept apart by their
+position ids (https://huggingface.co/docs/transformers/en/attention_interface).
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+from pathlib import Path
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from i2cl.errors import I2CLError
+
+Ids = tuple[int, ...]
+
+
+class TruncationWarning(UserWarning):
+    """Texts were cut to fit the model's context; the message counts them."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids of some queries: a right-padded row for each, or all of them packed into one row.
+
+    Attributes:
+        input_ids: token ids; what stands right of a row's end is padding.
+        first: index of each query's first token in its row: 0, unless packed.
+        last: index of each query's last token in its row, whose next token is predicted.
+        rows: place of each query in the caller's list.
+        position_ids: of a packed batch, which start again with every query; None otherwise.
+    """
+
+    input_ids: Int[Tensor, "lines tokens"]
+    first: Int[Tensor, " batch"]
+    last: Int[Tensor, " batch"]
+    rows: tuple[int, ...]
+    position_ids: Int[Tensor, "1 tokens"] | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether one row holds all queries."""
+        return self.position_ids is not None
+
+
+def make_batch(ids: Sequence[Ids], device: torch.device, rows: Sequence[int] | None = None) -> Batch:
+    """One right-padded batch of all given rows, in the given order."""
+    width = max(map(len, ids))
+    padded = torch.tensor([row + (0,) * (width - len(row)) for row in ids], device=device)
+    last = torch.tensor([len(row) - 1 for row in ids], device=device)
+    return Batch(padded, torch.zeros_like(last), last, tuple(rows if rows is not None else range(len(ids))))
+
+
+def pack_batch(ids: Sequence[Ids], device: torch.device) -> Batch:
+    """All given rows one behind the other in a single row, without padding."""
+    ends = list(accumulate(map(len, ids)))
+    return Batch(
+        input_ids=torch.tensor([[token for row in ids for token in row]], device=device),
+        first=torch.tensor([end - len(row) for end, row in zip(ends, ids, strict=True)], device=device),
+        last=torch.tensor(ends, device=device) - 1,
+        rows=tuple(range(len(ids))),
+        position_ids=torch.tensor([[place for row in ids for place in range(len(row))]], device=device),
+    )
+
+
+def packing_pays(lengths: Sequence[int], d_model: int) -> bool:
+    """Whether a packed batch needs fewer multiplications than a padded one.
+
+    A token costs about 24 d^2 in a block's matrices, and 4 d for every key in its row: packing saves
+    padding, but runs the attention over all queries at once.
+    """
+    packed, padded = (1, sum(lengths)), (len(lengths), max(lengths))
+    first, second = (lines * width * (6 * d_model + width) for lines, width in (packed, padded))
+    return first < second
+
+
+def longest_first(ids: Sequence[Ids]) -> list[int]:
+    """Places of all rows by falling length, so that what does not fit into memory fails at once.
+
+    Equal texts stand together, which makes batches independent of the order the texts came in.
+    """
+    return sorted(range(len(ids)), key=lambda row: (-len(ids[row]), ids[row]))
+
+
+def budget_chunks(ids: Sequence[Ids], token_budget: int) -> list[list[int]]:
+    """Places of all rows, longest first, in parts of at most ``token_budget`` padded tokens, or one row."""
+    order = longest_first(ids)
+    chunks = []
+    start = 0
+    while start < len(order):
+        size = max(1, token_budget // len(ids[order[start]]))
+        chunks.append(order[start : start + size])
+        start += size
+    return chunks
+
+
+def shared_front(rows: Sequence[Ids]) -> Ids:
+    """The tokens that all rows start with, short of the shortest row's last, which is left to run."""
+    length = min(map(len, rows)) - 1
+    columns = zip(*(row[:length] for row in rows), strict=True)
+    return tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes strings with the special tokens that the tokenizer puts in front (such as BOS).
+
+    Special tokens that it would put behind (such as EOS) are left out, since the last token must
+    be the one that predicts the next.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    front: Ids
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Encoder":
+        """Find out what the tokenizer puts in front, by encoding a probe with and without it."""
+        bare = tuple(tokenizer("a", add_special_tokens=False)["input_ids"])
+        full = tuple(tokenizer("a")["input_ids"])
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return cls(tokenizer, full[:start])
+        return cls(tokenizer, ())
+
+    def __call__(self, texts: Sequence[str]) -> list[Ids]:
+        """Token ids of each text, special tokens in front included."""
+        if not texts:
+            return []
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [self.front + tuple(ids) for ids in encoded]
+
+    def fitted(self, build: Callable[[str], str], texts: Sequence[str], limit: int | None) -> list[Ids]:
+        """Token ids of ``build(text)``, the text cut at its end where the whole exceeds ``limit`` tokens.
+
+        Template and label positions are never cut. Warns once with the number of texts cut.
+
+        Raises:
+            I2CLError: if not even an empty text leaves room.
+        """
+        return self.fitted_each([build] * len(texts), texts, limit)
+
+    def fitted_each(
+        self, builds: Sequence[Callable[[str], str]], texts: Sequence[str], limit: int | None
+    ) -> list[Ids]:
+        """Like `fitted`, with a prompt format for each text."""
+        ids = self([build(text) for build, text in zip(builds, texts, strict=True)])
+        if limit is None:
+            return ids
+        cut = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
+        for row in cut:
+            ids[row] = self._cut(builds[row], texts[row], limit)
+        if cut:
+            message = f"{len(cut)} of {len(texts)} texts were cut to fit {limit} tokens of context"
+            warnings.warn(message, TruncationWarning, stacklevel=3)
+        return ids
+
+    def _cut(self, build: Callable[[str], str], text: str, limit: int) -> Ids:
+        def encode(characters: int) -> Ids:
+            return self([build(text[:characters])])[0]
+
+        best = encode(0)
+        if len(best) > limit:
+            raise I2CLError(
+                f"the prompt without its text needs {len(best)} tokens, but only {limit} fit into the "
+                "context: use fewer or shorter demonstrations, or a model with a longer context"
+            )
+        fits, over = 0, 4 * limit
+        while over < len(text) and len(encode(over)) <= limit:
+            fits, over = over, 2 * over
+        over = min(over, len(text))
+        while over - fits > 1:
+            middle = (fits + over) // 2
+            if len(encode(middle)) <= limit:
+                fits = middle
+            else:
+                over = middle
+        return encode(fits)
+
+
+T = TypeVar("T")
+
+KEPT_BUDGET = 16384
+CPU_KEPT_BUDGET = 4096
+"""Tokens of keys and values that a batch may hold, cached ones included; a larger token budget raises it.
+
+Every row gets a copy of the cached ones, which beyond a few thousand costs a CPU more than a larger batch
+saves: docs/performance.md.
+"""
+
+
+class MemoryWarning(UserWarning):
+    """A batch did not fit into memory; from then on batches are smaller."""
+
+
+@runtime_checkable
+class Budgeted(Protocol):
+    """Something that runs batches on a device, such as a decoder."""
+
+    token_budget: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        ...
+
+
+def run_batches(
+    runner: Budgeted, ids: Sequence[Ids], run: Callable[[Batch], T], reserve: int = 0
+) -> Iterator[tuple[Batch, T]]:
+    """What ``run`` returns for each batch of queries of similar length, longest first.
+
+    A batch that exceeds the memory is run again as two, and the runner's token budget is lowered, so
+    that this happens, and is told, once. The queries' order does not change what a batch holds.
+
+    Args:
+        runner: has the device and the number of padded tokens that a batch may hold.
+        ids: token ids of each query.
+        run: what to do with a batch.
+        reserve: cached tokens in front of every query: they are kept, but not run, so that they count
+            towards `KEPT_BUDGET` (`CPU_KEPT_BUDGET`) alone.
+
+    Raises:
+        I2CLError: if a single query exceeds the memory.
+    """
+    order = longest_first(ids)
+    start = 0
+    kept = CPU_KEPT_BUDGET if runner.device.type == "cpu" else KEPT_BUDGET
+    while start < len(order):
+        length = len(ids[order[start]])
+        room = max(runner.token_budget, kept) // (length + reserve)
+        rows = order[start : start + max(1, min(runner.token_budget // length, room))]
+        batch = make_batch([ids[row] for row in rows], runner.device, rows)
+        result = _unless_out_of_memory(run, batch)
+        if result is None:
+            _shrink(runner, len(rows), length, reserve)
+        else:
+            yield batch, result[0]
+            start += len(rows)
+
+
+def _unless_out_of_memory(run: Callable[[Batch], T], batch: Batch) -> tuple[T] | None:
+    """What ``run`` returns, or None; the error is gone by then, with all the tensors it holds on to."""
+    try:
+        return (run(batch),)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return None
+        raise
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an accelerator or the CPU's allocator had no room."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _shrink(runner: Budgeted, rows: int, length: int, reserve: int) -> None:
+    if rows == 1:
+        raise I2CLError(
+            f"a query of {length + reserve} tokens does not fit into memory: shorten it, or load the "
+            "model in bfloat16 or with device_map='auto'"
+        )
+    runner.token_budget = (rows + 1) // 2 * length
+    if runner.device.type == "cuda":
+        torch.cuda.empty_cache()
+    message = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
+    warnings.warn(message, MemoryWarning, stacklevel=4)
+
+
+@dataclass
+class Peak:
+    """Most bytes in use during a block: of a GPU's allocator, or resident on a CPU."""
+
+    bytes: int = 0
+    start: int = 0
+
+    @property
+    def added(self) -> int:
+        """Bytes beyond those in use when the block began."""
+        return max(0, self.bytes - self.start)
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Measure a block's peak memory; the numbers are there when it ends.
+
+    On Linux the process's own high-water mark is set back first
+    (https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html). Elsewhere it is that of the
+    whole process so far.
+    """
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        peak.start = torch.cuda.memory_allocated(device)
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    peak.start = resident_peak()
+    yield peak
+    peak.bytes = resident_peak()
+
+
+def resident_peak() -> int:
+    """Most bytes that this process has had resident; 0 where the system does not tell."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = status.read_text(encoding="ascii").splitlines()
+        marks = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+        if marks:
+            return 1024 * int(marks[0])
+    try:
+        import resource
+    except ImportError:  # Windows has no such module
+        return 0
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else 1024 * size

@@ -1,0 +1,312 @@
+"""Decoder: the only owner of a model and its tokenizer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from i2cl.errors import I2CLError
+from i2cl.models.architectures import Architecture, architecture_of
+from i2cl.models.batching import Batch, Encoder, Ids, make_batch, run_batches
+from i2cl.models.borrowing import frozen, lock_of
+from i2cl.models.edits import Edit, Keep, Site
+from i2cl.models.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerprint
+from i2cl.models.hooks import edit_inputs, edit_outputs
+from i2cl.models.identity import ResidualIdentity, residual_identity
+from i2cl.models.loading import REFERENCE, load_model_and_tokenizer
+from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit
+from i2cl.models.prefix import Prefix, keys_at
+
+T = TypeVar("T")
+
+BUDGET = 16384
+CPU_BUDGET = 1024
+"""Padded tokens a batch may hold by default. Beyond about 1,000 a CPU gets slower: docs/performance.md."""
+
+PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
+
+
+class Decoder:
+    """A frozen decoder LLM with its tokenizer: encodes, batches, runs, captures and edits.
+
+    The model is left as found after every call, also after an error: weights, hooks, training mode
+    and ``requires_grad``. Calls from several threads wait for each other.
+
+    Attributes:
+        model: the transformers causal LM.
+        tokenizer: its tokenizer; its padding side is neither used nor changed.
+        architecture: where its residual writers are.
+        token_budget: padded tokens a batch may hold; lowered when a batch exceeds the memory.
+        max_length: context length in tokens, or None where the model has no limit.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        architecture: Architecture | None = None,
+        name: str | None = None,
+        revision: str | None = None,
+        token_budget: int | None = None,
+    ) -> None:
+        settle_4bit(model)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.architecture = architecture or architecture_of(model)
+        self.name = name or str(getattr(model, "name_or_path", "") or type(model).__name__)
+        self.revision = revision
+        self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else BUDGET)
+        self.encoder = Encoder.of(tokenizer)
+        self.max_length = _context_length(model, tokenizer)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        offload_folder: str | Path | None = None,
+        quantization: Quantization | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        architecture: Architecture | None = None,
+        token_budget: int | None = None,
+    ) -> "Decoder":
+        """Load ``"reference"``, a folder or a hub id. See `i2cl.models.loading.load_model_and_tokenizer`.
+
+        Raises:
+            I2CLError: if it cannot be loaded safely, or its model type is unknown.
+        """
+        model, tokenizer = load_model_and_tokenizer(
+            name,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            offload_folder=offload_folder,
+            quantization=quantization,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        return cls(
+            model,
+            tokenizer,
+            architecture=architecture,
+            name=name,
+            revision=revision,
+            token_budget=token_budget,
+        )
+
+    def __sklearn_clone__(self) -> "Decoder":
+        """scikit-learn's clones of an estimator share its model, which none of them changes."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return execution_device(self.model.get_input_embeddings())
+
+    @cached_property
+    def writers(self) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+        """(attention, MLP) residual writers of each layer."""
+        return self.architecture.writers(self.model)
+
+    @cached_property
+    def blocks(self) -> list[torch.nn.Module]:
+        """The decoder blocks."""
+        return self.architecture.blocks(self.model)
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @cached_property
+    def writer_scale(self) -> float:
+        """What a block multiplies a writer's output by before adding it."""
+        return self.architecture.writer_scale(self.model.config)
+
+    @cached_property
+    def base(self) -> BaseModel:
+        """Identity of the model: name, revision, sizes and fingerprints."""
+        here = Path(self.name)
+        return BaseModel(
+            name=str(here.resolve()) if self.name != REFERENCE and here.is_dir() else self.name,
+            revision=self.revision,
+            model_type=self.model.config.model_type,
+            layers=self.layers,
+            d_model=self.d_model,
+            weights=weights_fingerprint(self.model),
+            tokenizer=tokenizer_fingerprint(self.tokenizer),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            quantization=quantization_of(self.model.config),
+        )
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a layer with a sliding window sees, or None where every layer sees all."""
+        config = self.model.config.get_text_config()
+        for field in ("sliding_window", "window_size"):
+            size = getattr(config, field, None)
+            if isinstance(size, int):
+                return size
+        return None
+
+    @cached_property
+    def identity(self) -> ResidualIdentity:
+        """How exactly the blocks add what the two writers put out, measured once on a few tokens."""
+        ids = torch.tensor(self.encoder([PROBE]), device=self.device)
+        with self.frozen():
+            return residual_identity(self.model, self.architecture, ids)
+
+    def require_identity(self) -> None:
+        """Refuse a model whose blocks do not simply add their writers, such as a post-norm OPT.
+
+        Raises:
+            I2CLError: naming the cure.
+        """
+        if not self.identity.passed:
+            raise I2CLError(
+                f"the blocks of {self.name!r} add something other than its two residual writers put out "
+                f"(error {self.identity.worst:.2g}): pass an Architecture that `i2cl check` accepts"
+            )
+
+    def sites(self, site: Site) -> list[tuple[int, int, torch.nn.Module]]:
+        """(layer, index, module) of everything that ``site`` names."""
+        if site == "hidden":
+            return [(layer, 0, block) for layer, block in enumerate(self.blocks)]
+        return [(layer, index, pair[index]) for layer, pair in enumerate(self.writers) for index in (0, 1)]
+
+    def run_batches(
+        self, ids: Sequence[Ids], run: Callable[[Batch], T], *, reserve: int = 0
+    ) -> Iterator[tuple[Batch, T]]:
+        """What ``run`` returns for each batch of queries of like length; see `batching.run_batches`."""
+        return run_batches(self, ids, run, reserve)
+
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        at: Int[Tensor, "batch positions"] | None = None,
+        edit: Edit | None = None,
+        prefix: Prefix | None = None,
+    ) -> Float[Tensor, "batch positions vocab"]:
+        """Next-token logits after the tokens at ``at`` (default: each row's last query token).
+
+        The LM head runs on those positions alone. Gradients flow if the caller has them on.
+        """
+        rows, width = batch.input_ids.shape
+        positions = batch.last[:, None] if at is None else at
+        gather = partial(_gather, positions, batch.packed)
+        arguments: dict[str, Any] = {"use_cache": False}
+        if batch.packed:
+            arguments["position_ids"] = batch.position_ids
+        with ExitStack() as stack:
+            stack.enter_context(lock_of(self.model))
+            if prefix is not None:
+                keys = prefix.key_places(width, batch.input_ids.device)
+                arguments = {
+                    "use_cache": True,
+                    "past_key_values": prefix.expanded(rows),
+                    "position_ids": keys[-width:].expand(rows, -1),
+                }
+                if prefix.kept is not None:
+                    self._require_window(prefix, width)
+                    stack.enter_context(keys_at(self.model, self.blocks, keys))
+            stack.enter_context(edit_inputs([(self.model.get_output_embeddings(), gather)]))
+            stack.enter_context(self._editing(edit, batch))
+            logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
+        return logits
+
+    def capture(
+        self, batch: Batch, at: Int[Tensor, " batch"] | None = None, *, site: Site = "writers"
+    ) -> Float[Tensor, "batch layers sites d"]:
+        """What each site writes at one token of each row (default: the last), in float32 on the CPU."""
+        keep = Keep(site, batch.last if at is None else at)
+        with self.frozen(), torch.no_grad(), self._editing(keep, batch):
+            self.model.base_model(input_ids=batch.input_ids, use_cache=False)
+        found = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
+        return found.view(len(found), self.layers, -1, self.d_model)
+
+    def prefix(self, ids: Ids, *, edit: Edit | None = None, whole: bool = False) -> Prefix:
+        """Run ``ids`` once, under an edit if any, and keep their keys and values.
+
+        ``whole`` keeps all of them also in layers with a sliding window. Gradients flow to what the
+        edit trains, if the caller has them on.
+        """
+        batch = make_batch([ids], self.device)
+        with self.frozen(), self._editing(edit, batch):
+            cache = DynamicCache() if whole else DynamicCache(config=self.model.config)
+            self.model.base_model(input_ids=batch.input_ids, past_key_values=cache, use_cache=True)
+        return Prefix(ids, cache)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Evaluation mode without parameter gradients and with `i2cl.models.products`; restored on leaving.
+
+        Other threads wait until then.
+        """
+        with frozen(self.model):
+            yield
+
+    def _require_window(self, prefix: Prefix, width: int) -> None:
+        """A window counts cached keys, so tokens taken out of the cache would shift it."""
+        tokens = len(prefix.ids) + width
+        if prefix.thinned and self.window is not None and tokens > self.window:
+            raise I2CLError(
+                f"demonstrations and query are {tokens} tokens, but some layers see only {self.window} at "
+                "a time, which a thinned-out cache cannot express: use fewer or shorter demonstrations"
+            )
+
+    @contextmanager
+    def _editing(self, edit: Edit | None, batch: Batch) -> Iterator[None]:
+        if edit is None:
+            yield
+            return
+        changes = [
+            (module, partial(_changed, edit, layer, index, batch))
+            for layer, index, module in self.sites(edit.site)
+        ]
+        entries = enumerate(self.blocks) if edit.sees_input else ()
+        looks = [(block, partial(edit.enter, layer)) for layer, block in entries]
+        with edit_inputs(looks), edit_outputs(changes):
+            yield
+
+
+def _gather(
+    positions: Int[Tensor, "batch positions"], packed: bool, hidden: Float[Tensor, "lines tokens d"]
+) -> Float[Tensor, "batch positions d"]:
+    """The hidden states that the LM head is to see."""
+    index = positions.to(hidden.device)
+    if packed:
+        return hidden[0, index]
+    return hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
+
+
+def _changed(edit: Edit, layer: int, index: int, batch: Batch, output: Tensor) -> Tensor | None:
+    rows, width = batch.input_ids.shape
+    changed = edit.output(layer, index, output.view(rows, width, -1), batch)  # OPT's fc2 is 2-D
+    return None if changed is None else changed.view(output.shape)
+
+
+def _context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    config = model.config.get_text_config()
+    for field in ("max_position_embeddings", "max_seq_len"):
+        length = getattr(config, field, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    length = int(tokenizer.model_max_length)
+    return length if length < 10**9 else None

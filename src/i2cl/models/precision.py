@@ -1,0 +1,149 @@
+"""Weights in 8 or 4 bits, and weights that wait on disk.
+
+Sources: https://huggingface.co/docs/transformers/main_classes/quantization and
+https://huggingface.co/docs/accelerate/usage_guides/big_modeling.
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from i2cl.errors import I2CLError
+
+Quantization = Literal["8bit", "4bit"] | QuantizationConfigMixin
+"""How weights are held in memory: by bitsandbytes in 8 or 4 bits, or as a config of transformers says."""
+
+
+def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -> Any:
+    """What transformers is told: LLM.int8 for ``"8bit"``, NF4 for ``"4bit"``, None for None.
+
+    Args:
+        wanted: ``"8bit"``, ``"4bit"``, or a config, which is returned as it is.
+        dtype: that 4-bit layers compute in; ``"auto"`` leaves it to their input.
+
+    Raises:
+        I2CLError: on another name, or if bitsandbytes or accelerate is lacking.
+    """
+    if wanted is None or isinstance(wanted, QuantizationConfigMixin):
+        return wanted
+    if wanted not in {"8bit", "4bit"}:
+        raise I2CLError(
+            f"unknown quantization {wanted!r}: choose 8bit or 4bit, or pass a transformers config"
+        )
+    if not (find_spec("bitsandbytes") and find_spec("accelerate")):
+        raise I2CLError("quantization needs bitsandbytes and accelerate: pip install 'i2cl[quant]'")
+    if wanted == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = None if dtype == "auto" else dtype
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+
+
+def quantization_of(config: PreTrainedConfig) -> str | None:
+    """Method and bits of a quantized model, such as ``"bitsandbytes 4bit"``; None where it is not."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    method = settings.get("quant_method", "unknown")
+    bits = [f"{number}bit" for number in (4, 8) if settings.get(f"load_in_{number}bit")]
+    return " ".join([str(getattr(method, "value", method)), *bits])
+
+
+def dequantized(module: Any, parameter: Any) -> Tensor | None:
+    """The numbers that a parameter's codes stand for, or None where it holds numbers.
+
+    Args:
+        module: its owner.
+        parameter: of bitsandbytes, torchao, or of torch itself.
+    """
+    kind = type(parameter).__name__
+    found: Tensor
+    if kind == "Params4bit":
+        from bitsandbytes.functional import dequantize_4bit
+
+        found = dequantize_4bit(parameter.data, parameter.quant_state)
+    elif kind == "Int8Params":
+        from bitsandbytes.functional import int8_vectorwise_dequant
+
+        scale = parameter.SCB if parameter.SCB is not None else module.state.SCB  # it moves at the first run
+        found = int8_vectorwise_dequant(parameter.data, scale)
+    elif type(parameter).__module__.startswith("torchao."):
+        found = parameter.dequantize()
+    else:
+        return None
+    return found
+
+
+def settle_4bit(model: PreTrainedModel) -> None:
+    """Have bitsandbytes' 4-bit layers on a CPU compute what their codes stand for, with gradients.
+
+    On some CPUs they would repack their codes in place at the first run, for kernels without gradients
+    (`bitsandbytes.nn.Linear4bit.forward`). The weights themselves are not changed.
+
+    Raises:
+        I2CLError: if that has happened, or on widths that bitsandbytes decodes wrongly on a CPU: its
+            decoder starts a new block in every row, its encoder does not.
+    """
+    for name, module in model.named_modules():
+        weight: Any = getattr(module, "weight", None)
+        state = getattr(weight, "quant_state", None)
+        if state is None or weight.device.type != "cpu":
+            continue
+        if getattr(state, "packing_format_for_cpu", False):
+            raise I2CLError(
+                "this 4-bit model has run before, which has repacked its weights for kernels without "
+                "gradients: load it anew and make the Decoder first"
+            )
+        if state.shape[-1] % state.blocksize:
+            raise I2CLError(
+                f"{name} takes {state.shape[-1]} inputs, but on a CPU bitsandbytes decodes 4 bits rightly "
+                f"only in multiples of {state.blocksize}: load it in 8bit, or with a torchao config"
+            )
+        module.support_avx512bf16_for_cpu = False
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """Where a module with a weight runs, which is not where an offloaded weight is.
+
+    Raises:
+        I2CLError: if the weight has no values and nothing brings them.
+    """
+    weight: Any = module.weight
+    if not weight.is_meta:
+        return torch.device(weight.device)
+    for hook in _hooks(module):
+        device = getattr(hook, "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    raise _no_values(module, "weight")
+
+
+def offloaded_weight(module: nn.Module, name: str) -> Tensor:
+    """The values of an offloaded parameter, read from where they are.
+
+    Raises:
+        I2CLError: if there are none.
+    """
+    for hook in _hooks(module):
+        weights = getattr(hook, "weights_map", None)
+        if weights is not None:
+            found: Tensor = weights[name]
+            return found
+    raise _no_values(module, name)
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    hook = getattr(module, "_hf_hook", None)
+    yield from getattr(hook, "hooks", (hook,))
+
+
+def _no_values(module: nn.Module, name: str) -> I2CLError:
+    return I2CLError(
+        f"{name} of {type(module).__name__} is on the device meta and has no values: load the model with "
+        "Decoder.from_pretrained, or with a device_map"
+    )

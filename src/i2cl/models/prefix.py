@@ -1,0 +1,132 @@
+"""Keys and values of tokens that many queries share."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from i2cl.models.batching import Ids
+from i2cl.models.hooks import KeywordChange, edit_keywords
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Tokens run once, whose keys and values every query then reuses.
+
+    Attributes:
+        ids: the tokens; a query's positions start behind all of them.
+        cache: keys and values for one row (transformers Cache); never changed.
+        kept: places of the tokens that the cache still holds, or None for all.
+    """
+
+    ids: Ids
+    cache: Cache
+    kept: tuple[int, ...] | None = None
+
+    def expanded(self, rows: int) -> Cache:
+        """A cache of its own for a batch of ``rows``; gradients flow to this one."""
+        cache: Any = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in cache.layers]  # layers replace tensors, never edit them
+        cache.batch_repeat_interleave(rows)
+        own: Cache = cache
+        return own
+
+    @property
+    def thinned(self) -> bool:
+        """Whether tokens were taken out of the cache."""
+        return self.kept is not None and len(self.kept) < len(self.ids)
+
+    @property
+    def values(self) -> int:
+        """Numbers cached: 2 x layers x key-value width x tokens, fewer where a layer keeps a window only."""
+        layers: Any = self.cache.layers
+        return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of those numbers."""
+        layers: Any = self.cache.layers
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+    def kept_at(self, places: tuple[int, ...]) -> "Prefix":
+        """The same with only the tokens at ``places``. Needs a cache that holds all tokens."""
+        cache = DynamicCache()
+        layers: Any = self.cache.layers
+        for number, layer in enumerate(layers):
+            index = torch.tensor(places, device=layer.keys.device)
+            cache.update(layer.keys.index_select(2, index), layer.values.index_select(2, index), number)
+        return Prefix(self.ids, cache, places)
+
+    def key_places(self, width: int, device: torch.device) -> Int[Tensor, " keys"]:
+        """Token index of every key that ``width`` more tokens attend to."""
+        seen = len(self.ids)
+        cached = range(seen) if self.kept is None else self.kept
+        return torch.tensor([*cached, *range(seen, seen + width)], device=device)
+
+
+@contextmanager
+def keys_at(model: PreTrainedModel, blocks: list[nn.Module], places: Int[Tensor, " keys"]) -> Iterator[None]:
+    """Give each key the bias of its place while the block runs; nothing to do without ALiBi.
+
+    Args:
+        model: any decoder.
+        blocks: its decoder blocks.
+        places: token index of every key, cached ones first.
+    """
+    found: dict[str, tuple[str, Any]] = {
+        "bloom": ("self_attention", _bloom),
+        "falcon": ("self_attention", _falcon),
+        "mpt": ("attn", _mpt),
+    }
+    name, build = found.get(model.config.model_type, ("", None))
+    if build is None or not _has_alibi(model):
+        yield
+        return
+    change: KeywordChange = build(places)
+    with edit_keywords([(block.get_submodule(name), change) for block in blocks]):
+        yield
+
+
+def _has_alibi(model: PreTrainedModel) -> bool:
+    return bool(getattr(model.config, "alibi", True))  # only Falcon has a choice
+
+
+def _bloom(places: Int[Tensor, " keys"]) -> KeywordChange:
+    def change(_module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+        bias: Float[Tensor, "heads 1 keys"] = keywords["alibi"]
+        slope = bias[..., 1:2] - bias[..., :1]
+        return keywords | {"alibi": (slope * places.to(bias.device)).to(bias.dtype)}
+
+    return change
+
+
+def _mpt(places: Int[Tensor, " keys"]) -> KeywordChange:
+    def change(_module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+        bias: Float[Tensor, "heads 1 length"] = keywords["position_bias"]
+        slope = bias[..., -1:] - bias[..., -2:-1]
+        distance = (places - places[-1]).to(bias.device)
+        return keywords | {"position_bias": slope * distance}
+
+    return change
+
+
+def _falcon(places: Int[Tensor, " keys"]) -> KeywordChange:
+    """Falcon adds the scaled bias to its mask, and rounds it to bfloat16 on the way."""
+
+    def change(module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+        bias: Float[Tensor, "batch heads 1 keys"] = keywords["alibi"]
+        mask: Float[Tensor, "batch heads queries keys"] = keywords["attention_mask"]
+        slope = (bias[..., 1:2] - bias[..., :1]).bfloat16()
+        moved = (slope * places.to(bias.device)).to(bias.dtype)
+        scale: Any = module.inv_norm_factor
+        allowed = mask > torch.finfo(mask.dtype).min / 2
+        shifted = torch.where(allowed, mask + (moved - bias) * scale, mask)
+        return keywords | {"alibi": moved, "attention_mask": shifted}
+
+    return change

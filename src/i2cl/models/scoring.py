@@ -1,0 +1,278 @@
+"""Log-probabilities of label words after a prompt."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.errors import I2CLError
+from i2cl.models.batching import Batch, Ids, make_batch, pack_batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.prefix import Prefix
+from i2cl.tasks import Example, Task, Template
+
+Scoring = Literal["auto", "first_token", "full"]
+"""Score a label by its first token, by its whole token sequence, or let the labels decide."""
+
+Progress = Callable[[float], None]
+"""Called with the number of queries just finished; whole sequences count label by label."""
+
+
+class ScoringWarning(UserWarning):
+    """Labels share their first token, so whole label sequences are scored."""
+
+
+@dataclass(frozen=True)
+class LabelTokens:
+    """The tokens of each label word as they follow a prompt.
+
+    Attributes:
+        ids: token ids per label.
+        full: whether whole sequences are scored instead of first tokens.
+    """
+
+    ids: tuple[Ids, ...]
+    full: bool
+
+    @property
+    def first(self) -> Ids:
+        """First token of each label."""
+        return tuple(ids[0] for ids in self.ids)
+
+    def target(self, label: int) -> Ids:
+        """What calibration learns to predict: the first token, or all of them."""
+        return self.ids[label] if self.full else self.ids[label][:1]
+
+    @property
+    def room(self) -> int:
+        """Context tokens that scoring needs behind the query."""
+        return max(map(len, self.ids)) - 1 if self.full else 0
+
+
+def label_tokens(
+    decoder: Decoder, template: Template, labels: Sequence[str], scoring: Scoring = "auto"
+) -> LabelTokens:
+    """Find the tokens of each label by encoding it in the context of a prompt.
+
+    Raises:
+        I2CLError: if the prompt's last token and a label merge into one token, or two labels are the
+            same under the chosen scoring.
+    """
+    probe = template.query("text")
+    prompt = decoder.encoder([probe])[0]
+    whole = decoder.encoder([probe + template.continuation(label) for label in labels])
+    for label, ids in zip(labels, whole, strict=True):
+        if ids[: len(prompt)] != prompt or len(ids) == len(prompt):
+            raise I2CLError(
+                f"this tokenizer merges label {label!r} with the end of the prompt: "
+                "put a space or a newline before {label} in the template"
+            )
+    found = tuple(ids[len(prompt) :] for ids in whole)
+    if len(set(found)) < len(found):
+        raise I2CLError("two labels have the same tokens: give labels that differ")
+    shared = len({ids[0] for ids in found}) < len(found)
+    if shared and scoring == "first_token":
+        raise I2CLError("labels share their first token: use scoring='full', or other label words")
+    if shared and scoring == "auto":
+        message = "labels share their first token; scoring whole label sequences instead"
+        warnings.warn(message, ScoringWarning, stacklevel=2)
+    return LabelTokens(found, full=scoring == "full" or shared)
+
+
+def require_texts(texts: Sequence[str]) -> None:
+    """Refuse texts that are empty or no Unicode.
+
+    Raises:
+        I2CLError: naming the first one.
+    """
+    for row, text in enumerate(texts):
+        if not text.strip():
+            raise I2CLError(f"text {row + 1} is empty: remove it or give it content")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise I2CLError(f"text {row + 1} holds half a surrogate pair, which is no character: remove it")
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A task asked of a decoder: its label tokens, encoded queries, targets and scores.
+
+    Every method asks here, so all of them encode a text and read an answer in one way.
+
+    Attributes:
+        decoder: the model.
+        task: gives template and label words.
+        scoring: by first tokens, by whole label sequences, or as the labels demand.
+    """
+
+    decoder: Decoder
+    task: Task
+    scoring: Scoring = "auto"
+
+    @cached_property
+    def labels(self) -> LabelTokens:
+        """Tokens of the label words as they follow a query.
+
+        Raises:
+            I2CLError: see `label_tokens`.
+        """
+        return label_tokens(self.decoder, self.task.template, self.task.labels, self.scoring)
+
+    def queries(self, texts: Sequence[str], build: Callable[[str], str] | None = None) -> list[Ids]:
+        """Token ids of ``build(text)`` for each text, with room for a label behind.
+
+        Args:
+            texts: what to classify; where the whole exceeds the context, its end is cut, with a warning.
+            build: from a text to its prompt; default: the template's query.
+
+        Raises:
+            I2CLError: on a text that is empty or no Unicode, or if the prompt without it exceeds the
+                context.
+        """
+        require_texts(texts)
+        limit = None if self.decoder.max_length is None else self.decoder.max_length - self.labels.room
+        return self.decoder.encoder.fitted(build or self.task.template.query, texts, limit)
+
+    def targets(self, examples: Sequence[Example]) -> list[Ids]:
+        """What is to follow each example's query: its label's first token, or all of them."""
+        return [self.labels.target(example.label) for example in examples]
+
+    def scores(
+        self, texts: Sequence[str], *, edit: Edit | None = None, progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
+        """Log-probability of each label word after each text's query.
+
+        Raises:
+            I2CLError: as `queries`.
+        """
+        return score(self.decoder, self.queries(texts), self.labels, edit=edit, progress=progress)
+
+
+def score(
+    decoder: Decoder,
+    queries: Sequence[Ids],
+    labels: LabelTokens | Sequence[LabelTokens],
+    *,
+    edit: Edit | None = None,
+    prefix: Prefix | None = None,
+    progress: Progress | None = None,
+) -> Float[Tensor, "queries labels"]:
+    """Log-probability of each label after each query, over the whole vocabulary, in float32 on the CPU.
+
+    Args:
+        decoder: the model.
+        queries: token ids of each query, without the prefix.
+        labels: what to score: the same for all queries, or each query's own; whole sequences for all of
+            them if one says so. Queries with fewer labels than others have -inf behind theirs.
+        edit: applied to every layer while the queries run.
+        prefix: demonstrations run once beforehand.
+        progress: called as queries finish.
+    """
+    each = [labels] * max(1, len(queries)) if isinstance(labels, LabelTokens) else labels
+    most = max((len(own.ids) for own in each), default=0)
+    scores = torch.full((len(queries), most), -torch.inf)
+    with decoder.frozen(), torch.no_grad():
+        run = _full if any(own.full for own in each) else _first
+        for rows, columns, values, finished in run(decoder, queries, each, edit, prefix):
+            scores[rows, columns] = values
+            if progress is not None:
+                progress(finished)
+    return scores
+
+
+def next_token_log_probabilities(
+    decoder: Decoder, queries: Sequence[Ids], *, edit: Edit | None = None, prefix: Prefix | None = None
+) -> Float[Tensor, "queries vocab"]:
+    """Log-probability of every token after each query, in float32 on the CPU."""
+    found: dict[int, Tensor] = {}
+    with decoder.frozen(), torch.no_grad():
+        for batch, rows in _run(decoder, queries, edit, prefix):
+            found |= dict(zip(batch.rows, rows.cpu(), strict=True))
+    return torch.stack([found[row] for row in range(len(queries))])
+
+
+Part = tuple[Tensor, Tensor, Tensor, float]
+"""Rows, columns and values of some scores, and how many queries they complete."""
+
+
+def _run(
+    decoder: Decoder, queries: Sequence[Ids], edit: Edit | None, prefix: Prefix | None
+) -> Iterator[tuple[Batch, Float[Tensor, "batch vocab"]]]:
+    run = partial(_next_tokens, decoder, edit, prefix)
+    return decoder.run_batches(queries, run, reserve=len(prefix.ids) if prefix else 0)
+
+
+def _next_tokens(
+    decoder: Decoder, edit: Edit | None, prefix: Prefix | None, batch: Batch
+) -> Float[Tensor, "batch vocab"]:
+    return decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float().log_softmax(-1)
+
+
+def _first(
+    decoder: Decoder,
+    queries: Sequence[Ids],
+    labels: Sequence[LabelTokens],
+    edit: Edit | None,
+    prefix: Prefix | None,
+) -> Iterator[Part]:
+    for batch, values in _run(decoder, queries, edit, prefix):
+        wanted = [(row, token) for row, place in enumerate(batch.rows) for token in labels[place].first]
+        columns = [column for place in batch.rows for column in range(len(labels[place].ids))]
+        rows, tokens = torch.tensor(wanted, device=values.device).unbind(-1)
+        places = torch.tensor(batch.rows)[rows.cpu()]
+        yield places, torch.tensor(columns), values[rows, tokens].cpu(), len(batch.rows)
+
+
+def _full(
+    decoder: Decoder,
+    queries: Sequence[Ids],
+    labels: Sequence[LabelTokens],
+    edit: Edit | None,
+    prefix: Prefix | None,
+) -> Iterator[Part]:
+    pairs = [(row, label) for row in range(len(queries)) for label in range(len(labels[row].ids))]
+    whole = [queries[row] + labels[row].ids[label] for row, label in pairs]
+
+    def run(group: Batch) -> Tensor:
+        rows, columns = zip(*[pairs[place] for place in group.rows], strict=True)
+        targets = [labels[row].ids[column] for row, column in zip(rows, columns, strict=True)]
+        batch = labelled_batch([queries[row] for row in rows], targets, decoder.device)
+        return sequence_log_probabilities(decoder, replace(batch, rows=rows), targets, edit, prefix)
+
+    for group, values in decoder.run_batches(whole, run, reserve=len(prefix.ids) if prefix else 0):
+        rows, columns = torch.tensor([pairs[place] for place in group.rows]).unbind(-1)
+        yield rows, columns, values.cpu(), sum(1 / len(labels[row].ids) for row in rows.tolist())
+
+
+def labelled_batch(
+    queries: Sequence[Ids], targets: Sequence[Ids], device: torch.device, *, packed: bool = False
+) -> Batch:
+    """Queries followed by all but the last token of their targets; ``last`` stays at the query's end."""
+    ids = [query + target[:-1] for query, target in zip(queries, targets, strict=True)]
+    batch = pack_batch(ids, device) if packed else make_batch(ids, device)
+    ends = torch.tensor([len(query) - 1 for query in queries], device=device)
+    return replace(batch, last=batch.first + ends)
+
+
+def sequence_log_probabilities(
+    decoder: Decoder,
+    batch: Batch,
+    targets: Sequence[Ids],
+    edit: Edit | None = None,
+    prefix: Prefix | None = None,
+) -> Float[Tensor, " batch"]:
+    """Log-probability of each row's target tokens after its query, in nats. Gradients flow if on."""
+    length = max(map(len, targets))
+    device = batch.last.device
+    padded = torch.tensor([ids + (-1,) * (length - len(ids)) for ids in targets], device=device)
+    steps = torch.arange(length, device=device)
+    at = (batch.last[:, None] + steps).clamp(max=batch.input_ids.shape[1] - 1)
+    logits = decoder.forward(batch, at=at, edit=edit, prefix=prefix)
+    padded = padded.to(logits.device)
+    chosen = logits.float().log_softmax(-1).gather(-1, padded.clamp(min=0)[..., None])[..., 0]
+    return chosen.where(padded >= 0, 0.0).sum(-1)

@@ -1,0 +1,269 @@
+"""One training loop and one schedule for everything that is trained, from coefficients to adapters."""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from i2cl.errors import I2CLError
+
+StepProgress = Callable[[int, int, float], None]
+"""Called after each epoch with steps done, steps in all and the epoch's mean loss in nats."""
+
+
+_CURE = "lower the noise or the learning rate, or load the model in float32"
+
+
+class TrainConfig(BaseModel):
+    """Optimiser and schedule (paper, section "Experimental Setup").
+
+    Attributes:
+        epochs: passes over the demonstrations.
+        batch_size: queries a step (the paper is silent; released code).
+        draw: shuffle once an epoch, or draw each step's batch afresh (released code).
+        lr: first learning rate of AdamW.
+        lr_final: the rate that the cosine ends at.
+        warmup: share of the steps over which the rate first rises from 0 (released code).
+        weight_decay: of AdamW (the paper is silent; released code).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    epochs: int = Field(100, ge=0)
+    batch_size: int = Field(2, ge=1)
+    draw: Literal["epoch", "step"] = "epoch"
+    lr: float = Field(1e-2, gt=0)
+    lr_final: float = Field(1e-5, ge=0)
+    warmup: float = Field(0.0, ge=0, lt=1)
+    weight_decay: float = Field(1e-3, ge=0)
+
+    def rate(self, step: int, steps: int) -> float:
+        """Learning rate at an optimiser step: warm-up if any, then a cosine over all steps."""
+        rising = int(self.warmup * steps)
+        if rising and step <= rising:
+            return self.lr * step / rising
+        return self.lr_final + (self.lr - self.lr_final) * (1 + math.cos(math.pi * step / steps)) / 2
+
+    def batches(self, count: int, seed: int) -> list[list[int]]:
+        """Demonstration indices of every step."""
+        return list(self._batches(count, random.Random(seed)))
+
+    def _batches(self, count: int, picker: random.Random) -> Iterator[list[int]]:
+        order = list(range(count))
+        for _ in range(self.epochs):
+            if self.draw == "step":
+                for _ in range(max(1, count // self.batch_size)):
+                    yield picker.sample(order, min(self.batch_size, count))
+            else:
+                picker.shuffle(order)
+                for start in range(0, count, self.batch_size):
+                    yield order[start : start + self.batch_size]
+
+
+def train(
+    parameters: Sequence[torch.nn.Parameter],
+    loss: Callable[[Sequence[int]], Tensor],
+    batches: Sequence[Sequence[int]],
+    config: TrainConfig,
+    progress: StepProgress | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[float, ...]:
+    """Take one AdamW step per batch.
+
+    Args:
+        parameters: what is trained.
+        loss: mean loss of the demonstrations with these indices, in nats.
+        batches: indices of every step.
+        config: rates and decay.
+        progress: called after each epoch.
+        dtype: of the model that the loss comes from, if it is float16; see `Backward`.
+
+    Returns:
+        Mean loss of each epoch.
+
+    Raises:
+        I2CLError: at the end of an epoch whose loss is not finite.
+    """
+    return tuple(mean.item() for mean in _epochs(parameters, loss, batches, config, progress, dtype))
+
+
+def train_together(
+    parameters: Sequence[torch.nn.Parameter],
+    losses: Callable[[Sequence[int]], Float[Tensor, " runs"]],
+    batches: Sequence[Sequence[int]],
+    config: TrainConfig,
+    progress: StepProgress | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[tuple[float, ...], ...]:
+    """`train` for runs that share their steps and no parameter: each gets the gradients of its own loss.
+
+    Returns:
+        Mean loss of each epoch, of each run.
+    """
+    found = list(_epochs(parameters, losses, batches, config, progress, dtype))
+    return tuple(tuple(run) for run in torch.stack(found, -1).tolist()) if found else ()
+
+
+def _epochs(
+    parameters: Sequence[torch.nn.Parameter],
+    loss: Callable[[Sequence[int]], Tensor],
+    batches: Sequence[Sequence[int]],
+    config: TrainConfig,
+    progress: StepProgress | None,
+    dtype: torch.dtype | None,
+) -> Iterator[Tensor]:
+    """Mean loss of each epoch, once it is done; of each run, if there are several."""
+    optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    backward = Backward(parameters, dtype)
+    steps = len(batches)
+    per_epoch = max(1, steps // max(1, config.epochs))
+    losses: list[Tensor] = []
+    for step, chosen in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = config.rate(step, steps)
+        with torch.enable_grad():
+            value = loss(chosen)
+            optimizer.zero_grad()
+            backward(value.sum())
+        optimizer.step()
+        losses.append(value.detach())
+        if len(losses) == per_epoch or step == steps - 1:
+            mean = _finite_mean(losses, step)
+            losses.clear()
+            if progress is not None:
+                progress(step + 1, steps, mean.mean().item())
+            yield mean
+    if not all(parameter.isfinite().all() for parameter in parameters):
+        raise I2CLError(f"what was trained is not finite after {steps} steps: {_CURE}")
+
+
+def _finite_mean(losses: Sequence[Tensor], step: int) -> Tensor:
+    mean = torch.stack(list(losses)).mean(0)
+    if not mean.isfinite().all():
+        bad = (~mean.isfinite()).nonzero()[:, 0].tolist() if mean.dim() else []
+        which = f" of run {bad[0] + 1} of {len(mean)}" if len(bad) and len(mean) > 1 else ""
+        raise I2CLError(f"the training loss{which} became {mean.max().item()} by step {step + 1}: {_CURE}")
+    return mean
+
+
+def minimize(
+    parameters: Sequence[torch.nn.Parameter],
+    loss: Callable[[Sequence[int]], Tensor],
+    chunks: Sequence[Sequence[int]],
+    passes: int,
+    pull: float,
+    progress: StepProgress | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[float, ...]:
+    """Minimise a loss that gives the same value for the same parameters, by L-BFGS.
+
+    The line search is that of `torch.optim.LBFGS`
+    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html). What is returned is the
+    best point it has seen.
+
+    Args:
+        parameters: what is trained; few, since L-BFGS keeps copies.
+        loss: mean loss of the demonstrations with these indices, in nats.
+        chunks: all demonstrations, in parts that fit into memory.
+        passes: evaluations of all of them, at most.
+        pull: added to the loss per squared distance of the parameters from their start.
+        progress: called after each pass.
+        dtype: of the model that the loss comes from, if it is float16; see `Backward`.
+
+    Returns:
+        Mean loss of each pass, without the pull.
+
+    Raises:
+        I2CLError: on a loss that is not finite.
+    """
+    starts = [parameter.detach().clone() for parameter in parameters]
+    backward = Backward(parameters, dtype)
+    count = sum(map(len, chunks))
+    history: list[float] = []
+    best: tuple[float, list[Tensor]] = (math.inf, starts)
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=max(1, passes), max_eval=passes, history_size=20, line_search_fn="strong_wolfe"
+    )
+
+    def evaluate() -> Tensor:
+        nonlocal best
+        if len(history) == passes:
+            raise _OutOfPassesError
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        with torch.enable_grad():
+            for chosen in chunks:
+                part = loss(chosen) * (len(chosen) / count)
+                backward(part)
+                total = total.to(part.device) + part.detach()
+            away = [
+                (parameter - start).square().sum()
+                for parameter, start in zip(parameters, starts, strict=True)
+            ]
+            held = pull * torch.stack(away).sum()
+            held.backward()
+        history.append(_finite_mean([total], len(history)).item())
+        value = total + held.detach()
+        if value.item() < best[0]:
+            best = value.item(), [parameter.detach().clone() for parameter in parameters]
+        if progress is not None:
+            progress(len(history), passes, history[-1])
+        return value
+
+    with suppress(_OutOfPassesError):
+        optimizer.step(evaluate)
+    with torch.no_grad():
+        for parameter, value in zip(parameters, best[1], strict=True):
+            parameter.copy_(value)
+    return tuple(history)
+
+
+class _OutOfPassesError(Exception):
+    """Ends a line search, which would otherwise go on past the number of evaluations."""
+
+
+LOSS_SCALE = 2.0**16
+"""First factor of a float16 model's loss, as that of `torch.amp.GradScaler`."""
+
+
+class Backward:
+    """Gradients of a loss that flow back through a model in some precision.
+
+    In float16 small gradients become 0 on their way, so the loss is scaled up and the gradients, which
+    arrive in float32, are scaled down. A scale at which something exceeds float16 is halved until
+    nothing does (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling).
+
+    Attributes:
+        scale: of the loss; always 1 but for float16.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype | None = None) -> None:
+        self.parameters = parameters
+        self.scale = LOSS_SCALE if dtype == torch.float16 else 1.0
+
+    def __call__(self, value: Tensor) -> None:
+        """Add the gradients of a loss to those that the parameters have."""
+        if self.scale == 1.0:
+            value.backward()
+            return
+        gradients = self._scaled(value)
+        while self.scale > 1.0 and value.isfinite() and not _finite(gradients):
+            self.scale /= 2
+            gradients = self._scaled(value)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                found = gradient / self.scale
+                parameter.grad = found if parameter.grad is None else parameter.grad + found
+
+    def _scaled(self, value: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(value * self.scale, self.parameters, retain_graph=True, allow_unused=True)
+
+
+def _finite(gradients: Sequence[Tensor | None]) -> bool:
+    return all(one is None or bool(one.isfinite().all()) for one in gradients)

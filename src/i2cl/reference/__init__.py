@@ -1,1 +1,0 @@
-"""The bundled reference model: its corpus, its tasks and its weights."""

@@ -1,0 +1,191 @@
+"""The model card of an artefact: a README.md with the hub's metadata in front.
+
+Source: https://huggingface.co/docs/hub/model-cards and
+https://huggingface.co/docs/huggingface_hub/guides/model-cards.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from i2cl.storage.atomic import public_name
+from i2cl.version import __version__
+
+CARD = "README.md"
+BUNDLED = "reference"  # a name of this package, which the hub may give to another model
+TAGS = ["i2cl", "implicit-in-context-learning", "activation-steering", "few-shot"]
+TASK_TYPE = "text-classification"
+METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
+"""Measured values of `Injection.metrics`, by what the hub calls them: type and name."""
+
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+A context vector and two coefficients for each layer and residual writer of {{ base }}, which then sorts a
+text into {{ classes }} classes at the cost of a prompt without examples. Method:
+[Implicit In-context Learning](https://arxiv.org/abs/2405.14660) (ICLR 2025); made with i2cl {{ version }}.
+
+## Use
+
+{{ python }}
+
+{{ console }}
+{% if local %}
+The base model was in a local folder of this name: give the path of yours, and `--model PATH` to
+`i2cl predict`.
+{% endif %}
+## Task
+
+{{ task }}
+
+## Base model
+
+{{ base_model }}
+
+An injection runs on this model alone: `require_base` compares the fingerprints of weights and vocabulary.
+
+## Calibration
+
+{{ demonstrations }} demonstrations, whose texts are not part of this repository. {{ loss }}
+
+{{ settings }}
+
+## Results
+
+{{ results }}
+
+## Make it again
+
+{{ again }}
+"""
+
+
+def model_card(description: Mapping[str, Any], name: str) -> str:
+    """The text of a README.md.
+
+    Paths are shortened to their last part, so that the card tells nothing about the machine it was made on.
+
+    Args:
+        description: of an artefact, as `i2cl.Injection.description` gives it.
+        name: hub id or folder that the artefact will be loaded from.
+    """
+    base = description["base_model"]
+    shown = public_name(base["name"])
+    task = description["task"]
+    card = ModelCard.from_template(
+        _metadata(description, shown),
+        template_str=TEMPLATE,
+        title=" ".join(f"I2CL: {task['title'] or task['name']}".split()),
+        version=__version__,
+        base=_inline(shown),
+        classes=len(task["labels"]),
+        python=_python(name, shown, base["revision"]),
+        console=_fenced(f"i2cl predict {name} texts.txt", "console"),
+        local=shown != base["name"],
+        task=_json({key: task[key] for key in ("name", "labels", "template", "separator")}),
+        base_model=_json(base | {"name": shown}),
+        demonstrations=description["demonstrations"],
+        loss=_loss(description["loss"]),
+        settings=_json(
+            {key: description[key] for key in ("extraction", "calibration", "positions", "scoring", "seed")}
+        ),
+        results=_results(description.get("metrics", {})),
+        again=_again(description),
+    )
+    return f"{card}\n"
+
+
+def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
+    task, metrics = description["task"], description.get("metrics", {})
+    local = base == BUNDLED or base != description["base_model"]["name"]
+    public = not local and _is_hub_id(base)
+    results = [
+        EvalResult(
+            task_type=TASK_TYPE,
+            dataset_type=task["name"],
+            dataset_name=task["title"] or task["name"],
+            dataset_split="test",
+            metric_type=kind,
+            metric_name=called,
+            metric_value=round(metrics[key], 4),
+        )
+        for key, (kind, called) in METRICS.items()
+        if key in metrics
+    ]
+    return ModelCardData(
+        base_model=base if public else None,
+        base_model_relation="adapter" if public else None,
+        library_name="i2cl",
+        pipeline_tag=TASK_TYPE,
+        tags=TAGS,
+        model_name=f"i2cl-{task['name']}" if results else None,
+        eval_results=results or None,
+    )
+
+
+def _is_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _python(name: str, base: str, revision: str | None) -> str:
+    at = f", revision={json.dumps(revision)}" if revision else ""
+    lines = (
+        "from i2cl import Decoder, Injection",
+        "",
+        f"injection = Injection.from_pretrained({json.dumps(name)})",
+        f"decoder = Decoder.from_pretrained({json.dumps(base)}{at})",
+        "injection.require_base(decoder)",
+        'print(injection.predict(decoder, ["a text to classify"]))',
+    )
+    return _fenced("\n".join(lines), "python")
+
+
+def _loss(history: list[float]) -> str:
+    if not history:
+        return "The coefficients were not calibrated."
+    first, last = history[0], history[-1]
+    return f"Calibration loss: {first:.3f} -> {last:.3f} nats, first round to last of {len(history)}."
+
+
+def _results(metrics: Mapping[str, float]) -> str:
+    if not metrics:
+        return "Not measured (`i2cl fit --evaluate` would)."
+    told = ", ".join(f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics)
+    rows = (
+        f" on {metrics['n']} rows of the test split, of which calibration saw none" if "n" in metrics else ""
+    )
+    return f"{told or 'No accuracy'}{rows}."
+
+
+def _again(description: Mapping[str, Any]) -> str:
+    command = description.get("command")
+    if command:
+        return _fenced(command, "console")
+    seed = description["seed"]
+    return f"Made in Python with `i2cl.extract` and `i2cl.calibrate` (seed {seed}): no command does it."
+
+
+def _inline(text: str) -> str:
+    return f"`{text.replace('`', ' ')}`"
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return _fenced(json.dumps(value, indent=2, ensure_ascii=False), "json")
+
+
+def _fenced(text: str, language: str) -> str:
+    """A code block, its fence longer than any in the text."""
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
+    return f"{fence}{language}\n{text}\n{fence}"

@@ -1,0 +1,49 @@
+"""The bundled tasks, their rows made from fixed seeds on loading."""
+
+from functools import cache
+
+from i2cl.tasks.corpus import SEPARATOR, TASKS, TEMPLATE, ReferenceTask, examples
+from i2cl.tasks.types import Example, Task, Template
+
+GROUP = "reference"
+TRAIN_ROWS = 2000
+TEST_ROWS = 1000
+TRAIN_SEED = 1
+TEST_SEED = 2
+
+DEMO_TASKS = ("mood-colour-1", "job-letter-2", "place-colour-2")
+"""What `i2cl demo` shows: three attributes, both sets of label words."""
+
+
+def names() -> list[str]:
+    """Names of the bundled tasks."""
+    return [spec.name for spec in TASKS]
+
+
+def describe() -> list[Task]:
+    """The bundled tasks without rows."""
+    return [_task(spec) for spec in TASKS]
+
+
+@cache
+def load(name: str) -> Task:
+    """A bundled task with its rows: the test split holds only word combinations kept out of training."""
+    spec = next(spec for spec in TASKS if spec.name == name)
+    train = _rows(spec, "train", TRAIN_ROWS, TRAIN_SEED)
+    return _task(spec, train, _rows(spec, "test", TEST_ROWS, TEST_SEED))
+
+
+def _rows(spec: ReferenceTask, split: str, count: int, seed: int) -> tuple[Example, ...]:
+    return tuple(Example(text, label) for text, label in examples(spec, split, count, seed))
+
+
+def _task(spec: ReferenceTask, train: tuple[Example, ...] = (), test: tuple[Example, ...] = ()) -> Task:
+    return Task(
+        name=spec.name,
+        labels=spec.labels,
+        template=Template(TEMPLATE, SEPARATOR),
+        train=train,
+        test=test,
+        description=spec.description,
+        group=GROUP,
+    )

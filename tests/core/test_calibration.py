@@ -1,0 +1,553 @@
+import copy
+import math
+from contextlib import ExitStack
+from functools import cache
+from itertools import chain
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from i2cl.core.calibration import calibrate
+from i2cl.core.context import ContextVector, ExtractConfig, extract
+from i2cl.core.edits import NoisyEdit
+from i2cl.core.recipe import FAST, RECIPES, RELEASED, CalibrationConfig
+from i2cl.errors import I2CLError
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import ScoringWarning, labelled_batch
+from i2cl.tasks import Example, Task, Template
+from tiny import CASES, tiny_model, tiny_tokenizer
+
+FAMILIES = [
+    "llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom", "granite", "mpt", "phi",
+]  # fmt: skip
+TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
+SHOTS = (
+    Example("a warm film", 0),
+    Example("dull", 1),
+    Example("a funny, warm and funny film", 0),
+    Example("a lifeless film", 1),
+    Example("funny", 0),
+)
+UNTOUCHED = torch.tensor([0.0, 1.0])
+
+
+@cache
+def decoder_of(case, dtype=torch.float32, **overrides):
+    model_type, more = CASES[case]
+    return Decoder(tiny_model(model_type, dtype=dtype, **more, **overrides), tiny_tokenizer(), name=case)
+
+
+@cache
+def context_of(case, writers="both", dtype=torch.float32):
+    return extract(decoder_of(case, dtype), TASK, SHOTS, ExtractConfig(writers=writers))
+
+
+def fit(
+    case="llama", *, writers="both", seed=0, task=TASK, shots=SHOTS, context=None, progress=None, **config
+):
+    arguments = {name: config.pop(name) for name in ("scoring", "start", "batches") if name in config}
+    config = CalibrationConfig(**({"epochs": 2} | config))
+    context = context_of(case, writers) if context is None else context
+    return calibrate(
+        decoder_of(case), task, shots, context, config, seed=seed, progress=progress, **arguments
+    )
+
+
+def encode(text):
+    return tuple(tiny_tokenizer()(text)["input_ids"])
+
+
+# One step by hand
+
+
+def loss_by_hand(case, coefficients, chosen, *, full=False):
+    """The paper's loss, row by row, with hooks of its own (for modules that return a tensor or a tuple)."""
+    decoder, values, losses = decoder_of(case), context_of(case).values, []
+
+    def hook(layer, index):
+        def change(_module, _args, output):
+            old = output[0] if isinstance(output, tuple) else output
+            amount, keep = coefficients[layer, index]
+            new = amount * values[layer, index] + keep * old
+            return (new, *output[1:]) if isinstance(output, tuple) else new
+
+        return change
+
+    with ExitStack() as stack:
+        for layer, pair in enumerate(decoder.writers):
+            for index, module in enumerate(pair):
+                stack.callback(module.register_forward_hook(hook(layer, index)).remove)
+        for row in chosen:
+            query = encode(TASK.template.query(SHOTS[row].text))
+            label = encode(TASK.labels[SHOTS[row].label])[: None if full else 1]
+            logits = decoder.model(torch.tensor([query + label]), use_cache=False).logits[0].log_softmax(-1)
+            losses.append(-sum(logits[len(query) - 1 + step, token] for step, token in enumerate(label)))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["first_token", "full"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gptj", "gemma2", "opt"])
+def test_one_step_by_hand(case, full):
+    first = torch.tensor([0.1, 1.0]).repeat(decoder_of(case).layers, 2, 1).requires_grad_()
+    wanted = loss_by_hand(case, first, [0, 1, 2], full=full)
+    (gradient,) = torch.autograd.grad(wanted, first)
+    scoring = "full" if full else "auto"
+    found = fit(case, batches=[[0, 1, 2]], noise=0.0, lr=0.03, weight_decay=0.1, scoring=scoring)
+    assert found.history == (pytest.approx(wanted.item(), rel=1e-5),)
+    # The first step of AdamW goes the learning rate's length against the sign of the gradient.
+    assert (gradient.abs() > 1e-6).all()
+    stepped = first * (1 - 0.03 * 0.1) - 0.03 * gradient.sign()
+    assert torch.allclose(found.coefficients, stepped, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["residual", "writer"])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_loss_decreases(case, place):
+    found = fit(case, epochs=12, batch_size=len(SHOTS), noise_place=place)
+    assert len(found.history) == 12
+    assert found.history[-1] < found.history[0] - 1e-3
+    assert found.coefficients.dtype == torch.float32
+    assert not found.coefficients.requires_grad
+    assert ((found.coefficients - torch.tensor([0.1, 1.0])).abs() > 1e-4).all()
+
+
+def test_labels_of_several_tokens_are_learnt_whole():
+    labels = Task("films", ("positive", "poor"), TASK.template)
+    with pytest.warns(ScoringWarning) as caught:
+        found = fit(task=labels, noise=0.0, batches=[[1]])
+    assert len(caught) == 1
+    decoder, ids = decoder_of("llama"), encode(TASK.template.query("dull"))
+    before = fit(task=labels, noise=0.0, epochs=0, scoring="full")
+    with torch.no_grad():
+        logits = decoder.model(torch.tensor([ids + encode("poor")])).logits
+    assert logits.isfinite().all()
+    probability = before.scores(decoder, ["dull"], scoring="full")[0, 1].item()
+    assert found.history[0] == pytest.approx(-probability, rel=1e-5)
+
+
+# Repeatable
+
+
+@pytest.mark.parametrize("change", [{}, {"noise_place": "writer"}, {"positions": "random"}, {"draw": "step"}])
+def test_bit_for_bit_repeatable(change):
+    torch.manual_seed(0)
+    first = fit(seed=3, **change)
+    torch.manual_seed(1)
+    again, other = fit(seed=3, **change), fit(seed=4, **change)
+    assert torch.equal(first.coefficients, again.coefficients)
+    assert first.history == again.history
+    assert not torch.equal(first.coefficients, other.coefficients)
+
+
+def test_noise_alone_depends_on_the_seed():
+    batches = [[0, 1], [2, 3]]
+    noisy = [fit(seed=seed, batches=batches).coefficients for seed in (0, 1)]
+    exact = [fit(seed=seed, batches=batches, noise=0.0).coefficients for seed in (0, 1)]
+    assert not torch.equal(*noisy)
+    assert torch.equal(*exact)
+
+
+def test_the_global_generator_is_left_alone():
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    fit()
+    assert torch.equal(torch.rand(1), expected)
+
+
+# What is trained
+
+
+@pytest.mark.parametrize(
+    ("layers", "trained"),
+    [
+        ("all", range(6)),
+        ("early", [0, 1]),
+        ("middle", [2, 3]),
+        ("late", [4, 5]),
+        ((0, 5), [0, 5]),
+        ("1, 3", [1, 3]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("writers", "sites"), [("both", [0, 1]), ("mha", [0]), ("mlp", [1]), ("hidden", [0])]
+)
+def test_only_the_chosen_sites_are_trained(layers, trained, writers, sites):
+    decoder = decoder_of("llama", num_hidden_layers=6)
+    shape = (6, 1 if writers == "hidden" else 2)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for layer in trained:
+        mask[layer, sites] = True
+    config = CalibrationConfig(layers=layers, epochs=1)
+    assert torch.equal(config.active(6, writers), mask)
+    assert config.parameters(6, writers) == 2 * int(mask.sum())
+    if layers not in ("early", (0, 5)):
+        return
+    context = extract(decoder, TASK, SHOTS, ExtractConfig(writers=writers))
+    found = calibrate(decoder, TASK, SHOTS, context, config).coefficients
+    assert found.shape == (*shape, 2)
+    assert torch.equal(found[~mask], UNTOUCHED.expand_as(found[~mask]))
+    assert (found[mask] != torch.tensor([0.1, 1.0])).all()
+
+
+@pytest.mark.parametrize("place", ["residual", "writer"])
+def test_noise_goes_where_the_injection_goes(monkeypatch, place):
+    edits = []
+
+    def watched(*args, **kwargs):
+        edits.append(NoisyEdit(*args, **kwargs))
+        return edits[-1]
+
+    monkeypatch.setattr("i2cl.core.calibration.NoisyEdit", watched)
+    fit("granite", layers=(1,), noise=0.02, noise_place=place, positions="first", batches=[[0], [1]])
+    assert len(edits) == 2
+    for edit in edits:
+        assert edit.active == [[False, False], [True, True]]
+        assert (edit.writer_scale, edit.scale, edit.injection.positions) == (0.4, 0.02, "first")
+        assert edit.sees_input == (place == "residual")
+    assert edits[0].draw is not edits[1].draw
+
+
+@pytest.mark.parametrize("layers", [(2,), (-1,), (), "early", "7"])
+def test_layers_that_do_not_exist(layers):
+    with pytest.raises(I2CLError, match=r"names no layers of this model, which has 2 \(0 to 1\)"):
+        fit(layers=layers)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
+def test_the_add_formula(case):
+    first = fit(case, formula="add", epochs=0, init_lambda=0.3)
+    assert torch.equal(first.coefficients, torch.tensor([0.3, 1.0]).expand(first.coefficients.shape))
+    found = fit(case, formula="add", lr=0.5, epochs=4).coefficients
+    assert (found[..., 1] == 1).all()
+    assert (found[..., 0] >= 0).all()
+    assert (found[..., 0] == 0).any()  # at this rate some lambda would have become negative
+    assert CalibrationConfig(formula="add").parameters(2, "both") == 4
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
+def test_the_balance_formula(case):
+    first = fit(case, formula="balance", epochs=0, init_lambda=0.3, init_beta=0.5).coefficients
+    # (lambda v + (1 - lambda) a) * beta
+    assert torch.allclose(first, torch.tensor([0.3 * 0.5, (1 - 0.3) * 0.5]).expand(first.shape))
+    found = fit(case, formula="balance", lr=0.05, batches=[[0, 1]], noise=0.0)
+    amount, keep = found.coefficients.unbind(-1)
+    scale = amount + keep  # = beta
+    assert (scale > 0).all()
+    # One step of AdamW: each trained scalar moved by the rate, apart from decay.
+    assert torch.allclose((scale - 1).abs(), torch.tensor(0.05), atol=2e-4)
+    assert torch.allclose((amount / scale - 0.1).abs(), torch.tensor(0.05), atol=2e-4)
+    assert (fit(case, formula="balance", lr=1.0, epochs=4).coefficients.sum(-1) >= 0).all()
+
+
+@pytest.mark.parametrize("formula", ["linear", "add", "balance"])
+def test_untrained_sites_keep_zero_and_one_under_every_formula(formula):
+    found = fit(formula=formula, layers=(1,)).coefficients
+    assert torch.equal(found[0], UNTOUCHED.expand(2, 2))
+
+
+def test_no_epochs_give_the_first_values():
+    found = fit(epochs=0, init_lambda=0.25, init_beta=0.75)
+    assert torch.equal(found.coefficients, torch.tensor([0.25, 0.75]).expand(2, 2, 2))
+    assert found.history == ()
+
+
+def test_start_coefficients():
+    start = torch.randn(2, 2, 2)
+    found = fit(epochs=0, start=start)
+    assert torch.equal(found.coefficients, start)
+    partly = fit(epochs=0, start=start, layers=(0,)).coefficients
+    assert torch.equal(partly[0], start[0])
+    assert torch.equal(partly[1], UNTOUCHED.expand(2, 2))
+    assert torch.equal(fit(start=start).coefficients, fit(start=start.clone()).coefficients)
+
+
+@pytest.mark.parametrize("formula", ["add", "balance"])
+def test_start_coefficients_are_linear(formula):
+    with pytest.raises(I2CLError, match="use formula='linear'"):
+        fit(formula=formula, start=torch.zeros(2, 2, 2))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 2, 2), (2, 1, 2)])
+def test_start_coefficients_of_other_sizes(shape):
+    with pytest.raises(I2CLError, match=r"start coefficients have shape .* but \(2, 2, 2\) is needed"):
+        fit(start=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 16), (3, 2, 32), (2, 1, 32)])
+def test_a_context_vector_of_other_sizes(shape):
+    with pytest.raises(I2CLError, match=r"the model needs \(2, 2, 32\)"):
+        fit(context=ContextVector(torch.zeros(shape)))
+
+
+# Batches and learning rates
+
+
+def test_batches_as_data():
+    found = fit(batches=[[0, 1], [4], [2, 3, 1]], epochs=1, noise=0.0)
+    assert len(found.history) == 1
+    assert len(fit(batches=[[0, 1], [4], [2, 3, 1]], epochs=100).history) == 3
+    other = fit(batches=[[4], [0, 1], [2, 3, 1]], epochs=1, noise=0.0)
+    assert not torch.equal(found.coefficients, other.coefficients)
+
+
+@pytest.mark.parametrize("batches", [[[0], []], [[0, 5]], [[-1]]])
+def test_batches_that_do_not_fit(batches):
+    with pytest.raises(I2CLError, match="0 to 4"):
+        fit(batches=batches)
+
+
+@pytest.mark.parametrize(
+    ("draw", "batch_size", "steps", "each_once"),
+    [("epoch", 2, 3, True), ("epoch", 9, 1, True), ("step", 2, 2, False), ("step", 9, 1, True)],
+)
+def test_random_batches(monkeypatch, draw, batch_size, steps, each_once):
+    seen = []
+
+    def watched(queries, *given, **options):
+        seen.append(list(queries))
+        return labelled_batch(queries, *given, **options)
+
+    monkeypatch.setattr("i2cl.core.calibration.labelled_batch", watched)
+    done = []
+    fit(draw=draw, batch_size=batch_size, epochs=3, progress=lambda *state: done.append(state))
+    assert len(seen) == 3 * steps
+    assert [state[:2] for state in done] == [(steps * epoch, 3 * steps) for epoch in (1, 2, 3)]
+    queries = sorted(encode(TASK.template.query(shot.text)) for shot in SHOTS)
+    for epoch in range(3):
+        rows = seen[steps * epoch : steps * (epoch + 1)]
+        assert all(len(set(batch)) == len(batch) <= batch_size for batch in rows)
+        assert (sorted(chain(*rows)) == queries) == each_once
+    assert len({str(seen[steps * epoch : steps * (epoch + 1)]) for epoch in range(3)}) > 1
+
+
+def test_rates_of_the_paper():
+    config = CalibrationConfig()
+    rates = [config.rate(step, 100) for step in range(101)]
+    assert rates[0] == pytest.approx(1e-2)
+    assert rates[50] == pytest.approx((1e-2 + 1e-5) / 2)
+    assert rates[100] == pytest.approx(1e-5)
+    assert rates == sorted(rates, reverse=True)
+    assert rates[25] == pytest.approx(1e-5 + (1e-2 - 1e-5) * (1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_rates_of_the_released_code():
+    config = CalibrationConfig.recipe("released")
+    rates = [config.rate(step, 100) for step in range(101)]
+    assert rates[:6] == pytest.approx([0.0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2])
+    assert rates[6] == pytest.approx(1e-2 * (1 + math.cos(math.pi * 0.06)) / 2)
+    assert rates[100] == pytest.approx(0.0)
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    "config", [CalibrationConfig(epochs=4), CalibrationConfig.recipe("released", epochs=20)]
+)
+def test_the_optimiser_gets_these_rates(monkeypatch, config):
+    used = []
+
+    class Watched(torch.optim.AdamW):
+        def step(self, closure=None):
+            used.extend((group["lr"], group["weight_decay"]) for group in self.param_groups)
+            return super().step(closure)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Watched)
+    calibrate(decoder_of("llama"), TASK, SHOTS, context_of("llama"), config)
+    steps = 4 * 3 if config.draw == "epoch" else 20 * 2
+    assert used == [(config.rate(step, steps), config.weight_decay) for step in range(steps)]
+
+
+# The injection that comes out
+
+
+def test_what_the_injection_remembers():
+    found = fit(seed=5, positions="last", noise=0.0)
+    assert found.task == TASK
+    assert found.base == decoder_of("llama").base
+    assert (found.positions, found.seed) == ("last", 5)
+    assert torch.equal(found.context.values, context_of("llama").values)
+    assert CalibrationConfig.model_validate(found.settings) == CalibrationConfig(
+        epochs=2, positions="last", noise=0.0
+    )
+    with_rows = Task("films", TASK.labels, TASK.template, train=SHOTS)
+    assert fit(task=with_rows, epochs=0).task == TASK
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "opt", "falcon", "gemma2", "bloom"])
+def test_half_precision(case, dtype):
+    decoder = decoder_of(case, dtype)
+    context = context_of(case, dtype=dtype)
+    found = calibrate(decoder, TASK, SHOTS, context, CalibrationConfig(epochs=2))
+    assert found.coefficients.dtype == context.values.dtype == torch.float32
+    assert (found.coefficients != torch.tensor([0.1, 1.0])).all()
+    scores = found.scores(decoder, ["a", "a dull film"])
+    assert scores.dtype == torch.float32
+    assert scores.isfinite().all()
+
+
+# Errors
+
+
+def test_no_demonstrations():
+    with pytest.raises(I2CLError, match="no demonstrations"):
+        fit(shots=())
+
+
+@pytest.mark.parametrize("label", [2, -1])
+def test_a_label_that_the_task_does_not_have(label):
+    with pytest.raises(I2CLError, match=f"demonstration 1 has label {label}"):
+        fit(shots=[Example("a film", label)])
+
+
+@pytest.mark.parametrize("change", [{"noise": 1e38}, {"lr": 1e30, "batches": [[0], [1]]}])
+def test_a_loss_that_is_not_finite(change):
+    with pytest.raises(I2CLError, match=r"loss became (nan|inf) by step \d.*lower the noise"):
+        fit(**change)
+
+
+def test_weights_that_are_not_finite():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3] = math.inf
+    with pytest.raises(I2CLError, match="loss became"):
+        calibrate(Decoder(model, tiny_tokenizer()), TASK, SHOTS, context_of("llama"))
+
+
+def test_gradients_that_are_not_finite():
+    model = tiny_model("llama")
+
+    def spoil(_module, gradients, _):
+        return tuple(gradient * math.nan for gradient in gradients)
+
+    model.get_output_embeddings().register_full_backward_hook(spoil)
+    with pytest.raises(I2CLError, match="not finite after 1 steps"):
+        calibrate(Decoder(model, tiny_tokenizer()), TASK, SHOTS, context_of("llama"), batches=[[0]])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layers": "top"},
+        {"layers": "0,,1"},
+        {"layers": (0.5,)},
+        {"positions": "middle"},
+        {"formula": "sum"},
+        {"epochs": -1},
+        {"batch_size": 0},
+        {"draw": "once"},
+        {"lr": 0},
+        {"lr_final": -1e-5},
+        {"warmup": 1.0},
+        {"weight_decay": -1},
+        {"noise": -1e-3},
+        {"noise": math.nan},
+        {"noise_place": "nowhere"},
+        {"learning_rate": 1e-2},
+    ],
+)
+def test_settings_are_checked(fields):
+    with pytest.raises(ValidationError):
+        CalibrationConfig(**fields)
+
+
+def test_the_released_recipe_is_the_paper_but_for_what_it_names():
+    paper, released = CalibrationConfig().model_dump(), CalibrationConfig.recipe("released").model_dump()
+    assert {name: value for name, value in released.items() if value != paper[name]} == dict(RELEASED)
+    assert CalibrationConfig.recipe("released", epochs=3, warmup=0.1).warmup == 0.1
+    assert CalibrationConfig(layers=" 0, 3 ").layers == (0, 3)
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(ValidationError):
+        CalibrationConfig().lr = 1.0
+    with pytest.raises(TypeError):
+        RELEASED["warmup"] = 0.5
+
+
+def recipe_fit(case="llama", **changes):
+    decoder = decoder_of(case)
+    return calibrate(
+        decoder, TASK, SHOTS, context_of(case), CalibrationConfig.recipe("fast", **changes), seed=1
+    )
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_fast_recipe_lowers_the_loss_in_few_passes(case):
+    injection = recipe_fit(case, passes=12)
+    assert 3 <= len(injection.history) <= 12
+    assert min(injection.history) < 0.9 * injection.history[0]
+    assert injection.settings["optimizer"] == "lbfgs"
+
+
+def test_the_fast_recipe_is_repeatable_bit_for_bit():
+    first, again = recipe_fit(), recipe_fit()
+    assert first.history == again.history
+    assert torch.equal(first.coefficients, again.coefficients)
+
+
+def test_the_fast_recipe_in_parts_that_fit_into_memory():
+    whole = recipe_fit(noise=0.0, passes=6)
+    decoder = copy.copy(decoder_of("llama"))
+    decoder.token_budget = 1
+    parts = calibrate(
+        decoder,
+        TASK,
+        SHOTS,
+        context_of("llama"),
+        CalibrationConfig.recipe("fast", noise=0.0, passes=6),
+        seed=1,
+    )
+    torch.testing.assert_close(torch.tensor(parts.history), torch.tensor(whole.history), rtol=1e-3, atol=1e-4)
+
+
+def test_the_pull_holds_the_coefficients():
+    def far(pull):
+        return (recipe_fit(pull=pull).coefficients - torch.tensor([0.1, 1.0])).norm()
+
+    assert far(1.0) < 0.5 * far(0.0)
+
+
+def test_the_best_point_is_kept():
+    injection = recipe_fit(passes=7, pull=0.0, noise=0.0)
+    again = calibrate(
+        decoder_of("llama"),
+        TASK,
+        SHOTS,
+        context_of("llama"),
+        CalibrationConfig.recipe("fast", passes=1, pull=0.0, noise=0.0),
+        start=injection.coefficients,
+    )
+    assert again.history[0] == pytest.approx(min(injection.history), rel=1e-4)
+
+
+def test_no_passes_give_the_first_values():
+    injection = recipe_fit(passes=0)
+    assert injection.history == ()
+    assert torch.equal(injection.coefficients, torch.tensor([0.1, 1.0]).expand_as(injection.coefficients))
+
+
+def test_the_fast_recipe_takes_no_batches():
+    with pytest.raises(I2CLError, match="leave batches out"):
+        fit(batches=[[0]], optimizer="lbfgs")
+
+
+def test_recipes_by_name():
+    assert CalibrationConfig.recipe("paper") == CalibrationConfig()
+    assert CalibrationConfig.recipe("fast", passes=3).rounds == 3
+    assert CalibrationConfig.recipe("released").rounds == 100
+    assert dict(FAST) == {"optimizer": "lbfgs"}
+    assert set(RECIPES) == {"paper", "released", "fast"}
+    with pytest.raises(I2CLError, match="choose one of paper, released, fast"):
+        CalibrationConfig.recipe("quick")
+
+
+def test_progress_of_the_fast_recipe():
+    told = []
+    decoder = decoder_of("llama")
+    config = CalibrationConfig.recipe("fast", passes=4)
+    injection = calibrate(
+        decoder, TASK, SHOTS, context_of("llama"), config, progress=lambda *at: told.append(at)
+    )
+    assert [at[:2] for at in told] == [(number, 4) for number in range(1, len(injection.history) + 1)]

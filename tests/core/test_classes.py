@@ -1,0 +1,52 @@
+"""Extraction class by class is extraction of each class alone."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from i2cl import Decoder, Example, ExtractConfig, I2CLError, Task, Template, extract, extract_classes
+from i2cl.core.context import ContextVector
+from tiny import tiny_model, tiny_tokenizer
+
+FAMILIES = ("llama", "gpt2", "gemma2")
+TASK = Task("films", ("positive", "negative", "mixed"), Template("Review: {text}\nSentiment:{label}"))
+SHOTS = (
+    Example("a warm film", 0),
+    Example("dull", 1),
+    Example("warm and dull", 2),
+    Example("funny", 0),
+    Example("a lifeless film", 1),
+    Example("so so", 2),
+)
+UNEVEN = (*SHOTS, Example("the best of the year", 0))
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@cache
+def decoder_of(case):
+    return Decoder(tiny_model(case), tiny_tokenizer(), name=f"tiny-{case}")
+
+
+@pytest.mark.parametrize("config", [{}, {"writers": "hidden"}, {"token": "first"}, {"separator": False}])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_each_class_alone(case, config):
+    decoder, config = decoder_of(case), ExtractConfig(**config)
+    vectors = extract_classes(decoder, TASK, UNEVEN, config)
+    assert [one.demonstrations for one in vectors] == [3, 2, 2]
+    for label, vector in enumerate(vectors):
+        alone = extract(decoder, TASK, [shot for shot in UNEVEN if shot.label == label], config)
+        assert torch.equal(vector.values, alone.values)
+        assert vector.config == config
+    whole = extract(decoder, TASK, UNEVEN, config)
+    mean = ContextVector.mean(vectors, [one.demonstrations for one in vectors])
+    torch.testing.assert_close(mean.values, whole.values, **CLOSE)
+
+
+def test_every_class_needs_a_demonstration():
+    with pytest.raises(I2CLError, match="class 'mixed' of task 'films' has no demonstration"):
+        extract_classes(decoder_of("llama"), TASK, SHOTS[:2])
+    with pytest.raises(I2CLError, match="no demonstrations were given"):
+        extract_classes(decoder_of("llama"), TASK, [])
+    with pytest.raises(I2CLError, match="demonstration 1 has label 3"):
+        extract_classes(decoder_of("llama"), TASK, [Example("a film", 3)])

@@ -1,0 +1,360 @@
+import math
+import weakref
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from i2cl.core.context import ContextVector, ExtractConfig, extract
+from i2cl.errors import I2CLError
+from i2cl.models.batching import TruncationWarning
+from i2cl.models.decoder import Decoder
+from i2cl.tasks import Example, Task, Template
+from tiny import tiny_model, tiny_tokenizer
+
+FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom", "granite"]
+PATHS = {  # written down here once more, so that a wrong row of the architectures' table is seen
+    "llama": ("model.layers", "self_attn", "mlp"),
+    "gpt2": ("transformer.h", "attn", "mlp"),
+    "gptj": ("transformer.h", "attn", "mlp"),
+    "gpt_neox": ("gpt_neox.layers", "attention", "mlp"),
+    "qwen2": ("model.layers", "self_attn", "mlp"),
+    "opt": ("model.decoder.layers", "self_attn", "fc2"),
+    "gemma2": ("model.layers", "post_attention_layernorm", "post_feedforward_layernorm"),
+    "falcon": ("transformer.h", "self_attention", "mlp"),
+    "bloom": ("transformer.h", "self_attention.dense", "mlp.dense_4h_to_h"),
+    "granite": ("model.layers", "self_attn", "mlp"),
+}
+TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment: {label}"))
+SHOTS = (
+    Example("a warm film", 0),
+    Example("dull", 1),
+    Example("a funny, warm and funny film with a longest river in it", 0),
+    Example("dull", 0),
+    Example("a lifeless film", 1),
+)
+
+
+@cache
+def decoder_of(case, token_budget=4096):
+    return Decoder(tiny_model(case), tiny_tokenizer(), name=case, token_budget=token_budget)
+
+
+def encode(text):
+    return tiny_tokenizer()(text)["input_ids"]
+
+
+def prompt(example, separator=True):
+    text = f"Review: {example.text}\nSentiment: {TASK.labels[example.label]}"
+    return encode(text + "\n" * separator)
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+def single(decoder, case, ids, place, site="writers"):
+    """What raw hooks see at one token of one unpadded row: [layer, site, d]."""
+    seen = []
+    path, *names = PATHS[case]
+    with ExitStack() as stack, torch.no_grad():
+        for block in decoder.model.get_submodule(path):
+            for module in [block] if site == "hidden" else [block.get_submodule(name) for name in names]:
+                keep = module.register_forward_hook(
+                    lambda _module, _args, output: seen.append(
+                        first(output).reshape(len(ids), -1)[place].clone()
+                    )
+                )
+                stack.callback(keep.remove)
+        decoder.model(torch.tensor([ids]), use_cache=False)
+    return torch.stack(seen).view(decoder.layers, -1, decoder.d_model)
+
+
+def rows(decoder, case, *, place=-1, site="writers", separator=True):
+    return torch.stack([single(decoder, case, prompt(shot, separator), place, site) for shot in SHOTS])
+
+
+def close(actual, wanted):
+    return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("writers", ["both", "hidden"])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_mean_of_single_runs(case, writers):
+    decoder = decoder_of(case)
+    found = extract(decoder, TASK, SHOTS, ExtractConfig(writers=writers))
+    site = "hidden" if writers == "hidden" else "writers"
+    assert close(found.values, rows(decoder, case, site=site).mean(0))
+    assert found.demonstrations == len(SHOTS)
+    assert found.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("separator", [True, False])
+@pytest.mark.parametrize(("token", "place"), [("last", -1), ("first", 0)])
+def test_which_token(token, place, separator):
+    decoder = decoder_of("llama")
+    found = extract(decoder, TASK, SHOTS, ExtractConfig(token=token, separator=separator))
+    assert close(found.values, rows(decoder, "llama", place=place, separator=separator).mean(0))
+
+
+def test_the_separator_is_the_last_token():
+    assert [tiny_tokenizer().decode(prompt(shot)[-1]) for shot in SHOTS] == ["\n"] * len(SHOTS)
+    with_it = extract(decoder_of("llama"), TASK, SHOTS)
+    without = extract(decoder_of("llama"), TASK, SHOTS, ExtractConfig(separator=False))
+    assert not close(with_it.values, without.values)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_token_of_each_demonstration(seed):
+    decoder, shot = decoder_of("llama"), SHOTS[:1]
+    found = extract(decoder, TASK, shot, ExtractConfig(token="random"), seed=seed)
+    ids = prompt(shot[0])
+    candidates = [single(decoder, "llama", ids, place) for place in range(len(ids))]
+    assert sum(bool(close(found.values, candidate)) for candidate in candidates) == 1
+
+
+def test_random_tokens_depend_on_the_seed():
+    found = [
+        extract(decoder_of("llama"), TASK, SHOTS, ExtractConfig(token="random"), seed=seed).values
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "pca"])
+@pytest.mark.parametrize("token", ["last", "random"])
+@pytest.mark.parametrize("budget", [1, 60])
+def test_order_changes_nothing_bit_for_bit(budget, token, aggregate):
+    decoder = decoder_of("gpt2", budget)
+    config = ExtractConfig(token=token, aggregate=aggregate)
+    found = [extract(decoder, TASK, order, config).values for order in (SHOTS, SHOTS[3:] + SHOTS[2::-1])]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("token", ["last", "random"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "opt", "gemma2"])
+def test_batch_size_changes_nothing(case, token):
+    config = ExtractConfig(token=token)
+    found = [extract(decoder_of(case, budget), TASK, SHOTS, config).values for budget in (1, 60, 4096)]
+    assert close(found[0], found[2])
+    assert close(found[1], found[2])
+
+
+@pytest.mark.parametrize("writers", ["both", "hidden"])
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_pca_is_the_mean_plus_the_first_direction(case, writers):
+    decoder = decoder_of(case, 60)
+    found = extract(decoder, TASK, SHOTS, ExtractConfig(writers=writers, aggregate="pca"))
+    site = "hidden" if writers == "hidden" else "writers"
+    single_runs = rows(decoder, case, site=site).double()
+    for index in range(single_runs.shape[2]):
+        flat = single_runs[:, :, index].flatten(1).numpy()
+        mean = flat.mean(0)
+        direction = np.linalg.svd(flat - mean)[2][0]
+        added = found.values[:, index].flatten().double().numpy() - mean
+        assert np.linalg.norm(added) == pytest.approx(1, rel=1e-4)
+        assert abs(added @ direction) == pytest.approx(1, rel=1e-4)
+        assert added[np.abs(direction).argmax()] > 0
+
+
+def test_pca_needs_two():
+    with pytest.raises(I2CLError, match="at least two"):
+        extract(decoder_of("llama"), TASK, SHOTS[:1], ExtractConfig(aggregate="pca"))
+
+
+def test_memory_does_not_grow_with_the_number_of_demonstrations(monkeypatch):
+    decoder = Decoder(decoder_of("llama").model, tiny_tokenizer(), token_budget=1)
+    captured, most = [], 0
+    capture = decoder.capture
+
+    def counting(*args, **kwargs):
+        nonlocal most
+        result = capture(*args, **kwargs)
+        captured.append(weakref.ref(result))
+        most = max(most, sum(reference() is not None for reference in captured))
+        return result
+
+    monkeypatch.setattr(decoder, "capture", counting)
+    extract(decoder, TASK, SHOTS * 3)
+    assert len(captured) == 3 * len(SHOTS)
+    assert most <= 2
+
+
+def test_no_demonstrations():
+    with pytest.raises(I2CLError, match="no demonstrations"):
+        extract(decoder_of("llama"), TASK, [])
+
+
+@pytest.mark.parametrize("label", [2, -1])
+def test_a_label_that_the_task_does_not_have(label):
+    with pytest.raises(I2CLError, match=rf"demonstration 2 has label {label}"):
+        extract(decoder_of("llama"), TASK, [SHOTS[0], Example("a film", label)])
+
+
+@pytest.mark.parametrize("separator", [True, False])
+def test_long_demonstrations_lose_text_and_nothing_else(separator):
+    decoder = Decoder(tiny_model("llama", max_position_embeddings=48), tiny_tokenizer())
+    seen = []
+    capture = decoder.capture
+    decoder.capture = lambda batch, *args, **kwargs: seen.append(batch) or capture(batch, *args, **kwargs)
+    shots = [Example("a dull film " * 50, 1), Example("a warm film " * 50, 0), SHOTS[0]]
+    with pytest.warns(TruncationWarning, match="2 of 3") as caught:
+        extract(decoder, TASK, shots, ExtractConfig(separator=separator))
+    assert len(caught) == 1
+    (batch,) = seen
+    ends = {tuple(prompt(shot, separator))[-8:] for shot in SHOTS}
+    for ids, last in zip(batch.input_ids.tolist(), batch.last.tolist(), strict=True):
+        assert last < 48
+        assert tuple(ids[: last + 1])[-8:] in ends
+        assert ids[: len(encode("Review: ")) - 1] == encode("Review: ")[:-1]
+
+
+def test_a_demonstration_that_cannot_fit():
+    decoder = Decoder(tiny_model("llama", max_position_embeddings=8), tiny_tokenizer())
+    needed = max(len(prompt(Example("", label))) for label in (0, 1))
+    with pytest.raises(I2CLError, match=rf"needs {needed} tokens, but only 8 fit"):
+        extract(decoder, TASK, SHOTS[:1])
+
+
+# Arithmetic
+
+
+def vector(seed, writers="both", layers=2):
+    values = torch.randn(
+        layers, 1 if writers == "hidden" else 2, 4, generator=torch.Generator().manual_seed(seed)
+    )
+    return ContextVector(values, ExtractConfig(writers=writers), demonstrations=seed + 1)
+
+
+def test_it_adds_scales_and_averages():
+    one, two = vector(1), vector(2)
+    assert torch.equal((one + two).values, one.values + two.values)
+    assert torch.equal((one - two).values, one.values - two.values)
+    assert torch.equal((3.0 * one).values, 3 * one.values)
+    assert torch.equal((one * 3.0).values, 3 * one.values)
+    assert torch.equal((one / 3.0).values, one.values / 3.0)
+    average = (one + two) / 2.0
+    assert torch.equal(average.values, torch.stack([one.values, two.values]).mean(0))
+    assert average.demonstrations == 5
+    assert average.config == one.config
+
+
+def test_arithmetic_leaves_its_operands_alone():
+    one, two = vector(1), vector(2)
+    before = one.values.clone(), two.values.clone()
+    _ = (one + two, one - two, 2.0 * one, one / 2.0)
+    assert torch.equal(one.values, before[0])
+    assert torch.equal(two.values, before[1])
+
+
+@pytest.mark.parametrize("other", [vector(2, layers=3), vector(2, "mha"), vector(2, "hidden")])
+def test_vectors_that_do_not_match_are_refused(other):
+    with pytest.raises(I2CLError, match="context vectors do not match"):
+        vector(1) + other
+    with pytest.raises(I2CLError, match="context vectors do not match"):
+        vector(1) - other
+
+
+def alike(one, other):
+    torch.testing.assert_close(one.values, other.values, atol=1e-6, rtol=1e-6)
+    assert one.demonstrations == other.demonstrations
+    return True
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_vectors_make_a_vector_space(seed):
+    a, b, c = (vector(3 * seed + number) for number in range(3))
+    assert alike((a + b) + c, a + (b + c))
+    assert torch.equal((a + b).values, (b + a).values)
+    assert alike(2.5 * (a + b), 2.5 * a + 2.5 * b)
+    assert alike((2.0 + 0.7) * a, replace(2.0 * a + 0.7 * a, demonstrations=a.demonstrations))
+    assert torch.equal((a - a).values, torch.zeros_like(a.values))
+    assert torch.equal((-a).values, -a.values)
+    assert alike(sum([a, b, c]), a + b + c)
+    assert torch.equal((1.0 * a).values, a.values)
+
+
+@pytest.mark.parametrize("other", ["2", None, [1.0]])
+def test_only_numbers_scale(other):
+    with pytest.raises(TypeError):
+        vector(1) * other
+
+
+def test_a_product_of_vectors_is_not_defined():
+    with pytest.raises(TypeError):
+        vector(1) * vector(2)
+    with pytest.raises(TypeError):
+        vector(1) / vector(2)
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 1.0, 1.0], [3.0, 0.0, 1.0], [0.2, 0.3, 0.5]])
+def test_the_weighted_mean_is_that_of_numpy(weights):
+    vectors = [vector(seed) for seed in range(3)]
+    found = ContextVector.mean(vectors, weights=weights)
+    wanted = np.average([one.values.double().numpy() for one in vectors], axis=0, weights=weights)
+    np.testing.assert_allclose(found.values.numpy(), wanted, atol=1e-6)
+    assert found.values.dtype == torch.float32
+    assert found.demonstrations == 1 + 2 + 3
+    assert found.config == vectors[0].config
+
+
+@pytest.mark.parametrize("writers", ["both", "mha", "hidden"])
+def test_the_mean_of_one_is_that_one_bit_for_bit(writers):
+    one = vector(1, writers)
+    for weights in (None, [7.0], [0.3]):
+        assert torch.equal(ContextVector.mean([one], weights).values, one.values)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_order_and_size_of_the_weights_do_not_change_the_mean(seed):
+    vectors, weights = [vector(4 * seed + number) for number in range(4)], [0.5, 2.0, 0.0, 1.5]
+    mean = ContextVector.mean(vectors, weights)
+    assert alike(mean, ContextVector.mean(vectors[::-1], weights[::-1]))
+    assert alike(mean, ContextVector.mean(vectors, [10 * weight for weight in weights]))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_mean_of_means_is_the_mean(seed):
+    a, b, c = (vector(3 * seed + number) for number in range(3))
+    assert alike(ContextVector.mean([ContextVector.mean([a, b]), c], [2, 1]), ContextVector.mean([a, b, c]))
+
+
+def test_a_mean_by_demonstrations_is_that_of_all_of_them():
+    decoder = decoder_of("gpt2")
+    parts = [extract(decoder, TASK, SHOTS[:2]), extract(decoder, TASK, SHOTS[2:])]
+    found = ContextVector.mean(parts, [part.demonstrations for part in parts])
+    whole = extract(decoder, TASK, SHOTS)
+    assert close(found.values, whole.values)
+    assert found.demonstrations == whole.demonstrations == len(SHOTS)
+
+
+@pytest.mark.parametrize(
+    "weights", [[1.0], [1.0, 2.0, 3.0], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan], [1.0, math.inf]]
+)
+def test_weights_that_make_no_mean(weights):
+    with pytest.raises(I2CLError, match=r"make no mean of 2 context vector\(s\): give at least one"):
+        ContextVector.mean([vector(1), vector(2)], weights)
+
+
+def test_the_mean_of_none_and_of_vectors_that_do_not_match():
+    with pytest.raises(I2CLError, match=r"make no mean of 0 context vector\(s\)"):
+        ContextVector.mean([])
+    with pytest.raises(I2CLError, match="context vectors do not match"):
+        ContextVector.mean([vector(1), vector(2, layers=3)])
+
+
+def test_sizes_are_checked_against_a_model():
+    decoder = decoder_of("llama")
+    extract(decoder, TASK, SHOTS).require_sizes(decoder)
+    with pytest.raises(I2CLError, match=r"\(2, 2, 4\), the model needs \(2, 2, 32\)"):
+        vector(1).require_sizes(decoder)
+
+
+@pytest.mark.parametrize("fields", [{"token": "middle"}, {"aggregate": "sum"}, {"layer": 3}])
+def test_settings_are_checked(fields):
+    with pytest.raises(ValueError, match="validation error"):
+        ExtractConfig(**fields)

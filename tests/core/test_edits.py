@@ -1,0 +1,399 @@
+from contextlib import ExitStack
+from functools import cache
+
+import pytest
+import torch
+
+from i2cl.core.edits import LinearEdit, NoisyEdit, draw_from
+from i2cl.models.batching import make_batch
+from i2cl.models.decoder import Decoder
+from tiny import CASES, VOCABULARY, tiny_model, tiny_tokenizer
+
+FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom", "granite"]
+PATHS = {  # written down here once more, so that a wrong row of the architectures' table is seen
+    "llama": ("model.layers", "self_attn", "mlp"),
+    "gpt2": ("transformer.h", "attn", "mlp"),
+    "gptj": ("transformer.h", "attn", "mlp"),
+    "gpt_neox": ("gpt_neox.layers", "attention", "mlp"),
+    "qwen2": ("model.layers", "self_attn", "mlp"),
+    "opt": ("model.decoder.layers", "self_attn", "fc2"),
+    "gemma2": ("model.layers", "post_attention_layernorm", "post_feedforward_layernorm"),
+    "falcon": ("transformer.h", "self_attention", "mlp"),
+    "bloom": ("transformer.h", "self_attention.dense", "mlp.dense_4h_to_h"),
+    "granite": ("model.layers", "self_attn", "mlp"),
+}
+LENGTHS = (9, 4, 14, 1)
+GENERATOR = torch.Generator().manual_seed(0)
+ROWS = [tuple(torch.randint(1, VOCABULARY, (length,), generator=GENERATOR).tolist()) for length in LENGTHS]
+BATCH = make_batch(ROWS, torch.device("cpu"))
+EVERYWHERE = torch.arange(max(LENGTHS)).expand(len(LENGTHS), -1)
+
+
+@cache
+def decoder_of(case, dtype=torch.float32):
+    model_type, overrides = CASES[case]
+    return Decoder(tiny_model(model_type, dtype=dtype, **overrides), tiny_tokenizer(), name=case)
+
+
+def drawn(decoder, site="writers"):
+    """A vector and coefficients that leave no site as it was."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (decoder.layers, 1 if site == "hidden" else 2)
+    values = torch.randn(*shape, decoder.d_model, generator=generator)
+    return values, torch.randn(*shape, 2, generator=generator) * 0.3 + torch.tensor([0.5, 1.0])
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+def raw_modules(model, case, site):
+    path, *names = PATHS[case]
+    blocks = model.get_submodule(path)
+    if site == "hidden":
+        return [[block] for block in blocks]
+    return [[block.get_submodule(name) for name in names] for block in blocks]
+
+
+def by_hand(decoder, case, values, coefficients, *, site="writers", mask=None):
+    """Logits of every position, the equation written out in torch hooks of its own."""
+
+    def hook(vector, amount, keep):
+        def change(_module, _args, output):
+            old = first(output)
+            rows = old.reshape(*BATCH.input_ids.shape, -1)
+            new = amount * vector + keep * rows
+            new = new if mask is None else torch.where(mask[..., None], new, rows)
+            new = new.reshape(old.shape)
+            return (new, *output[1:]) if isinstance(output, tuple) else new
+
+        return change
+
+    with ExitStack() as stack, torch.no_grad():
+        for layer, modules in enumerate(raw_modules(decoder.model, case, site)):
+            for index, module in enumerate(modules):
+                change = hook(values[layer, index], *coefficients[layer, index])
+                stack.callback(module.register_forward_hook(change).remove)
+        return decoder.model(BATCH.input_ids, use_cache=False).logits
+
+
+def edited(decoder, edit, batch=BATCH, at=EVERYWHERE):
+    with torch.no_grad():
+        return decoder.forward(batch, at=at, edit=edit)
+
+
+def plain(decoder):
+    with torch.no_grad():
+        return decoder.model(BATCH.input_ids, use_cache=False).logits
+
+
+def close(actual, wanted):
+    return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+# The linear combination
+
+
+@pytest.mark.parametrize(
+    ("positions", "dtype"),
+    [
+        ("all", torch.float32),
+        ("first", torch.float32),
+        ("last", torch.float32),
+        ("random", torch.float32),
+        ("all", torch.bfloat16),
+        ("all", torch.float16),
+    ],
+)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_zero_and_one_is_the_plain_model_bit_for_bit(case, positions, dtype):
+    decoder = decoder_of(case, dtype)
+    values, coefficients = drawn(decoder)
+    untouched = torch.tensor([0.0, 1.0]).expand_as(coefficients)
+    edit = LinearEdit(values, untouched, positions=positions)
+    assert torch.equal(edited(decoder, edit), plain(decoder))
+
+
+@pytest.mark.parametrize("site", ["writers", "hidden"])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_lambda_v_plus_beta_a(case, site):
+    decoder = decoder_of(case)
+    values, coefficients = drawn(decoder, site)
+    found = edited(decoder, LinearEdit(values, coefficients, site=site))
+    assert close(found, by_hand(decoder, case, values, coefficients, site=site))
+    assert not close(found, plain(decoder))
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("case", ["gpt_neox", "falcon"])
+def test_both_forms_of_a_block(case, parallel):
+    option = {"gpt_neox": "use_parallel_residual", "falcon": "parallel_attn"}[case]
+    decoder = Decoder(tiny_model(case, **{option: parallel}), tiny_tokenizer())
+    values, coefficients = drawn(decoder)
+    found = edited(decoder, LinearEdit(values, coefficients))
+    assert close(found, by_hand(decoder, case, values, coefficients))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("which", [0, 1], ids=["lambda", "beta"])
+def test_each_coefficient_has_its_place(layer, index, which):
+    decoder = decoder_of("llama")
+    values, _ = drawn(decoder)
+    coefficients = torch.tensor([0.0, 1.0]).repeat(decoder.layers, 2, 1)
+    coefficients[layer, index, which] = 0.5
+    found = edited(decoder, LinearEdit(values, coefficients))
+    assert close(found, by_hand(decoder, "llama", values, coefficients))
+    assert not close(found, plain(decoder))
+
+
+@pytest.mark.parametrize(("dtype", "more"), [(torch.bfloat16, 3e-3), (torch.float16, 4e-4)])
+def test_coefficients_are_not_rounded_to_the_precision_of_the_model(dtype, more):
+    generator = torch.Generator().manual_seed(2)
+    output = torch.randn(4, 50, 32, generator=generator).to(dtype)
+    values = torch.randn(1, 2, 32, generator=generator)
+    assert torch.tensor(1 + more).to(dtype) == 1
+    found = LinearEdit(values, torch.tensor([1.0, 1 + more]).expand(1, 2, 2)).output(0, 0, output, BATCH)
+    assert found.dtype == dtype
+    output, rest = output.double(), found.double() - values[0, 0]
+    slope = (rest * output).sum() / output.square().sum()
+    assert slope - 1 == pytest.approx(more, rel=0.3)
+
+
+# Positions
+
+
+def masked(places):
+    mask = torch.zeros(BATCH.input_ids.shape, dtype=torch.bool)
+    mask[range(len(LENGTHS)), places] = True
+    return mask
+
+
+@pytest.mark.parametrize("site", ["writers", "hidden"])
+@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize(
+    ("positions", "places"), [("first", [0] * len(LENGTHS)), ("last", [length - 1 for length in LENGTHS])]
+)
+def test_only_the_chosen_token_is_injected(case, site, positions, places):
+    decoder = decoder_of(case)
+    values, coefficients = drawn(decoder, site)
+    found = edited(decoder, LinearEdit(values, coefficients, site=site, positions=positions))
+    assert close(found, by_hand(decoder, case, values, coefficients, site=site, mask=masked(places)))
+
+
+def random_places(seed, rows=ROWS):
+    """Which token "random" takes, seen from a writer that puts out zeros."""
+    batch = make_batch(rows, torch.device("cpu"))
+    edit = LinearEdit(
+        torch.ones(1, 2, 3), torch.tensor([1.0, 1.0]).expand(1, 2, 2), positions="random", seed=seed
+    )
+    seen = [edit.output(0, index, torch.zeros(*batch.input_ids.shape, 3), batch) for index in (0, 1)]
+    assert torch.equal(*seen)
+    assert (seen[0].sum((1, 2)) == 3).all()
+    return seen[0].sum(-1).argmax(-1).tolist()
+
+
+def test_random_is_one_token_of_the_query():
+    found = [random_places(seed) for seed in range(40)]
+    assert found[0] == random_places(0)
+    for row, length in enumerate(LENGTHS):
+        taken = {places[row] for places in found}
+        assert taken <= set(range(length))
+        assert len(taken) > length / 2
+
+
+def test_random_does_not_depend_on_batching():
+    for seed in range(5):
+        together = random_places(seed)
+        assert together == [random_places(seed, [row])[0] for row in ROWS]
+        assert together[::-1] == random_places(seed, ROWS[::-1])
+
+
+def test_random_against_a_mask():
+    decoder = decoder_of("gpt2")
+    values, coefficients = drawn(decoder)
+    found = edited(decoder, LinearEdit(values, coefficients, positions="random", seed=3))
+    mask = masked(random_places(3))
+    assert close(found, by_hand(decoder, "gpt2", values, coefficients, mask=mask))
+
+
+# Noise
+
+
+def noisy(
+    decoder,
+    *,
+    site="writers",
+    scale=1e-2,
+    place="residual",
+    active=None,
+    seed=0,
+    positions="all",
+    coefficients=None,
+):
+    values, drawn_coefficients = drawn(decoder, site)
+    coefficients = drawn_coefficients if coefficients is None else coefficients
+    return NoisyEdit(
+        LinearEdit(values, coefficients, site=site, positions=positions, seed=0),
+        active=torch.ones(coefficients.shape[:2], dtype=torch.bool) if active is None else active,
+        scale=scale,
+        place=place,
+        writer_scale=decoder.writer_scale,
+        draw=draw_from(torch.Generator().manual_seed(seed)),
+    )
+
+
+@pytest.mark.parametrize("place", ["residual", "writer"])
+@pytest.mark.parametrize(("site", "positions"), [("writers", "all"), ("hidden", "last")])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_no_noise_is_the_linear_edit_bit_for_bit(case, place, site, positions):
+    decoder = decoder_of(case)
+    values, coefficients = drawn(decoder, site)
+    found = edited(decoder, noisy(decoder, site=site, scale=0.0, place=place, positions=positions))
+    linear = LinearEdit(values, coefficients, site=site, positions=positions)
+    assert torch.equal(found, edited(decoder, linear))
+
+
+def watched(decoder, case, edit):
+    """Each block's input, raw writer outputs and output while ``edit`` is at work."""
+    seen = []
+
+    def keep(layer, name):
+        def look(_module, _args, output):
+            seen[layer][name] = first(output).reshape(*BATCH.input_ids.shape, -1).clone()
+
+        return look
+
+    def keep_input(layer):
+        def look(_module, args, kwargs):
+            seen[layer]["input"] = (args[0] if args else kwargs["hidden_states"]).clone()
+
+        return look
+
+    path, *names = PATHS[case]
+    with ExitStack() as stack:
+        for layer, block in enumerate(decoder.model.get_submodule(path)):
+            seen.append({})
+            handles = [block.register_forward_pre_hook(keep_input(layer), with_kwargs=True)]
+            handles += [block.get_submodule(name).register_forward_hook(keep(layer, name)) for name in names]
+            handles.append(block.register_forward_hook(keep(layer, "output")))
+            for handle in handles:
+                stack.callback(handle.remove)
+        edited(decoder, edit)
+    return [tuple(layer[name] for name in ("input", *names, "output")) for layer in seen]
+
+
+def rms(values):
+    return values.double().square().mean().sqrt().item()
+
+
+def norms(values):
+    return values.double().norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("place", ["residual", "writer"])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_noise_has_the_size_of_the_paper(case, place):
+    decoder, scale, steps = decoder_of(case), 1e-2, decoder_of(case).writer_scale
+    values, coefficients = drawn(decoder)
+    for layer, (before, attention, mlp, after) in enumerate(
+        watched(decoder, case, noisy(decoder, place=place))
+    ):
+        amount, keep = coefficients[layer].unbind(-1)
+        first_write = steps * (amount[0] * values[layer, 0] + keep[0] * attention)
+        second_write = steps * (amount[1] * values[layer, 1] + keep[1] * mlp)
+        noise = after.double() - before - first_write - second_write
+        if place == "residual":
+            sizes = norms(before + first_write), norms(before + first_write + second_write)
+        else:
+            sizes = norms(first_write), norms(second_write)
+        size = (sizes[0].square() + sizes[1].square()).sqrt()
+        assert rms(noise / (scale * size)) == pytest.approx(1, rel=0.1)
+        assert abs((noise / (scale * size)).mean()) < 0.1
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+@pytest.mark.parametrize("case", ["llama", "granite"])
+def test_noise_after_attention_and_after_mlp(case, scale):
+    decoder, steps = decoder_of(case), decoder_of(case).writer_scale
+    values, coefficients = drawn(decoder)
+    between = []
+    norm_modules = [block.post_attention_layernorm for block in decoder.model.model.layers]
+    with ExitStack() as stack:
+        for module in norm_modules:
+            hook = module.register_forward_pre_hook(lambda _module, args: between.append(args[0].clone()))
+            stack.callback(hook.remove)
+        seen = watched(decoder, case, noisy(decoder, scale=scale))
+    for layer, (before, attention, mlp, after) in enumerate(seen):
+        amount, keep = coefficients[layer].unbind(-1)
+        exact = before + steps * (amount[0] * values[layer, 0] + keep[0] * attention)
+        one = between[layer] - exact
+        assert rms(one / (scale * norms(exact))) == pytest.approx(1, rel=0.1)
+        exact = between[layer] + steps * (amount[1] * values[layer, 1] + keep[1] * mlp)
+        two = after - exact
+        assert rms(two / (scale * norms(exact))) == pytest.approx(1, rel=0.1)
+        correlation = (one * two).mean() / (rms(one) * rms(two))
+        assert abs(correlation) < 0.1
+
+
+def test_noise_on_block_outputs():
+    decoder = decoder_of("llama")
+    values, coefficients = drawn(decoder, "hidden")
+    edit = noisy(decoder, site="hidden")
+    block_output = torch.randn(*BATCH.input_ids.shape, decoder.d_model)
+    exact = LinearEdit(values, coefficients, site="hidden").output(1, 0, block_output, BATCH)
+    noise = edit.output(1, 0, block_output, BATCH) - exact
+    assert rms(noise / (1e-2 * norms(exact))) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("place", ["residual", "writer"])
+@pytest.mark.parametrize("case", ["llama", "gptj", "gemma2", "granite"])
+def test_inactive_sites_get_neither_injection_nor_noise(case, place):
+    decoder = decoder_of(case)
+    active = torch.zeros(decoder.layers, 2, dtype=torch.bool)
+    assert torch.equal(edited(decoder, noisy(decoder, place=place, active=active)), plain(decoder))
+    active[1, 0] = True
+    edit = noisy(decoder, place=place, active=active)
+    seen = watched(decoder, case, edit)
+    untouched = watched(decoder, case, None)
+    assert all(torch.equal(*pair) for pair in zip(seen[0], untouched[0], strict=True))
+    assert torch.equal(seen[1][1], untouched[1][1])
+    assert not torch.equal(seen[1][3], untouched[1][3])
+
+
+@pytest.mark.parametrize("place", ["residual", "writer"])
+def test_noise_is_drawn_from_its_own_generator(place):
+    decoder = decoder_of("llama")
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    found = [edited(decoder, noisy(decoder, place=place, seed=seed)) for seed in (0, 0, 1)]
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_noise_is_a_constant_for_the_gradient():
+    decoder = decoder_of("llama")
+    values, coefficients = drawn(decoder)
+    output = torch.randn(2, 3, decoder.d_model)
+    batch = make_batch([(1, 2, 3), (4, 5, 6)], torch.device("cpu"))
+    gradients = []
+    for noise in (False, True):
+        free = coefficients.clone().requires_grad_()
+        if noise:
+            edit = noisy(decoder, place="writer", scale=0.5, coefficients=free)
+        else:
+            edit = LinearEdit(values, free)
+        edit.output(0, 1, output, batch).sum().backward()
+        gradients.append(free.grad)
+    assert torch.allclose(*gradients)
+
+
+def test_noise_in_half_precision_stays_finite_where_the_norm_does_not():
+    decoder = decoder_of("llama", torch.float16)
+    output = torch.full((1, 1, decoder.d_model), 3e4, dtype=torch.float16)
+    assert output.norm(dim=-1).isinf().all()
+    edit = noisy(decoder, place="writer", scale=1e-3, active=torch.ones(decoder.layers, 2, dtype=torch.bool))
+    edit.injection.coefficients = torch.tensor([0.0, 1.0]).expand_as(edit.injection.coefficients)
+    assert edit.output(0, 0, output, make_batch([(1,)], torch.device("cpu"))).isfinite().all()

@@ -1,0 +1,340 @@
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TENSORS
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.edits import LinearEdit
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.models.batching import make_batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import label_tokens, score
+from i2cl.storage.card import CARD
+from i2cl.tasks import Example, Task, Template
+from tiny import tiny_model, tiny_tokenizer
+
+TASK = Task(
+    "Größe ☃",
+    ("positive", "negative"),
+    Template("Review: {text}\nSentiment:{label}", separator="\n\n"),
+    train=(Example("secret", 0),),
+    title="Films",
+)
+TEXTS = ["a warm film", "dull"]
+
+
+@cache
+def decoder_of(case, **overrides):
+    return Decoder(tiny_model(case, **overrides), tiny_tokenizer(), name=f"tiny-{case}")
+
+
+def made(case="llama", *, writers="both", base=None, **fields):
+    decoder = decoder_of(case)
+    generator = torch.Generator().manual_seed(0)
+    shape = (decoder.layers, 1 if writers == "hidden" else 2)
+    values = torch.randn(*shape, decoder.d_model, generator=generator)
+    coefficients = torch.randn(*shape, 2, generator=generator) * 0.2 + torch.tensor([0.1, 1.0])
+    context = ContextVector(values, ExtractConfig(writers=writers, separator=False), demonstrations=7)
+    settings = {"epochs": 3, "layers": [0, 1]}
+    return Injection(
+        context,
+        coefficients,
+        TASK.without_data(),
+        base or decoder.base,
+        **({"settings": settings, "history": (1.5, 0.1 + 0.2), "seed": 3} | fields),
+    )
+
+
+@pytest.fixture
+def saved(tmp_path):
+    made().save_pretrained(tmp_path / "out")
+    return tmp_path / "out"
+
+
+def described(folder):
+    return json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+
+
+def describe(folder, **changes):
+    (folder / DESCRIPTION).write_text(json.dumps(described(folder) | changes), encoding="utf-8")
+
+
+# At work
+
+
+@pytest.mark.parametrize("writers", ["both", "mha", "hidden"])
+@pytest.mark.parametrize("positions", ["all", "first", "last", "random"])
+def test_scores_are_those_of_a_linear_edit(writers, positions):
+    decoder, injection = decoder_of("llama"), made(writers=writers, positions=positions)
+    labels = label_tokens(decoder, TASK.template, TASK.labels)
+    site = "hidden" if writers == "hidden" else "writers"
+    edit = LinearEdit(
+        injection.context.values, injection.coefficients, site=site, positions=positions, seed=injection.seed
+    )
+    for text, found in zip(TEXTS, injection.scores(decoder, TEXTS), strict=True):
+        ids = tuple(tiny_tokenizer()(TASK.template.query(text))["input_ids"])
+        batch = make_batch([ids], torch.device("cpu"))
+        with torch.no_grad():
+            logits = decoder.forward(batch, edit=edit)[0, 0].log_softmax(-1)
+        assert torch.allclose(found, logits[list(labels.first)], atol=2e-5)
+        assert torch.allclose(score(decoder, [ids], labels, edit=injection.edit())[0], found, atol=2e-5)
+
+
+def test_predictions_are_label_words():
+    decoder, injection = decoder_of("llama"), made()
+    best = injection.scores(decoder, TEXTS).argmax(-1).tolist()
+    assert injection.predict(decoder, TEXTS) == [TASK.labels[row] for row in best]
+    assert injection.predict(decoder, []) == []
+
+
+def test_whole_sequences_on_demand():
+    decoder, injection = decoder_of("llama"), made()
+    done = []
+    whole = injection.scores(decoder, TEXTS, scoring="full", progress=done.append)
+    assert (whole < injection.scores(decoder, TEXTS)).all()
+    assert sum(done) == pytest.approx(2)
+
+
+def test_a_decoder_of_other_sizes_is_refused():
+    with pytest.raises(I2CLError, match=r"\(layers, width\) \(2, 32\), the model has \(3, 32\)"):
+        made().scores(decoder_of("gemma2"), TEXTS)
+
+
+# Which model it belongs to
+
+
+def test_its_own_model_is_accepted():
+    made().require_base(decoder_of("llama"))
+    made().require_base(Decoder(tiny_model("llama", dtype=torch.bfloat16), tiny_tokenizer(), name="copy"))
+
+
+def test_other_weights_are_named_and_can_be_forced():
+    other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
+    with pytest.raises(I2CLError, match=r"made on 'tiny-llama', not 'other' \(weights .*--force"):
+        made().require_base(other)
+    made().require_base(other, force=True)
+
+
+def test_another_tokenizer_is_named():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(I2CLError, match=r"\(tokenizer '\w+' and not '\w+'\)"):
+        made().require_base(Decoder(tiny_model("llama"), tokenizer))
+
+
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize(
+    ("case", "overrides", "named"),
+    [("gemma2", {}, "layers 2 and not 3"), ("llama", {"hidden_size": 64}, "d_model 32 and not 64")],
+)
+def test_other_sizes_cannot_be_forced(case, overrides, named, force):
+    with pytest.raises(I2CLError, match=named) as caught:
+        made().require_base(decoder_of(case, **overrides), force=force)
+    assert "--force" not in str(caught.value)
+
+
+# Saved and loaded
+
+
+@pytest.mark.parametrize("writers", ["both", "mha", "mlp", "hidden"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
+def test_roundtrip_is_exact(tmp_path, case, writers):
+    injection = made(case, writers=writers, positions="random")
+    injection.save_pretrained(tmp_path / "out")
+    loaded = Injection.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.context.values, injection.context.values)
+    assert torch.equal(loaded.coefficients, injection.coefficients)
+    for field in ("task", "base", "positions", "seed", "settings", "history"):
+        assert getattr(loaded, field) == getattr(injection, field)
+    assert loaded.context.config == injection.context.config
+    assert loaded.context.demonstrations == 7
+    loaded.require_base(decoder_of(case))
+    scores = [artefact.scores(decoder_of(case), TEXTS) for artefact in (injection, loaded)]
+    assert torch.equal(*scores)
+
+
+def test_the_description_can_be_read_by_people(saved):
+    text = (saved / DESCRIPTION).read_text(encoding="utf-8")
+    assert "Größe ☃" in text
+    assert len(text.splitlines()) > 20
+    description = described(saved)
+    assert description["format_version"] == FORMAT_VERSION
+    assert description["base_model"]["name"] == "tiny-llama"
+    assert description["task"]["labels"] == ["positive", "negative"]
+    assert description["task"]["separator"] == "\n\n"
+    assert description["loss"] == [1.5, 0.1 + 0.2]
+    assert {entry.name for entry in saved.iterdir()} == {DESCRIPTION, TENSORS, CARD}
+
+
+def test_demonstrations_are_not_saved(tmp_path):
+    replace(made(), task=TASK).save_pretrained(tmp_path / "out")
+    assert b"secret" not in b"".join(entry.read_bytes() for entry in (tmp_path / "out").iterdir())
+
+
+def test_views_are_saved_whole(tmp_path):
+    injection = made()
+    values, coefficients = injection.context.values, injection.coefficients
+    turned = replace(
+        injection,
+        context=replace(injection.context, values=values.transpose(0, 2).contiguous().transpose(0, 2)),
+        coefficients=coefficients[:1, :1].expand_as(coefficients),
+    )
+    turned.save_pretrained(tmp_path / "out")
+    loaded = Injection.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.context.values, values)
+    assert torch.equal(loaded.coefficients, turned.coefficients)
+
+
+def test_an_older_artefact_is_replaced(saved):
+    made(seed=9).save_pretrained(saved)
+    assert Injection.from_pretrained(saved).seed == 9
+    assert [entry.name for entry in saved.parent.iterdir()] == ["out"]
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(I2CLError, match="other files"):
+        made().save_pretrained(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [
+        ("i2cl.core.artefact.save_file", OSError(28, "No space left on device")),
+        ("i2cl.core.artefact.json.dumps", KeyboardInterrupt),
+        ("i2cl.core.artefact.model_card", ValueError),
+    ],
+)
+def test_a_failing_save_leaves_the_older_artefact(saved, monkeypatch, target, error):
+    def fail(*_, **__):
+        raise error
+
+    before = {entry.name: entry.read_bytes() for entry in saved.iterdir()}
+    monkeypatch.setattr(target, fail)
+    with pytest.raises(I2CLError if isinstance(error, OSError) else error):
+        made(seed=9).save_pretrained(saved)
+    monkeypatch.undo()
+    assert {entry.name: entry.read_bytes() for entry in saved.iterdir()} == before
+    assert [entry.name for entry in saved.parent.iterdir()] == ["out"]
+
+
+# Artefacts that are not right
+
+
+def test_a_missing_description(saved):
+    (saved / DESCRIPTION).unlink()
+    with pytest.raises(I2CLError, match="it has no injection"):
+        Injection.from_pretrained(saved)
+
+
+def test_a_file_in_place_of_a_folder(saved):
+    with pytest.raises(I2CLError, match="is no injection"):
+        Injection.from_pretrained(saved / TENSORS)
+
+
+@pytest.mark.parametrize("length", [0, 5, 100, -1])
+def test_truncated_tensors(saved, length):
+    (saved / TENSORS).write_bytes((saved / TENSORS).read_bytes()[:length])
+    with pytest.raises(I2CLError, match=r"injection.safetensors is damaged or missing"):
+        Injection.from_pretrained(saved)
+
+
+def test_missing_tensors(saved):
+    (saved / TENSORS).unlink()
+    with pytest.raises(I2CLError, match=r"injection.safetensors is damaged or missing"):
+        Injection.from_pretrained(saved)
+
+
+def test_a_missing_tensor(saved):
+    from safetensors.torch import save_file
+
+    save_file({"context_vector": torch.zeros(2, 2, 32)}, saved / TENSORS)
+    with pytest.raises(I2CLError, match=r"damaged or missing \('coefficients'\)"):
+        Injection.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"format_version": 1}'])
+def test_a_malformed_description(saved, content):
+    (saved / DESCRIPTION).write_bytes(content)
+    with pytest.raises(I2CLError, match=r"injection.json cannot be read"):
+        Injection.from_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"format_version": FORMAT_VERSION + 1, "later": 1}, "newer than this i2cl reads, upgrade"),
+        ({"later": 1}, "later: Extra inputs"),
+        ({"positions": "middle"}, "positions: "),
+        ({"extraction": {"writers": "all"}}, "extraction.writers: "),
+        ({"loss": ["low"]}, "loss.0: "),
+        ({"base_model": {"name": "x"}}, "base_model entry is malformed"),
+        ({"task": {"name": "x"}}, "'labels' must be a list"),
+        ({"task": {"name": "x", "labels": ["a", "b"], "template": "no fields"}}, "template 'no fields'"),
+    ],
+)
+def test_a_wrong_field_is_named(saved, changes, named):
+    describe(saved, **changes)
+    with pytest.raises(I2CLError, match=named):
+        Injection.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("changes", [{"layers": 3}, {"d_model": 16}])
+def test_shapes_that_do_not_match_the_description(saved, changes):
+    describe(saved, base_model=described(saved)["base_model"] | changes)
+    with pytest.raises(I2CLError, match=r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), \("):
+        Injection.from_pretrained(saved)
+
+
+def test_sites_that_do_not_match_the_description(saved):
+    describe(saved, extraction={"writers": "hidden"})
+    with pytest.raises(I2CLError, match=r"\(2, 1, 32\) and \(2, 1, 2\) are described"):
+        Injection.from_pretrained(saved)
+
+
+# The hub
+
+
+def test_a_name_that_is_no_folder_is_downloaded(saved, monkeypatch):
+    asked = []
+
+    def download(name, **arguments):
+        asked.append((name, arguments))
+        return str(saved)
+
+    monkeypatch.setattr("i2cl.storage.hub.snapshot_download", download)
+    found = Injection.from_pretrained("somebody/films", revision="v1")
+    assert torch.equal(found.coefficients, made().coefficients)
+    assert asked == [("somebody/films", {"revision": "v1", "allow_patterns": [DESCRIPTION, TENSORS]})]
+    Injection.from_pretrained(saved)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError("offline"), HFValidationError("name"), OSError()])
+def test_a_hub_that_cannot_help(monkeypatch, error):
+    def download(*_, **__):
+        raise error
+
+    monkeypatch.setattr("i2cl.storage.hub.snapshot_download", download)
+    with pytest.raises(
+        I2CLError, match=rf"no such folder, and the hub says {type(error).__name__}.*i2cl fit"
+    ):
+        Injection.from_pretrained("somebody/films")
+
+
+def test_a_repository_without_an_injection(tmp_path, monkeypatch):
+    monkeypatch.setattr("i2cl.storage.hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(I2CLError, match="'somebody/films' is no injection"):
+        Injection.from_pretrained("somebody/films")
+
+
+def test_a_path_that_does_not_exist_needs_no_network():
+    with pytest.raises(I2CLError, match="no such folder"):
+        Injection.from_pretrained(Path("/no/such/folder/anywhere"))

@@ -1,0 +1,185 @@
+"""Calibrations that share their steps end where each ends by itself."""
+
+import pytest
+import torch
+
+from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, calibrate_many, extract
+from i2cl.core.context import ExtractConfig
+from i2cl.core.edits import RowsEdit
+from i2cl.errors import I2CLError
+from i2cl.models.batching import MemoryWarning
+from tiny import tiny_model, tiny_tokenizer
+
+FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
+BOOKS = Task("books", ("long", "short", "odd"), Template("Book: {text}\nSize:{label}"))
+QUIET = CalibrationConfig(epochs=4, noise=0.0, lr=0.05)
+
+
+def shots(count, labels, word):
+    return [Example(f"{word} " * (1 + row % 4) + "indeed", row % labels) for row in range(count)]
+
+
+RUNS = [
+    (FILMS, shots(5, 2, "warm"), 3),
+    (BOOKS, shots(5, 3, "a novel of many pages"), 0),
+    (FILMS, shots(7, 2, "dull"), 1),
+    (FILMS, shots(5, 2, "warm"), 4),
+]
+
+
+def decoder_of(case):
+    return Decoder(tiny_model(case), tiny_tokenizer(), name=case)
+
+
+def both(decoder, config, extraction=None, **options):
+    """Injections of all runs together, and of each by itself."""
+    tasks, demonstrations, seeds = zip(*RUNS, strict=True)
+    contexts = [extract(decoder, task, examples, extraction) for task, examples, _ in RUNS]
+    together = calibrate_many(decoder, tasks, demonstrations, contexts, config, seeds=seeds, **options)
+    alone = [
+        calibrate(decoder, task, examples, context, config, seed=seed)
+        for (task, examples, seed), context in zip(RUNS, contexts, strict=True)
+    ]
+    return together, alone
+
+
+def same(together, alone):
+    torch.testing.assert_close(together.coefficients, alone.coefficients, rtol=1e-3, atol=1e-4)
+    assert together.history == pytest.approx(alone.history, rel=1e-3)
+    assert (together.task, together.base, together.seed) == (alone.task, alone.base, alone.seed)
+    assert together.settings == alone.settings
+    torch.testing.assert_close(together.context.values, alone.context.values)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "gptj", "falcon", "opt", "mixtral"])
+def test_many_end_where_each_ends_by_itself(case):
+    together, alone = both(decoder_of(case), QUIET)
+    assert (together[0].coefficients - together[3].coefficients).abs().max() > 1e-3  # seeds differ
+    for one, other in zip(together, alone, strict=True):
+        same(one, other)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("pays", [True, False])
+def test_packed_or_padded_is_the_same(monkeypatch, case, pays):
+    packed = []
+    monkeypatch.setattr("i2cl.core.calibration.packing_pays", lambda *_: pays)
+    rows = RowsEdit.injected
+    monkeypatch.setattr(RowsEdit, "injected", lambda *at: packed.append(at[-1].packed) or rows(*at))
+    for one, other in zip(*both(decoder_of(case), QUIET), strict=True):
+        same(one, other)
+    assert set(packed) == {pays}
+
+
+@pytest.mark.parametrize("change", [{"formula": "add"}, {"formula": "balance"}, {"layers": (1,)}])
+@pytest.mark.parametrize("positions", ["last", "random"])
+def test_every_switch_goes_over(change, positions):
+    config = QUIET.model_copy(update={**change, "positions": positions})
+    for one, other in zip(*both(decoder_of("llama"), config), strict=True):
+        same(one, other)
+
+
+def test_block_outputs_go_together_too():
+    for one, other in zip(*both(decoder_of("llama"), QUIET, ExtractConfig(writers="hidden")), strict=True):
+        same(one, other)
+
+
+def test_a_small_budget_makes_more_groups_of_the_same():
+    decoder = decoder_of("llama")
+    whole, _ = both(decoder, QUIET)
+    told = []
+    decoder.token_budget = 1
+    parts, _ = both(decoder, QUIET, progress=lambda *at: told.append(at))
+    assert len(told) == len(RUNS) * QUIET.epochs
+    for one, other in zip(parts, whole, strict=True):
+        same(one, other)
+
+
+@pytest.mark.parametrize("place", ["residual", "writer"])
+@pytest.mark.parametrize("pays", [True, False, None])
+def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
+    if pays is not None:
+        monkeypatch.setattr("i2cl.core.calibration.packing_pays", lambda *_: pays)
+    decoder = decoder_of("llama")
+    noisy = QUIET.model_copy(update={"noise": 0.05, "noise_place": place})
+    together, alone = both(decoder, noisy)
+    quiet, _ = both(decoder, QUIET)
+    for one, other, still in zip(together, alone, quiet, strict=True):
+        same(one, other)
+        assert (one.coefficients - still.coefficients).abs().max() > 1e-3
+
+
+def test_twins_stay_twins_and_seeds_differ():
+    decoder = decoder_of("llama")
+    task, examples, seed = RUNS[0]
+    context = extract(decoder, task, examples)
+    noisy = QUIET.model_copy(update={"noise": 0.05, "batch_size": len(examples)})
+    seeds = [seed, seed, seed + 1]
+    one, twin, other = calibrate_many(decoder, [task] * 3, [examples] * 3, [context] * 3, noisy, seeds=seeds)
+    torch.testing.assert_close(one.coefficients, twin.coefficients)
+    assert (one.coefficients - other.coefficients).abs().max() > 1e-3
+
+
+def test_lbfgs_takes_one_after_another():
+    config = CalibrationConfig.recipe("fast", passes=5)
+    for one, other in zip(*both(decoder_of("llama"), config), strict=True):
+        assert torch.equal(one.coefficients, other.coefficients)
+        assert one.history == other.history
+
+
+def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
+    decoder = decoder_of("llama")
+    whole, _ = both(decoder, QUIET)
+    forward = Decoder.forward
+
+    def small(self, batch, **options):
+        if len(batch.rows) > 4:
+            raise torch.OutOfMemoryError("no room")
+        return forward(self, batch, **options)
+
+    monkeypatch.setattr(Decoder, "forward", small)
+    with pytest.warns(MemoryWarning, match="out of memory with 3 calibrations together; going on with 2"):
+        parts, _ = both(decoder, QUIET)
+    for one, other in zip(parts, whole, strict=True):
+        torch.testing.assert_close(one.coefficients, other.coefficients, rtol=1e-3, atol=1e-4)
+    monkeypatch.setattr(
+        Decoder, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no"))
+    )
+    task, examples, _ = RUNS[0]
+    context = whole[0].context
+    with pytest.raises(I2CLError, match="a step of one run does not fit into memory"):
+        calibrate_many(decoder, [task], [examples], [context], QUIET)
+
+
+def test_no_runs_and_no_epochs():
+    decoder = decoder_of("llama")
+    assert calibrate_many(decoder, [], [], []) == []
+    together, _ = both(decoder, QUIET.model_copy(update={"epochs": 0}))
+    assert [one.history for one in together] == [()] * len(RUNS)
+
+
+def test_the_model_is_left_as_found():
+    decoder = decoder_of("llama")
+    model = decoder.model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    both(decoder, QUIET)
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_bad_input():
+    decoder = decoder_of("llama")
+    task, examples, _ = RUNS[0]
+    context = extract(decoder, task, examples)
+    with pytest.raises(I2CLError, match=r"\[2, 1, 1, 2\] tasks, sets of demonstrations"):
+        calibrate_many(decoder, [task, task], [examples], [context])
+    with pytest.raises(I2CLError, match="demonstration"):
+        calibrate_many(decoder, [task], [[]], [context])
+    wild = CalibrationConfig(lr=1e30)
+    with pytest.raises(I2CLError, match="the training loss became nan"):
+        calibrate_many(decoder, [task], [examples], [context], wild)
+    with pytest.raises(I2CLError, match="the training loss of run 1 of 2 became nan"):
+        calibrate_many(decoder, [task] * 2, [examples] * 2, [context] * 2, wild)

@@ -1,0 +1,145 @@
+"""Scores, costs and summaries of runs."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from i2cl import I2CLError
+from i2cl.experiments.evaluation import evaluate, macro_f1, summarize
+from i2cl.methods import Method, make_methods
+from i2cl.version import __version__
+
+
+@dataclass(frozen=True)
+class Told:
+    """A predictor whose scores are given, and which keeps the texts it was asked about."""
+
+    best: tuple[int, ...]
+    asked: list
+    labels: int = 2
+    trainable_parameters: int = 7
+    cached_values: int = 11
+    cached_bytes: int = 44
+    held_out: int = 0
+
+    def scores(self, texts, progress=None):
+        self.asked.append(tuple(texts))
+        return torch.nn.functional.one_hot(torch.tensor(self.best[: len(texts)]), self.labels).float()
+
+
+class Fake(Method):
+    name: ClassVar[str] = "fake"
+    summary: ClassVar[str] = "what it is told"
+
+    def __init__(self, predictor):
+        self.predictor = predictor
+        self.fitted = []
+
+    def fit(self, decoder, task, demonstrations, seed):
+        self.fitted.append((demonstrations, seed))
+        return self.predictor
+
+
+def draws(classes, seed):
+    picker = np.random.default_rng(seed)
+    return picker.integers(classes, size=60), picker.integers(classes, size=60)
+
+
+@pytest.mark.parametrize("classes", [2, 5, 14])
+@pytest.mark.parametrize("seed", range(3))
+def test_macro_f1_is_that_of_scikit_learn(classes, seed):
+    metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the reference for macro-F1")
+    gold, best = draws(classes, seed)
+    gold[gold == 1] = 0  # a class that does not occur, but may be predicted
+    labels = range(classes)
+    expected = metrics.f1_score(gold, best, average="macro", labels=labels, zero_division=0)
+    assert macro_f1(gold, best, classes) == pytest.approx(expected)
+
+
+def test_macro_f1_by_hand():
+    gold, best = np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1])
+    assert macro_f1(gold, best, 2) == pytest.approx((2 / 3 + 4 / 5) / 2)
+    assert macro_f1(gold, best, 4) == pytest.approx((2 / 3 + 4 / 5) / 4)
+    assert macro_f1(gold, 1 - gold, 2) == 0
+
+
+def test_accuracy_and_f1_of_a_run_are_those_of_scikit_learn(decoder, task):
+    metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the reference for the scores")
+    gold = [query.label for query in task.queries()]
+    best = tuple((label + (number % 3 == 0)) % 2 for number, label in enumerate(gold))
+    run = evaluate(decoder, task, Fake(Told(best, [])), shots=2, seed=4)
+    assert run.accuracy == pytest.approx(metrics.accuracy_score(gold, best))
+    assert run.macro_f1 == pytest.approx(metrics.f1_score(gold, best, average="macro"))
+    assert run.predictions == best
+
+
+def test_what_a_run_records(decoder, task):
+    method = Fake(Told((0,) * 40, []))
+    run = evaluate(decoder, task, method, shots=2, seed=4, limit=6)
+    record = run.record()
+    assert method.fitted == [(task.sample(2, 4), 4)]
+    assert (record["model"], record["task"], record["method"]) == ("tiny-llama", "films", "fake")
+    assert (record["seed"], record["shots"], record["n"], record["accuracy"]) == (4, 2, 6, 0.5)
+    assert (record["cached_values"], record["trainable_parameters"]) == (11, 7)
+    assert record["fit_seconds"] >= 0
+    assert record["predict_seconds"] >= 0
+    assert "predictions" not in record
+    assert record["versions"]["i2cl"] == __version__
+    assert (record["versions"]["device"], record["versions"]["dtype"]) == ("cpu", "float32")
+
+
+def test_all_seeds_and_methods_are_asked_the_same(decoder, task):
+    asked = []
+    for seed in range(3):
+        evaluate(decoder, task, Fake(Told((0,) * 40, asked)), shots=2, seed=seed, limit=7)
+    assert len(set(asked)) == 1
+    assert len(asked[0]) == 7
+
+
+@pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+def test_a_real_method_repeats_itself(decoder, task):
+    (method,) = make_methods(["i2cl"], {"epochs": 2})
+    runs = [evaluate(decoder, replace(task, shots=2), method, seed=1) for _ in range(2)]
+    assert runs[0].predictions == runs[1].predictions
+    assert runs[0].shots == 2
+
+
+def test_a_task_without_test_rows(decoder, task):
+    with pytest.raises(I2CLError, match="no test"):
+        evaluate(decoder, replace(task, test=()), Fake(Told((), [])), shots=2)
+
+
+def test_summaries_have_mean_and_sample_standard_deviation(decoder, task):
+    measured = evaluate(decoder, task, Fake(Told((0,) * 40, [])), shots=2)
+
+    def run(accuracy, *, method="i2cl", task="films", seed=0, seconds=1.0):
+        scores = {"accuracy": accuracy, "macro_f1": accuracy / 2, "n": 10, "cached_values": 128}
+        seconds = {"fit_seconds": 2 * seconds, "predict_seconds": seconds}
+        return replace(measured, method=method, task=task, seed=seed, **scores, **seconds)
+
+    runs = [
+        run(0.5),
+        run(0.9, method="noise"),
+        run(0.7, seed=1, seconds=3.0),
+        run(0.9, seed=2),
+        run(1.0, task="x"),
+    ]
+    first, noise, other = summarize(runs)
+    assert (first.task, first.method, first.seeds, first.n, first.cached_values) == (
+        "films",
+        "i2cl",
+        3,
+        10,
+        128,
+    )
+    assert first.accuracy == pytest.approx(0.7)
+    assert first.accuracy_sd == pytest.approx(0.2)
+    assert first.macro_f1 == pytest.approx(0.35)
+    assert first.fit_seconds == pytest.approx(10 / 3)
+    assert first.milliseconds_per_query == pytest.approx(1000 * (0.1 + 0.3 + 0.1) / 3)
+    assert (noise.method, noise.seeds, noise.accuracy, noise.accuracy_sd) == ("noise", 1, 0.9, 0.0)
+    assert (other.task, other.accuracy) == ("x", 1.0)
+    assert summarize([]) == []

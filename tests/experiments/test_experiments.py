@@ -1,0 +1,342 @@
+"""Running grids: studies, failures, resuming, kills, Ray, the command line."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from i2cl import Decoder, Injection, calibrate, extract, load_task
+from i2cl.experiments.grid import Cell
+from i2cl.experiments.runner import CellJob, pending
+from i2cl.experiments.store import Store
+from i2cl.experiments.studies import GROUPS, Bench, plain, run_study, worst_group
+from i2cl.faces.cli import main
+from i2cl.injections.transfer import transfer
+from i2cl.methods import make_methods
+from i2cl.methods.prompts import PromptPredictor
+
+ONE, OTHER = "mood-colour-1", "job-letter-1"
+GRID = """
+title = "cheap"
+measures = "cheap methods"
+views = ["tasks"]
+tasks = ["mood-colour-1", "job-letter-1"]
+rows = [
+  { name = "Zero-shot", method = "zero_shot", seeds = 1 },
+  { name = "Few-shot (ICL)", method = "few_shot" },
+  { name = "I2CL", method = "i2cl", options = { epochs = 1 } },
+]
+full = { seeds = 3, limit = 12 }
+"""
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder.from_pretrained("reference")
+
+
+@pytest.fixture
+def bench(decoder, tmp_path):
+    return Bench(decoder, None, tmp_path / "vectors")
+
+
+def cell(**changes):
+    return Cell.model_validate({"model": "reference", "task": ONE, "limit": 12} | changes)
+
+
+def keep_short(bench, task):
+    """As if an earlier cell had fitted plain I2CL, in a few epochs."""
+    own = cell(task=task)
+    found = bench.task(task)
+    shown = found.sample(None, 0)
+    (method,) = make_methods(["i2cl"], {"epochs": 3})
+    predictor = method.fit(bench.decoder, found, shown, 0)
+    bench.keep(own, predictor, shown)
+    return predictor
+
+
+def test_a_method_cell_keeps_predictions_and_their_origin(bench):
+    outcome = run_study(bench, cell(method="few_shot", seed=4))
+    task = load_task(ONE)
+    queries = task.queries(12)
+    assert outcome.gold == tuple(query.label for query in queries)
+    assert [task.train[place] for place in outcome.demonstrations] == list(task.sample(None, 4))
+    right = sum(a == b for a, b in zip(outcome.gold, outcome.predictions, strict=True))
+    assert outcome.accuracy == right / 12
+    assert outcome.labels == task.labels
+    assert outcome.coefficients is None
+    assert list(bench.vectors.glob("*")) == []
+
+
+def test_only_plain_i2cl_keeps_vectors(bench):
+    changed = run_study(bench, cell(options={"epochs": 1}))
+    assert len(changed.coefficients) == bench.decoder.layers
+    assert not bench.vectors.exists()
+    predictor = keep_short(bench, ONE)
+    found = bench.injection(cell())
+    assert isinstance(found, Injection)
+    torch.testing.assert_close(found.coefficients, predictor.edit.coefficients)
+    torch.testing.assert_close(found.context.values, predictor.edit.values)
+    task = bench.task(ONE)
+    shown = [one for one in task.sample(None, 0) if one.label == 2]
+    (kept,) = bench.vectors.glob("*.safetensors")
+    own = extract(bench.decoder, task, shown).values
+    torch.testing.assert_close(load_file(kept)["class_vectors"][2].float(), own, atol=2e-3, rtol=2e-3)
+
+
+def test_moving_injects_what_another_task_was_fitted_to(bench):
+    source = keep_short(bench, OTHER)
+    outcome = run_study(bench, cell(study="move", sources=(OTHER,)))
+    task = bench.task(ONE)
+    scores = PromptPredictor(bench.decoder, task, edit=source.edit).scores([q.text for q in task.queries(12)])
+    assert outcome.predictions == tuple(scores.argmax(-1).tolist())
+    assert outcome.coefficients == source.edit.coefficients.tolist()
+
+
+def test_a_transfer_cell_is_the_transfer_of_the_library(bench):
+    for task in (ONE, OTHER):
+        keep_short(bench, task)
+    outcome = run_study(bench, cell(study="transfer", sources=(OTHER,)))
+    task = bench.task(ONE)
+    anchors = [bench.injection(plain(cell(), OTHER))]
+    first = bench.injection(plain(cell(), ONE))
+    expected = transfer(bench.decoder, task, task.sample(None, 0), anchors, first=first)
+    assert outcome.coefficients == expected.injection.coefficients.tolist()
+    assert outcome.weights == {OTHER: pytest.approx(1.0)}
+
+
+def test_what_was_not_fitted_yet_is_fitted_now(bench, monkeypatch):
+    calls = []
+    monkeypatch.setattr("i2cl.methods.i2cl.calibrate", lambda *a, **k: calls.append(1) or quick(*a, **k))
+
+    def quick(decoder, task, demonstrations, context, config, **more):
+        return calibrate(
+            decoder, task, demonstrations, context, config.model_copy(update={"epochs": 1}), **more
+        )
+
+    bench.injection(cell(task=OTHER))
+    bench.injection(cell(task=OTHER))
+    assert calls == [1]
+
+
+def test_the_worst_group_is_the_one_few_shot_does_worst_with(bench, monkeypatch):
+    monkeypatch.setattr("i2cl.experiments.studies.JUDGED_ON", 10)
+    task = bench.task(ONE)
+    chosen, judged = worst_group(bench.decoder, task, 1, seed=3)
+    groups = [task.sample(1, 1_000_000 + GROUPS * 3 + number) for number in range(GROUPS)]
+    texts = [one.text for one in judged]
+    (few_shot,) = make_methods(["few_shot"])
+    gold = torch.tensor([one.label for one in judged])
+    accuracies = [
+        (few_shot.fit(bench.decoder, task, group, 0).scores(texts).argmax(-1) == gold).float().mean().item()
+        for group in groups
+    ]
+    assert chosen == groups[accuracies.index(min(accuracies))]
+    assert not {one.text for group in groups for one in group} & set(texts)
+    assert not {one.text for one in task.test} & set(texts)
+    outcome = run_study(bench, cell(method="zero_shot", demonstrations="worst", shots=1, seed=3))
+    assert [task.train[place] for place in outcome.demonstrations] == list(chosen)
+    assert outcome.held_out == len(judged) == 10
+
+
+def test_a_failing_cell_is_a_record(decoder, tmp_path):
+    job = CellJob(cell(shots=100_000), None, tmp_path)
+    record = job.run(decoder)
+    assert (record.status, record.outcome) == ("failed", None)
+    assert record.error.startswith("I2CLError: task 'mood-colour-1'")
+
+
+def test_records_say_where_they_come_from(decoder, tmp_path):
+    record = CellJob(cell(method="zero_shot"), None, tmp_path).run(decoder)
+    assert record.key == cell(method="zero_shot").key
+    assert record.provenance["weights"] == decoder.base.weights
+    assert {"i2cl", "torch", "transformers", "device", "dtype", "commit", "machine"} <= set(record.provenance)
+    assert record.peak_memory_bytes > 10**7
+
+
+def test_pending_cells_come_once_seed_by_seed_and_fits_before_what_uses_them(tmp_path):
+    moved = cell(study="move", sources=(OTHER,))
+    cells = [cell(seed=1), moved, cell(), cell(), cell(seed=1)]
+    with Store.writing(tmp_path) as store:
+        assert pending(cells, store) == [cell(), moved, cell(seed=1)]
+
+
+# The command line
+
+
+def run(tmp_path, capsys, *more, grid=GRID):
+    file = tmp_path / "mine.toml"
+    file.write_text(grid)
+    with pytest.raises(SystemExit) as stop:
+        main(["experiment", "run", str(file), "--store", str(tmp_path / "store"), "--workers", "1", *more])
+    return stop.value.code, capsys.readouterr()
+
+
+def test_run_then_run_again_then_report(tmp_path, capsys):
+    code, told = run(tmp_path, capsys, "--json")
+    assert (code, json.loads(told.out)["done"]) == (0, 2 + 6 + 6)
+    code, told = run(tmp_path, capsys, "--json", "--seeds", "4")
+    assert {k: v for k, v in json.loads(told.out).items() if k != "store"} == {
+        "done": 4,
+        "failed": 0,
+        "kept": 14,
+    }
+    with pytest.raises(SystemExit) as stop:
+        main(
+            [
+                "report",
+                str(tmp_path / "store"),
+                "--experiments",
+                str(tmp_path / "mine.toml"),
+                "--formats",
+                "md",
+            ]
+        )
+    assert stop.value.code == 0
+    text = (tmp_path / "store" / "report" / "report.md").read_text()
+    assert "mood-colour-1" in text
+    assert "Few-shot (ICL)" in text
+
+
+def test_failures_are_told_and_set_the_exit_code(tmp_path, capsys):
+    wrong = GRID.replace('name = "Few-shot (ICL)"', 'name = "Few-shot (ICL)", shots = [1, 100000]')
+    code, told = run(tmp_path, capsys, grid=wrong)
+    assert code == 1
+    assert "14 cells done, 6 failed" in told.out
+    assert "failed: mood-colour-1 few_shot seed 0: I2CLError: task 'mood-colour-1'" in told.out
+    store = Store.open(tmp_path / "store")
+    assert sum(record.status == "failed" for record in store.records.values()) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["experiment", "run", "mian"], "did you mean 'main'"),
+        (["experiment", "run", "main", "--tasks", "sst3"], "unknown task"),
+        (["report", "nowhere"], "no store at"),
+        (["report", "nowhere", "--formats", "pdf"], "known are md, tex, csv, html"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    told = capsys.readouterr()
+    assert stop.value.code == 2
+    assert message in told.err
+    assert told.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ls_lists_every_experiment(capsys):
+    with pytest.raises(SystemExit):
+        main(["experiment", "ls", "--json"])
+    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert len(listed) == 16
+    assert listed["main"]["paper"].startswith("Table 1")
+
+
+# Kills
+
+
+def test_ten_kills_lose_nothing_and_corrupt_nothing(tmp_path):
+    """Every kill leaves a store that reads; the run that follows adds what is lacking, no more."""
+    file, folder = tmp_path / "mine.toml", tmp_path / "store"
+    file.write_text(GRID)
+    program = "from i2cl.faces.cli import main; main()"
+    command = [sys.executable, "-c", program, "experiment", "run", str(file), "--store", str(folder)]
+    picker = random.Random(0)
+    survivors: set[str] = set()
+    for kill in range(10):
+        process = subprocess.Popen(
+            [*command, "--workers", "1" if kill % 2 else "2"], stdout=subprocess.DEVNULL
+        )
+        before = size = written(folder)
+        while process.poll() is None and size < before + 400:  # until it has begun to write, then at random
+            time.sleep(0.01)
+            size = written(folder)
+        time.sleep(picker.random() * 0.3)
+        workers_of_it = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.kill()
+        process.wait()
+        _, left = psutil.wait_procs(workers_of_it, timeout=60)
+        assert left == []
+        store = Store.open(folder) if (folder / "cells.jsonl").exists() else None
+        now = {key for key, one in store.records.items() if one.status == "done"} if store else set()
+        assert survivors <= now
+        survivors = now
+    subprocess.run([*command, "--workers", "1"], check=True, stdout=subprocess.DEVNULL)
+    store = Store.open(folder)
+    assert len(store.records) == 14
+    assert all(one.status == "done" for one in store.records.values())
+    lines = (folder / "cells.jsonl").read_text().splitlines()
+    assert len(lines) == len({json.loads(line)["key"] for line in lines}) == 14
+    straight = tmp_path / "straight"
+    subprocess.run([*command[:-1], str(straight), "--workers", "1"], check=True, stdout=subprocess.DEVNULL)
+    for key, record in Store.open(straight).records.items():
+        assert record.outcome.predictions == store.records[key].outcome.predictions
+
+
+def written(folder):
+    file = folder / "cells.jsonl"
+    return file.stat().st_size if file.exists() else 0
+
+
+# Many processes
+
+
+def test_two_processes_hold_one_model_together(tmp_path, decoder):
+    """Tensor parallel under torchrun: one store, written by the first, with the results of one process."""
+    file, folder = tmp_path / "mine.toml", tmp_path / "store"
+    file.write_text(GRID)
+    program = tmp_path / "program.py"
+    program.write_text("from i2cl.faces.cli import main\nmain()\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["experiment", "run", str(file), "--store", str(folder), "--seeds", "1"]
+    done = subprocess.run(
+        [*torchrun, str(program), *arguments, "--device-map", "tensor_parallel"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("6 cells done") == 1
+    records = Store.open(folder).records
+    assert len(records) == len((folder / "cells.jsonl").read_text().splitlines()) == 6
+    for record in records.values():
+        alone = CellJob(record.cell, None, tmp_path / "alone").run(decoder)
+        assert record.outcome.predictions == alone.outcome.predictions
+        assert record.provenance["weights"] == alone.provenance["weights"]
+
+
+def test_ray_runs_the_same_cells(decoder, tmp_path):
+    pytest.importorskip("ray")
+    file, folder = tmp_path / "mine.toml", tmp_path / "store"
+    file.write_text(GRID.replace("epochs = 1", "epochs = -1"))
+    program = "from i2cl.faces.cli import main; main()"
+    command = [sys.executable, "-c", program, "experiment", "run", str(file), "--store", str(folder)]
+    more = ["--seeds", "1", "--executor", "ray", "--workers", "1", "--json"]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr[-3000:]  # I2CL with -1 epochs cannot work
+    told = json.loads(done.stdout)
+    assert (told["done"], told["failed"]) == (4, 2)
+    for record in Store.open(folder).records.values():
+        here = CellJob(record.cell, None, tmp_path / "here").run(decoder)
+        assert (here.status, here.error) == (record.status, record.error)
+        if here.outcome:
+            assert here.outcome.predictions == record.outcome.predictions
+
+
+def test_a_cluster_that_is_not_there(tmp_path, capsys):
+    pytest.importorskip("ray")
+    code, told = run(tmp_path, capsys, "--executor", "ray", "--address", "auto")
+    assert code == 2
+    assert "ray start --head" in told.err

@@ -1,0 +1,159 @@
+"""Experiments as data: expansion into cells, identity of cells, the files that the package brings."""
+
+import itertools
+import tomllib
+from importlib import resources
+
+import pytest
+
+from i2cl import I2CLError
+from i2cl.experiments.grid import Cell, Experiment, Row, Scale, spread
+from i2cl.experiments.library import ORDER, load_experiment
+from i2cl.experiments.printed import printed_tables
+from i2cl.methods import METHODS, make_methods
+
+TASKS = ("a", "b", "c")
+BASE = Cell(model="m", task="")
+ROWS = (
+    Row(name="Zero-shot", method="zero_shot", seeds=1),
+    Row(name="I2CL", shots=(1, 5)),
+    Row(name="Moved", study="move"),
+    Row(name="Transferred", study="transfer"),
+)
+
+
+def made(rows=ROWS, **changes):
+    return Experiment(name="mine", title="t", measures="m", rows=rows, **changes)
+
+
+def test_cells_are_rows_times_tasks_times_seeds():
+    cells = list(made().cells(BASE, TASKS, Scale(seeds=2, limit=7)))
+    by_row = {row.name: [cell for cell in cells if row.holds(cell)] for row in ROWS}
+    assert {name: len(found) for name, found in by_row.items()} == {
+        "Zero-shot": 3,
+        "I2CL": 3 * 2 * 2,
+        "Moved": 3 * 3 * 2,
+        "Transferred": 3 * 2,
+    }
+    assert sum(map(len, by_row.values())) == len(cells) == len({cell.key for cell in cells})
+    assert {cell.limit for cell in cells} == {7}
+    assert [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
+    assert {cell.sources for cell in by_row["Transferred"]} == {("b", "c"), ("a", "c"), ("a", "b")}
+    assert {(cell.sources, cell.task) for cell in by_row["Moved"]} == {
+        ((s,), t) for s in TASKS for t in TASKS
+    }
+
+
+def test_a_scale_limits_tasks_and_shots():
+    cells = list(made().cells(BASE, TASKS, Scale(seeds=1, limit=7, tasks=2, shots=1)))
+    assert len({cell.task for cell in cells}) == 2
+    assert {cell.shots for cell in cells if ROWS[1].holds(cell)} == {1}
+
+
+@pytest.mark.parametrize("total", [1, 2, 9, 16, 100])
+def test_smaller_choices_of_tasks_are_part_of_larger_ones(total):
+    names = [str(number) for number in range(total)]
+    chosen = [spread(names, count) for count in range(1, total + 1)]
+    assert [len(one) for one in chosen] == list(range(1, total + 1))
+    assert all(set(small) < set(large) for small, large in itertools.pairwise(chosen))
+    assert all(sorted(one, key=int) == list(one) for one in chosen)
+    assert spread(names, None) == spread(names, total + 5) == tuple(names)
+
+
+def test_four_of_sixteen_tasks_are_not_all_at_one_end():
+    places = [int(name) for name in spread([str(number) for number in range(16)], 4)]
+    assert {place // 4 for place in places} >= {0, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": "u"},
+        {"seed": 1},
+        {"limit": 9},
+        {"options": {"noise": 0.1}},
+        {"shots": 2},
+        {"dtype": "bfloat16"},
+    ],
+)
+def test_keys_tell_cells_apart_and_nothing_else(change):
+    cell = Cell(model="m", task="t", options={"a": 1, "b": 2})
+    assert cell.key == Cell(model="m", task="t", options={"b": 2, "a": 1}).key
+    assert cell.model_copy(update=change).key != cell.key
+    assert len(cell.key) == 16
+
+
+def test_the_key_of_a_cell_stays_what_it_was():
+    """Stores outlive versions: a key that changed would run everything again."""
+    assert Cell(model="reference", task="sst2", seed=3, limit=500).key == "dfbae7e794335a42"
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_every_bundled_experiment_can_be_run_and_shown(name):
+    experiment = load_experiment(name)
+    assert experiment.paper != "-"
+    for row in experiment.rows:
+        make_methods([row.method], row.options)  # knows method and options
+    names = [row.name for row in experiment.rows]
+    assert len(set(names)) == len(names)
+    if experiment.printed:
+        printed = {row for table in printed_tables(experiment.printed) for row in table.rows}
+        assert printed & set(names)
+    keys = {
+        row.name: (row.study, row.method, str(row.options), row.demonstrations) for row in experiment.rows
+    }
+    assert len(set(keys.values())) == len(keys)
+
+
+def test_every_file_is_listed_and_every_printed_row_is_shown_or_said_to_be_left_out():
+    files = {
+        path.name.removesuffix(".toml")
+        for path in (resources.files("i2cl.experiments") / "builtin").iterdir()
+    }
+    assert files == set(ORDER)
+    left_out = {"AutoComp.", "ICAE", "CEPE"}
+    for name in ORDER:
+        experiment = load_experiment(name)
+        shown = {row.name for row in experiment.rows} | left_out
+        for table in printed_tables(experiment.printed) if experiment.printed else ():
+            assert set(table.rows) <= shown, (name, table.paper)
+
+
+def test_every_method_of_the_papers_tables_is_in_an_experiment():
+    used = {row.method for name in ORDER for row in load_experiment(name).rows}
+    assert used == set(METHODS)
+
+
+def test_a_users_file(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('title = "T"\nmeasures = "M"\ntasks = ["x.csv"]\nrows = [{ name = "I2CL" }]\n')
+    found = load_experiment(file)
+    assert (found.name, found.tasks, found.rows[0].method) == ("mine", ("x.csv",), "i2cl")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("rows = [", "is no TOML"),
+        ('title = "T"\nmeasures = "M"\nrows = []\n', "rows: .*at least 1"),
+        ('title = "T"\nmeasures = "M"\nrows = [{ name = "a", metod = "i2cl" }]\n', "rows.0.metod"),
+        ('title = "T"\nmeasures = "M"\nviews = ["pie"]\nrows = [{ name = "a" }]\n', "views.0"),
+    ],
+)
+def test_wrong_files_are_refused_in_one_line(tmp_path, content, message):
+    file = tmp_path / "mine.toml"
+    file.write_text(content)
+    with pytest.raises(I2CLError, match=message):
+        load_experiment(file)
+
+
+def test_unknown_names_come_with_a_hint(tmp_path):
+    with pytest.raises(I2CLError, match="did you mean 'main'"):
+        load_experiment("mian")
+    with pytest.raises(I2CLError, match="no file"):
+        load_experiment(tmp_path / "none.toml")
+
+
+def test_the_format_is_toml_that_others_can_read():
+    file = resources.files("i2cl.experiments") / "builtin" / "main.toml"
+    assert {row["name"] for row in tomllib.loads(file.read_text())["rows"]} >= {"Zero-shot", "I2CL"}

@@ -1,0 +1,584 @@
+"""Folding into weights, the checkpoint on disk, and the check that it answers as the injected model."""
+
+import json
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.export import Golden, checkpoint, export_hf, fold, make_golden, sources, upcast, verify
+from i2cl.export.families import FAMILIES, REFUSED
+from i2cl.export.golden import GOLDEN
+from i2cl.faces.cli import main
+from i2cl.models.architectures import ARCHITECTURES, Architecture
+from i2cl.models.batching import make_batch
+from i2cl.models.checkpoint import INDEX
+from i2cl.models.decoder import Decoder
+from i2cl.tasks import Task, Template
+from tiny import CASES, tiny_model, tiny_tokenizer
+
+TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
+IDS = tuple((torch.arange(1, 25) * 7 % 300).tolist())
+SLIDING = {"ministral-sliding", "mistral-sliding", "phi3-sliding", "qwen2-sliding"}
+FOLDED = [case for case, (kind, _) in CASES.items() if kind in FAMILIES and case not in SLIDING]
+ROOT = Path(__file__).parents[2]
+FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
+ROUNDED = 0.02
+"""Largest relative difference in bfloat16, where every folded weight is rounded once more."""
+
+
+def decoder_of(case, dtype=torch.float32, **overrides):
+    model_type, fields = CASES[case]
+    model = tiny_model(model_type, dtype=dtype, **fields | overrides)
+    return Decoder(model, tiny_tokenizer(), name=f"tiny-{case}")
+
+
+def injection_for(decoder, **fields):
+    generator = torch.Generator().manual_seed(0)
+    shape = (decoder.layers, 2, decoder.d_model)
+    values = torch.randn(shape, generator=generator)
+    coefficients = torch.randn(*shape[:2], 2, generator=generator) * 0.2 + torch.tensor([0.5, 1.0])
+    context = ContextVector(values, ExtractConfig(separator=False), demonstrations=4)
+    return Injection(context, coefficients, TASK, decoder.base, **fields)
+
+
+def hooked(decoder, injection):
+    """Logits after every token, in float32."""
+    whole = Decoder(decoder.model.float(), decoder.tokenizer, architecture=decoder.architecture)
+    at = torch.arange(len(IDS))[None]
+    with torch.no_grad():
+        return whole.forward(make_batch([IDS], torch.device("cpu")), at=at, edit=injection.edit())[0]
+
+
+def plain(model):
+    with torch.no_grad():
+        return model.float()(torch.tensor([IDS])).logits[0]
+
+
+def relative(one, two):
+    return float((one - two).abs().max() / two.abs().max())
+
+
+def listed(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def weights(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as done:
+        main([str(argument) for argument in arguments])
+    return done.value.code
+
+
+def saved(decoder, folder):
+    """The base model and an injection, as folders."""
+    decoder.model.save_pretrained(folder / "base")
+    decoder.tokenizer.save_pretrained(folder / "base")
+    base = Decoder.from_pretrained(str(folder / "base"), device="cpu")
+    injection_for(base).save_pretrained(folder / "artefact")
+    return folder / "base", folder / "artefact"
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A folded tiny Llama with its golden values."""
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
+    return tmp_path / "out"
+
+
+# Folding
+
+
+def test_every_model_type_is_folded_or_refused():
+    assert sorted([*FAMILIES, *REFUSED]) == sorted(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", FOLDED)
+def test_a_folded_checkpoint_does_what_the_hooks_do(case, dtype, tmp_path):
+    decoder = decoder_of(case, dtype)
+    injection = injection_for(decoder)
+    export_hf(decoder, injection, tmp_path / "out")
+    made, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert made.dtype == dtype
+    expected = hooked(decoder, injection)
+    assert relative(plain(made), expected) <= (1e-5 if dtype == torch.float32 else ROUNDED)
+    assert relative(plain(decoder.model), expected) > 0.1  # the injection is not lost in the bound
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - set(FOLDED)))
+def test_what_cannot_be_folded_says_why_and_what_else(case):
+    decoder = decoder_of(case)
+    reason = REFUSED.get(decoder.model.config.model_type, "sliding window of 8 tokens is shorter than")
+    with pytest.raises(I2CLError) as told:
+        fold(decoder, injection_for(decoder))
+    assert reason in str(told.value)
+    assert str(told.value).endswith("predict with hooks instead (`i2cl predict`)")
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "overrides"),
+    [
+        ("gpt2", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("mistral", {"tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": 1024}),  # as long as the context
+        ("gemma", {"tie_word_embeddings": False}),
+        ("phi3", {"tie_word_embeddings": True}),
+        ("helium", {"attention_bias": True}),
+        ("gpt_neox", {"attention_bias": False}),
+        ("starcoder2", {"use_bias": False}),
+        ("opt", {"enable_bias": False}),
+        ("falcon", {"bias": True}),
+        ("cohere", {"attention_bias": True}),
+        ("granite", {"attention_bias": True}),
+        ("qwen2", {"num_key_value_heads": 1}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3", {"attention_bias": True, "num_key_value_heads": 1, "hidden_size": 36}),
+    ],
+    ids=str,
+)
+def test_variants_of_a_family_fold_exactly(case, overrides, tmp_path):
+    decoder = decoder_of(case, **overrides)
+    injection = injection_for(decoder)
+    made = fold(decoder, injection)
+    expected = hooked(decoder, injection)
+    assert relative(plain(made), expected) <= 1e-5
+    export_hf(decoder, injection, tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(plain(again), plain(made))
+    tied = again.config.tie_word_embeddings
+    assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
+    assert tied == (decoder.model.config.tie_word_embeddings and case != "gemma")
+
+
+def test_long_rotary_scaling_comes_along():
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+    }
+    for original in (16, 32):  # the tokens are more, and fewer
+        decoder = decoder_of(
+            "phi3",
+            rope_parameters=rope | {"rope_theta": 10000.0},
+            original_max_position_embeddings=original,
+            max_position_embeddings=64,
+        )
+        injection = injection_for(decoder)
+        assert relative(plain(fold(decoder, injection)), hooked(decoder, injection)) <= 1e-5
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma", "gpt2", "phi3"])
+def test_the_users_model_is_left_as_found(case, tmp_path):
+    decoder = decoder_of(case)
+    model = decoder.model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config, wanted = model.config.to_dict(), [p.requires_grad for p in model.parameters()]
+    made = fold(decoder, injection_for(decoder))
+    export_hf(decoder, injection_for(decoder), tmp_path / "out")
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.zero_()  # nothing is shared
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert model.config.to_dict() == config
+    assert [p.requires_grad for p in model.parameters()] == wanted
+    assert model.training
+    assert not made.training
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "rotates",
+        ),
+        ({"hidden_size": 36, "head_dim": 8, "num_attention_heads": 8}, "no multiple"),
+    ],
+)
+def test_configs_that_llama_cannot_hold_are_refused(fields, message):
+    decoder = decoder_of("phi3" if "rope_parameters" in fields else "mistral", **fields)
+    with pytest.raises(I2CLError, match=message):
+        fold(decoder, injection_for(decoder))
+
+
+def test_injections_that_are_no_bias_are_refused():
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    with pytest.raises(I2CLError, match="positions 'last'"):
+        fold(decoder, replace(injection, positions="last"))
+    values = torch.zeros(decoder.layers, 1, decoder.d_model)
+    hidden = ContextVector(values, ExtractConfig(writers="hidden", separator=False), 1)
+    with pytest.raises(I2CLError, match="block outputs"):
+        fold(decoder, replace(injection, context=hidden, coefficients=torch.zeros(decoder.layers, 1, 2)))
+    with pytest.raises(I2CLError, match=r"\(layers, width\) \(3, 32\)"):
+        fold(decoder_of("llama"), injection_for(decoder_of("llama", num_hidden_layers=3)))
+    own = Architecture("llama", "layers", "self_attn", "mlp.down_proj")
+    with pytest.raises(I2CLError, match="Architecture of your own"):
+        fold(Decoder(decoder.model, decoder.tokenizer, architecture=own), injection)
+
+
+# Files
+
+
+@pytest.mark.parametrize("case", FOLDED)
+def test_files_hold_what_memory_holds(case, tmp_path):
+    decoder = decoder_of(case, torch.bfloat16)
+    base, _ = saved(decoder, tmp_path)
+    injection = injection_for(decoder)
+    export_hf(decoder, injection, tmp_path / "memory")
+    export_hf(base, injection, tmp_path / "files")
+    one, other = weights(tmp_path / "memory"), weights(tmp_path / "files")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    if not FAMILIES[CASES[case][0]].target:
+        assert weights(base).keys() <= one.keys()  # the names that transformers itself writes
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma", "phi3", "gpt2", "qwen3"])
+def test_shards_hold_what_one_file_holds(case, tmp_path):
+    decoder = decoder_of(case)
+    base, _ = saved(decoder, tmp_path)
+    injection = injection_for(decoder)
+    export_hf(decoder, injection, tmp_path / "memory")
+    export_hf(base, injection, tmp_path / "whole")
+    export_hf(base, injection, tmp_path / "shards", max_shard_size="20KB")
+    names = listed(tmp_path / "shards")
+    count = sum(name.endswith(".safetensors") for name in names)
+    assert count > 2
+    assert f"model-00001-of-{count:05}.safetensors" in names
+    one = weights(tmp_path / "whole")
+    for other in (weights(tmp_path / "shards"), weights(tmp_path / "memory")):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    index = json.loads((tmp_path / "shards" / INDEX).read_text(encoding="utf-8"))
+    assert index["weight_map"].keys() == one.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in one.values())
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
+    assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
+    assert made.generation_config.eos_token_id == decoder.model.generation_config.eos_token_id
+    assert AutoTokenizer.from_pretrained(tmp_path / "shards")("film").input_ids
+
+
+def test_older_files_leave_out_the_prefix(tmp_path):
+    decoder = decoder_of("gpt2")
+    base, _ = saved(decoder, tmp_path)
+    state = {name.removeprefix("transformer."): tensor for name, tensor in weights(base).items()}
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    injection = injection_for(decoder)
+    export_hf(base, injection, tmp_path / "out")
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
+
+
+def test_sharded_bases_and_copies_beside_them_are_read_right(tmp_path):
+    decoder = decoder_of("mistral")
+    injection = injection_for(decoder)
+    base = tmp_path / "base"
+    decoder.model.save_pretrained(base, max_shard_size="20KB")
+    decoder.tokenizer.save_pretrained(base)
+    save_file({"norm.weight": torch.zeros(32)}, base / "consolidated.safetensors")
+    export_hf(base, injection, tmp_path / "out")
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
+    (base / INDEX).write_text("{}", encoding="utf-8")
+    with pytest.raises(I2CLError, match=r"index\.json' is damaged"):
+        export_hf(base, injection, tmp_path / "again")
+
+
+def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    monkeypatch.setattr(sources, "snapshot_download", lambda name, **_: str(base))
+    export_hf("nobody/model", Injection.from_pretrained(artefact), tmp_path / "hub")
+    export_hf(base, Injection.from_pretrained(artefact), tmp_path / "folder")
+    one, other = weights(tmp_path / "hub"), weights(tmp_path / "folder")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_no_remote_code_is_named(tmp_path):
+    decoder = decoder_of("falcon")
+    decoder.model.config.auto_map = {"AutoConfig": "configuration.Own"}
+    export_hf(decoder, injection_for(decoder), tmp_path / "out")
+    assert "auto_map" not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
+    assert not list((tmp_path / "out").glob("*.py"))
+
+
+def test_offloaded_weights_are_refused():
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    with pytest.raises(I2CLError, match="not in memory"):
+        fold(decoder.model.to("meta"), injection)
+
+
+def test_nothing_half_written_stays(tmp_path, monkeypatch):
+    decoder = decoder_of("llama")
+    monkeypatch.setattr(checkpoint, "save_file", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_hf(decoder, injection_for(decoder), tmp_path / "out")
+    assert listed(tmp_path) == []
+
+
+MEASURE = """
+import sys, torch
+from i2cl.export import export_hf
+from i2cl.injection import Injection
+from i2cl.memory import peak_memory
+base, artefact, out = sys.argv[1:]
+injection = Injection.from_pretrained(artefact)
+export_hf("reference", Injection.from_pretrained(artefact + "-small"), out + "-warm")
+with peak_memory(torch.device("cpu")) as peak:
+    export_hf(base, injection, out, max_shard_size="20MB")
+print(peak.added)
+"""
+
+
+def test_memory_stays_near_one_shard(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+    large = decoder_of("llama", **sizes)
+    base, artefact = saved(large, tmp_path)
+    assert (base / "model.safetensors").stat().st_size > 180e6
+    injection_for(Decoder.from_pretrained("reference", device="cpu")).save_pretrained(f"{artefact}-small")
+    command = [sys.executable, "-c", MEASURE, base, artefact, tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 9
+    assert int(done.stdout) < 80e6
+
+
+# Verification
+
+
+def test_an_export_holds_and_tells_what_it_is(exported):
+    outcome = verify(exported, device="cpu")
+    assert outcome.passed
+    assert outcome.worst < 1e-5
+    assert outcome.dropped is None
+    golden = Golden.from_export(exported)
+    assert golden.artefact["task"]["name"] == "films"
+    assert golden.model_type == "llama"
+    assert golden.dtype == "float32"
+    assert len(golden.biases) == 4
+    assert all(row["expected"] == row["found"] for row in outcome.rows())
+
+
+def zeroed(folder, *names):
+    state = load_file(folder / "model.safetensors")
+    for name, tensor in state.items():
+        if name.endswith(names):
+            tensor.zero_()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_zeroed_bias_is_found_and_named(exported, capsys):
+    zeroed(exported, "layers.1.mlp.down_proj.bias")
+    assert run("verify", exported, "--device", "cpu") == 1
+    printed = capsys.readouterr().out
+    assert "does not hold" in printed
+    assert "The bias model.layers.1.mlp.down_proj.bias is dropped." in printed
+    assert run("verify", exported, "--device", "cpu", "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["passed"] is False
+    assert told["worst"] > told["tolerance"]
+
+
+def test_other_weights_are_told_apart_from_dropped_biases(exported):
+    state = load_file(exported / "model.safetensors")
+    state["lm_head.weight"] *= -1
+    save_file(state, exported / "model.safetensors", metadata={"format": "pt"})
+    outcome = verify(exported, device="cpu")
+    assert not outcome.passed
+    assert outcome.dropped is None
+
+
+@pytest.mark.parametrize("case", FOLDED)
+def test_golden_values_in_bfloat16_are_those_of_the_model_in_float32(case):
+    decoder = decoder_of(case, torch.bfloat16)
+    injection = injection_for(decoder)
+    found = make_golden(decoder, injection)
+    assert {parameter.dtype for parameter in decoder.model.parameters()} == {torch.bfloat16}
+    whole = Decoder(decoder.model.float(), decoder.tokenizer)
+    for one, other in zip(found.prompts, make_golden(whole, injection).prompts, strict=True):
+        assert one.labels == pytest.approx(other.labels, rel=1e-5)
+        assert one.top_logits == pytest.approx(other.top_logits, rel=1e-5)
+        assert one.top_ids[0] == other.top_ids[0]
+
+
+def test_a_large_head_is_brought_to_float32_in_parts(monkeypatch):
+    decoder = decoder_of("llama", torch.bfloat16)
+    injection = injection_for(decoder)
+    whole = make_golden(decoder, injection)
+    monkeypatch.setattr(upcast, "ROWS", 7)
+    parts = make_golden(decoder, injection)
+    assert parts.prompts[0].labels == pytest.approx(whole.prompts[0].labels, rel=1e-5)
+
+
+def test_golden_values_of_a_model_in_bfloat16_are_made_in_float32(tmp_path):
+    decoder = decoder_of("llama", torch.bfloat16)
+    injection = injection_for(decoder)
+    export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
+    assert decoder.model.dtype == torch.bfloat16
+    outcome = verify(tmp_path / "out", device="cpu")
+    assert outcome.passed
+    assert outcome.golden.dtype == "bfloat16"
+    assert 1e-4 < outcome.worst < ROUNDED
+
+
+# The command line
+
+
+@cache
+def _reference_artefact(folder):
+    injection_for(Decoder.from_pretrained("reference", device="cpu")).save_pretrained(folder / "artefact")
+    return folder / "artefact"
+
+
+@pytest.fixture(scope="module")
+def artefact(tmp_path_factory):
+    return _reference_artefact(tmp_path_factory.mktemp("reference"))
+
+
+def test_export_and_verify(artefact, tmp_path, capsys):
+    out = tmp_path / "plain"
+    assert run("export", artefact, out, "--to", "hf", "--device", "cpu") == 0
+    assert "Next: i2cl verify" in capsys.readouterr().out
+    assert run("verify", out, "--device", "cpu") == 0
+    assert "The export holds" in capsys.readouterr().out
+    assert (
+        run("export", artefact, tmp_path / "bare", "--no-golden", "--json", "--max-shard-size", "500KB") == 0
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert told["files"] > 1
+    assert GOLDEN not in listed(tmp_path / "bare")
+    assert weights(out).keys() == weights(tmp_path / "bare").keys()
+
+
+def refused(capsys, *arguments):
+    capsys.readouterr()  # what came before
+    assert run(*arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert len(told.err.splitlines()) == 1
+    return told.err
+
+
+def test_bad_input_is_one_line(artefact, tmp_path, capsys, monkeypatch):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine", encoding="utf-8")
+    out = tmp_path / "out"
+    assert "holds other files (notes.txt)" in refused(capsys, "export", artefact, tmp_path / "full")
+    assert "is no injection" in refused(capsys, "export", tmp_path / "full", out)
+    assert "see i2cl export --help" in refused(capsys, "export", artefact, out, "--to", "onnx")
+    assert "is no size" in refused(capsys, "export", artefact, out, "--no-golden", "--max-shard-size", "big")
+    assert "no config.json" in refused(capsys, "export", artefact, out, "--model", tmp_path / "full")
+
+    def offline(*_, **__):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(sources, "snapshot_download", offline)
+    assert "the hub says LocalEntryNotFoundError" in refused(
+        capsys, "export", artefact, out, "--model", "nobody/none"
+    )
+    assert "has no i2cl_golden.json" in refused(capsys, "verify", tmp_path / "full")
+    assert "add --url" in refused(capsys, "verify", tmp_path / "full", "--model-name", "x")
+    assert listed(tmp_path) == ["full"]
+
+
+def test_another_model_is_refused(artefact, tmp_path, capsys):
+    base, _ = saved(decoder_of("llama"), tmp_path)
+    assert "(layers, width)" in refused(capsys, "export", artefact, tmp_path / "out", "--model", base)
+    other, mine = tmp_path / "other", tmp_path / "artefact"
+    decoder = decoder_of("llama", vocab_size=310)
+    decoder.model.save_pretrained(other)
+    decoder.tokenizer.save_pretrained(other)
+    told = refused(capsys, "export", mine, tmp_path / "out", "--model", other, "--no-golden")
+    assert "this injection was made on" in told
+    assert run("export", mine, tmp_path / "forced", "--model", other, "--device", "cpu", "--force") == 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_family_that_is_not_known_is_refused_from_files(artefact, tmp_path, capsys):
+    (tmp_path / "base").mkdir()
+    decoder_of("llama").tokenizer.save_pretrained(tmp_path / "base")
+    for kind in ("vit", "mixtral"):
+        (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
+        told = refused(capsys, "export", artefact, tmp_path / "out", "--model", tmp_path / "base")
+        assert f"a '{kind}' model cannot hold an injection in its weights" in told
+
+
+def test_damaged_files_are_named(exported, tmp_path, capsys):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    (base / "model.safetensors").write_bytes(b"rubbish")
+    assert "is damaged" in refused(capsys, "export", artefact, tmp_path / "new", "--no-golden")
+    (base / "model.safetensors").unlink()
+    assert "holds no *.safetensors" in refused(capsys, "export", artefact, tmp_path / "new", "--no-golden")
+    (exported / GOLDEN).write_text("{}", encoding="utf-8")
+    assert "cannot be read" in refused(capsys, "verify", exported)
+
+
+def test_missing_tensors_are_named(tmp_path, capsys):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    state = load_file(base / "model.safetensors")
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    told = refused(capsys, "export", artefact, tmp_path / "new", "--no-golden")
+    assert "lacks model.layers.1.mlp.up_proj.weight" in told
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(ROOT / "scripts" / "architectures_table.py"))
+
+
+def test_the_page_of_model_types_is_printed_by_its_script(script):
+    assert (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"]()
+
+
+def test_every_type_of_the_library_is_supported_or_has_a_reason(script):
+    told = [name for names in script["UNSUPPORTED"].values() for name in names.split()]
+    known = [*ARCHITECTURES, *script["WRAPPERS"].split(), *told]
+    assert len(known) == len(set(known))
+    if transformers.__version__ == FIGURES["transformers"]:
+        assert set(known) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_the_measured_figures_hold_what_is_claimed(script):
+    assert list(FIGURES["types"]) == list(ARCHITECTURES)
+    for name, row in FIGURES["types"].items():
+        assert float(row["identity"].removeprefix("≤ ")) <= 1e-5
+        assert [row["float32"] == "-", row["verify"] == "-"] == [name in REFUSED] * 2
+        if name in FAMILIES:
+            assert row["verify"] == "holds"
+            assert float(row["float32"].removeprefix("≤ ")) <= 1e-5
+            assert float(row["bfloat16"].removeprefix("≤ ")) <= ROUNDED
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama", "qwen3_moe"])
+def test_the_figures_can_be_measured_again(script, name):
+    again = script["measured"](name)
+    assert {key: again[key] for key in ("identity", "float32", "verify")} == {
+        key: FIGURES["types"][name][key] for key in ("identity", "float32", "verify")
+    }

@@ -1,0 +1,581 @@
+"""A folded Llama as a GGUF file: what is written, and what llama.cpp answers, where it is installed."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast
+
+from export.test_export import IDS, decoder_of, hooked, injection_for, listed, refused, relative, run, saved
+from export.test_export_server import by_id, serving
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.export import Golden, export_gguf, fold, gguf_fields, make_golden, verify_gguf
+from i2cl.export.families import FAMILIES
+from i2cl.export.gguf import Weights, neighbours
+from i2cl.export.gguf_vocabulary import Vocabulary
+from i2cl.export.golden import GOLDEN
+from i2cl.export.llama_cpp import LlamaCpp
+from i2cl.models.decoder import Decoder
+from tiny import tiny_model, tiny_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")
+llama_cpp = pytest.mark.skipif(
+    find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'i2cl[gguf]')"
+)
+
+LLAMAS = {"llama", "ministral", "mistral", "qwen2", "phi3", "helium"}
+"""Model types that become a Llama which llama.cpp has."""
+
+CLOSE = 1e-4
+"""Largest difference of a log-probability between the hooked model and llama.cpp, in float32."""
+
+TEXTS = (
+    "Review: a warm and funny film\nSentiment:",
+    "It's 1234567 o'clock, they'LL say  I'VE\tgone\r\n\r\n  twice ",
+    "naïve façade, 東京 is большой; 🙂 x² = ½ — “quoted” ...",
+    "    four spaces, and a tail   \n\n",
+    "snake_case(camelCase) != HTTPServer/2 <|endoftext|>",
+    "<|user|>  a film\n</s>  another <|endoftext|>  end",
+)
+
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    "yarn-scaled": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    | {"attention_factor": 1.3},
+}
+
+CASES = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"num_key_value_heads": 1}),
+    ("llama", {"num_key_value_heads": 4}),
+    ("llama", {"head_dim": 16}),
+    ("llama-biases", {}),
+    ("ministral", {}),
+    ("mistral", {}),
+    ("mistral", {"tie_word_embeddings": True, "head_dim": 12}),
+    ("qwen2", {}),
+    ("phi3", {}),
+    ("phi3", {"tie_word_embeddings": True}),
+    ("helium", {}),
+    *(("llama", {"rope_parameters": rope | {"rope_theta": 5000.0}}) for rope in ROPES.values()),
+]
+NAMES = [f"{case}-{','.join(map(str, fields.values()))[:40]}" for case, fields in CASES]
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A folded tiny Llama with its golden values."""
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    export_gguf(decoder, injection, tmp_path / "out.gguf", golden=lambda: make_golden(decoder, injection))
+    return tmp_path / "out.gguf"
+
+
+def tensors(path):
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
+def field(path, name):
+    found = gguf.GGUFReader(path).get_field(name)
+    return None if found is None else found.contents()
+
+
+def text_field(decoder, text):
+    return list(decoder.encoder([text])[0])
+
+
+# What is written
+
+
+def test_the_file_says_what_it_is(exported):
+    assert field(exported, "general.architecture") == "llama"
+    assert field(exported, "llama.attention.head_count_kv") == 2
+    assert field(exported, "llama.context_length") == 1024
+    assert field(exported, "i2cl.template") == "Review: {text}\nSentiment:{label}"
+    assert field(exported, "i2cl.labels") == ["positive", "negative"]
+    golden = Golden.from_export(exported)
+    assert golden.model_type == "llama"
+    assert sorted(golden.biases) == [
+        f"blk.{n}.{name}.bias" for n in (0, 1) for name in ("attn_output", "ffn_down")
+    ]
+    assert (golden.prompts[0].query or "").startswith("Review: the letter arrived")
+
+
+def test_every_tensor_is_the_folded_one(exported):
+    decoder = decoder_of("llama")
+    state = fold(decoder, injection_for(decoder)).state_dict()
+    there = tensors(exported)
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, decoder.layers)
+    left_out = set()
+    for name, tensor in state.items():
+        mine = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        if mine not in there:
+            left_out.add(name)
+            assert not tensor.any()  # llama.cpp does without a bias of zeros
+            continue
+        found = torch.from_numpy(there[mine].data.copy())
+        assert torch.equal(found, neighbours(tensor, 8) if "q_proj" in name or "k_proj" in name else tensor)
+    assert len(left_out) == 2 * 5  # q, k, v, gate and up of two layers
+    assert "output.weight" in there
+
+
+def test_rows_of_queries_change_places_and_back():
+    rows = torch.arange(16)
+    assert neighbours(rows, 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
+    matrix = rows[:, None] * torch.ones(1, 3)
+    assert torch.equal(neighbours(matrix, 8)[:, 0].long(), neighbours(rows, 8))
+
+
+def test_a_tied_head_is_written_once(tmp_path):
+    decoder = decoder_of("llama", tie_word_embeddings=True)
+    export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
+    assert "output.weight" not in tensors(tmp_path / "out.gguf")
+    assert field(tmp_path / "out.gguf", "i2cl.golden") is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(None, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")], ids=str
+)
+def test_matrices_have_the_dtype_and_vectors_float32(dtype, kind, tmp_path):
+    decoder = decoder_of("llama", torch.bfloat16)
+    injection = injection_for(decoder)
+    path = tmp_path / "out.gguf"
+    export_gguf(decoder, injection, path, dtype=dtype, golden=lambda: make_golden(decoder, injection))
+    for tensor in tensors(path).values():
+        assert tensor.tensor_type.name == (kind if len(tensor.shape) > 1 else "F32")
+    assert Golden.from_export(path).dtype == {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[kind]
+    folded = tensors(path)["blk.1.ffn_down.weight"]
+    values = torch.from_numpy(gguf.quants.dequantize(folded.data, folded.tensor_type).copy())
+    source = decoder.model.state_dict()["model.layers.1.mlp.down_proj.weight"].float()
+    exact = source * injection.coefficients[1, 1, 1]
+    if kind == "F32":
+        assert torch.equal(values, exact)  # not rounded to the source's bfloat16 in between
+    else:
+        assert torch.equal(values, exact.to(dtype or torch.bfloat16).float())
+
+
+def test_files_hold_what_memory_holds(tmp_path):
+    decoder = decoder_of("mistral")
+    base, artefact = saved(decoder, tmp_path)
+    injection = Injection.from_pretrained(artefact)
+    export_gguf(decoder, injection, tmp_path / "memory.gguf")
+    export_gguf(base, injection, tmp_path / "files.gguf")
+    assert (tmp_path / "memory.gguf").read_bytes() == (tmp_path / "files.gguf").read_bytes()
+
+
+MEASURE = """
+import sys, torch
+from i2cl.export import export_gguf
+from i2cl.injection import Injection
+from i2cl.memory import peak_memory
+base, artefact, out = sys.argv[1:]
+export_gguf("reference", Injection.from_pretrained(artefact + "-small"), out + "-warm")
+with peak_memory(torch.device("cpu")) as peak:
+    export_gguf(base, Injection.from_pretrained(artefact), out)
+print(peak.added)
+"""
+
+
+def test_memory_stays_near_one_tensor(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+    base, artefact = saved(decoder_of("llama", **sizes), tmp_path)
+    injection_for(Decoder.from_pretrained("reference", device="cpu")).save_pretrained(f"{artefact}-small")
+    command = [sys.executable, "-c", MEASURE, base, artefact, tmp_path / "out.gguf"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (tmp_path / "out.gguf").stat().st_size > 120e6
+    assert int(done.stdout) < 50e6
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("case", sorted(set(FAMILIES) - LLAMAS))
+def test_what_is_no_llama_is_refused(case, tmp_path):
+    decoder = decoder_of(case)
+    reason = "has the activation 'gelu" if case == "gemma" else "only a 'llama' is written as GGUF"
+    with pytest.raises(I2CLError, match=reason) as told:
+        export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
+    assert str(told.value).endswith("export it with --to hf")
+    assert listed(tmp_path) == []
+
+
+def test_a_dtype_that_gguf_lacks_or_that_overflows_is_refused(tmp_path):
+    decoder = decoder_of("llama")
+    with pytest.raises(I2CLError, match="choose float32, float16 or bfloat16"):
+        export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf", dtype=torch.float64)
+    with torch.no_grad():
+        decoder.model.lm_head.weight[3, 3] = 1e6
+    injection = injection_for(decoder_of("llama"))
+    with pytest.raises(I2CLError, match=r"lm_head.weight has values that torch.float16 does not hold"):
+        export_gguf(decoder, injection, tmp_path / "out.gguf", dtype=torch.float16, force=True)
+    assert listed(tmp_path) == []
+
+
+def test_nothing_half_written_stays(tmp_path, monkeypatch):
+    decoder = decoder_of("llama")
+    monkeypatch.setattr(Weights, "tensor", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
+    assert listed(tmp_path) == []
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    decoder = decoder_of("llama")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(I2CLError, match=r"needs the package gguf: pip install 'i2cl\[gguf\]'"):
+        export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(I2CLError, match="needs the package llama_cpp"):
+        LlamaCpp(tmp_path / "out.gguf", 8)
+
+
+def test_bad_input_is_one_line(tmp_path, capsys):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    out, folder = tmp_path / "out.gguf", tmp_path / "folder.gguf"
+    folder.mkdir()
+    (tmp_path / "taken.gguf").write_text("mine", encoding="utf-8")
+    export = ("export", artefact, "--model", base, "--no-golden")
+    gguf_too = (*export, "--to", "gguf")
+    assert "end it with .gguf" in refused(capsys, *gguf_too, tmp_path / "out")
+    assert "is a folder" in refused(capsys, *gguf_too, folder)
+    assert "is there already" in refused(capsys, *gguf_too, tmp_path / "taken.gguf")
+    assert "cannot write to" in refused(capsys, *gguf_too, tmp_path / "taken.gguf" / "out.gguf")
+    assert "add --to gguf" in refused(capsys, *export, tmp_path / "out", "--dtype", "float16")
+    assert "add --to gguf" in refused(capsys, *export, tmp_path / "out", "--no-tokenizer")
+    assert "no file" in refused(capsys, "verify", out)
+    assert "is no GGUF file, or damaged" in refused(capsys, "verify", tmp_path / "taken.gguf")
+    assert run(*gguf_too, out) == 0
+    assert f"has no {GOLDEN}" in refused(capsys, "verify", out)
+    assert "leave --device out" in refused(capsys, "verify", out, "--device", "cuda")
+    assert not (tmp_path / "out").exists()
+
+
+# Tokenizers
+
+
+def byte_level(*steps, ignore_merges=False, use_regex=False, normalizer=None):
+    """A small byte-level BPE with a pre-tokenizer of its own."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last
+    tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text * 3 for text in TEXTS], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def split(regex):
+    return pre_tokenizers.Split(Regex(regex), "isolated", invert=False)
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def pieces_of_sentencepiece(*, prefix=True, bos=True):
+    """A small tokenizer as Llama 2 has it: every pair that makes a token is in the list of merges."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(list(TEXTS), trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    words = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    names = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *(word for word, _ in words),
+    ]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    cuts = ((word[:cut], word[cut:]) for word, _ in words for cut in range(1, len(word)))
+    merges = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
+    return LlamaTokenizer(vocab=vocabulary, merges=merges, add_prefix_space=prefix, add_bos_token=bos)
+
+
+def changed(tokenizer, **parts):
+    """The same tokenizer with other parts in its tokenizer.json."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state | parts))
+    return tokenizer
+
+
+def prepended():
+    """As Llama 2 and Mistral have it: a normalizer puts the space before every piece of text."""
+    tokenizer = pieces_of_sentencepiece()
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+    return changed(tokenizer, pre_tokenizer=None)
+
+
+def stripping():
+    """As Phi-3 has it: blanks behind most added tokens are dropped."""
+    tokenizer = prepended()
+    tokenizer.add_tokens([AddedToken("<|endoftext|>", special=True)], special_tokens=True)
+    tokenizer.add_tokens([AddedToken("<|user|>", rstrip=True, special=True)], special_tokens=True)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["rstrip"] = token["content"] in {"</s>", "<|user|>"}
+    return changed(tokenizer, added_tokens=state["added_tokens"])
+
+
+TOKENIZERS = {
+    "tiny": (tiny_tokenizer, "gpt-2"),
+    "gpt-2": (lambda: byte_level(use_regex=True), "gpt-2"),
+    "smollm": (lambda: byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True), "smollm"),
+    "llama-3": (lambda: byte_level(split(LLAMA3), ignore_merges=True), "llama-bpe"),
+    "qwen2": (
+        lambda: byte_level(split(LLAMA3.replace("{1,3}", "")), normalizer=normalizers.NFC()),
+        "qwen2",
+    ),
+    "tekken": (lambda: byte_level(split(TEKKEN), ignore_merges=True), "tekken"),
+    "sentencepiece": (pieces_of_sentencepiece, "default"),
+    "sentencepiece-prepended": (prepended, "default"),
+    "sentencepiece-stripping": (stripping, "default"),
+    "sentencepiece-bare": (lambda: pieces_of_sentencepiece(prefix=False, bos=False), "default"),
+}
+
+
+def decoder_with(tokenizer, size=None):
+    return Decoder(tiny_model("llama", vocab_size=size or len(tokenizer)), tokenizer, name="tiny")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_pre_tokenizers_are_known_by_what_they_do(name):
+    make, expected = TOKENIZERS[name]
+    tokenizer = make()
+    vocabulary = Vocabulary.of(tokenizer, len(tokenizer) + 2)
+    assert vocabulary.pre == expected
+    assert vocabulary.tokens[:-2] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert vocabulary.kinds[-2:] == ["UNUSED", "UNUSED"]
+    kind, _, variant = name.partition("-")
+    assert (vocabulary.front is not None) == (kind == "sentencepiece" and variant != "bare")
+    assert vocabulary.space_prefix == (kind == "sentencepiece" and variant != "bare")
+    assert vocabulary.strips == (variant == "stripping")
+
+
+@llama_cpp
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_llama_cpp_encodes_as_transformers_does(name, tmp_path):
+    decoder = decoder_with(TOKENIZERS[name][0]())
+    export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
+    with LlamaCpp(tmp_path / "out.gguf", 16) as model:
+        for text in TEXTS:
+            if name == "sentencepiece" and (text.startswith(" ") or "</s>" in text):
+                continue  # there transformers puts no space, and llama.cpp does
+            assert model.tokens(text) == text_field(decoder, text), text
+
+
+def unmerged():
+    tokenizer = pieces_of_sentencepiece()
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    return changed(tokenizer, model=model | {"merges": model["merges"][:-1]})
+
+
+def stripped_in_front():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<mask>", lstrip=True)])
+    return tokenizer
+
+
+def stripped_behind():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<a>", rstrip=True), AddedToken("<b>")])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: byte_level(split(r"\w+"), use_regex=False), "splits texts in a way of its own"),
+        (lambda: byte_level(split(LLAMA3), ignore_merges=False), "splits texts in a way of its own"),
+        (lambda: byte_level(use_regex=True, normalizer=normalizers.Lowercase()), "normalises with Lowercase"),
+        (
+            lambda: PreTrainedTokenizerFast(
+                tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "x": 1}, unk_token="x"))
+            ),
+            "the tokenizer is WordLevel",
+        ),
+        (unmerged, "does not merge"),
+        (stripped_in_front, "depend on what stands before them"),
+        (stripped_behind, "drops blanks behind some"),
+    ],
+)
+def test_tokenizers_that_cannot_be_carried_are_refused(make, reason):
+    with pytest.raises(I2CLError, match=reason) as told:
+        Vocabulary.of(make(), 1000)
+    assert "--no-tokenizer" in str(told.value)
+
+
+# What llama.cpp answers
+
+
+@llama_cpp
+@pytest.mark.parametrize(("case", "fields"), CASES, ids=NAMES)
+def test_llama_cpp_does_what_the_hooks_do(case, fields, tmp_path):
+    decoder = decoder_of(case, **fields)
+    injection = injection_for(decoder)
+    export_gguf(decoder, injection, tmp_path / "out.gguf")
+    expected = hooked(decoder, injection)
+    with LlamaCpp(tmp_path / "out.gguf", len(IDS)) as model:
+        for length in (1, 7, len(IDS)):
+            found = model.logits(IDS[:length])
+            wanted = expected[length - 1]
+            assert (found.log_softmax(-1) - wanted.log_softmax(-1)).abs().max() < CLOSE
+    with torch.no_grad():
+        bare = decoder.model(torch.tensor([IDS])).logits[0, -1]
+    assert relative(bare, expected[-1]) > 0.1  # the injection is not lost in the bound
+
+
+@llama_cpp
+def test_long_rotary_scaling_holds_up_to_the_length_that_the_file_names(tmp_path):
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+    }
+    decoder = decoder_of(
+        "phi3",
+        rope_parameters=rope | {"rope_theta": 10000.0},
+        original_max_position_embeddings=len(IDS),
+        max_position_embeddings=64,
+    )
+    injection = injection_for(decoder)
+    export_gguf(decoder, injection, tmp_path / "out.gguf")
+    assert field(tmp_path / "out.gguf", "llama.context_length") == len(IDS)
+    with LlamaCpp(tmp_path / "out.gguf", len(IDS)) as model:
+        found = model.logits(IDS).log_softmax(-1)
+    assert (found - hooked(decoder, injection)[-1].log_softmax(-1)).abs().max() < CLOSE
+
+
+@llama_cpp
+def test_an_export_holds(exported, capsys):
+    outcome = verify_gguf(exported)
+    assert outcome.passed
+    assert outcome.worst < 1e-5
+    assert outcome.retokenized == ()
+    assert run("verify", exported) == 0
+    assert "The export holds" in capsys.readouterr().out
+
+
+def test_a_server_is_asked_what_the_file_says(exported, capsys):
+    golden = Golden.from_export(exported)
+    with serving(golden, shape=by_id) as (url, seen):
+        assert run("verify", exported, "--url", url) == 0
+    assert [body["prompt"] for body in seen] == [prompt.ids for prompt in golden.prompts]
+    with serving(golden, values=lambda prompt: prompt.dropped["mlp"]) as (url, _):
+        assert run("verify", exported, "--url", url) == 1
+    assert "as if the biases of mlp were dropped" in capsys.readouterr().out
+
+
+@llama_cpp
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_lower_precision_holds_within_its_tolerance(dtype, tmp_path):
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    golden = lambda: make_golden(decoder, injection)  # noqa: E731
+    export_gguf(decoder, injection, tmp_path / "out.gguf", golden=golden, dtype=dtype)
+    assert verify_gguf(tmp_path / "out.gguf").passed
+
+
+def change(path, tensor=None, fields=()):
+    """Write into the file itself."""
+    inside = gguf.GGUFReader(path, "r+")
+    for found in inside.tensors:
+        if found.name == tensor:
+            found.data[:] = 0
+    for name, value in fields:
+        inside.get_field(name).parts[-1][0] = value
+    inside.data.flush()
+
+
+@llama_cpp
+@pytest.mark.parametrize("name", ["blk.0.attn_output.bias", "blk.1.ffn_down.bias"])
+def test_a_zeroed_bias_is_found_and_named(exported, capsys, name):
+    change(exported, name)
+    assert run("verify", exported) == 1
+    printed = capsys.readouterr().out
+    assert "does not hold" in printed
+    assert f"The bias {name} is dropped." in printed
+
+
+@llama_cpp
+def test_other_weights_are_told_apart_from_dropped_biases(exported):
+    change(exported, "blk.0.ffn_up.weight")
+    outcome = verify_gguf(exported)
+    assert not outcome.passed
+    assert outcome.dropped is None
+
+
+@llama_cpp
+def test_another_tokenization_is_told(tmp_path, capsys):
+    decoder = decoder_with(pieces_of_sentencepiece())
+    injection, path = injection_for(decoder), tmp_path / "out.gguf"
+    export_gguf(decoder, injection, path, golden=lambda: make_golden(decoder, injection))
+    assert verify_gguf(path).passed
+    change(path, fields=[("tokenizer.ggml.add_bos_token", False)])
+    outcome = verify_gguf(path)
+    assert outcome.worst < CLOSE  # the ids themselves are answered as before
+    assert len(outcome.retokenized) == len(outcome.golden.prompts)
+    assert run("verify", path) == 1
+    assert "Its tokenizer encodes 6 of these prompts otherwise" in capsys.readouterr().out
+
+
+@llama_cpp
+def test_without_its_tokenizer_a_file_takes_ids(tmp_path):
+    decoder = decoder_with(byte_level(split(r"\w+")))
+    injection, path = injection_for(decoder), tmp_path / "out.gguf"
+    golden = lambda: make_golden(decoder, injection)  # noqa: E731
+    with pytest.raises(I2CLError, match="--no-tokenizer"):
+        export_gguf(decoder, injection, path, golden=golden)
+    export_gguf(decoder, injection, path, golden=golden, tokenizer=False)
+    assert field(path, "tokenizer.ggml.tokens") is None
+    assert verify_gguf(path).passed
+
+
+@llama_cpp
+def test_a_file_that_llama_cpp_refuses_is_named(exported, capsys):
+    inside = gguf.GGUFReader(exported, "r+")
+    inside.get_field("general.architecture").parts[-1][0] = ord("x")
+    inside.data.flush()
+    assert "llama.cpp does not load" in refused(capsys, "verify", exported)
+
+
+@llama_cpp
+def test_the_users_model_is_left_as_found(tmp_path):
+    decoder = decoder_of("llama")
+    model = decoder.model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = model.config.to_dict()
+    export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert model.training
+    assert model.config.to_dict() == config
+
+
+def test_fields_are_read_from_files_alone(tmp_path):
+    assert gguf_fields.is_gguf(tmp_path / "x.gguf")
+    (tmp_path / "y.gguf").mkdir()
+    assert not gguf_fields.is_gguf(tmp_path / "y.gguf")

@@ -1,0 +1,331 @@
+"""PEFT adapters: where one is exact, what is refused, and that they answer as the injected model."""
+
+import copy
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from export.test_export import IDS, decoder_of, hooked, injection_for, listed, plain, relative, run, saved
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.errors import I2CLError
+from i2cl.export import Golden, export_peft, verify
+from i2cl.export.adapter import make_adapter
+from i2cl.export.families import REFUSED
+from i2cl.export.golden import GOLDEN
+from i2cl.export.last_maps import LAST_MAPS
+from i2cl.export.peft import CONFIG, WEIGHTS
+from i2cl.models.decoder import Decoder
+from tiny import CASES
+
+peft = pytest.importorskip("peft", reason="peft is an extra")
+
+EXPERTS = {kind for kind, paths in LAST_MAPS.items() if not all(paths)}
+LINEAR = [case for case, (kind, _) in CASES.items() if kind in LAST_MAPS and kind not in EXPERTS]
+BIASED = [
+    "bloom",
+    "gpt_neo",
+    "gpt_neox",
+    "gpt_neox-sequential",
+    "gptj",
+    "llama-biases",
+    "opt",
+    "opt-projected",
+]
+BIASED += ["phi", "starcoder2", "starcoder2-sliding", "biogpt", "codegen", "ctrl", "gpt_bigcode", "xglm"]
+BIASED += ["internlm3-biases", "jais2", "persimmon"]
+"""Cases whose last linear maps are plain and have the biases that GLoRA needs."""
+
+
+def with_beta_one(injection):
+    coefficients = injection.coefficients.clone()
+    coefficients[..., 1] = 1
+    return replace(injection, coefficients=coefficients)
+
+
+def attention_only(injection):
+    coefficients = injection.coefficients.clone()
+    coefficients[:, 1] = torch.tensor([0.0, 1.0])
+    return replace(injection, coefficients=coefficients)
+
+
+def wearing(decoder, folder):
+    return peft.PeftModel.from_pretrained(copy.deepcopy(decoder.model), str(folder)).eval()
+
+
+def close(decoder, folder, injection, bound=1e-5):
+    expected = hooked(decoder, injection)
+    assert relative(plain(decoder.model), expected) > 0.1  # the injection is not lost in the bound
+    assert relative(plain(wearing(decoder, folder)), expected) <= bound
+
+
+@pytest.mark.filterwarnings("ignore:.*lora_bias")
+@pytest.mark.parametrize("case", LINEAR)
+def test_lora_adds_where_beta_is_one(case, tmp_path):
+    decoder = decoder_of(case)
+    injection = with_beta_one(injection_for(decoder))
+    made = export_peft(decoder, injection, tmp_path / "out", golden=False)
+    assert made.tuner == "LoRA"
+    assert len(made.constants) == 2 * decoder.layers
+    assert listed(tmp_path / "out") == [CONFIG, WEIGHTS]
+    close(decoder, tmp_path / "out", injection)
+
+
+@pytest.mark.parametrize("case", BIASED)
+def test_glora_scales_and_adds_where_there_are_biases(case, tmp_path):
+    decoder = decoder_of(case)
+    injection = injection_for(decoder)
+    made = export_peft(decoder, injection, tmp_path / "out", golden=False)
+    assert made.tuner == "GLoRA"
+    close(decoder, tmp_path / "out", injection)
+    assert json.loads((tmp_path / "out" / CONFIG).read_text(encoding="utf-8"))["peft_type"] == "GLORA"
+
+
+@pytest.mark.parametrize("case", ["granite", "smollm3", "nemotron", "cohere", "cohere2"])
+def test_glora_takes_biases_that_the_config_turns_on(case, tmp_path):
+    both = {} if case.startswith("cohere") else {"mlp_bias": True}  # whose attention takes both constants
+    decoder = decoder_of(case, attention_bias=True, **both)
+    injection = injection_for(decoder)
+    assert export_peft(decoder, injection, tmp_path / "out", golden=False).tuner == "GLoRA"
+    close(decoder, tmp_path / "out", injection)
+
+
+@pytest.mark.parametrize("case", ["gptj", "opt", "phi"])
+def test_a_glora_adapter_can_be_merged_and_taken_off(case, tmp_path):
+    decoder = decoder_of(case)
+    injection = injection_for(decoder)
+    export_peft(decoder, injection, tmp_path / "out", golden=False)
+    expected = hooked(decoder, injection)
+    worn = wearing(decoder, tmp_path / "out")
+    with worn.disable_adapter():
+        assert torch.equal(plain(worn), plain(decoder.model))
+    merged = worn.merge_and_unload()
+    assert not any("glora" in name for name, _ in merged.named_modules())
+    assert relative(plain(merged), expected) <= 1e-5
+
+
+def test_two_adapters_take_turns_on_one_model(tmp_path):
+    decoder = decoder_of("phi")
+    one = injection_for(decoder)
+    two = replace(one, context=one.context * -1.0)
+    export_peft(decoder, one, tmp_path / "one", golden=False)
+    export_peft(decoder, two, tmp_path / "two", golden=False)
+    worn = peft.PeftModel.from_pretrained(copy.deepcopy(decoder.model), str(tmp_path / "one"), "one").eval()
+    worn.load_adapter(str(tmp_path / "two"), "two")
+    for name, injection in (("two", two), ("one", one)):
+        worn.set_adapter(name)
+        assert relative(plain(worn), hooked(decoder, injection)) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.*lora_bias")
+@pytest.mark.parametrize("case", ["llama", "gptj", "mixtral", "qwen3_moe"])
+def test_a_writer_that_is_left_alone_needs_no_adapter(case, tmp_path):
+    decoder = decoder_of(case)
+    injection = attention_only(injection_for(decoder))
+    added = with_beta_one(injection)
+    made = export_peft(decoder, added, tmp_path / "added", golden=False)
+    assert len(made.constants) == decoder.layers
+    close(decoder, tmp_path / "added", added)
+    if case == "gptj":  # whose attention has no bias: the MLP's takes the constant
+        export_peft(decoder, injection, tmp_path / "scaled", golden=False)
+        close(decoder, tmp_path / "scaled", injection)
+
+
+@pytest.mark.filterwarnings("ignore:.*lora_bias")
+@pytest.mark.parametrize("case", ["llama", "phi"])
+def test_adapters_of_a_model_in_bfloat16_round_once_more(case, tmp_path):
+    decoder = decoder_of(case, torch.bfloat16)
+    injection = with_beta_one(injection_for(decoder)) if case == "llama" else injection_for(decoder)
+    export_peft(decoder, injection, tmp_path / "out")
+    assert decoder.model.dtype == torch.bfloat16
+    worn = wearing(decoder, tmp_path / "out")
+    with torch.no_grad():
+        found = worn(torch.tensor([IDS])).logits[0].float()
+    assert relative(found, hooked(decoder, injection)) <= 0.05
+    assert all(tensor.dtype == torch.float32 for tensor in load_file(tmp_path / "out" / WEIGHTS).values())
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("case", sorted(set(LINEAR) - set(BIASED)))
+def test_scales_without_biases_are_refused(case):
+    decoder = decoder_of(case)
+    with pytest.raises(I2CLError) as told:
+        make_adapter(decoder.model.config, injection_for(decoder))
+    line = str(told.value)
+    reason = (
+        "GLoRA knows torch.nn.Linear alone" if case.startswith(("falcon", "gpt2")) else "has no bias, as "
+    )
+    assert reason in line
+    assert "fit with --set formula=add" in line
+    folds = CASES[case][0] not in REFUSED and not case.endswith("-sliding")
+    assert ("export --to hf" in line) == folds
+    assert line.endswith("predict with hooks instead (`i2cl predict`)")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("case", sorted(case for case, (kind, _) in CASES.items() if kind not in LAST_MAPS))
+def test_the_others_are_refused_with_the_reason(case):
+    decoder = decoder_of(case)
+    with pytest.raises(I2CLError, match=REFUSED[CASES[case][0]]):
+        make_adapter(decoder.model.config, with_beta_one(injection_for(decoder)))
+
+
+@pytest.mark.parametrize("case", sorted(EXPERTS))
+def test_experts_are_refused(case):
+    decoder = decoder_of(case)
+    with pytest.raises(I2CLError, match="experts are no linear layer") as told:
+        make_adapter(decoder.model.config, with_beta_one(injection_for(decoder)))
+    cured = "fit with --set writers=mha" in str(told.value)
+    assert cured == (case != "jetmoe")
+    if cured:
+        make_adapter(decoder.model.config, with_beta_one(attention_only(injection_for(decoder))))
+
+
+def test_injections_that_are_no_bias_are_refused():
+    decoder = decoder_of("phi")
+    injection, config = injection_for(decoder), decoder.model.config
+    with pytest.raises(I2CLError, match="positions 'last'"):
+        make_adapter(config, replace(injection, positions="last"))
+    values = torch.zeros(decoder.layers, 1, decoder.d_model)
+    hidden = ContextVector(values, ExtractConfig(writers="hidden", separator=False), 1)
+    blocks = replace(injection, context=hidden, coefficients=torch.zeros(decoder.layers, 1, 2))
+    with pytest.raises(I2CLError, match="block outputs"):
+        make_adapter(config, blocks)
+    nothing = torch.tensor([0.0, 1.0]).expand_as(injection.coefficients)
+    with pytest.raises(I2CLError, match="changes nothing"):
+        make_adapter(config, replace(injection, coefficients=nothing))
+    quantized = copy.deepcopy(config)
+    quantized.quantization_config = {"quant_method": "bitsandbytes"}
+    with pytest.raises(I2CLError, match="quantized"):
+        make_adapter(quantized, injection)
+
+
+def test_another_model_is_refused(tmp_path):
+    decoder = decoder_of("phi")
+    injection = injection_for(decoder_of("phi", vocab_size=310))
+    with pytest.raises(I2CLError, match="this injection was made on"):
+        export_peft(decoder, injection, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export_peft(decoder, injection, tmp_path / "out", force=True, golden=False)
+    assert (tmp_path / "out" / CONFIG).is_file()
+
+
+def test_peft_that_is_absent_or_old_is_named(monkeypatch):
+    decoder = decoder_of("phi")
+    monkeypatch.delattr(peft, "GloraConfig")
+    with pytest.raises(I2CLError, match="pip install -U peft"):
+        make_adapter(decoder.model.config, injection_for(decoder))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(I2CLError, match=r"pip install 'i2cl\[peft\]'"):
+        make_adapter(decoder.model.config, injection_for(decoder))
+
+
+@pytest.mark.parametrize("case", ["llama", "phi"])
+def test_the_users_model_is_left_as_found(case, tmp_path):
+    decoder = decoder_of(case)
+    model = decoder.model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wanted, config = [p.requires_grad for p in model.parameters()], model.config.to_dict()
+    injection = with_beta_one(injection_for(decoder)) if case == "llama" else injection_for(decoder)
+    export_peft(decoder, injection, tmp_path / "out")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.state_dict().keys() == before.keys()
+    assert [p.requires_grad for p in model.parameters()] == wanted
+    assert not any(module._forward_hooks for module in model.modules())
+    assert model.config.to_dict() == config
+    assert model.training
+    assert not hasattr(model, "peft_config")
+
+
+# Verification and the command line
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A base model in a folder, an injection into it, and its adapter with golden values."""
+    base, artefact = saved(decoder_of("phi"), tmp_path)
+    assert run("export", artefact, tmp_path / "out", "--to", "peft", "--device", "cpu") == 0
+    return base, artefact, tmp_path / "out"
+
+
+def test_export_and_verify(exported, tmp_path, capsys):
+    base, artefact, out = exported
+    assert listed(out) == [CONFIG, WEIGHTS, GOLDEN]
+    outcome = verify(out, device="cpu")
+    assert outcome.passed
+    assert outcome.worst < 1e-5
+    assert len(outcome.golden.biases) == 4
+    assert Golden.from_export(out).model_type == "phi"
+    assert run("verify", out, "--device", "cpu") == 0
+    assert "The export holds" in capsys.readouterr().out
+    config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+    assert config["base_model_name_or_path"] == str(base)
+    assert config["task_type"] == "CAUSAL_LM"
+    assert config["inference_mode"] is True
+    assert run("export", artefact, tmp_path / "bare", "--to", "peft", "--no-golden", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["files"] == 1
+    assert listed(tmp_path / "bare") == [CONFIG, WEIGHTS]
+    assert run("export", artefact, tmp_path / "told", "--to", "peft", "--no-golden") == 0
+    assert f"films as a GLoRA adapter of {base}" in capsys.readouterr().out
+
+
+def test_a_base_model_that_moved_is_named(exported, tmp_path, capsys):
+    base, _, out = exported
+    base.rename(tmp_path / "moved")
+    assert run("verify", out, "--device", "cpu") == 2
+    assert "--model names another place" in capsys.readouterr().err
+    assert run("verify", out, "--device", "cpu", "--model", tmp_path / "moved") == 0
+    assert run("verify", tmp_path / "moved", "--model", base) == 2
+    assert "has no i2cl_golden.json" in capsys.readouterr().err
+
+
+def test_a_constant_that_is_lost_is_found_and_named(exported, capsys):
+    out = exported[2]
+    state = load_file(out / WEIGHTS)
+    name = next(name for name in state if name.endswith("layers.1.mlp.fc2.glora_E.X"))
+    state[name].zero_()
+    save_file(state, out / WEIGHTS, metadata={"format": "pt"})
+    assert run("verify", out, "--device", "cpu") == 1
+    assert f"The bias {name} is dropped." in capsys.readouterr().out
+
+
+def test_damaged_adapters_are_named(exported, tmp_path, capsys):
+    out = exported[2]
+    other, _ = saved(decoder_of("phi", hidden_size=64), tmp_path / "other")
+    assert run("verify", out, "--device", "cpu", "--model", other) == 2
+    assert "does not fit" in capsys.readouterr().err
+    torch.save({}, out / "adapter_model.bin")
+    (out / WEIGHTS).unlink()
+    for content in (None, b"", b"rubbish"):
+        if content is not None:
+            (out / WEIGHTS).write_bytes(content)
+        assert run("verify", out, "--device", "cpu") == 2
+        printed = capsys.readouterr()
+        assert "holds a damaged adapter" in printed.err
+        assert len(printed.err.splitlines()) == 1
+    (out / CONFIG).write_text("[]", encoding="utf-8")
+    assert run("verify", out, "--device", "cpu") == 2
+
+
+def test_the_size_of_shards_is_for_checkpoints(tmp_path, capsys):
+    _, artefact = saved(decoder_of("phi"), tmp_path)
+    assert run("export", artefact, tmp_path / "out", "--to", "peft", "--max-shard-size", "1MB") == 2
+    assert "--max-shard-size is for checkpoints" in capsys.readouterr().err
+
+
+def test_what_is_refused_leaves_nothing_behind(tmp_path, capsys):
+    _, artefact = saved(decoder_of("llama"), tmp_path)
+    assert run("export", artefact, tmp_path / "out", "--to", "peft", "--device", "cpu") == 2
+    printed = capsys.readouterr()
+    assert "fit with --set formula=add" in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+    base = Decoder.from_pretrained(str(tmp_path / "base"), device="cpu")
+    with_beta_one(injection_for(base)).save_pretrained(artefact)
+    assert run("export", artefact, tmp_path / "out", "--to", "peft", "--device", "cpu") == 0
+    assert run("verify", tmp_path / "out", "--device", "cpu") == 0

@@ -1,0 +1,156 @@
+"""`i2cl verify --url` against a small completions server in a thread."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from export.test_export import exported, run  # noqa: F401 - a fixture
+from i2cl.errors import I2CLError
+from i2cl.export import Golden, ask_server
+
+
+def by_text(golden, values):
+    """OpenAI's and vLLM's shape."""
+    texts = dict(zip(golden.label_texts, values, strict=True))
+    return {"top_logprobs": [texts | {" other": -0.5, " rare": -20.0}]}
+
+
+def by_id(golden, values):
+    """llama.cpp's shape."""
+    told = [{"id": i, "logprob": v} for i, v in zip(golden.label_ids, values, strict=True)]
+    return {"content": [{"top_logprobs": [*told, {"id": -1, "logprob": -20.0}]}]}
+
+
+@contextmanager
+def serving(
+    golden, *, values=lambda prompt: prompt.labels, shape=by_text, status=200, raw=None, takes=(list, str)
+):
+    """Answers every golden prompt of the types it takes; yields the address and the requests that came."""
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self._send({"data": [{"id": "folded"}]})
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            seen.append(body)
+            if not isinstance(body["prompt"], takes):
+                self._send({"error": "Input should be another type"}, 422)
+                return
+            (prompt,) = [one for one in golden.prompts if body["prompt"] in (one.ids, one.query)]
+            self._send({"choices": [{"text": "x", "logprobs": shape(golden, values(prompt))}]})
+
+        def _send(self, reply, code=status):
+            content = raw if raw is not None else json.dumps(reply).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def golden(exported):  # noqa: F811
+    return Golden.from_export(exported)
+
+
+@pytest.mark.parametrize("shape", [by_text, by_id])
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/completions"])
+def test_a_faithful_server_passes(exported, golden, capsys, shape, end):  # noqa: F811
+    with serving(golden, shape=shape) as (url, seen):
+        assert run("verify", exported, "--url", url + end) == 0
+    assert "holds" in capsys.readouterr().out
+    assert {body["model"] for body in seen} == {"folded"}
+    assert all(body["max_tokens"] == 1 and body["temperature"] == 0 for body in seen)
+
+
+def test_a_server_that_takes_no_token_ids_gets_text(exported, golden, capsys):  # noqa: F811
+    with serving(golden, takes=str) as (url, seen):
+        assert run("verify", exported, "--url", url) == 0
+    assert "holds" in capsys.readouterr().out
+    assert [body["prompt"] for body in seen[1:]] == [prompt.query for prompt in golden.prompts]
+
+
+def test_a_server_that_takes_neither_is_quoted(exported, golden, capsys):  # noqa: F811
+    with serving(golden, takes=dict) as (url, _):
+        assert run("verify", exported, "--url", url) == 2
+    assert "completions answers 422" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("writers", ["attention", "mlp", "attention and mlp"])
+def test_a_server_that_drops_biases_is_found_out(exported, golden, capsys, writers):  # noqa: F811
+    with serving(golden, values=lambda prompt: prompt.dropped[writers]) as (url, seen):
+        assert run("verify", exported, "--url", url, "--model-name", "mine") == 1
+    assert f"as if the biases of {writers} were dropped." in capsys.readouterr().out
+    assert {body["model"] for body in seen} == {"mine"}
+
+
+def test_a_server_that_is_wrong_otherwise_is_not_blamed_on_biases(exported, golden, capsys):  # noqa: F811
+    with serving(golden, values=lambda prompt: [-30.0 for _ in prompt.labels]) as (url, _):
+        assert run("verify", exported, "--url", url, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["dropped"] is None
+
+
+def test_labels_that_are_not_told_are_below_those_that_are(exported, golden, capsys):  # noqa: F811
+    def told(golden, values):
+        best = max(values)
+        return {"top_logprobs": [{golden.label_texts[values.index(best)]: best}]}
+
+    with serving(golden, shape=told) as (url, _):
+        assert run("verify", exported, "--url", url) == 0
+    with serving(golden, shape=lambda *_: {"top_logprobs": [{" other": -0.1}]}) as (url, _):
+        assert run("verify", exported, "--url", url) == 2
+    assert "told no label's probability" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"status": 404, "raw": b"no such model"}, r"answers 404 \(no such model\)"),
+        ({"raw": b"<html>"}, "does not answer JSON"),
+        ({"shape": lambda *_: None}, "tells no log-probabilities"),
+        ({"shape": lambda *_: {"top_logprobs": [{}]}}, "tells no log-probabilities"),
+        ({"shape": lambda *_: {"content": [{"top_logprobs": []}]}}, "tells no log-probabilities"),
+        ({"raw": b"{}"}, "lists no model"),
+    ],
+)
+def test_servers_that_cannot_be_asked(golden, arguments, message):
+    with serving(golden, **arguments) as (url, _), pytest.raises(I2CLError, match=message):
+        ask_server(golden, url)
+
+
+def test_no_server(golden):
+    with pytest.raises(I2CLError, match="cannot reach"):
+        ask_server(golden, "http://127.0.0.1:9")
+    with pytest.raises(I2CLError, match="no address"):
+        ask_server(golden, "file:///etc/hosts")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--logprobs", "5"], "add --url"),
+        (["--model-name", "x"], "add --url"),
+        (["--url", "http://localhost:1", "--device", "cpu"], "leave out --url"),
+        (["--url", "http://localhost:1", "--model", "base"], "leave out --url"),
+    ],
+)
+def test_options_of_the_other_check_are_refused(exported, capsys, options, message):  # noqa: F811
+    assert run("verify", exported, *options) == 2
+    assert message in capsys.readouterr().err

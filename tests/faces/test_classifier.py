@@ -1,0 +1,458 @@
+"""I2CLClassifier against scikit-learn's own checks and tools, and against the injection it wraps."""
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import i2cl
+from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Injection, calibrate, extract, load_task
+from tiny import tiny_model, tiny_tokenizer
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+
+import joblib
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from i2cl.faces.sklearn import I2CLClassifier, shared
+
+TASK = load_task("mood-colour-1")
+X = [example.text for example in TASK.train[:60]]
+Y = [TASK.labels[example.label] for example in TASK.train[:60]]
+QUERIES = [example.text for example in TASK.test[:20]]
+QUICK = {"epochs": 1}
+
+
+@cache
+def reference():
+    return Decoder.from_pretrained("reference")
+
+
+def quick(**parameters):
+    return I2CLClassifier(**{"model": reference(), "shots": 1, "settings": QUICK} | parameters)
+
+
+@cache
+def fitted():
+    return I2CLClassifier(reference(), shots=5, recipe="fast").fit(X, Y)
+
+
+def state_of(decoder):
+    model = decoder.model
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    flags = [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
+    return weights, hooks, flags, decoder.tokenizer.padding_side
+
+
+# What scikit-learn checks itself
+
+
+class OnNumbers(I2CLClassifier):
+    """Spells rows of numbers out as texts, since scikit-learn's checks know no others."""
+
+    def fit(self, rows, y):
+        return super().fit(spelled(validate_data(self, rows)), y)
+
+    def _scores(self, rows):
+        check_is_fitted(self)
+        return super()._scores(spelled(validate_data(self, rows, reset=False)))
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.input_tags.one_d_array, tags.input_tags.two_d_array = False, True
+        tags.classifier_tags.poor_score = True  # so short a calibration on numbers learns nothing
+        return tags
+
+
+def spelled(rows):
+    return [" ".join(f"{value:.1f}" for value in row) for row in rows]
+
+
+WORDS = {0: "red", 1: "blue", 2: "green", 3: "gold", -1: "yellow"}
+NAMES = {word: word for word in ("one", "two", "three")}
+FAILING = {
+    "check_methods_subset_invariance": "other batches round differently: 1e-6 apart where 1e-7 is asked",
+}
+
+
+@parametrize_with_checks(
+    [OnNumbers("reference", shots=1, settings=QUICK, labels=WORDS | NAMES)],
+    expected_failed_checks=lambda _: FAILING,
+)
+def test_scikit_learns_own_checks(estimator, check):
+    check(estimator)
+
+
+def test_its_tags_say_text():
+    tags = quick().__sklearn_tags__()
+    assert tags.input_tags.string
+    assert not tags.input_tags.two_d_array
+
+
+# It is the injection
+
+
+def test_it_is_what_extract_and_calibrate_make():
+    decoder = reference()
+    found = fitted()
+    task = replace(TASK, labels=tuple(sorted(TASK.labels)), train=(), test=())
+    rows = [Example(text, task.labels.index(word)) for text, word in zip(X, Y, strict=True)]
+    shown = replace(task, train=tuple(rows)).sample(5, 0)
+    context = extract(decoder, task, shown)
+    injection = calibrate(decoder, task, shown, context, CalibrationConfig.recipe("fast"), seed=0)
+    assert found.classes_.tolist() == list(task.labels)
+    assert torch.equal(found.injection_.coefficients, injection.coefficients)
+    scores = injection.scores(decoder, QUERIES).double()
+    assert np.allclose(found.predict_log_proba(QUERIES), scores.log_softmax(-1).numpy())
+    assert np.array_equal(found.decision_function(QUERIES), scores.numpy())
+    assert found.predict(QUERIES).tolist() == injection.predict(decoder, QUERIES)
+
+
+def test_it_learns_the_task():
+    gold = [TASK.labels[example.label] for example in TASK.test[:200]]
+    texts = [example.text for example in TASK.test[:200]]
+    assert fitted().score(texts, gold) > 0.95
+    assert np.allclose(fitted().predict_proba(texts).sum(-1), 1)
+
+
+def test_all_training_texts_are_shown_unless_shots_says_less():
+    assert quick(shots=None).fit(X[:30], Y[:30]).injection_.context.demonstrations == 30
+    assert quick(shots=2).fit(X, Y).injection_.context.demonstrations == 8
+
+
+def test_seeds():
+    one, same, other = (quick(random_state=seed).fit(X, Y).injection_ for seed in (1, 1, 2))
+    assert torch.equal(one.coefficients, same.coefficients)
+    assert not torch.equal(one.context.values, other.context.values)
+    drawn = quick(random_state=np.random.RandomState(5)).fit(X, Y).injection_.seed
+    assert drawn == np.random.RandomState(5).randint(2**31 - 1)
+
+
+def test_classes_of_any_kind_with_words_of_their_own():
+    ids = np.array([TASK.labels.index(word) for word in Y]) * 10
+    words = {10 * place: word for place, word in enumerate(TASK.labels)}
+    by_id = I2CLClassifier(reference(), shots=5, recipe="fast", labels=words | {99: "unused"}).fit(X, ids)
+    assert by_id.classes_.tolist() == [0, 10, 20, 30]
+    assert by_id.injection_.task.labels == TASK.labels
+    assert [words[found] for found in by_id.predict(QUERIES).tolist()] == fitted().predict(QUERIES).tolist()
+
+
+def test_two_classes_have_log_odds():
+    pair = [(x, y) for x, y in zip(X, Y, strict=True) if y in {"red", "blue"}]
+    found = quick().fit(*zip(*pair, strict=True))
+    odds = found.decision_function(QUERIES)
+    log = found.predict_log_proba(QUERIES)
+    assert np.allclose(odds, log[:, 1] - log[:, 0])
+    assert found.predict(QUERIES).tolist() == found.classes_[(odds > 0).astype(int)].tolist()
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "array", "object", "series", "string series"])
+def test_texts_come_in_many_containers(kind):
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    made = {
+        "list": list,
+        "tuple": tuple,
+        "array": np.array,
+        "object": lambda values: np.array(values, dtype=object),
+        "series": lambda values: pandas.Series(values, index=range(100, 100 + len(values)), dtype=object),
+        "string series": lambda values: pandas.Series(values, dtype="string"),
+    }[kind]
+    found = quick().fit(made(X), made(Y))
+    assert np.array_equal(
+        found.decision_function(made(QUERIES)), quick().fit(X, Y).decision_function(QUERIES)
+    )
+
+
+# Input that is not right
+
+
+def wrong(x=None, y=None, **parameters):
+    quick(**parameters).fit(X if x is None else x, Y if y is None else y)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"x": np.array([X, X]).T}, r"X has 2 dimensions.*frame\['text'\]"),
+        ({"x": "one text"}, "X is one string: give a list"),
+        ({"x": [[text] for text in X]}, "text 1 of X is a list and no string"),
+        ({"x": [*X[:-1], None]}, "text 60 of X is a NoneType and no string"),
+        ({"x": [*X[:-1], float("nan")]}, "text 60 of X is a float and no string"),
+        ({"x": ["", *X[1:]]}, "text 1 is empty"),
+        ({"x": [], "y": []}, "X holds no texts"),
+        ({"x": iter(X)}, "X has 0 dimensions"),
+        ({"y": Y[:-1]}, "X has 60 texts and y has 59 classes"),
+        ({"y": ["red"] * 60}, "y holds one class alone, 'red'"),
+        ({"y": [*Y[:-1], None]}, "y mixes classes of several types|y.*give each text one class"),
+        ({"y": [0.5, 1.5] * 30}, "Unknown label type: continuous"),
+        ({"y": [0, 1] * 30}, r"classes such as 0 are no words.*labels=\{0: 'word', ...\}"),
+        ({"y": [0, 1] * 30, "labels": {0: "red"}}, "labels has no word for class 1: add it"),
+        ({"labels": ["red", "blue"]}, "labels is a list: give a dict"),
+        ({"y": [0, 1] * 30, "labels": {0: "red", 1: "red"}}, "label word 'red' is given twice"),
+        ({"y": [0, 1] * 30, "labels": {0: "red", 1: " blue"}}, "label word ' blue' is empty or padded"),
+        ({"shots": 50}, "class 'blue' has .* training examples but 50 shots"),
+        ({"recipe": "quick"}, "unknown recipe 'quick': choose one of paper, released, fast"),
+        ({"settings": {"epoch": 3}}, "has the option 'epoch'"),
+        ({"settings": {"epochs": "many"}}, "option epochs='many'"),
+        ({"template": "{text}"}, r"\{label\} 0 times"),
+        ({"model": "no/such/folder/here"}, r"does not exist.*set_params\(model=...\)"),
+        ({"model": 3}, "model is a int: give a name, a folder or a Decoder"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, named):
+    with pytest.raises(I2CLError, match=named) as caught:
+        wrong(**arguments)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_tables_and_vectorised_texts_are_refused():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    from sklearn.feature_extraction.text import CountVectorizer
+
+    with pytest.raises(I2CLError, match=r"frame\['text'\]"):
+        wrong(pandas.DataFrame({"text": X}))
+    with pytest.raises(I2CLError, match="X is a sparse matrix: give the texts themselves"):
+        wrong(CountVectorizer().fit_transform(X))
+
+
+@pytest.mark.parametrize("method", ["predict", "predict_proba", "decision_function"])
+def test_nothing_works_before_fit(method):
+    with pytest.raises(NotFittedError):
+        getattr(quick(), method)(QUERIES)
+    with pytest.raises(NotFittedError):
+        quick().save_pretrained("nowhere")
+
+
+def test_a_fitted_classifier_is_kept_when_a_later_fit_fails():
+    found = quick().fit(X, Y)
+    before = found.predict_proba(QUERIES)
+    with pytest.raises(I2CLError):
+        found.set_params(shots=50).fit(X, Y)
+    assert np.array_equal(found.predict_proba(QUERIES), before)
+
+
+# Model selection
+
+
+def test_cross_validation_loads_a_named_model_once(tmp_path, monkeypatch):
+    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    loaded = []
+    load = Decoder.from_pretrained
+
+    def counted(name, **options):
+        loaded.append(name)
+        return load(name, **options)
+
+    monkeypatch.setattr(shared.Decoder, "from_pretrained", counted)
+    classifier = I2CLClassifier(tmp_path, shots=1, settings=QUICK)
+    assert len(cross_val_score(classifier, X, Y, cv=3)) == 3
+    assert loaded == [str(tmp_path)]
+
+
+def test_a_named_model_is_freed_when_nobody_holds_it(tmp_path):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        tiny_model("llama").save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    first = shared.shared_decoder(folders[0])
+    assert shared.shared_decoder(str(folders[0])) is first
+    second = shared.shared_decoder(folders[1])
+    assert shared.shared_decoder(folders[0]) is first  # still held here
+    del first, second
+    shared.shared_decoder("reference")
+    gc.collect()
+    assert not {name for name, *_ in shared._ALIVE} & {str(folder) for folder in folders}
+
+
+def test_a_folder_of_that_name_does_not_hide_the_bundled_model(tmp_path, monkeypatch):
+    (tmp_path / "reference").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert shared.shared_decoder("reference").base.name == "reference"
+
+
+def test_a_folder_with_a_dangling_link_can_be_loaded(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    assert shared.shared_decoder(tmp_path).layers == 2
+
+
+def test_a_folder_that_has_changed_is_loaded_anew(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_model("llama").save_pretrained(tmp_path)
+    before = shared.shared_decoder(tmp_path)
+    tiny_model("llama", seed=1).save_pretrained(tmp_path)
+    after = shared.shared_decoder(tmp_path)
+    assert after.base.difference(before.base).startswith("weights")
+
+
+def test_clones_share_the_model():
+    decoder = reference()
+    copied = clone(quick())
+    assert copied.model is decoder
+    assert not hasattr(copied, "injection_")
+    assert copied.get_params() == quick().get_params()
+    assert copied.set_params(shots=3).shots == 3
+    for twin in (copy.copy(fitted()), copy.deepcopy(fitted())):
+        assert twin.model is decoder
+        assert twin.predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
+    assert copy.deepcopy(fitted()).injection_.coefficients is not fitted().injection_.coefficients
+
+
+def test_a_grid_search_over_processes_in_a_pipeline():
+    strip = FunctionTransformer(np.char.strip)
+    pipeline = make_pipeline(strip, I2CLClassifier(reference(), recipe="fast"))
+    grid = {"i2clclassifier__shots": [1, 5], "i2clclassifier__settings": [{"passes": 10}]}
+    search = GridSearchCV(pipeline, grid, cv=2, n_jobs=2).fit(np.array(X), Y)
+    here = GridSearchCV(pipeline, grid, cv=2).fit(np.array(X), Y)
+    assert np.array_equal(search.cv_results_["mean_test_score"], here.cv_results_["mean_test_score"])
+    assert search.best_estimator_[-1].model is reference()
+    assert search.predict(QUERIES).tolist() == here.predict(QUERIES).tolist()
+
+
+def test_a_grid_over_models_shares_them_too():
+    search = GridSearchCV(quick(), {"model": [reference()]}, cv=2).fit(X, Y)
+    assert search.best_estimator_.model is reference()
+
+
+# Kept and carried
+
+
+@pytest.mark.parametrize("how", ["pickle", "joblib"])
+def test_a_pickle_holds_no_weights(tmp_path, how):
+    if how == "pickle":
+        carried = pickle.dumps(fitted())
+        found = pickle.loads(carried)
+    else:
+        joblib.dump(fitted(), tmp_path / "classifier")
+        carried = (tmp_path / "classifier").read_bytes()
+        found = joblib.load(tmp_path / "classifier")
+    tensors = fitted().injection_.context.values.nbytes + fitted().injection_.coefficients.nbytes
+    assert len(carried) < tensors + 4000
+    assert found.model == reference().base
+    assert not hasattr(found, "_held")  # nothing is loaded yet
+    assert np.array_equal(found.predict_proba(QUERIES), fitted().predict_proba(QUERIES))
+    assert clone(found).fit(X, Y).predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
+
+
+def test_a_pickle_works_in_a_fresh_process(tmp_path):
+    joblib.dump(fitted(), tmp_path / "classifier")
+    code = (
+        "import joblib, sys; found = joblib.load(sys.argv[1]); "
+        "assert 'model' in repr(found); print(*found.predict(sys.argv[2:]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "classifier"), *QUERIES]
+    environment = os.environ | {"PYTHONPATH": str(Path(i2cl.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == fitted().predict(QUERIES).tolist()
+
+
+def test_precision_travels_with_a_pickle(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    half = I2CLClassifier(Decoder.from_pretrained(str(tmp_path), dtype="bfloat16"), shots=1, settings=QUICK)
+    half.fit(X, Y)
+    found = pickle.loads(pickle.dumps(half))
+    assert found.dtype == "bfloat16"
+    assert np.array_equal(found.decision_function(QUERIES), half.decision_function(QUERIES))
+
+
+def test_another_model_under_the_same_name_is_refused(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_model("llama").save_pretrained(tmp_path)
+    by_name = I2CLClassifier(str(tmp_path), shots=1, settings=QUICK).fit(X, Y)
+    by_model = quick(model=Decoder.from_pretrained(str(tmp_path))).fit(X, Y)
+    unfitted = quick(model=Decoder.from_pretrained(str(tmp_path)))
+    carried = [pickle.dumps(one) for one in (by_name, by_model, unfitted)]
+    tiny_model("llama", seed=1).save_pretrained(tmp_path)
+    with pytest.raises(I2CLError, match=r"made on .* \(weights"):
+        pickle.loads(carried[0]).predict(QUERIES)
+    with pytest.raises(I2CLError, match=r"is not the model it was \(weights"):
+        pickle.loads(carried[1]).predict(QUERIES)
+    with pytest.raises(I2CLError, match=r"is not the model it was \(weights"):
+        pickle.loads(carried[2]).fit(X, Y)
+
+
+def test_a_model_in_memory_alone_is_given_again():
+    decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="./tiny-llama")
+    found = pickle.loads(pickle.dumps(quick(model=decoder).fit(X, Y)))
+    with pytest.raises(I2CLError, match=r"tiny-llama.*set_params\(model=...\)"):
+        found.predict(QUERIES)
+    found.set_params(model=decoder)
+    assert found.predict(QUERIES).tolist() == quick(model=decoder).fit(X, Y).predict(QUERIES).tolist()
+
+
+def test_saved_and_loaded(tmp_path):
+    ids = [TASK.labels.index(word) for word in Y]
+    words = dict(enumerate(TASK.labels))
+    made = I2CLClassifier(reference(), shots=2, labels=words, recipe="released", settings=QUICK).fit(X, ids)
+    made.save_pretrained(tmp_path / "mood")
+    found = I2CLClassifier.from_pretrained(tmp_path / "mood")
+    assert found.classes_.tolist() == [0, 1, 2, 3]
+    assert found.shots == 2
+    assert np.array_equal(found.predict_proba(QUERIES), made.predict_proba(QUERIES))
+    again = clone(found).fit(X, ids)
+    assert torch.equal(again.injection_.coefficients, made.injection_.coefficients)
+    plain = Injection.from_pretrained(tmp_path / "mood")
+    assert plain.predict(reference(), QUERIES) == [words[label] for label in made.predict(QUERIES)]
+
+
+def test_a_classifier_of_an_injection_with_other_settings_can_be_fitted(tmp_path):
+    combined = replace(fitted().injection_, settings={"combined": []})
+    combined.save_pretrained(tmp_path / "both")
+    found = I2CLClassifier.from_pretrained(tmp_path / "both", model=reference())
+    assert "epochs" not in found.settings
+    again = clone(found).set_params(settings=QUICK, shots=1).fit(X, Y)
+    assert again.predict(QUERIES).shape == (len(QUERIES),)
+    clone(found).set_params(shots=1)._method()  # its own settings are known options
+
+
+def test_an_injection_is_a_classifier_of_its_label_words(tmp_path):
+    injection = replace(fitted().injection_, settings={})
+    backwards = replace(injection.task, labels=TASK.labels)
+    assert list(TASK.labels) != sorted(TASK.labels)
+    replace(injection, task=backwards).save_pretrained(tmp_path / "mood")
+    found = I2CLClassifier.from_pretrained(tmp_path / "mood", model=reference())
+    assert found.classes_.tolist() == sorted(TASK.labels)
+    assert found.predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
+    assert np.array_equal(found.predict_proba(QUERIES), fitted().predict_proba(QUERIES))
+
+
+def test_the_model_is_left_as_found(decoder):
+    model = decoder.model.train()
+    next(model.parameters()).requires_grad_(False)
+    decoder.tokenizer.padding_side = "left"
+    before = state_of(decoder)
+    found = quick(model=decoder).fit(X, Y)
+    found.predict_proba(QUERIES)
+    with pytest.raises(I2CLError):
+        found.predict([""])
+    after = state_of(decoder)
+    assert all(torch.equal(after[0][name], value) for name, value in before[0].items())
+    assert after[1:] == before[1:]
+
+
+def test_without_scikit_learn_the_cure_is_named():
+    code = "import sys; sys.modules['sklearn'] = None; import i2cl; i2cl.I2CLClassifier"
+    environment = os.environ | {"PYTHONPATH": str(Path(i2cl.__file__).parents[1])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert "I2CLError: I2CLClassifier needs scikit-learn: pip install 'i2cl[sklearn]'" in done.stderr

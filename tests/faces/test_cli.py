@@ -1,0 +1,343 @@
+"""The command line, run in process: fit, predict, eval, check, ls."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from i2cl import Decoder, Injection
+from i2cl.faces.cli import console, main
+from i2cl.methods import METHODS
+from i2cl.version import __version__
+from tiny import tiny_model, tiny_tokenizer
+
+SRC = Path(__file__).parents[2] / "src"
+TEMPLATE = r"Review: {text}\nSentiment:{label}"
+LABELS = ("negative", "positive")
+TEXTS = [f"a{' very' * (number % 4)} long film, number {number}" for number in range(10)]
+
+
+def listed(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def rows(count, start=0):
+    words = ("bad", "good")
+    return [
+        {"text": f"film {number} is {words[number % 2]}", "label": LABELS[number % 2]}
+        for number in range(start, start + count)
+    ]
+
+
+def jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a model, training and test rows, and an artefact fitted by the command line."""
+    folder = tmp_path_factory.mktemp("home")
+    tiny_model("llama").save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    jsonl(folder / "films.jsonl", rows(16))
+    jsonl(folder / "test.jsonl", rows(12, start=16))
+    with pytest.raises(SystemExit) as stop:
+        main(fit_arguments(folder, folder / "artefact", "--seed", "3"))
+    assert stop.value.code == 0
+    return folder
+
+
+def fit_arguments(home, output, *more):
+    task = ["fit", str(home / "model"), str(home / "films.jsonl"), "-o", str(output)]
+    return [*task, "--template", TEMPLATE, "--shots", "2", "--set", "epochs=2", *more]
+
+
+def eval_arguments(home, *more, task=None):
+    task = [str(task or home / "films.jsonl"), "--test", str(home / "test.jsonl"), "--template", TEMPLATE]
+    return ["eval", str(home / "model"), *task, "--shots", "2", "--workers", "1", *more]
+
+
+@pytest.fixture
+def call(capsys):
+    """Run a command; its exit code, stdout and stderr."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        told = capsys.readouterr()
+        return stop.value.code, told.out, told.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(home):
+    """What the Python API says about the texts: labels and probabilities."""
+    decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
+    injection = Injection.from_pretrained(home / "artefact")
+    return injection.predict(decoder, TEXTS), injection.scores(decoder, TEXTS).softmax(-1)
+
+
+def parsed(out):
+    """Best labels and probabilities of the tab-separated output."""
+    header, *lines = [line.split("\t") for line in out.splitlines()]
+    assert header == ["label", *LABELS]
+    return [line[0] for line in lines], torch.tensor([[float(value) for value in line[1:]] for line in lines])
+
+
+@pytest.mark.parametrize("command", ["demo", "fit", "predict", "combine", "eval", "check", "ls"])
+def test_every_command_has_help_json_and_seed(call, command):
+    code, out, err = call(command, "--help")
+    assert code == 0
+    assert err == ""
+    assert f"Usage: i2cl {command}" in out
+    assert all(option in out for option in ("--help", "--json", "--seed"))
+
+
+def test_without_a_command_the_commands_are_listed(call):
+    code, out, _ = call()
+    assert code == 0
+    assert all(command in out for command in ("demo", "fit", "predict", "eval", "check", "ls"))
+    assert call("--version") == (0, __version__ + "\n", "")
+
+
+def test_fit_reports_what_it_saved(call, home, tmp_path):
+    code, out, err = call(*fit_arguments(home, tmp_path / "new", "--json", "--set", "formula=add"))
+    assert (code, err) == (0, "")
+    record = json.loads(out)
+    injection = Injection.from_pretrained(tmp_path / "new")
+    assert record["labels"] == list(injection.task.labels) == list(LABELS)
+    assert record["demonstrations"] == injection.context.demonstrations == 4
+    assert (record["first_loss"], record["last_loss"]) == injection.history
+    assert record["cached_values"] == injection.context.values.numel()
+    assert injection.settings["formula"] == "add"
+    assert listed(tmp_path) == ["new"]
+
+
+def test_fit_twice_with_one_seed_saves_the_same(call, home, tmp_path):
+    call(*fit_arguments(home, tmp_path / "again", "--seed", "3"))
+    call(*fit_arguments(home, tmp_path / "other", "--seed", "4"))
+    first, again, other = (
+        Injection.from_pretrained(folder).coefficients
+        for folder in (home / "artefact", tmp_path / "again", tmp_path / "other")
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_fit_tells_people_what_comes_next(call, home, tmp_path):
+    _, out, _ = call(*fit_arguments(home, tmp_path / "new"))
+    assert "4 demonstrations" in out
+    assert f"i2cl predict {tmp_path / 'new'}" in out
+
+
+def test_the_released_recipe_and_single_options_reach_calibration(call, home, tmp_path):
+    call(*fit_arguments(home, tmp_path / "new", "--recipe", "released", "--set", "warmup=0.5"))
+    settings = Injection.from_pretrained(tmp_path / "new").settings
+    assert (settings["draw"], settings["noise_place"], settings["lr_final"]) == ("step", "writer", 0.0)
+    assert (settings["warmup"], settings["epochs"]) == (0.5, 2)
+
+
+def written_as(kind, path):
+    if kind == "lines":
+        path.write_text("\n".join(TEXTS), encoding="utf-8")
+    elif kind == "jsonl":
+        jsonl(path, [{"id": number, "text": text} for number, text in enumerate(TEXTS)])
+    else:
+        mark = {"csv": ",", "tsv": "\t"}[kind]
+        lines = [f"id{mark}text", *(f'{number}{mark}"{text}"' for number, text in enumerate(TEXTS))]
+        path.write_text("\r\n".join(lines) + "\r\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["lines", "csv", "tsv", "jsonl"])
+@pytest.mark.parametrize("told", [False, True], ids=["by-ending", "by-option"])
+def test_predictions_are_those_of_the_api_for_every_format(call, home, expected, tmp_path, kind, told):
+    ending = "data" if told else {"lines": "txt"}.get(kind, kind)
+    path = written_as(kind, tmp_path / f"texts.{ending}")
+    code, out, err = call("predict", home / "artefact", path, *(["--format", kind] if told else []))
+    assert (code, err) == (0, "")
+    labels, probabilities = parsed(out)
+    assert labels == expected[0]
+    assert torch.allclose(probabilities, expected[1], atol=2e-6)
+    assert torch.allclose(probabilities.sum(-1), torch.ones(len(TEXTS)), atol=1e-5)
+
+
+def test_texts_come_from_stdin(call, home, expected, monkeypatch):
+    for source in (["-"], []):
+        stdin = SimpleNamespace(buffer=io.BytesIO("\n".join(TEXTS).encode()))
+        monkeypatch.setattr(sys, "stdin", stdin)
+        _, out, _ = call("predict", home / "artefact", *source)
+        assert parsed(out)[0] == expected[0]
+
+
+def test_json_has_one_object_a_text(call, home, expected, tmp_path):
+    path = written_as("lines", tmp_path / "texts.txt")
+    _, out, _ = call("predict", home / "artefact", path, "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["label"] for record in records] == expected[0]
+    values = torch.tensor([[record["probabilities"][label] for label in LABELS] for record in records])
+    assert torch.allclose(values, expected[1], atol=2e-6)
+
+
+def test_input_longer_than_a_chunk_gives_the_same_lines(call, home, tmp_path):
+    path = written_as("lines", tmp_path / "texts.txt")
+    _, whole, _ = call("predict", home / "artefact", path)
+    _, parts, _ = call("predict", home / "artefact", path, "--chunk", "3")
+    (labels, values), (wanted, close) = parsed(parts), parsed(whole)
+    assert labels == wanted
+    assert torch.allclose(values, close, atol=2e-6)  # other batches round the last digit otherwise
+    assert len(parts.splitlines()) == 1 + len(TEXTS)
+
+
+def test_another_text_column(call, home, expected, tmp_path):
+    path = jsonl(tmp_path / "texts.jsonl", [{"review": text} for text in TEXTS])
+    _, out, _ = call("predict", home / "artefact", path, "--text-column", "review")
+    assert parsed(out)[0] == expected[0]
+
+
+def test_the_output_file_holds_what_stdout_would(call, home, tmp_path):
+    path = written_as("lines", tmp_path / "texts.txt")
+    _, out, _ = call("predict", home / "artefact", path)
+    code, nothing, _ = call("predict", home / "artefact", path, "-o", tmp_path / "out.tsv")
+    assert (code, nothing) == (0, "")
+    assert (tmp_path / "out.tsv").read_text(encoding="utf-8") == out
+
+
+def test_the_output_file_appears_only_when_complete(call, home, tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("good\nfine\n\n", encoding="utf-8")
+    (tmp_path / "out.tsv").write_text("before", encoding="utf-8")
+    code, out, err = call("predict", home / "artefact", path, "--chunk", "1", "-o", tmp_path / "out.tsv")
+    assert (code, out) == (2, "")
+    assert "text 3 is empty" in err
+    assert (tmp_path / "out.tsv").read_text(encoding="utf-8") == "before"
+    assert listed(tmp_path) == ["out.tsv", "texts.txt"]
+
+
+RECORD = {"model", "task", "method", "seed", "accuracy", "macro_f1", "n"} | {
+    "fit_seconds",
+    "predict_seconds",
+    "cached_values",
+}
+
+
+def test_eval_gives_one_record_per_task_method_and_seed(call, home):
+    tasks = ["eval", home / "model", "synthetic, mood-letter-1", "--shots", "1", "--limit", "6"]
+    methods = ["--method", "zero_shot, i2cl", "--seeds", "2", "--seed", "5", "--set", "epochs=1"]
+    code, out, _ = call(*tasks, *methods, "--workers", "1", "--json")
+    assert code == 0
+    records = json.loads(out)
+    assert all(set(record) >= RECORD for record in records)
+    cells = [(record["task"], record["method"], record["seed"]) for record in records]
+    assert cells == [
+        (task, method, seed)
+        for task in ("synthetic", "mood-letter-1")
+        for method in ("zero_shot", "i2cl")
+        for seed in (5, 6)
+    ]
+    assert all(record["n"] == 6 and 0 <= record["accuracy"] <= 1 for record in records)
+    assert {record["cached_values"] for record in records if record["method"] == "zero_shot"} == {0}
+    assert {record["cached_values"] for record in records if record["method"] == "i2cl"} == {2 * 2 * 32}
+
+
+def measured(out):
+    return [{key: record[key] for key in ("seed", "accuracy", "macro_f1")} for record in json.loads(out)]
+
+
+def test_eval_repeats_itself_for_one_seed_also_in_several_processes(call, home):
+    arguments = eval_arguments(
+        home, "--method", "few_shot,i2cl", "--seeds", "2", "--set", "epochs=3", "--json"
+    )
+    _, first, _ = call(*arguments)
+    code, second, err = call(*arguments, "--workers", "2")
+    assert (code, err) == (0, "")
+    assert measured(first) == measured(second)
+
+
+def test_eval_options_and_recipe_change_the_cost_and_nothing_is_read_from_the_hub(call, home):
+    arguments = eval_arguments(home, "--method", "i2cl", "--recipe", "released", "--json")
+    _, out, _ = call(*arguments, "--set", "epochs=1", "--set", "formula=add", "--limit", "4")
+    (record,) = json.loads(out)
+    assert (record["trainable_parameters"], record["n"], record["task"]) == (2 * 2, 4, "films")
+
+
+def test_eval_prints_a_table_for_people(call, home):
+    code, out, _ = call(*eval_arguments(home, "--method", "zero_shot,few_shot_uncached", "--seeds", "2"))
+    assert code == 0
+    assert "few_shot_uncached" in out
+    assert "±" in out
+
+
+def test_a_table_loses_nothing_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    row = {
+        "task": "weather-colour-1",
+        "method": "few_shot_uncached",
+        "accuracy": "0.500 ± 0.123",
+        "n": 1234567,
+    }
+    console.print_table("", [row, row | {"task": "the weather, told in more words than fit"}])
+    words = set(capsys.readouterr().out.split())
+    assert words >= {"weather-colour-1", "few_shot_uncached", "0.500", "0.123", "1234567", "weather,", "fit"}
+
+
+def test_ls_names_everything(call):
+    _, out, _ = call("ls", "tasks", "--json")
+    names = {record["name"] for record in json.loads(out)}
+    assert names >= {"sst2", "dbpedia", "synthetic", "mood-letter-1"}
+    _, out, _ = call("ls", "architectures", "--json")
+    assert {"model_type": "gpt2", "layers": "h", "attention": "attn", "mlp": "mlp"} in json.loads(out)
+    _, out, _ = call("ls", "methods", "--json")
+    assert [record["name"] for record in json.loads(out)] == list(METHODS)
+
+
+@pytest.mark.parametrize("what", ["tasks", "architectures", "methods"])
+def test_ls_prints_a_table_for_people(call, what):
+    code, out, err = call("ls", what)
+    assert (code, err) == (0, "")
+    assert {"tasks": "agnews", "architectures": "gpt_neox", "methods": "zero_shot"}[what] in out
+
+
+def test_check_tells_right_writers_from_wrong_ones(call, home):
+    code, out, _ = call("check", home / "model", "--json")
+    record = json.loads(out)
+    assert (code, record["passed"], record["layers"], record["d_model"]) == (0, True, 2, 32)
+    paths = ["--layers", "layers", "--mlp", "mlp", "--attention"]
+    code, out, _ = call("check", home / "model", "--json", *paths, "input_layernorm")
+    assert (code, json.loads(out)["passed"]) == (1, False)
+    code, out, err = call("check", home / "model", *paths, "no_such_module")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert "no_such_module" in err
+
+
+def test_a_reader_that_stops_early_gets_no_traceback(home, tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("a film\n" * 400, encoding="utf-8")
+    command = [
+        sys.executable,
+        "-c",
+        "from i2cl.faces.cli import main; main()",
+        "predict",
+        str(home / "artefact"),
+    ]
+    with subprocess.Popen(
+        [*command, str(path), "--chunk", "50"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(SRC)},
+    ) as process:
+        assert process.stdout.readline().startswith(b"label")
+        process.stdout.close()
+        told = process.stderr.read()
+    assert b"Traceback" not in told
+    assert b"Error" not in told

@@ -1,0 +1,203 @@
+"""Predictions out: all of a file or nothing, and going on after a kill."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from i2cl import I2CLError
+from i2cl.faces.stream.outputs import header_line, prediction_lines, source_state, written
+from i2cl.tasks.streams import TextError
+
+HEADER = "label\n"
+
+
+def listed(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def writing(path, *, chunk=2, **options):
+    return written(path, HEADER, {"model": "one"} | options.pop("settings", {}), chunk=chunk, **options)
+
+
+def stopped(path, error=KeyboardInterrupt, **options):
+    """Rows 0 to 4 of a run that ends with an error, two at a time."""
+
+    def fail():
+        with writing(path, **options) as out:
+            out.write("0\n1\n", 2)
+            out.write("2\n3\n", 2)
+            out.write("4\n", 1)
+            raise error("why")
+
+    with pytest.raises(error):
+        fail()
+
+
+def test_a_file_appears_when_the_block_ends_and_not_before(tmp_path):
+    path = tmp_path / "out.tsv"
+    with writing(path) as out:
+        out.write("0\n1\n", 2)
+        assert not path.exists()
+        assert (tmp_path / ".out.tsv.part").read_text() == HEADER + "0\n1\n"
+    assert path.read_text() == HEADER + "0\n1\n"
+    assert listed(tmp_path) == ["out.tsv"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, I2CLError])
+def test_the_same_run_goes_on_after_the_last_whole_chunk(tmp_path, error):
+    path = tmp_path / "out.tsv"
+    stopped(path, error)
+    assert listed(tmp_path) == [".out.tsv.part", ".out.tsv.part.json"]
+    with writing(path) as out:
+        assert (out.kept, out.rows) == (4, 4)
+        out.write("4\n5\n", 2)
+    assert path.read_text() == HEADER + "0\n1\n2\n3\n4\n5\n"
+    assert listed(tmp_path) == ["out.tsv"]
+
+
+@pytest.mark.parametrize(
+    ("there", "kept"),
+    [
+        ("lab", 0),
+        (HEADER, 0),
+        (HEADER + "0\n", 0),
+        (HEADER + "0\n1\n2\n3", 2),
+        (HEADER + "0\n1\n2\n3\n", 4),
+    ],
+)
+def test_torn_lines_and_chunks_are_dropped(tmp_path, there, kept):
+    path = tmp_path / "out.tsv"
+    stopped(path)
+    (tmp_path / ".out.tsv.part").write_text(there)
+    with writing(path) as out:
+        assert out.kept == kept
+        out.write("rest\n", 1)
+    assert path.read_text() == HEADER + "".join(f"{row}\n" for row in range(kept)) + "rest\n"
+
+
+def test_json_has_no_header(tmp_path):
+    path = tmp_path / "out.jsonl"
+
+    def fail():
+        with written(path, "", {}, chunk=1) as out:
+            out.write("{}\n", 1)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    with written(path, "", {}, chunk=1) as out:
+        out.write('{"a": 1}\n', 1)
+    assert path.read_text() == '{}\n{"a": 1}\n'
+
+
+def test_nothing_is_left_of_bad_texts_of_no_rows_and_of_what_cannot_be_read_again(tmp_path):
+    path = tmp_path / "out.tsv"
+    stopped(path, TextError)
+    assert listed(tmp_path) == []
+    stopped(path, resumes=False)
+    assert listed(tmp_path) == []
+    with pytest.raises(KeyboardInterrupt), writing(path):
+        raise KeyboardInterrupt
+    assert listed(tmp_path) == []
+
+
+def test_rows_of_another_run_are_refused_until_they_are_discarded(tmp_path):
+    path = tmp_path / "out.tsv"
+    stopped(path)
+    there = (tmp_path / ".out.tsv.part").read_text()
+    with (
+        pytest.raises(I2CLError, match=r"another model, dtype \(see .out.tsv.part.json\).*--restart"),
+        writing(path, settings={"model": "two", "dtype": "float16"}),
+    ):
+        pass
+    assert (tmp_path / ".out.tsv.part").read_text() == there
+    (tmp_path / ".out.tsv.part.json").unlink()
+    with pytest.raises(I2CLError, match="another model"), writing(path):
+        pass
+    with writing(path, restart=True) as out:
+        assert out.kept == 0
+        out.write("new\n", 1)
+    assert path.read_text() == HEADER + "new\n"
+    assert listed(tmp_path) == ["out.tsv"]
+
+
+def test_the_state_of_a_source_tells_when_it_changed(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("one\n")
+    before = source_state(str(path))
+    assert before == json.loads(json.dumps(source_state(str(path))))
+    os.utime(path, ns=(0, 0))
+    assert source_state(str(path)) != before
+    assert source_state("-") == ["-"]
+
+
+def test_one_process_writes_at_a_time(tmp_path):
+    path = tmp_path / "out.tsv"
+    with (
+        FileLock(tmp_path / ".out.tsv.part.lock"),
+        pytest.raises(I2CLError, match="another process is writing"),
+        writing(path),
+    ):
+        pass
+    with writing(path) as out:
+        with pytest.raises(I2CLError, match="another process is writing"), writing(path):
+            pass
+        out.write("0\n", 1)
+    assert path.read_text() == HEADER + "0\n"
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "none" / "out.txt", tmp_path / "file" / "out.txt", tmp_path / "folder"):
+        with pytest.raises(I2CLError, match="cannot write"), writing(path) as out:
+            out.write("x\n", 1)
+    assert listed(tmp_path) == ["file", "folder"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_is_full():
+    with pytest.raises(I2CLError, match="cannot write '/dev/full'"), writing(Path("/dev/full")) as out:
+        out.write("x\n", 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with writing(path) as out:
+        out.write("through\n", 1)
+    assert os.read(reader, 100) == b"label\nthrough\n"
+    os.close(reader)
+    assert path.is_fifo()
+    assert listed(tmp_path) == ["pipe"]
+
+
+def test_stdout_gets_the_header_with_the_first_row(capsys):
+    with writing(None):
+        pass
+    assert capsys.readouterr().out == ""
+    with writing(None) as out:
+        out.write("0\n", 1)
+    assert capsys.readouterr().out == HEADER + "0\n"
+
+
+def test_predictions_as_table_and_as_json():
+    rows = [[0.25, 0.75], [0.5, 0.5]]
+    assert header_line(["a", "b"], as_json=False) == "label\ta\tb\n"
+    lines = prediction_lines(["a", "b"], rows, as_json=False)
+    assert lines == "b\t0.250000\t0.750000\na\t0.500000\t0.500000\n"
+    assert header_line(["a", "b"], as_json=True) == ""
+    lines = prediction_lines(["\u00e9", "b"], [[0.25, 0.75], [1.0, 0.0]], as_json=True)
+    first, second = map(json.loads, lines.splitlines())
+    assert first == {"label": "b", "probabilities": {"\u00e9": 0.25, "b": 0.75}}
+    assert second["label"] == "\u00e9"
+
+
+def test_a_label_with_breaks_in_it_stays_one_cell():
+    assert header_line(["a\tb", "c\nd"], as_json=False) == "label\ta b\tc d\n"
+    assert prediction_lines(["a", "c\nd"], [[0.0, 1.0]], as_json=False) == "c d\t0.000000\t1.000000\n"

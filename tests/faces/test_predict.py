@@ -1,0 +1,282 @@
+"""`i2cl predict` on long files: killed and gone on with, on Ray, in bounded memory."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+import warnings
+from pathlib import Path
+
+import pytest
+
+from i2cl import I2CLError, Injection, load_task
+from i2cl.faces.cli import main
+from i2cl.faces.stream.outputs import written
+from i2cl.faces.stream.prediction import (
+    Scorer,
+    Texts,
+    WorkerWarning,
+    _received,
+    _Worker,
+    digest,
+    predict_here,
+)
+from i2cl.models.scoring import ScoringWarning
+from i2cl.tasks.streams import TextError
+
+ROWS, CHUNK = 3000, 10
+PROGRAM = [sys.executable, "-c", "from i2cl.faces.cli import main; main()"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+
+
+def listed(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    return stop.value.code
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """An artefact for the bundled model, texts, and what an uninterrupted run makes of them."""
+    folder = tmp_path_factory.mktemp("home")
+    task = "mood-colour-1"
+    assert run("fit", "reference", task, "-o", folder / "mood", "--shots", "2", "--set", "epochs=1") == 0
+    texts = [example.text for example in load_task(task).test]
+    many = [texts[row % len(texts)] + " " * (row % 3) for row in range(ROWS)]
+    (folder / "texts.txt").write_text("".join(f"{text}\n" for text in many), encoding="utf-8")
+    (folder / "few.txt").write_text("".join(f"{text}\n" for text in many[:95]), encoding="utf-8")
+    assert run(*arguments(folder, folder / "whole.tsv")) == 0
+    return folder
+
+
+def arguments(home, output, *more, source="texts.txt"):
+    return ["predict", home / "mood", home / source, "-o", output, "--chunk", CHUNK, *more]
+
+
+def started(words):
+    command = [*PROGRAM, *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+
+
+def lines_of(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
+    output, part = tmp_path / "out.tsv", tmp_path / ".out.tsv.part"
+    chance = random.Random(0)
+    kept = []
+    for kill in range(3):
+        wanted = lines_of(part) + chance.randint(1, ROWS // 4)
+        with started(arguments(home, output)) as process:
+            while process.poll() is None and lines_of(part) < wanted:
+                time.sleep(0.001)
+            process.send_signal(signal.SIGKILL)
+            told = process.stderr.read().decode()
+        assert process.returncode == -signal.SIGKILL, told
+        assert not output.exists()
+        if kill:
+            assert told == f"{kept[-1]} rows of an earlier run are kept\n"
+        kept.append((lines_of(part) - 1) // CHUNK * CHUNK)
+    assert 0 < kept[0] < kept[1] < kept[2] < ROWS
+    with part.open("a") as handle:
+        handle.write("ha")  # a torn line
+    with started(arguments(home, output)) as process:
+        out, told = process.communicate()
+    assert (process.returncode, out) == (0, b"")
+    assert told.decode() == f"{kept[-1]} rows of an earlier run are kept\n"
+    assert output.read_bytes() == (home / "whole.tsv").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} <= {"out.tsv", ".out.tsv.part.lock"}
+
+
+@pytest.fixture
+def halted(monkeypatch):
+    """Make the scorer raise an error at its fifth chunk, once."""
+
+    def at_the_fifth(error):
+        seen, score = [], Scorer.__call__
+
+        def call(self, texts):
+            seen.append(texts)
+            if len(seen) == 5:
+                raise error
+            return score(self, texts)
+
+        monkeypatch.setattr(Scorer, "__call__", call)
+
+    return at_the_fifth
+
+
+def test_ctrl_c_says_that_rows_are_kept_and_the_same_command_goes_on(home, tmp_path, halted, capsys):
+    halted(KeyboardInterrupt())
+    output = tmp_path / "out.tsv"
+    assert run(*arguments(home, output)) == 130
+    told = capsys.readouterr().err
+    assert told == "error: interrupted: 40 rows are kept: the same command goes on with them\n"
+    assert run(*arguments(home, output)) == 0
+    assert capsys.readouterr().err == "40 rows of an earlier run are kept\n"
+    assert output.read_bytes() == (home / "whole.tsv").read_bytes()
+    assert listed(tmp_path) == ["out.tsv"]
+
+
+def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, halted, capsys):
+    halted(RuntimeError("out of memory"))
+    output = tmp_path / "out.tsv"
+    with pytest.raises(RuntimeError):
+        main([str(word) for word in arguments(home, output)])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    changed = {
+        "json": arguments(home, output, "--json"),
+        "chunk": arguments(home, output, "--chunk", "20"),
+        "dtype": arguments(home, output, "--dtype", "bfloat16"),
+        "source": arguments(home, output, source="whole.tsv"),
+    }
+    for name, words in changed.items():
+        assert run(*words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"made with another {name} " in line
+        assert "--restart" in line
+        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert run(*arguments(home, output, "--restart")) == 0
+    assert capsys.readouterr().err == ""
+    assert output.read_bytes() == (home / "whole.tsv").read_bytes()
+
+
+def test_a_killed_run_that_had_all_rows_only_renames(home, tmp_path, halted):
+    halted(KeyboardInterrupt())
+    output = tmp_path / "out.tsv"
+    run(*arguments(home, output))
+    (tmp_path / ".out.tsv.part").write_bytes((home / "whole.tsv").read_bytes())
+    assert run(*arguments(home, output)) == 0
+    assert output.read_bytes() == (home / "whole.tsv").read_bytes()
+
+
+def test_a_digest_tells_injections_apart(home, tmp_path):
+    injection = Injection.from_pretrained(home / "mood")
+    again = Injection.from_pretrained(home / "mood")
+    assert digest(injection) == digest(again)
+    again.coefficients[0, 0, 0] += 0.5
+    assert digest(injection) != digest(again)
+
+
+# Memory
+
+
+def peak(folder, rows):
+    """Bytes that Python held at most while so many rows went through."""
+    (folder / "texts.txt").write_text("".join(f"text number {row}\n" for row in range(rows)))
+
+    def source():
+        return lambda texts: "".join(f"{len(text)}\n" for text in texts)
+
+    texts = Texts(str(folder / "texts.txt"), chunk=256)
+    tracemalloc.start()
+    with written(folder / "out.tsv", "length\n", {}, chunk=256) as out:
+        for lines, count in predict_here(source, texts):
+            out.write(lines, count)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert lines_of(folder / "out.tsv") == rows + 1
+    return most
+
+
+def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
+    peak(tmp_path, 1000)  # what is imported and cached on the way
+    assert peak(tmp_path, 200_000) < 1.5 * peak(tmp_path, 20_000)
+
+
+# Ray
+
+
+def ray(home, output, *more, **options):
+    words = arguments(home, output, "--executor", "ray", "--workers", "1", *more, **options)
+    command = [*PROGRAM, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_ray_goes_on_with_a_local_run_and_gives_the_same_bytes(home, tmp_path, halted):
+    pytest.importorskip("ray.data")
+    output = tmp_path / "out.tsv"
+    halted(KeyboardInterrupt())
+    run(*arguments(home, output, source="few.txt"))
+    assert ray(home, output, source="few.txt") == (0, "", "40 rows of an earlier run are kept\n")
+    assert run(*arguments(home, tmp_path / "here.tsv", source="few.txt")) == 0
+    assert output.read_bytes() == (tmp_path / "here.tsv").read_bytes()
+    assert listed(tmp_path) == ["here.tsv", "out.tsv"]
+
+
+def test_a_bad_row_on_ray_is_one_line(home, tmp_path):
+    pytest.importorskip("ray.data")
+    texts = (home / "texts.txt").read_text().splitlines(keepends=True)
+    (home / "bad.txt").write_text("".join([*texts[:24], " \n", *texts[24:30]]))
+    code, out, err = ray(home, tmp_path / "out.tsv", source="bad.txt")
+    assert (code, out) == (2, "")
+    expected = f"error: {home / 'bad.txt'}: text 25 is empty: remove it or give it content"
+    assert err.splitlines() == [expected]
+    assert listed(tmp_path) == []
+
+
+def row_of(*texts):
+    return {"texts": json.dumps(texts), "error": "", "of_texts": False}
+
+
+def test_errors_and_warnings_of_a_worker_come_out_here():
+    def source():
+        raise I2CLError("no such model")
+
+    with pytest.raises(I2CLError, match="no such model") as raised:
+        _received(_Worker(source)(row_of("a")))
+    assert not isinstance(raised.value, TextError)
+
+    def score(texts):
+        warnings.warn("labels share their first token", ScoringWarning, stacklevel=1)
+        warnings.warn("of another library", UserWarning, stacklevel=1)
+        return "".join(f"{text}\n" for text in texts)
+
+    with pytest.warns(WorkerWarning, match="first token") as caught:
+        assert _received(_Worker(lambda: score)(row_of("a", "b"))) == ("a\nb\n", 2)
+    assert len(caught) == 1
+    with pytest.raises(TextError, match="empty"):
+        _received(_Worker(source)({"texts": "[]", "error": "is empty", "of_texts": True}))
+
+
+WRONG = {
+    "no ray": (["--executor", "ray"], "pip install 'i2cl[ray]'"),
+    "workers here": (["--workers", "2"], "add --executor ray"),
+    "address here": (["--address", "auto"], "add --executor ray"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_ways_to_run(home, tmp_path, monkeypatch, capsys, case):
+    more, message = WRONG[case]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run(*arguments(home, tmp_path / "out.tsv", *more)) == 2
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert message in line
+    assert (told.out, listed(tmp_path)) == ("", [])
+
+
+def test_ray_reads_no_stdin(home, capsys):
+    assert run("predict", home / "mood", "-", "--executor", "ray") == 2
+    assert "give a file" in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_not_there(home, tmp_path, capsys):
+    pytest.importorskip("ray.data")
+    assert run(*arguments(home, tmp_path / "out.tsv", "--executor", "ray", "--address", "auto")) == 2
+    told = capsys.readouterr()
+    assert "ray start --head" in told.err
+    assert (told.out, listed(tmp_path)) == ("", [])

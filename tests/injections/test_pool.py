@@ -1,0 +1,189 @@
+import threading
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from i2cl import InjectionPool, predict
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.models.decoder import Decoder
+from i2cl.tasks import Task, Template
+from tiny import tiny_model, tiny_tokenizer
+
+FAMILIES = ["llama", "gpt2", "opt", "falcon", "gemma2", "granite", "mpt"]
+TASKS = (
+    Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}")),
+    Task("topics", ("world", "sports", "company"), Template("News: {text} ->{label}")),
+    Task("flags", ("no", "yes"), Template("{text}?{label}")),
+)
+TEXTS = ["a warm film", "dull " * 7, "one of the best", "the match was lost", "warm", "a cold and long night"]
+
+
+@cache
+def decoder_of(case, dtype=torch.float32):
+    return Decoder(tiny_model(case).to(dtype), tiny_tokenizer(), name=f"tiny-{case}-{dtype}")
+
+
+def made(decoder, number, *, writers="both", **fields):
+    generator = torch.Generator().manual_seed(number)
+    shape = (decoder.layers, 1 if writers == "hidden" else 2)
+    values = torch.randn(*shape, decoder.d_model, generator=generator)
+    coefficients = torch.randn(*shape, 2, generator=generator) * 0.2 + torch.tensor([0.1, 1.0])
+    context = ContextVector(values, ExtractConfig(writers=writers), demonstrations=7)
+    return Injection(context, coefficients, TASKS[number % len(TASKS)], decoder.base, **fields)
+
+
+def pool_of(decoder, injections):
+    return InjectionPool(decoder, {str(number): one for number, one in enumerate(injections)})
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_every_row_has_its_own_injection(case):
+    decoder = decoder_of(case)
+    injections = [made(decoder, number) for number in range(5)]
+    texts = TEXTS * 4
+    names = [str(7 * row % 5) for row in range(len(texts))]
+    found = pool_of(decoder, injections).scores(texts, names)
+    for text, name, row in zip(texts, names, found, strict=True):
+        torch.testing.assert_close(
+            row, injections[int(name)].scores(decoder, [text])[0], rtol=1e-4, atol=1e-4
+        )
+    assert len({tuple(row.tolist()) for row in found}) > 20
+
+
+def test_all_kinds_of_injection_at_once():
+    decoder = decoder_of("llama")
+    injections = [
+        made(decoder, 0),
+        made(decoder, 1, positions="first"),
+        made(decoder, 2, positions="last"),
+        made(decoder, 3, positions="random", seed=5),
+        made(decoder, 4, positions="random", seed=6),
+        made(decoder, 5, writers="hidden"),
+        made(decoder, 6, scoring="full"),
+        replace(made(decoder, 7, scoring="full"), task=TASKS[0]),
+    ]
+    texts = [text for text in TEXTS for _ in injections]
+    names = [str(number) for _ in TEXTS for number in range(len(injections))]
+    found = pool_of(decoder, injections).scores(texts, names)
+    for text, name, row in zip(texts, names, found, strict=True):
+        own = injections[int(name)]
+        assert row.shape == (len(own.task.labels),)
+        torch.testing.assert_close(row, own.scores(decoder, [text])[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lower_precision(dtype):
+    decoder = decoder_of("llama", dtype)
+    injections = [made(decoder, number) for number in range(2)]
+    found = pool_of(decoder, injections).scores(TEXTS, ["0", "1"] * 3)
+    for row, (text, values) in enumerate(zip(TEXTS, found, strict=True)):
+        wanted = injections[row % 2].scores(decoder, [text])[0]
+        torch.testing.assert_close(values, wanted, rtol=0.1, atol=0.1)
+
+
+def test_predictions_are_label_words_of_the_own_task():
+    decoder = decoder_of("llama")
+    injections = {task.name: made(decoder, number) for number, task in enumerate(TASKS)}
+    names = ["films", "topics", "flags"] * 2
+    found = predict(decoder, TEXTS, injections, names)
+    assert found == [
+        injections[name].predict(decoder, [text])[0] for text, name in zip(TEXTS, names, strict=True)
+    ]
+    assert predict(decoder, [], injections, []) == []
+
+
+def test_loading_replacing_and_dropping():
+    decoder = decoder_of("llama")
+    pool = InjectionPool(decoder)
+    pool.load("a", made(decoder, 0))
+    pool.load("b", made(decoder, 1))
+    assert (len(pool), list(pool), "a" in pool, "c" in pool) == (2, ["a", "b"], True, False)
+    before = pool.scores(["warm"], ["a"])[0]
+    pool.load("a", made(decoder, 3))
+    assert not torch.equal(pool.scores(["warm"], ["a"])[0], before)
+    pool.drop("a")
+    assert list(pool) == ["b"]
+    for call in (lambda: pool.drop("a"), lambda: pool.predict(["x", "warm"], ["b", "a"])):
+        with pytest.raises(I2CLError, match="no injection 'a' is loaded"):
+            call()
+
+
+def test_a_task_costs_its_vector_and_nothing_of_the_injection():
+    decoder = decoder_of("llama")
+    pool = pool_of(decoder, [made(decoder, 0)])
+    (loaded,) = pool._loaded.values()
+    assert loaded.scaled.nbytes == 4 * 2 * decoder.layers * decoder.d_model
+    assert not any(isinstance(value, Injection | ContextVector) for value in vars(loaded).values())
+
+
+def test_bad_input():
+    decoder = decoder_of("llama")
+    pool = pool_of(decoder, [made(decoder, 0), made(decoder, 1)])
+    with pytest.raises(I2CLError, match="2 texts, but 1 task ids"):
+        pool.scores(["a", "b"], ["0"])
+    with pytest.raises(I2CLError, match="text 3 is empty"):
+        pool.scores(["a", "b", " "], ["0", "0", "1"])
+    with pytest.raises(I2CLError, match="was made on"):
+        pool.load("c", made(decoder_of("gpt2"), 0))
+    other = made(decoder, 0)
+    other = replace(other, base=replace(other.base, weights="other"))
+    with pytest.raises(I2CLError, match="force"):
+        pool.load("c", other)
+    pool.load("c", other, force=True)
+
+
+def test_tasks_come_and_go_beside_running_batches():
+    decoder = decoder_of("gpt2")
+    injections = [made(decoder, number) for number in range(3)]
+    pool = pool_of(decoder, injections)
+    names = ["0", "1", "2"] * 2
+    wanted = pool.scores(TEXTS, names)
+    wrong, stop = [], threading.Event()
+
+    def churn():
+        while not stop.is_set():
+            pool.load("other", injections[0])
+            pool.load("1", injections[1])
+            pool.drop("other")
+
+    def work():
+        for _ in range(15):
+            found = pool.scores(TEXTS, names)
+            wrong.extend(
+                row for row in range(len(TEXTS)) if not torch.allclose(found[row], wanted[row], atol=1e-4)
+            )
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    churning = threading.Thread(target=churn)
+    for thread in (churning, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    churning.join()
+    assert wrong == []
+
+
+def test_two_threads_with_two_injections_on_one_decoder():
+    decoder = decoder_of("llama")
+    injections = [replace(made(decoder, number), task=TASKS[0]) for number in range(2)]
+    wanted = [injection.scores(decoder, TEXTS) for injection in injections]
+    wrong = []
+
+    def work(number):
+        for _ in range(15):
+            found = injections[number].scores(decoder, TEXTS)
+            if not torch.allclose(found, wanted[number], atol=1e-4):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in decoder.model.modules())

@@ -1,0 +1,306 @@
+"""Transfer against a few lines of arithmetic, on two families."""
+
+import math
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from i2cl import TransferConfig
+from i2cl.core.calibration import calibrate
+from i2cl.core.context import ContextVector, ExtractConfig, extract
+from i2cl.core.injection import Injection
+from i2cl.core.recipe import CalibrationConfig
+from i2cl.errors import I2CLError
+from i2cl.injections.transfer import related, similarity, transfer
+from i2cl.models.decoder import Decoder
+from i2cl.tasks import Example, Task, Template
+from tiny import tiny_model, tiny_tokenizer
+
+FAMILIES = ("llama", "gpt2")
+TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
+OTHER = Task("moods", ("glad", "sad"), Template("Mood: {text}\nKind:{label}"))
+SHOTS = (Example("a warm film", 0), Example("dull", 1), Example("funny and kind", 0), Example("no", 1))
+QUICK = CalibrationConfig(epochs=2)
+UNTRAINED = CalibrationConfig(epochs=0)
+
+
+@cache
+def decoder_of(case, **overrides):
+    return Decoder(tiny_model(case, **overrides), tiny_tokenizer(), name=f"tiny-{case}")
+
+
+def anchor(coefficients, case="llama", *, writers="both", seed=0, **fields):
+    """An injection of another task with these coefficients, or with one pair repeated at every site."""
+    decoder = decoder_of(case)
+    shape = (decoder.layers, 1 if writers == "hidden" else 2)
+    values = torch.randn(*shape, decoder.d_model, generator=torch.Generator().manual_seed(seed))
+    context = ContextVector(values, ExtractConfig(writers=writers), demonstrations=3)
+    coefficients = torch.as_tensor(coefficients).expand(*shape, 2).contiguous()
+    return Injection(context, coefficients, OTHER, **({"base": decoder.base} | fields))
+
+
+def turned(degrees, **arguments):
+    """An anchor at this angle from (1, 0), whatever its length."""
+    angle = math.radians(degrees)
+    return anchor([3 * math.cos(angle), 3 * math.sin(angle)], **arguments)
+
+
+NEW = anchor([1.0, 0.0])
+
+
+# Which anchors are related
+
+
+def test_similarity_is_the_cosine_of_all_coefficients():
+    generator = torch.Generator().manual_seed(1)
+    one, other = (torch.randn(2, 2, 2, generator=generator) for _ in range(2))
+    rows = [[number.item() for number in values.flatten()] for values in (one, other)]
+    product = sum(a * b for a, b in zip(*rows, strict=True))
+    lengths = [math.sqrt(sum(number**2 for number in row)) for row in rows]
+    found = similarity(anchor(one), anchor(other))
+    assert isinstance(found, float)
+    assert found == pytest.approx(product / math.prod(lengths), abs=1e-7)
+    assert similarity(anchor(one), anchor(-2 * one)) == pytest.approx(-1)
+    assert similarity(turned(10), turned(70)) == pytest.approx(0.5)
+
+
+def test_similarity_needs_one_shape():
+    with pytest.raises(I2CLError, match=r"\(2, 2, 2\) and \(2, 1, 2\) cannot be compared: fit both"):
+        similarity(anchor([0.1, 1.0]), anchor([0.1, 1.0], writers="hidden"))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.05, 100.0])
+def test_weights_are_a_softmax_over_the_related(temperature):
+    anchors = [turned(30), turned(60), turned(0), turned(20), turned(180)]
+    found = related(NEW, anchors, TransferConfig(temperature=temperature))
+    powers = {
+        index: math.exp(math.cos(math.radians(at)) / temperature) for index, at in ((0, 30), (2, 0), (3, 20))
+    }
+    assert [index for index, _ in found] == [0, 2, 3]
+    for index, weight in found:
+        assert weight == pytest.approx(powers[index] / sum(powers.values()), rel=1e-5)
+    assert sum(weight for _, weight in found) == pytest.approx(1)
+
+
+def test_by_default_threshold_and_temperature_are_the_papers():
+    assert (TransferConfig().threshold, TransferConfig().temperature) == (0.8, 0.5)
+    anchors = [turned(36), turned(37)]  # cosines 0.809 and 0.799
+    assert related(NEW, anchors) == ((0, 1.0),)
+    assert [index for index, _ in related(NEW, anchors, TransferConfig(threshold=0.79))] == [0, 1]
+
+
+def test_the_threshold_has_to_be_exceeded():
+    assert related(NEW, [turned(90)], TransferConfig(threshold=-0.1)) == ((0, 1.0),)
+    assert related(anchor([0.0, 1.0]), [NEW], TransferConfig(threshold=0.0)) == ()
+    assert related(NEW, []) == ()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"threshold": 1.1}, {"temperature": 0}, {"threshold": math.nan}, {"h": 0.8}]
+)
+def test_settings_are_checked(fields):
+    with pytest.raises(ValidationError):
+        TransferConfig(**fields)
+
+
+# The second calibration
+
+
+def anchors_of(case):
+    """Two that are related to anything near (0.1, 1.0), around one that is not."""
+    drawn = torch.randn(2, 2, 2, 2, generator=torch.Generator().manual_seed(5)) * 0.05
+    near = drawn + torch.tensor([0.1, 1.0])
+    return [anchor(near[0], case, seed=1), anchor([1.0, -1.0], case, seed=2), anchor(near[1], case, seed=3)]
+
+
+def direct(decoder, case, first, calibration, **arguments):
+    """Weights, averages and second calibration, written out."""
+    kept = [(index, one) for index, one in enumerate(anchors_of(case)) if index != 1]
+    cosines = [
+        torch.nn.functional.cosine_similarity(first.coefficients.flatten(), one.coefficients.flatten(), dim=0)
+        for _, one in kept
+    ]
+    powers = torch.stack(cosines).div(0.5).exp()
+    shares = (powers / powers.sum()).tolist()
+    vector = sum(share * one.context.values for share, (_, one) in zip(shares, kept, strict=True))
+    start = sum(share * one.coefficients for share, (_, one) in zip(shares, kept, strict=True))
+    context = ContextVector(vector, ExtractConfig(), 6)
+    return (0, 2), shares, calibrate(decoder, TASK, SHOTS, context, calibration, start=start, **arguments)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("calibration", [UNTRAINED, QUICK, CalibrationConfig.recipe("released", epochs=2)])
+def test_averages_are_calibrated_once_more(case, calibration):
+    decoder = decoder_of(case)
+    steps = []
+    found = transfer(
+        decoder,
+        TASK,
+        SHOTS,
+        anchors_of(case),
+        calibration=calibration,
+        seed=4,
+        progress=lambda *at: steps.append(at),
+    )
+    first = calibrate(decoder, TASK, SHOTS, extract(decoder, TASK, SHOTS), calibration, seed=4)
+    assert torch.equal(found.first.coefficients, first.coefficients)
+    assert torch.equal(found.first.context.values, first.context.values)
+    indices, shares, expected = direct(decoder, case, first, calibration, seed=4)
+    assert tuple(index for index, _ in found.weights) == indices
+    assert [weight for _, weight in found.weights] == pytest.approx(shares, rel=1e-5)
+    injection = found.injection
+    torch.testing.assert_close(injection.context.values, expected.context.values, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(injection.coefficients, expected.coefficients, atol=1e-5, rtol=1e-4)
+    assert (injection.task, injection.base, injection.seed) == (TASK, decoder.base, 4)
+    assert injection.context.demonstrations == 6
+    assert len(steps) == 2 * calibration.epochs
+    injection.require_base(decoder)
+    assert injection.scores(decoder, ["a film"]).isfinite().all()
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_second_calibration_starts_from_the_averages(case):
+    decoder, anchors = decoder_of(case), anchors_of(case)
+    found = transfer(decoder, TASK, SHOTS, anchors, calibration=UNTRAINED)
+    (_, one), (_, other) = found.weights
+    averages = one * anchors[0].coefficients + other * anchors[2].coefficients
+    assert torch.equal(found.injection.coefficients, averages)
+    assert torch.equal(found.first.coefficients, torch.tensor([0.1, 1.0]).expand(2, 2, 2))
+    trained = transfer(decoder, TASK, SHOTS, anchors, calibration=QUICK).injection.coefficients
+    assert 0 < (trained - averages).abs().max() < 0.05  # four steps of at most 0.01
+
+
+@pytest.mark.parametrize("writers", ["mha", "hidden"])
+def test_other_writers_are_averaged_too(writers):
+    decoder, extraction = decoder_of("llama"), ExtractConfig(writers=writers)
+    anchors = [anchor([0.2, 0.9], writers=writers), anchor([0.1, 1.1], writers=writers, seed=1)]
+    found = transfer(decoder, TASK, SHOTS, anchors, extraction=extraction, calibration=UNTRAINED)
+    weights = torch.tensor([weight for _, weight in found.weights])
+    expected = torch.stack([weights @ torch.tensor([0.2, 0.1]), weights @ torch.tensor([0.9, 1.1])])
+    torch.testing.assert_close(found.injection.coefficients[0, 0], expected)
+    assert found.injection.context.config.writers == writers
+    if writers == "mha":  # the site that is left out stays untouched
+        assert torch.equal(found.injection.coefficients[:, 1], torch.tensor([[0.0, 1.0]] * 2))
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("anchors", [[], [[1.0, -1.0]]])
+def test_without_related_anchors_the_first_stays(case, anchors):
+    anchors = [anchor(pair, case) for pair in anchors]
+    found = transfer(decoder_of(case), TASK, SHOTS, anchors, calibration=QUICK)
+    assert found.injection is found.first
+    assert found.weights == ()
+    assert (found.first.task, found.first.settings) == (TASK, QUICK.model_dump(mode="json"))
+
+
+# A first injection that is there already
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_first_injection_is_not_made_again(case, monkeypatch):
+    decoder = decoder_of(case)
+    whole = transfer(decoder, TASK, SHOTS, anchors_of(case), calibration=QUICK)
+    monkeypatch.setattr("i2cl.injections.transfer.extract", lambda *_, **__: pytest.fail("extracted again"))
+    again = transfer(decoder, TASK, SHOTS, anchors_of(case), calibration=QUICK, first=whole.first)
+    assert again.first is whole.first
+    assert again.weights == whole.weights
+    assert torch.equal(again.injection.coefficients, whole.injection.coefficients)
+
+
+def test_scoring_goes_over_from_the_first():
+    decoder = decoder_of("llama")
+    context = extract(decoder, TASK, SHOTS)
+    first = calibrate(decoder, TASK, SHOTS, context, UNTRAINED, scoring="full")
+    found = transfer(decoder, TASK, SHOTS, anchors_of("llama"), calibration=UNTRAINED, first=first)
+    assert found.injection.scoring == "full"
+
+
+# Errors, all before any work
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    for name in ("extract", "calibrate"):
+        monkeypatch.setattr(
+            f"i2cl.injections.transfer.{name}", lambda *_, **__: pytest.fail("worked all the same")
+        )
+    return partial(transfer, decoder_of("llama"), TASK, SHOTS)
+
+
+@pytest.mark.parametrize(
+    ("case", "overrides"),
+    [("gemma2", {}), ("llama", {"hidden_size": 16, "head_dim": 8}), ("llama", {"seed": 1})],
+)
+def test_anchors_of_another_model(case, overrides, refused):
+    """Other layers, another width, or only other weights."""
+    wrong = anchor([0.1, 1.0], base=decoder_of(case, **overrides).base)
+    message = (
+        r"anchor 2 \('moods'\) was made on 'tiny-.*', not 'tiny-llama' \(.*\): fit it again on this model"
+    )
+    with pytest.raises(I2CLError, match=message):
+        refused([NEW, wrong])
+    with pytest.raises(I2CLError, match=message):
+        related(NEW, [NEW, wrong])
+
+
+@pytest.mark.parametrize("fields", [{"writers": "mha"}, {"writers": "hidden"}, {"positions": "last"}])
+def test_anchors_of_other_writers_or_positions(fields, refused):
+    message = (
+        r"anchor 1 \('moods'\) has \(writers, positions\) \('.*'\), the new task \('both', 'all'\): fit both"
+    )
+    with pytest.raises(I2CLError, match=message):
+        refused([anchor([0.1, 1.0], **fields)])
+    with pytest.raises(I2CLError, match=message):
+        related(NEW, [anchor([0.1, 1.0], **fields)])
+
+
+@pytest.mark.parametrize("formula", ["add", "balance"])
+def test_only_the_linear_formula(formula, refused):
+    with pytest.raises(I2CLError, match=f"formula='{formula}': use formula='linear'"):
+        refused([NEW], calibration=CalibrationConfig(formula=formula))
+
+
+def test_a_first_injection_that_does_not_fit(refused):
+    with pytest.raises(I2CLError, match=r"first injection \('moods'\) has other labels"):
+        refused([NEW], first=NEW)
+    mine = replace(NEW, task=TASK)
+    with pytest.raises(I2CLError, match=r"positions='last', the calibration 'all': give both the same"):
+        refused([NEW], first=replace(mine, positions="last"))
+    with pytest.raises(I2CLError, match=r"first injection \('films'\) was made on 'tiny-gpt2'"):
+        refused([NEW], first=replace(mine, base=decoder_of("gpt2").base))
+
+
+def test_no_demonstrations():
+    with pytest.raises(I2CLError, match="no demonstrations"):
+        transfer(decoder_of("llama"), TASK, (), [NEW])
+
+
+# The model
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_model_is_left_as_found(case):
+    model = tiny_model(case).train()
+    for number, module in enumerate(model.modules()):
+        module.training = number % 3 != 0
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number % 2 == 0)
+
+    def state():
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+        modules, parameters = list(model.modules()), list(model.parameters())
+        return (
+            [module.training for module in modules],
+            [len(getattr(module, kind)) for module in modules for kind in kinds],
+            [parameter.requires_grad for parameter in parameters],
+            [parameter.grad for parameter in parameters],
+        )
+
+    before, weights = state(), {name: value.clone() for name, value in model.state_dict().items()}
+    decoder = Decoder(model, tiny_tokenizer(), name=f"tiny-{case}")
+    assert transfer(decoder, TASK, SHOTS, anchors_of(case), calibration=QUICK).weights
+    assert state() == before
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())

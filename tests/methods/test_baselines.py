@@ -1,0 +1,449 @@
+"""Compared methods against a short direct computation on several families."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
+from i2cl.methods import make_methods
+from i2cl.methods.i2cl import CorruptionConfig, corrupted
+from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, directions
+from i2cl.methods.label_anchor import anchors
+from tiny import CASES, tiny_model, tiny_tokenizer
+
+FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
+ALIBI = ("bloom", "mpt", "falcon-alibi")
+WORDS = ("positive", "negative")
+SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
+TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
+CLOSE = {"atol": 2e-5, "rtol": 1e-5}
+
+
+@pytest.fixture
+def films():
+    adjectives = ("good", "bad", "fine", "poor")
+    train = tuple(Example(f"film {number} is {adjectives[number % 4]}", number % 2) for number in range(120))
+    return Task("films", WORDS, Template("Review: {text}\nSentiment:{label}"), train=train, test=train[:4])
+
+
+@pytest.fixture
+def demonstrations():
+    return [Example(text, label) for text, label in SHOWN]
+
+
+def made(case, **changes):
+    model_type, variant = CASES[case]
+    return Decoder(tiny_model(model_type, **variant, **changes), tiny_tokenizer(), name=case)
+
+
+def fit(name, decoder, task, demonstrations, seed=0, **options):
+    (method,) = make_methods([name], options)
+    return method.fit(decoder, task, demonstrations, seed)
+
+
+def ids(decoder, text):
+    return decoder.tokenizer(text)["input_ids"]
+
+
+def first_tokens(decoder, task):
+    prompt = task.template.query("x")
+    start = len(ids(decoder, prompt))
+    return [ids(decoder, prompt + task.template.continuation(word))[start] for word in task.labels]
+
+
+def shown_string(task):
+    return "".join(task.template.demonstration(text, WORDS[label]) for text, label in SHOWN)
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, *ALIBI])
+def test_label_anchor_is_attention_to_the_anchors(model_type, films, demonstrations):
+    """Demonstration tokens attend to all before them, query tokens to anchors and query only.
+
+    Two passes with a mask over the whole prompt would do, were masks alike in all families. Here each
+    layer's keys and values come from the plain run, and the query runs token by token behind them.
+    """
+    decoder = made(model_type)
+    predictor = fit("label_anchor", decoder, films, demonstrations)
+    places = anchors(decoder, films, predictor.shown, len(predictor.prefix.ids))
+    assert predictor.prefix.kept == places
+    pieces = [decoder.tokenizer.decode([predictor.prefix.ids[place]]) for place in places]
+    assert "warm" not in "".join(pieces)
+    assert "".join(pieces).count("Review") == "".join(pieces).count("Sentiment") + 1 == len(SHOWN) + 1
+    expected = [masked_scores(decoder, films, set(places), len(predictor.prefix.ids), text) for text in TEXTS]
+    torch.testing.assert_close(predictor.scores(TEXTS), torch.stack(expected), **CLOSE)
+    assert predictor.cached_values < fit("few_shot", decoder, films, demonstrations).cached_values
+
+
+def masked_scores(decoder, task, kept, length, text):
+    """Attention probabilities to dropped tokens are taken out inside softmax, by minus infinity."""
+    whole = ids(decoder, shown_string(task) + task.template.query(text))
+    drop = [place for place in range(length) if place not in kept]
+    original = torch.nn.functional.softmax
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def masked_softmax(values, dim=None, **more):
+        if values.dim() >= 3 and values.shape[-2:] == (len(whole), len(whole)):
+            values = values.clone()
+            values[..., length:, drop] = -math.inf
+        return original(values, dim=dim, **more)
+
+    def masked_sdpa(query, key, value, attn_mask=None, is_causal=False, **more):
+        size = query.shape[-2]
+        allowed = torch.ones(size, size).tril().bool()
+        allowed[length:, drop] = False
+        bias = torch.zeros(size, size).masked_fill(~allowed, -math.inf)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            bias = attn_mask + bias
+        return sdpa(query, key, value, attn_mask=bias, **more)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.nn.functional, "softmax", masked_softmax)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", masked_sdpa)
+        logits = decoder.model(torch.tensor([whole]), use_cache=False).logits[0, -1]
+    return logits.log_softmax(-1)[first_tokens(decoder, task)]
+
+
+def test_label_anchor_refuses_a_window_shorter_than_demonstrations_and_query(films, demonstrations):
+    unlimited = fit("label_anchor", made("mistral"), films, demonstrations)
+    tokens = len(ids(unlimited.decoder, shown_string(films) + films.template.query(TEXTS[0])))
+    enough, short = (
+        fit("label_anchor", made("mistral", sliding_window=size), films, demonstrations)
+        for size in (tokens, tokens - 1)
+    )
+    torch.testing.assert_close(enough.scores(TEXTS[:1]), unlimited.scores(TEXTS[:1]), **CLOSE)
+    with pytest.raises(I2CLError, match=f"are {tokens} tokens, but some layers see only {tokens - 1} at a"):
+        short.scores(TEXTS[:1])
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_task_vector_replaces_one_state(model_type, films, demonstrations):
+    decoder = made(model_type)
+    predictor = fit("task_vector", decoder, films, demonstrations, seed=3)
+    layer, state = predictor.edit.layer, predictor.edit.state
+    dummy = films.held_out(33, demonstrations, 3)[0]
+    prompt = shown_string(films) + films.template.query(dummy.text)
+    states = block_outputs(decoder, prompt)
+    torch.testing.assert_close(state, states[layer, -1], **CLOSE)
+
+    def replace(_module, _args, output):
+        first = (output[0] if isinstance(output, tuple) else output).clone()
+        first[:, -1] = state
+        return (first, *output[1:]) if isinstance(output, tuple) else first
+
+    handle = decoder.blocks[layer].register_forward_hook(replace)
+    with torch.no_grad():
+        expected = [
+            decoder.model(torch.tensor([ids(decoder, films.template.query(text))])).logits[0, -1]
+            for text in TEXTS
+        ]
+    handle.remove()
+    expected = torch.stack(expected).log_softmax(-1)[:, first_tokens(decoder, films)]
+    torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
+    assert (predictor.cached_values, predictor.held_out) == (decoder.d_model, 33)
+
+
+def block_outputs(decoder, text):
+    kept = []
+    handles = [
+        block.register_forward_hook(
+            lambda _module, _args, output: kept.append(output[0] if isinstance(output, tuple) else output)
+        )
+        for block in decoder.blocks
+    ]
+    with torch.no_grad():
+        decoder.model(torch.tensor([ids(decoder, text)]))
+    for handle in handles:
+        handle.remove()
+    return torch.stack([one[0] for one in kept])
+
+
+def test_task_vector_takes_the_layer_that_does_best(films, demonstrations):
+    decoder = made("llama")
+    chosen = fit("task_vector", decoder, films, demonstrations)
+    held_out = films.held_out(33, demonstrations, 0)[1:]
+    gold = torch.tensor([example.label for example in held_out])
+    right = []
+    for layer in range(decoder.layers):
+        chosen.edit.layer, before = layer, chosen.edit.layer
+        chosen.edit.state, state = (
+            block_outputs(decoder, _dummy_prompt(films, demonstrations))[layer, -1],
+            chosen.edit.state,
+        )
+        right.append((chosen.scores([example.text for example in held_out]).argmax(-1) == gold).sum().item())
+        chosen.edit.layer, chosen.edit.state = before, state
+    assert right[chosen.edit.layer] == max(right)
+
+
+def _dummy_prompt(task, demonstrations):
+    return shown_string(task) + task.template.query(task.held_out(33, demonstrations, 0)[0].text)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_icv_turns_states_and_keeps_their_norm(model_type, films, demonstrations):
+    decoder = made(model_type)
+    predictor = fit("icv", decoder, films, demonstrations, strength=0.3)
+    found = directions(decoder, films, demonstrations)
+    difference = torch.stack(
+        [
+            block_outputs(decoder, WORDS[label])[:, -1] - block_outputs(decoder, text)[:, -1]
+            for text, label in SHOWN
+        ]
+    )
+    for layer in range(decoder.layers):
+        gram = difference[:, layer].T @ difference[:, layer]
+        strongest = torch.linalg.eigh(gram).eigenvectors[:, -1]
+        assert abs(found[layer] @ strongest) == pytest.approx(1, abs=1e-4)
+        assert (difference[:, layer].mean(0) @ found[layer]) >= 0
+    handles = [
+        block.register_forward_hook(_turned(found[layer], 0.3)) for layer, block in enumerate(decoder.blocks)
+    ]
+    with torch.no_grad():
+        expected = [
+            decoder.model(torch.tensor([ids(decoder, films.template.query(text))])).logits[0, -1]
+            for text in TEXTS
+        ]
+    for handle in handles:
+        handle.remove()
+    expected = torch.stack(expected).log_softmax(-1)[:, first_tokens(decoder, films)]
+    torch.testing.assert_close(predictor.scores(TEXTS), expected, atol=1e-4, rtol=1e-4)
+
+
+def _turned(direction, strength):
+    def hook(_module, _args, output):
+        first = output[0] if isinstance(output, tuple) else output
+        norm = first.norm(dim=-1, keepdim=True)
+        turned = torch.nn.functional.normalize(first / norm + strength * direction, dim=-1) * norm
+        return (turned, *output[1:]) if isinstance(output, tuple) else turned
+
+    return hook
+
+
+def test_icv_searches_the_grid_or_takes_the_papers_strength(films, demonstrations):
+    decoder = made("llama")
+    searched = fit("icv", decoder, films, demonstrations)
+    assert searched.edit.strength in COARSE + FINE
+    assert searched.held_out == 32
+    with pytest.raises(I2CLError, match="no ICV strength for 'films'"):
+        fit("icv", decoder, films, demonstrations, strength="paper")
+    sst5 = Task("sst5", WORDS, films.template, train=films.train)
+    assert (
+        fit("icv", decoder, sst5, demonstrations, strength="paper").edit.strength == PAPER_STRENGTHS["sst5"]
+    )
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_knn_votes_by_divergence(model_type, films, demonstrations):
+    decoder = made(model_type)
+    predictor = fit("knn_prompting", decoder, films, demonstrations, neighbours=1, anchors=6)
+    kept = films.held_out(6, demonstrations, 0)
+
+    def distribution(text):
+        prompt = shown_string(films) + films.template.query(text)
+        with torch.no_grad():
+            return decoder.model(torch.tensor([ids(decoder, prompt)])).logits[0, -1].log_softmax(-1)
+
+    anchored = torch.stack([distribution(example.text) for example in kept])
+    for text, scores in zip(TEXTS, predictor.scores(TEXTS), strict=True):
+        query = distribution(text)
+        divergence = (query.exp() * (query - anchored)).sum(-1)
+        assert kept[divergence.argmin()].label == scores.argmax()
+    assert predictor.held_out == 6
+
+
+@pytest.mark.parametrize("below", ["zero_shot", "few_shot", "i2cl"])
+def test_calibrations_divide_by_a_prior(below, films, demonstrations):
+    decoder = made("llama")
+    options = {"epochs": 1} if below == "i2cl" else {}
+    plain = fit(below, decoder, films, demonstrations, **options)
+    probable = plain.scores(TEXTS).softmax(-1)
+    batch = fit(f"{below}+batch_calibration", decoder, films, demonstrations, **options).scores(TEXTS)
+    expected = probable / probable.mean(0)
+    torch.testing.assert_close(batch.exp(), expected / expected.sum(-1, keepdim=True), **CLOSE)
+    prior = plain.scores(["N/A", "[MASK]", "..."]).softmax(-1).mean(0)
+    contextual = fit(f"{below}+contextual_calibration", decoder, films, demonstrations, **options)
+    expected = probable / prior
+    torch.testing.assert_close(
+        contextual.scores(TEXTS).exp(), expected / expected.sum(-1, keepdim=True), **CLOSE
+    )
+
+
+def test_linear_probe_is_logistic_regression_on_last_states(films, demonstrations):
+    linear_model = pytest.importorskip("sklearn.linear_model", reason="scikit-learn is an extra")
+    decoder = made("qwen2")
+    states = torch.stack(
+        [block_outputs(decoder, films.template.query(text))[-1, -1] for text in [t for t, _ in SHOWN] + TEXTS]
+    )
+    seen, new = states[: len(SHOWN)], states[len(SHOWN) :]
+    mean, deviation = seen.mean(0), seen.std(0, correction=0)
+    regression = linear_model.LogisticRegression(max_iter=10_000)
+    regression.fit(((seen - mean) / deviation).numpy(), [label for _, label in SHOWN])
+    expected = regression.predict_log_proba(((new - mean) / deviation).numpy())
+    scores = fit("linear_probe", decoder, films, demonstrations).scores(TEXTS)
+    torch.testing.assert_close(scores, torch.from_numpy(expected).float(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, "opt", "bloom", "phi3"])
+@pytest.mark.parametrize("name", ["lora", "ia3", "prompt_tuning", "prefix_tuning"])
+def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films, demonstrations):
+    pytest.importorskip("peft", reason="peft is an extra")
+    decoder = made(model_type)
+    before = fit("zero_shot", decoder, films, demonstrations).scores(TEXTS)
+    texts = [text for text, _ in SHOWN]
+    gold = torch.tensor([label for _, label in SHOWN])
+
+    def loss(predictor):
+        return -predictor.scores(texts)[torch.arange(len(gold)), gold].mean().item()
+
+    short = fit(name, decoder, films, demonstrations, epochs=0)
+    long = fit(name, decoder, films, demonstrations, epochs=25, lr=0.02)
+    assert loss(long) < loss(short) - 0.1
+    if name in {"lora", "ia3"}:  # an untrained adapter of these does nothing
+        torch.testing.assert_close(short.scores(TEXTS), before, **CLOSE)
+    assert torch.equal(fit("zero_shot", decoder, films, demonstrations).scores(TEXTS), before)
+    assert not any("lora" in key or "ia3" in key for key, _ in decoder.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("prompt_tuning", 32),
+        ("prefix_tuning", 2 * 2 * 16),
+        ("lora", 2 * 8 * ((32 + 32) + (32 + 16))),
+        ("ia3", 2 * (32 + 16 + 48)),
+    ],
+)
+def test_trained_numbers_of_adapters(name, count, films, demonstrations):
+    pytest.importorskip("peft", reason="peft is an extra")
+    predictor = fit(name, made("llama"), films, demonstrations, epochs=1)
+    assert predictor.trainable_parameters == predictor.cached_values == count
+    assert predictor.cached_bytes == 4 * count
+
+
+def test_prompt_tuning_is_an_embedding_in_front(films, demonstrations):
+    pytest.importorskip("peft", reason="peft is an extra")
+    decoder = made("llama")
+    predictor = fit("prompt_tuning", decoder, films, demonstrations, epochs=1)
+    (virtual,) = predictor.adapter.state.values()
+    for text, scores in zip(TEXTS, predictor.scores(TEXTS), strict=True):
+        tokens = torch.tensor([ids(decoder, films.template.query(text))])
+        with torch.no_grad():
+            embedded = torch.cat([virtual[None], decoder.model.get_input_embeddings()(tokens)], 1)
+            logits = decoder.model(inputs_embeds=embedded).logits[0, -1].log_softmax(-1)
+        torch.testing.assert_close(scores, logits[first_tokens(decoder, films)], **CLOSE)
+
+
+def test_unseen_demonstrations_make_the_vector(films, demonstrations):
+    decoder = made("llama")
+    seen = fit("i2cl", decoder, films, demonstrations, epochs=2)
+    unseen = fit("i2cl_unseen", decoder, films, demonstrations, epochs=2)
+    assert torch.equal(seen.edit.coefficients, unseen.edit.coefficients)
+    assert not torch.equal(seen.edit.values, unseen.edit.values)
+    assert unseen.held_out == len(SHOWN)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_i2cl_over_icl_injects_into_demonstrations_too(model_type, films, demonstrations):
+    decoder = made(model_type)
+    predictor = fit("i2cl_over_icl", decoder, films, demonstrations, epochs=2)
+    coefficients, values = predictor.edit.coefficients, predictor.edit.values
+
+    def injected(layer, index):
+        def hook(_module, _args, output):
+            first = output[0] if isinstance(output, tuple) else output
+            amount, keep = coefficients[layer, index]
+            changed = amount * values[layer, index] + keep * first
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(injected(layer, index))
+        for layer, pair in enumerate(decoder.writers)
+        for index, module in enumerate(pair)
+    ]
+    with torch.no_grad():
+        prompts = [shown_string(films) + films.template.query(text) for text in TEXTS]
+        expected = [decoder.model(torch.tensor([ids(decoder, prompt)])).logits[0, -1] for prompt in prompts]
+    for handle in handles:
+        handle.remove()
+    expected = torch.stack(expected).log_softmax(-1)[:, first_tokens(decoder, films)]
+    torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, "bloom", "mistral-sliding"])
+def test_i2cl_over_icl_learns_from_whole_prompts(model_type, films, demonstrations, monkeypatch):
+    """Demonstrations run once a step; coefficients move as if they ran in front of every query."""
+    options = {"epochs": 2, "noise": 0.0}
+    shared = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
+    monkeypatch.setattr("i2cl.core.calibration.shared_front", lambda _queries: ())
+    whole = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
+    assert not torch.equal(whole.edit.coefficients, torch.tensor([0.1, 1.0]).expand(2, 2, 2))
+    torch.testing.assert_close(shared.edit.coefficients, whole.edit.coefficients, atol=1e-4, rtol=1e-4)
+
+
+CORRUPTIONS = ("random_label", "random_order", "without_format")
+
+
+def spoilt(corruption, task, demonstrations, seed):
+    """What one stage sees: only labels, or only texts, are taken from the draw, which is tested below."""
+    if corruption == "without_format":
+        return replace(task, template=Template("{text} {label}", task.template.separator)), demonstrations
+    _, drawn = corrupted(task, demonstrations, CorruptionConfig(corruption=corruption), seed)
+    if corruption == "random_label":
+        kept = [replace(old, label=new.label) for old, new in zip(demonstrations, drawn, strict=True)]
+    else:
+        kept = [replace(old, text=new.text) for old, new in zip(demonstrations, drawn, strict=True)]
+    return task, kept
+
+
+@pytest.mark.filterwarnings("ignore:labels share their first token")
+@pytest.mark.parametrize("stage", ["vectorization", "calibration"])
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demonstrations):
+    decoder, config = made("llama"), CalibrationConfig(epochs=2)
+    films = replace(films, template=Template(films.template.format, separator="\n\n"))
+    predictor = fit(
+        "i2cl_corrupted", decoder, films, demonstrations, 3, epochs=2, corruption=corruption, stage=stage
+    )
+    stages = [(films, demonstrations), (films, demonstrations)]
+    stages[stage == "calibration"] = spoilt(corruption, films, demonstrations, 3)
+    assert stages[0] != stages[1]
+    vector = extract(decoder, *stages[0])
+    injection = calibrate(decoder, *stages[1], vector, config, seed=3)
+    assert torch.equal(predictor.edit.values, vector.values)
+    assert torch.equal(predictor.edit.coefficients, injection.coefficients)
+    asked = replace(injection, task=films)  # queries keep the template
+    assert torch.equal(predictor.scores(TEXTS), asked.scores(decoder, TEXTS))
+    intact = fit("i2cl", decoder, films, demonstrations, 3, epochs=2).edit
+    assert torch.equal(predictor.edit.values, intact.values) == (stage == "calibration")
+    assert not torch.equal(predictor.edit.coefficients, intact.coefficients)
+
+
+def test_what_corruption_does_to_demonstrations(films):
+    films = replace(films, labels=("a", "b", "c"))
+    examples = [Example(f"one  two\nthree two, {number} films", number % 2) for number in range(60)]
+    draws = {}
+    for corruption in CORRUPTIONS:
+        config = CorruptionConfig(corruption=corruption)
+        draws[corruption] = corrupted(films, examples, config, 0)
+        assert corrupted(films, examples, config, 0) == draws[corruption]
+    changed = [name for name, (task, _) in draws.items() if task != films]
+    assert changed == ["without_format"]
+    assert draws["without_format"][1] == tuple(examples)
+
+    _, labelled = draws["random_label"]
+    assert [example.text for example in labelled] == [example.text for example in examples]
+    counts = Counter(example.label for example in labelled)
+    assert set(counts) == {0, 1, 2}
+    assert min(counts.values()) > 10
+    assert any(old.label == new.label for old, new in zip(examples, labelled, strict=True))
+
+    _, ordered = draws["random_order"]
+    for old, new in zip(examples, ordered, strict=True):
+        assert (Counter(new.text.split()), new.label) == (Counter(old.text.split()), old.label)
+    assert len({tuple(new.text.split().index(word) for word in ("one", "films")) for new in ordered}) > 5
+    for name in ("random_label", "random_order"):
+        assert corrupted(films, examples, CorruptionConfig(corruption=name), 1)[1] != draws[name][1]

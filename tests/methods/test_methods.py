@@ -1,0 +1,336 @@
+"""Every method against a short direct computation, and what all of them promise."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from i2cl import (
+    CalibrationConfig,
+    Decoder,
+    Example,
+    ExtractConfig,
+    I2CLError,
+    Task,
+    Template,
+    calibrate,
+    extract,
+)
+from i2cl.core.context import ContextVector
+from i2cl.methods import METHODS, make_methods
+from i2cl.methods.base import Wrapper
+from i2cl.methods.i2cl import NoiseConfig, noise_like
+from tiny import tiny_model, tiny_tokenizer
+
+MODEL_TYPES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
+KEY_VALUE_WIDTH = {"llama": 16, "qwen2": 16, "gpt2": 32, "gptj": 32, "gpt_neox": 32}
+LAYERS, WIDTH = 2, 32
+WORDS = ("positive", "negative")
+SHOWN = [("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1)]
+TEXTS = ["a lifeless film", "the best of the year, by far", "hm", "not bad"]
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+FULL = pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+
+
+@pytest.fixture
+def films():
+    """Labels that differ in their first token."""
+    return Task("films", WORDS, Template("Review: {text}\nSentiment:{label}"), shots=2)
+
+
+@pytest.fixture
+def demonstrations():
+    return [Example(text, label) for text, label in SHOWN]
+
+
+def made(model_type):
+    return Decoder(tiny_model(model_type), tiny_tokenizer(), name=model_type)
+
+
+def fitted(name, decoder, task, demonstrations, *, seed=0, **options):
+    (method,) = make_methods([name], options)
+    return method.fit(decoder, task, demonstrations, seed)
+
+
+def plain(decoder, task, prompts, *, full=False):
+    """Log-probability of each label after each prompt, one forward pass of the bare model each."""
+
+    def ids(text):
+        return decoder.tokenizer(text)["input_ids"]
+
+    def one(prompt, word):
+        start, whole = len(ids(prompt)), ids(prompt + task.template.continuation(word))
+        logits = decoder.model(torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
+        end = len(whole) if full else start + 1
+        return sum(logits[place - 1, whole[place]] for place in range(start, end))
+
+    with torch.no_grad():
+        return torch.tensor([[one(prompt, word) for word in task.labels] for prompt in prompts])
+
+
+def queries(texts):
+    return [f"Review: {text}\nSentiment:" for text in texts]
+
+
+def prompts(texts):
+    shown = "".join(f"Review: {text}\nSentiment:{WORDS[label]}\n" for text, label in SHOWN)
+    return [shown + query for query in queries(texts)]
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_zero_shot_is_the_bare_model(model_type, films, demonstrations):
+    decoder = made(model_type)
+    predictor = fitted("zero_shot", decoder, films, demonstrations)
+    torch.testing.assert_close(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), **CLOSE)
+    assert (predictor.cached_values, predictor.trainable_parameters, predictor.held_out) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_few_shot_is_the_bare_model_on_the_whole_prompt_cached_or_not(model_type, films, demonstrations):
+    decoder = made(model_type)
+    expected = plain(decoder, films, prompts(TEXTS))
+    cached = fitted("few_shot", decoder, films, demonstrations)
+    uncached = fitted("few_shot_uncached", decoder, films, demonstrations)
+    torch.testing.assert_close(uncached.scores(TEXTS), expected, **CLOSE)
+    torch.testing.assert_close(cached.scores(TEXTS), expected, **CLOSE)
+    assert not torch.allclose(expected, plain(decoder, films, queries(TEXTS)), atol=1e-2)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_few_shot_caches_keys_and_values_of_the_demonstrations(model_type, films, demonstrations):
+    decoder = made(model_type)
+    cached = fitted("few_shot", decoder, films, demonstrations)
+    tokens = len(cached.prefix.ids)
+    text = decoder.tokenizer.decode(cached.prefix.ids)
+    assert text.startswith(prompts([""])[0].removesuffix(" \nSentiment:"))
+    assert cached.cached_values == 2 * LAYERS * KEY_VALUE_WIDTH[model_type] * tokens
+    assert cached.trainable_parameters == 0
+    assert fitted("few_shot_uncached", decoder, films, demonstrations).cached_values == 0
+
+
+@FULL
+@pytest.mark.parametrize("name", ["zero_shot", "few_shot", "few_shot_uncached"])
+def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
+    task = Task("films", ("poor", "poorer"), Template("Review: {text}\nSentiment:{label}"))
+    decoder = made("llama")
+    words = task.labels
+    shown = "".join(f"Review: {text}\nSentiment:{words[label]}\n" for text, label in SHOWN)
+    asked = [("" if name == "zero_shot" else shown) + query for query in queries(TEXTS)]
+    predictor = fitted(name, decoder, task, demonstrations)
+    torch.testing.assert_close(predictor.scores(TEXTS), plain(decoder, task, asked, full=True), **CLOSE)
+
+
+def newline_tokenizer():
+    """A tokenizer that joins newlines into one token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=258, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["one\n\n\n\ntwo\n\n\n\nthree"] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_text_that_merges_with_the_demonstrations_is_scored_right(model_type, demonstrations):
+    decoder = Decoder(tiny_model(model_type), newline_tokenizer(), name=model_type)
+    task = Task("films", WORDS, Template("{text}\nSentiment:{label}"))
+    texts = ["\n\n\nlate", "early", "\n\nlater", "\nonce"]
+    shown = "".join(f"{text}\nSentiment:{WORDS[label]}\n" for text, label in SHOWN)
+    whole = [f"{shown}{text}\nSentiment:" for text in texts]
+    predictor = fitted("few_shot", decoder, task, demonstrations)
+    start = predictor.prefix.ids
+    encoded = decoder.encoder(whole)
+    merged = [ids[: len(start)] != start for ids in encoded]
+    assert True in merged
+    assert False in merged
+    torch.testing.assert_close(predictor.scores(texts), plain(decoder, task, whole), **CLOSE)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(
+    "options", [{}, {"formula": "add"}, {"writers": "mha", "positions": "last"}], ids=str
+)
+def test_i2cl_is_extraction_calibration_and_injection(model_type, films, demonstrations, options):
+    decoder = made(model_type)
+    predictor = fitted("i2cl", decoder, films, demonstrations, seed=3, epochs="2", **options)
+    extraction = ExtractConfig(writers=options.get("writers", "both"))
+    rest = {name: value for name, value in options.items() if name != "writers"}
+    context = extract(decoder, films, demonstrations, extraction, seed=3)
+    config = CalibrationConfig(epochs=2, **rest)
+    injection = calibrate(decoder, films, demonstrations, context, config, seed=3)
+    assert torch.equal(predictor.scores(TEXTS), injection.scores(decoder, TEXTS))
+    assert predictor.cached_values == 2 * LAYERS * WIDTH
+    assert not torch.allclose(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "per_layer"),
+    [
+        ({}, 4),
+        ({"formula": "balance"}, 4),
+        ({"formula": "add"}, 2),
+        ({"writers": "mlp"}, 2),
+        ({"writers": "hidden"}, 2),
+    ],
+    ids=str,
+)
+def test_trained_numbers(films, demonstrations, options, per_layer):
+    decoder = made("llama")
+    for name in ("i2cl", "noise"):
+        predictor = fitted(name, decoder, films, demonstrations, epochs=0, **options)
+        assert predictor.trainable_parameters == per_layer * LAYERS
+
+
+def test_a_layer_that_is_left_out_is_not_trained(films, demonstrations):
+    predictor = fitted("i2cl", made("llama"), films, demonstrations, epochs=0, layers="1")
+    assert predictor.trainable_parameters == 4
+
+
+def test_the_noise_vector_has_unit_variance_or_the_norm_of_what_it_replaces():
+    real = ContextVector(torch.randn(4, 2, 2048) * torch.tensor([1.0, 9.0])[:, None], ExtractConfig(), 10)
+    standard = noise_like(real, NoiseConfig(), 0)
+    assert standard.values.shape == real.values.shape
+    assert standard.values.std().item() == pytest.approx(1, abs=0.05)
+    assert standard.values.mean().item() == pytest.approx(0, abs=0.05)
+    matched = noise_like(real, NoiseConfig(noise_vector="matched"), 0)
+    torch.testing.assert_close(matched.values.norm(dim=-1), real.values.norm(dim=-1))
+    cosine = torch.nn.functional.cosine_similarity(matched.values, real.values, dim=-1)
+    assert cosine.abs().max() < 0.2
+    assert torch.equal(noise_like(real, NoiseConfig(), 5).values, noise_like(real, NoiseConfig(), 5).values)
+    assert not torch.equal(
+        noise_like(real, NoiseConfig(), 6).values, noise_like(real, NoiseConfig(), 5).values
+    )
+
+
+@pytest.mark.parametrize("size", ["standard", "matched"])
+def test_noise_is_calibrated_like_i2cl_on_another_vector(films, demonstrations, size):
+    decoder = made("llama")
+    predictor = fitted("noise", decoder, films, demonstrations, seed=2, epochs=2, noise_vector=size)
+    real = extract(decoder, films, demonstrations, seed=2)
+    vector = noise_like(real, NoiseConfig(noise_vector=size), 2)
+    injection = calibrate(decoder, films, demonstrations, vector, CalibrationConfig(epochs=2), seed=2)
+    assert torch.equal(predictor.scores(TEXTS), injection.scores(decoder, TEXTS))
+    assert not torch.equal(predictor.edit.values, real.values)
+    assert predictor.cached_values == 2 * LAYERS * WIDTH
+
+
+QUICK = {"epochs": 1}
+
+
+def contract(name, decoder, task):
+    """Fit a method as quickly as it goes."""
+    options = {option: value for option, value in QUICK.items() if option in METHODS[name].options()}
+    (method,) = make_methods([name], options)
+    try:
+        return method.fit(decoder, task, task.sample(2), 0)
+    except I2CLError as error:
+        if "pip install" not in str(error):
+            raise
+        pytest.skip(f"an optional package is missing: {error}")
+
+
+@pytest.fixture
+def rows(task):
+    """The films of the shared fixture, enough of them for a hold-out, under another template."""
+    more = tuple(replace(example, text=f"{example.text} again") for example in task.train)
+    template = Template("Review: {text}\nSentiment:{label}")
+    return replace(task, template=template, train=task.train + more)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_scores_each_text_by_itself_and_repeats_itself(name, decoder, rows):
+    texts = [query.text for query in rows.queries(5)]
+    predictor = contract(name, decoder, rows)
+    scores = predictor.scores(texts)
+    assert scores.shape == (5, 2)
+    assert scores.dtype == torch.float32
+    assert torch.isfinite(scores).all()
+    assert torch.equal(contract(name, decoder, rows).scores(texts), scores)
+    if not issubclass(METHODS[name], Wrapper):  # a calibration may look at all texts at once
+        torch.testing.assert_close(predictor.scores(texts[::-1]), scores.flip(0), **CLOSE)
+    counts = (predictor.cached_values, predictor.trainable_parameters, predictor.held_out)
+    assert all(isinstance(count, int) and count >= 0 for count in counts)
+
+
+def hooks(model):
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_leaves_the_model_as_found(name, decoder, rows):
+    model = decoder.model
+    model.train()
+    model.model.layers[0].eval()
+    model.lm_head.weight.requires_grad_(False)
+    modules = {name: module.training for name, module in model.named_modules()}
+    wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    contract(name, decoder, rows).scores(TEXTS)
+    assert hooks(model) == 0
+    assert {name: module.training for name, module in model.named_modules()} == modules
+    assert {name: value.requires_grad for name, value in model.named_parameters()} == wanted
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_refuses_an_empty_text(name, decoder, rows):
+    with pytest.raises(I2CLError, match="text 2 is empty"):
+        contract(name, decoder, rows).scores(["good", " "])
+
+
+def test_as_many_demonstrations_are_shown_as_fit(films, demonstrations):
+    whole = prompts([SHOWN[2][0]])[0]  # all of them, and a query as long as the longest
+    needed = len(tiny_tokenizer()(whole)["input_ids"])
+    decoder = Decoder(tiny_model("llama", max_position_embeddings=needed), tiny_tokenizer())
+    assert len(fitted("few_shot", decoder, films, demonstrations).shown) == 4
+    decoder = Decoder(tiny_model("llama", max_position_embeddings=needed - 1), tiny_tokenizer())
+    told = rf"2 demonstrations per class and a query need {needed} tokens, .* showing 1 per class"
+    with pytest.warns(UserWarning, match=told):
+        predictor = fitted("few_shot", decoder, films, demonstrations)
+    assert predictor.shown == tuple((text, WORDS[label]) for text, label in SHOWN[:2])
+
+
+def test_demonstrations_that_do_not_fit_at_all(films, demonstrations):
+    decoder = Decoder(tiny_model("llama", max_position_embeddings=30), tiny_tokenizer())
+    for name in ("few_shot", "few_shot_uncached"):
+        with pytest.raises(I2CLError, match=r"need \d+ tokens, but the context holds 30"):
+            fitted(name, decoder, films, demonstrations)
+
+
+def test_methods_are_made_by_name_with_the_options_they_know():
+    zero, ours = make_methods(["zero_shot", "i2cl"], {"epochs": "7", "formula": "balance"})
+    assert (zero.name, ours.calibration.epochs, ours.calibration.formula) == ("zero_shot", 7, "balance")
+    assert ours.calibration.lr == CalibrationConfig().lr
+    assert set(METHODS["i2cl"].options()) == {*ExtractConfig.model_fields, *CalibrationConfig.model_fields}
+    assert METHODS["zero_shot"].options() == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (["zero_shto"], {}, "unknown method 'zero_shto': did you mean 'zero_shot'"),
+        (["i2cl"], {"epoch": 3}, "no chosen method has the option 'epoch'"),
+        (["zero_shot"], {"epochs": 3}, "known are none"),
+        (["i2cl"], {"epochs": "many"}, "option epochs='many'"),
+        (["i2cl"], {"token": "middle"}, "option token='middle'"),
+        (["i2cl+zero_shot"], {}, "'zero_shot' cannot stand on 'i2cl'"),
+    ],
+)
+def test_wrong_names_and_options(names, options, message):
+    with pytest.raises(I2CLError, match=message.replace("+", r"\+")):
+        make_methods(names, options)
+
+
+def test_the_table_of_methods_is_complete_and_cannot_be_changed():
+    assert set(METHODS) >= {"zero_shot", "few_shot", "few_shot_uncached", "i2cl", "noise"}
+    for name, method in METHODS.items():
+        assert method.name == name
+        assert method.summary
+        assert method.needs
+    with pytest.raises(TypeError):
+        METHODS["mine"] = METHODS["i2cl"]

@@ -1,0 +1,301 @@
+import copy
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma3Config
+
+from i2cl.errors import I2CLError
+from i2cl.models.architectures import _ROWS, ARCHITECTURES, Architecture, architecture_of
+from i2cl.models.batching import make_batch, pack_batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.hooks import edit_inputs
+from i2cl.models.identity import TOLERANCE, ResidualIdentity, residual_identity
+from tiny import _CONFIGS, CASES, MODEL_TYPES, VOCABULARY, redrawn, tiny_model, tiny_tokenizer
+
+LENGTHS = (26, 17, 1)
+IDS = torch.randint(1, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
+PREFIX = torch.randint(1, VOCABULARY, (1, 13), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request):
+    model_type, overrides = CASES[request.param]
+    return tiny_model(model_type, **overrides)
+
+
+@pytest.fixture
+def gemma2():
+    return tiny_model("gemma2")
+
+
+def padded():
+    batch = IDS.clone()
+    for row, length in enumerate(LENGTHS):
+        batch[row, length:] = 0
+    return batch
+
+
+def logits(model, ids, **arguments):
+    with torch.no_grad():
+        return model(input_ids=ids, **({"use_cache": False} | arguments)).logits
+
+
+def at_the_ends(values):
+    return torch.stack([values[row, length - 1] for row, length in enumerate(LENGTHS)])
+
+
+def one_by_one(model, prefix):
+    rows = [torch.cat([prefix, IDS[row : row + 1, :length]], 1) for row, length in enumerate(LENGTHS)]
+    return torch.stack([logits(model, ids)[0, -1] for ids in rows])
+
+
+def close(actual, expected):
+    return (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+# The residual identity
+
+
+def test_writers_are_all_that_a_block_adds(model):
+    architecture = architecture_of(model)
+    identity = residual_identity(model, architecture, IDS)
+    assert len(identity.errors) == len(architecture.writers(model)) == len(architecture.blocks(model)) >= 2
+    assert identity.passed, identity
+
+
+def test_each_writer_counts(model):
+    architecture = architecture_of(model)
+    for wrong in (
+        replace(architecture, mlp=architecture.attention),
+        replace(architecture, attention=architecture.mlp),
+    ):
+        assert residual_identity(model, wrong, IDS).worst > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_half_precision_neither_hides_nor_feigns_an_error(model_type, dtype):
+    model = tiny_model(model_type, dtype=dtype)
+    architecture = architecture_of(model)
+    assert residual_identity(model, architecture, IDS).passed
+    wrong = replace(architecture, mlp=architecture.attention)
+    assert residual_identity(model, wrong, IDS).worst > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", ["exaone4", "gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"])
+def test_inner_modules_of_post_norm_blocks_fail(model_type):
+    wrong = Architecture(model_type, layers="layers", attention="self_attn", mlp="mlp")
+    identity = residual_identity(tiny_model(model_type), wrong, IDS)
+    assert not identity.passed
+    assert identity.worst > 0.1
+
+
+def test_a_scale_left_out_fails():
+    granite = tiny_model("granite")
+    assert architecture_of(granite).writer_scale(granite.config) == granite.config.residual_multiplier == 0.4
+    assert not residual_identity(granite, replace(ARCHITECTURES["granite"], scale=None), IDS).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_scale_that_is_a_tenth_off_fails(dtype):
+    granite = tiny_model("granite", dtype=dtype)
+    assert residual_identity(granite, ARCHITECTURES["granite"], IDS).passed
+    granite.config.residual_multiplier *= 1.1  # its blocks keep the value they were built with
+    assert not residual_identity(granite, ARCHITECTURES["granite"], IDS).passed
+
+
+def test_one_wrong_layer_fails(gemma2):
+    class Patchy(Architecture):
+        def writers(self, model):
+            blocks, pairs = self.blocks(model), super().writers(model)
+            return [*pairs[:-1], (blocks[-1].self_attn, pairs[-1][1])]
+
+    row = ARCHITECTURES["gemma2"]
+    identity = residual_identity(gemma2, Patchy("gemma2", row.layers, row.attention, row.mlp), IDS)
+    assert identity.errors[0] == identity.errors[1] == 0
+    assert not identity.passed
+
+
+@pytest.mark.parametrize(
+    ("model_type", "option"),
+    [("opt", {"do_layer_norm_before": False}), ("bloom", {"apply_residual_connection_post_layernorm": True})],
+)
+def test_blocks_that_normalise_the_stream_itself_fail(model_type, option):
+    # OPT-350m and some Bloom configs put the norm on the stream, so no two modules are all that is added.
+    model = tiny_model(model_type, **option)
+    assert not residual_identity(model, architecture_of(model), IDS).passed
+
+
+def test_activations_that_are_not_finite_fail():
+    assert not ResidualIdentity((0.0, float("nan"), 0.0)).passed
+    llama = tiny_model("llama")
+    with torch.no_grad():
+        llama.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    assert not residual_identity(llama, architecture_of(llama), IDS).passed
+
+
+def test_writers_that_are_never_run_are_named():
+    # With these two options Bloom reads the weights of its output projection but does not call it.
+    bloom = tiny_model("bloom", pretraining_tp=2, slow_but_exact=True)
+    with pytest.raises(I2CLError, match=r"'attention' of layer 0 was never run.*BloomBlock"):
+        residual_identity(bloom, architecture_of(bloom), IDS)
+
+
+def test_writers_of_another_width_are_named(gemma2):
+    wrong = replace(ARCHITECTURES["gemma2"], mlp="mlp.up_proj")
+    with pytest.raises(I2CLError, match=r"'mlp' of layer 0 has shape \(3, 26, 48\).*Gemma2DecoderLayer"):
+        residual_identity(gemma2, wrong, IDS)
+
+
+def test_the_check_leaves_the_model_as_it_was(gemma2):
+    before = logits(gemma2, IDS)
+    residual_identity(gemma2, architecture_of(gemma2), IDS)
+    assert torch.equal(logits(gemma2, IDS), before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in gemma2.modules())
+    assert all(parameter.requires_grad for parameter in gemma2.parameters())
+
+
+# The table
+
+
+def test_table_is_sorted_and_holds_each_model_type_once():
+    assert list(ARCHITECTURES) == sorted(ARCHITECTURES)
+    assert sorted(name for _, names in _ROWS for name in names.split()) == list(ARCHITECTURES)
+    assert all(architecture.model_type == name for name, architecture in ARCHITECTURES.items())
+
+
+def test_table_holds_what_is_tested():
+    assert set(ARCHITECTURES) == set(MODEL_TYPES)
+
+
+def test_table_is_read_only():
+    with pytest.raises(TypeError, match="item assignment"):
+        ARCHITECTURES["llama"] = ARCHITECTURES["gpt2"]
+    with pytest.raises(FrozenInstanceError):
+        ARCHITECTURES["llama"].mlp = "self_attn"
+
+
+def test_lookup_is_by_model_type(model):
+    assert architecture_of(model) is ARCHITECTURES[model.config.model_type]
+
+
+def test_writers_have_axes_layer_and_module(gemma2):
+    blocks = list(gemma2.model.layers)
+    assert ARCHITECTURES["gemma2"].blocks(gemma2) == blocks
+    assert ARCHITECTURES["gemma2"].writers(gemma2) == [
+        (block.post_attention_layernorm, block.post_feedforward_layernorm) for block in blocks
+    ]
+
+
+def test_language_model_of_a_multimodal_wrapper():
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=_CONFIGS["gemma3_text"],
+        vision_config=vision | {"image_size": 8, "patch_size": 4},
+        mm_tokens_per_image=4,
+        image_token_id=VOCABULARY - 1,
+    )
+    wrapper = redrawn(AutoModelForCausalLM.from_config(config)).eval()
+    architecture = architecture_of(wrapper)
+    assert architecture is ARCHITECTURES["gemma3_text"]
+    assert architecture.blocks(wrapper) == list(wrapper.model.language_model.layers)
+    assert residual_identity(wrapper, architecture, IDS.clamp(max=VOCABULARY - 2)).passed
+
+
+def test_unknown_model_type_says_what_to_do():
+    config = AutoConfig.for_model("openai-gpt", n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY)
+    with pytest.raises(I2CLError) as caught:
+        architecture_of(AutoModelForCausalLM.from_config(config))
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in (
+        "'openai-gpt'",
+        'Architecture(model_type="openai-gpt", layers="layers", attention="self_attn", mlp="mlp")',
+        "Decoder.from_pretrained(..., architecture=",
+        "i2cl check MODEL --layers layers --attention self_attn --mlp mlp",
+        "i2cl ls architectures",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": "h"}, r"layers='h' .*Gemma2Model, which has embed_tokens, layers.*right path"),
+        ({"layers": "norm"}, r"layers='norm' of Gemma2Model is Gemma2RMSNorm, not a list.*ModuleList"),
+        ({"attention": "attn"}, r"attention='attn' .*Gemma2DecoderLayer, which has self_attn.*right path"),
+        ({"mlp": "mlp.fc2"}, r"mlp='mlp.fc2' .*Gemma2DecoderLayer.*right path"),
+        ({"scale": "multiplier"}, r"scale='multiplier' is no number .*scale=None"),
+    ],
+)
+def test_wrong_path_names_path_class_and_cure(gemma2, fields, message):
+    wrong = replace(ARCHITECTURES["gemma2"], **fields)
+    with pytest.raises(I2CLError, match=message):
+        residual_identity(gemma2, wrong, IDS)
+
+
+# What the decoder relies on, for every model type
+
+
+def test_head_input_can_be_gathered(model):
+    with edit_inputs([(model.get_output_embeddings(), lambda hidden: hidden[:, -1:])]):
+        last = logits(model, IDS)
+    assert last.shape == (len(IDS), 1, VOCABULARY)
+    assert close(last[:, 0], logits(model, IDS)[:, -1])
+
+
+def test_right_padding_needs_no_mask(model):
+    alone = one_by_one(model, PREFIX[:, :0])
+    assert close(at_the_ends(logits(model, padded())), alone)
+    assert not close(logits(model, padded())[:, -1], alone)
+
+
+@pytest.mark.parametrize("placed", [True, False], ids=["position_ids", "no position_ids"])
+def test_prefix_cache(model, placed):
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model.base_model(input_ids=PREFIX, past_key_values=cache, use_cache=True)
+    seen, (rows, width) = PREFIX.shape[1], IDS.shape
+    arguments = {"position_ids": torch.arange(seen, seen + width).expand(rows, -1)} if placed else {}
+    for _ in range(2):
+        expanded = copy.deepcopy(cache)
+        expanded.batch_repeat_interleave(rows)
+        after = logits(model, padded(), past_key_values=expanded, use_cache=True, **arguments)
+        assert close(at_the_ends(after), one_by_one(model, PREFIX))
+    assert cache.get_seq_length() == seen
+    assert not close(at_the_ends(after), one_by_one(model, PREFIX[:, :0]))
+
+
+# The tiny models themselves
+
+
+def test_tokenizer_fits_the_models():
+    tokenizer = tiny_tokenizer()
+    assert len(tokenizer) == VOCABULARY
+    assert tokenizer.eos_token_id == 0
+    assert tokenizer.pad_token is None
+    text = "Größe: 3 € ☃\tReview: a"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_models_are_reproducible_and_leave_the_generator_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    first, same, other = tiny_model("llama"), tiny_model("llama"), tiny_model("llama", seed=1)
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(logits(first, IDS), logits(same, IDS))
+    assert not torch.equal(logits(first, IDS), logits(other, IDS))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_packed_queries_do_not_see_each_other(model_type):
+    """What the table says of packing holds, in both directions."""
+    decoder = Decoder(tiny_model(model_type), tiny_tokenizer(), name=model_type)
+    rows = [(5, 9, 2, 7, 30), (11, 40, 3), (3, 250, 17, 40, 41, 42, 8)]
+    with torch.no_grad():
+        padded = decoder.forward(make_batch(rows, torch.device("cpu")))
+        packed = decoder.forward(pack_batch(rows, torch.device("cpu")))
+    close = (packed - padded).abs().max() <= 1e-5 * padded.abs().max()
+    assert bool(close) == decoder.architecture.packs

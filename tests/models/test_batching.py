@@ -1,0 +1,161 @@
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from i2cl.errors import I2CLError
+from i2cl.models.batching import (
+    Encoder,
+    TruncationWarning,
+    longest_first,
+    make_batch,
+    pack_batch,
+    packing_pays,
+)
+from tiny import tiny_tokenizer
+
+CPU = torch.device("cpu")
+HEAD, MIDDLE = "Review: ", "\nSentiment:"
+WORDS = "a warm and funny film "
+
+
+def query(text):
+    return HEAD + text + MIDDLE
+
+
+def encode(text):
+    return tuple(tiny_tokenizer()(text)["input_ids"])
+
+
+def with_special_tokens(single):
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=[("<|endoftext|>", 0)]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return Encoder.of(tiny_tokenizer())
+
+
+def test_a_batch_is_padded_on_the_right():
+    batch = make_batch([(5, 6, 7), (8,)], CPU)
+    assert batch.input_ids[0].tolist() == [5, 6, 7]
+    assert batch.input_ids[1, 0] == 8
+    assert batch.last.tolist() == [2, 0]
+    assert batch.rows == (0, 1)
+
+
+def test_a_packed_batch_holds_one_row_behind_the_other():
+    batch = pack_batch([(5, 6, 7), (8,), (9, 10)], CPU)
+    assert batch.packed
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 10]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert batch.first.tolist() == [0, 3, 4]
+    assert batch.last.tolist() == [2, 3, 5]
+    assert not make_batch([(5,)], CPU).packed
+
+
+def test_packing_pays_for_padding_and_not_for_long_rows():
+    assert packing_pays([5, 20], d_model=64)
+    assert not packing_pays([20, 20], d_model=64)
+    assert not packing_pays([900, 1000], d_model=64)
+
+
+def test_longest_first_and_equal_rows_together():
+    ids = [(1,), (2, 3), (1,), (4, 5, 6), (2, 2)]
+    assert [ids[row] for row in longest_first(ids)] == [(4, 5, 6), (2, 2), (2, 3), (1,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("single", "front"),
+    [
+        ("$A", ()),
+        ("<|endoftext|> $A", (0,)),
+        ("$A <|endoftext|>", ()),
+        ("<|endoftext|> $A <|endoftext|>", (0,)),
+    ],
+)
+def test_special_tokens_in_front_are_kept_and_those_behind_are_not(single, front):
+    encoder = Encoder.of(with_special_tokens(single))
+    assert encoder.front == front
+    assert encoder(["a film", "b"]) == [front + encode("a film"), front + encode("b")]
+
+
+def test_nothing_to_encode(encoder):
+    assert encoder([]) == []
+    assert encoder.fitted(query, [], 3) == []
+
+
+def test_texts_that_fit_are_not_touched(encoder):
+    texts = ["a film", WORDS]
+    longest = len(encode(query(WORDS)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for limit in (None, longest, longest + 1):
+            assert encoder.fitted(query, texts, limit) == [encode(query(text)) for text in texts]
+
+
+@pytest.mark.parametrize("limit", [25, 26, 27, 40, 61])
+def test_a_long_text_is_cut_at_its_end_and_nowhere_else(encoder, limit):
+    text = WORDS * 30
+    with pytest.warns(TruncationWarning, match=f"^1 of 2 texts were cut to fit {limit} tokens") as caught:
+        cut, short = encoder.fitted(query, [text, "a"], limit)
+    assert len(caught) == 1
+    assert short == encode(query("a"))
+    candidates = [encode(query(text[:end])) for end in range(limit * 4)]
+    assert cut in candidates
+    assert len(cut) == max(len(ids) for ids in candidates if len(ids) <= limit)
+    assert cut[: len(encode(HEAD)) - 1] == encode(HEAD)[:-1]
+    assert cut[-len(encode(MIDDLE)) :] == encode(MIDDLE)
+
+
+def test_each_text_has_its_own_prompt_and_all_share_one_warning(encoder):
+    builds = [lambda text: text + " yes", lambda text: "no " + text]
+    with pytest.warns(TruncationWarning, match="2 of 2") as caught:
+        first, second = encoder.fitted_each(builds, ["abc" * 50, "def" * 50], 12)
+    assert len(caught) == 1
+    assert first[-len(encode(" yes")) :] == encode(" yes")
+    assert second[:3] == encode("no ")
+
+
+def test_special_tokens_count(encoder):
+    bos = Encoder.of(with_special_tokens("<|endoftext|> $A"))
+    with pytest.warns(TruncationWarning):
+        (cut,) = bos.fitted(query, [WORDS * 30], 40)
+    assert cut[0] == 0
+    assert len(cut) <= 40
+    assert cut[-len(encode(MIDDLE)) :] == encode(MIDDLE)
+
+
+def test_demonstrations_are_never_cut(encoder):
+    shown = "".join(query("a dull film") + " negative\n" for _ in range(3))
+    needed = len(encode(shown + query("")))
+    with pytest.warns(TruncationWarning):
+        (cut,) = encoder.fitted(lambda text: shown + query(text), [WORDS * 30], needed + 6)
+    assert cut[: len(encode(shown + HEAD)) - 1] == encode(shown + HEAD)[:-1]
+    assert needed < len(cut) <= needed + 6
+    with pytest.raises(I2CLError, match=rf"needs {needed} tokens, but only {needed - 1} fit"):
+        encoder.fitted(lambda text: shown + query(text), [WORDS * 30], needed - 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["x" * 1_000_000, WORDS * 9_000, "ä☃" * 50_000], ids=["one word", "words", "unicode"]
+)
+def test_a_very_long_text(encoder, text):
+    with pytest.warns(TruncationWarning, match="1 of 1"):
+        (cut,) = encoder.fitted(query, [text], 100)
+    assert 97 <= len(cut) <= 100
+    assert cut[-len(encode(MIDDLE)) :] == encode(MIDDLE)
+
+
+def test_few_characters_are_encoded_to_cut_a_long_text(encoder, monkeypatch):
+    encoded = []
+    build = partial(lambda text: encoded.append(len(text)) or query(text))
+    with pytest.warns(TruncationWarning):
+        encoder.fitted(build, ["x" * 100_000], 50)
+    assert sum(encoded) < 100_000 + 100 * 50

@@ -1,0 +1,355 @@
+import copy
+import threading
+from functools import cache
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from i2cl.core.calibration import calibrate
+from i2cl.core.context import ExtractConfig, extract
+from i2cl.core.edits import LinearEdit
+from i2cl.core.recipe import CalibrationConfig
+from i2cl.errors import I2CLError
+from i2cl.models.architectures import Architecture
+from i2cl.models.batching import make_batch
+from i2cl.models.borrowing import lock_of
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.scoring import label_tokens, score
+from i2cl.tasks import Example, Task, Template
+from tiny import VOCABULARY, WINDOW, tiny_model, tiny_tokenizer
+
+FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom"]
+TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
+SHOTS = [Example("a warm film", 0), Example("a dull and lifeless film", 1), Example("funny", 0)]
+CPU = torch.device("cpu")
+ROWS = [(5, 9, 2, 7), (11,), (3, 250, 17, 40, 41, 42, 8)]
+BATCH = make_batch(ROWS, CPU)
+
+
+@cache
+def decoder_of(case):
+    return Decoder(tiny_model(case), tiny_tokenizer(), name=case)
+
+
+def close(actual, wanted):
+    return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+# What it says about a model
+
+
+def test_sizes_and_name(decoder):
+    assert (decoder.layers, decoder.d_model, decoder.max_length) == (2, 32, 1024)
+    assert len(decoder.writers) == len(decoder.blocks) == 2
+    assert decoder.base.name == decoder.name == "tiny-llama"
+    assert (decoder.base.layers, decoder.base.d_model, decoder.base.model_type) == (2, 32, "llama")
+    assert Decoder(tiny_model("llama"), tiny_tokenizer()).name == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "length"), [("gpt2", 1024), ("gptj", 1024), ("mpt", 1024), ("opt", 1024), ("bloom", None)]
+)
+def test_context_length(model_type, length):
+    assert decoder_of(model_type).max_length == length
+
+
+def test_context_length_of_the_tokenizer_where_the_model_says_nothing():
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 77
+    assert Decoder(tiny_model("bloom"), tokenizer).max_length == 77
+
+
+def test_width_is_that_of_the_stream_and_not_of_the_embeddings():
+    decoder = Decoder(tiny_model("opt", word_embed_proj_dim=16), tiny_tokenizer())
+    assert decoder.capture(BATCH).shape == (3, 2, 2, decoder.d_model)
+
+
+def test_unknown_model_types_take_an_architecture():
+    model = tiny_model("llama")
+    model.config.model_type = "llama-of-a-neighbour"
+    with pytest.raises(I2CLError, match="llama-of-a-neighbour"):
+        Decoder(model, tiny_tokenizer())
+    own = Architecture("llama-of-a-neighbour", "layers", "self_attn", "mlp")
+    assert len(Decoder(model, tiny_tokenizer(), architecture=own).writers) == 2
+
+
+# Logits
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_logits_at_chosen_places(case):
+    decoder = decoder_of(case)
+    at = torch.tensor([[0, 3], [0, 0], [6, 2]])
+    with torch.no_grad():
+        found, last = decoder.forward(BATCH, at=at), decoder.forward(BATCH)
+        for row, ids in enumerate(ROWS):
+            alone = decoder.model(torch.tensor([ids]), use_cache=False).logits[0]
+            assert close(found[row], alone[at[row]])
+            assert close(last[row, 0], alone[-1])
+
+
+def test_the_head_runs_on_the_chosen_places_alone(decoder):
+    seen = []
+    head = decoder.model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    decoder.forward(BATCH)
+    handle.remove()
+    assert seen == [(3, 1, VOCABULARY)]
+
+
+# Capture
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_capture_adds_up_to_the_residual_stream(case):
+    decoder = decoder_of(case)
+    writers, hidden = decoder.capture(BATCH), decoder.capture(BATCH, site="hidden")
+    assert writers.shape == (3, decoder.layers, 2, 32)
+    assert hidden.shape == (3, decoder.layers, 1, 32)
+    change = hidden[:, 1:, 0] - hidden[:, :-1, 0]
+    assert close(writers[:, 1:].sum(2), change)
+
+
+@pytest.mark.parametrize("site", ["writers", "hidden"])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_capture_at_chosen_tokens_is_that_of_a_row_alone(case, site):
+    decoder = decoder_of(case)
+    found = decoder.capture(BATCH, torch.tensor([1, 0, 4]), site=site)
+    for row, (ids, place) in enumerate(zip(ROWS, (1, 0, 4), strict=True)):
+        alone = decoder.capture(make_batch([ids[: place + 1]], CPU), site=site)
+        assert close(found[row], alone[0])
+
+
+def test_capture_is_float32_on_the_cpu():
+    found = Decoder(tiny_model("llama", dtype=torch.bfloat16), tiny_tokenizer()).capture(BATCH)
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
+
+
+# The prefix cache
+
+
+@pytest.mark.parametrize(
+    ("case", "overrides", "width"),
+    [
+        ("llama", {}, 2 * 8),
+        ("llama", {"num_key_value_heads": 4}, 4 * 8),
+        ("llama", {"num_key_value_heads": 1}, 8),
+        ("gpt2", {}, 32),
+        ("falcon", {}, 8),  # multi-query
+    ],
+)
+def test_cached_values(case, overrides, width):
+    decoder = Decoder(tiny_model(case, **overrides), tiny_tokenizer())
+    prefix = decoder.prefix(tuple(range(1, 14)))
+    assert prefix.values == 2 * 2 * width * 13
+    assert prefix.expanded(3).layers[0].keys.shape[0] == 3
+    assert prefix.values == 2 * 2 * width * 13
+
+
+def test_cached_values_of_sliding_windows():
+    decoder = decoder_of("gemma2")
+    values = decoder.prefix(tuple(range(1, 14))).values
+    assert values == 2 * 2 * 8 * (13 + 2 * (WINDOW - 1))  # one full layer, two that see a window
+
+
+# The model is left as found
+
+
+class Odd:
+    """Flags of every kind, hooks of somebody else, and what they are afterwards."""
+
+    def __init__(self, model):
+        self.model = model
+        model.train()
+        for number, module in enumerate(model.modules()):
+            module.training = number % 3 != 0
+        for number, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(number % 2 == 0)
+        block = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))[0]
+        block.register_forward_hook(lambda *_: None)
+        block.register_forward_pre_hook(lambda *_: None)
+        self.before = self.state()
+
+    def state(self):
+        modules, parameters = list(self.model.modules()), list(self.model.parameters())
+        return (
+            [module.training for module in modules],
+            [parameter.requires_grad for parameter in parameters],
+            [parameter.grad for parameter in parameters],
+            [tuple(module._forward_hooks) for module in modules],
+            [tuple(module._forward_pre_hooks) for module in modules],
+            [tuple(module._backward_hooks) for module in modules],
+            [value.clone() for value in self.model.state_dict().values()],
+        )
+
+    def unchanged(self):
+        *flags, weights = self.state()
+        *flags_before, weights_before = self.before
+        return flags == flags_before and all(map(torch.equal, weights, weights_before))
+
+
+class Failing(Edit):
+    def __init__(self, error):
+        self.error = error
+
+    def output(self, layer, index, output, batch):
+        if layer == 1:
+            raise self.error
+
+
+def context_of(decoder):
+    return extract(decoder, TASK, SHOTS)
+
+
+def calibrated(decoder, **arguments):
+    config = CalibrationConfig(epochs=1)
+    return calibrate(decoder, TASK, SHOTS, context_of(decoder), config, **arguments)
+
+
+def failing_score(decoder, error):
+    labels = label_tokens(decoder, TASK.template, TASK.labels)
+    score(decoder, ROWS, labels, edit=Failing(error), prefix=decoder.prefix((1, 2, 3)))
+
+
+def failing_progress(decoder, error):
+    def progress(*_):
+        raise error
+
+    calibrated(decoder, progress=progress)
+
+
+WORK = {
+    "score": lambda decoder: calibrated(decoder).scores(decoder, ["a", "a dull film"]),
+    "full": lambda decoder: calibrated(decoder).scores(decoder, ["a", "b c"], scoring="full"),
+    "capture": lambda decoder: decoder.capture(BATCH),
+    "hidden": lambda decoder: extract(decoder, TASK, SHOTS, ExtractConfig(writers="hidden")),
+    "prefix": lambda decoder: decoder.prefix((1, 2, 3)),
+    "calibrate": calibrated,
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_model_is_left_as_found(case):
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = "left"
+    odd = Odd(tiny_model(case))
+    decoder = Decoder(odd.model, tokenizer)
+    for name, work in WORK.items():
+        work(decoder)
+        assert odd.unchanged(), name
+    assert tokenizer.padding_side == "left"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("work", [failing_score, failing_progress])
+@pytest.mark.parametrize("case", ["llama", "opt"])
+def test_the_model_is_left_as_found_after_an_error(case, work, error):
+    odd = Odd(tiny_model(case))
+    with pytest.raises(error):
+        work(Decoder(odd.model, tiny_tokenizer()), error)
+    assert odd.unchanged()
+
+
+@pytest.mark.parametrize(
+    "change", [{"noise": 1e38}, {"init_lambda": 1e38}, {"init_beta": 1e38, "noise": 0.0}]
+)
+def test_the_model_is_left_as_found_after_a_loss_that_is_not_finite(change):
+    odd = Odd(tiny_model("llama"))
+    decoder = Decoder(odd.model, tiny_tokenizer())
+    context = context_of(decoder)
+    with pytest.raises(I2CLError, match="loss became"):
+        calibrate(decoder, TASK, SHOTS, context, CalibrationConfig(epochs=1, **change))
+    assert odd.unchanged()
+
+
+def test_working_does_not_change_training_that_goes_on():
+    model = tiny_model("gpt2", attn_pdrop=0.0, resid_pdrop=0.5, embd_pdrop=0.0)
+    for name in ("resid_pdrop",):
+        setattr(model.config, name, 0.5)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    decoder = Decoder(model.train(), tiny_tokenizer())
+    assert torch.equal(decoder.capture(BATCH), decoder.capture(BATCH))  # no dropout while it works
+    found = calibrated(decoder).coefficients
+    assert torch.equal(found, calibrated(decoder).coefficients)
+    assert model.training
+    model(BATCH.input_ids).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_two_decoders_share_a_model():
+    model = tiny_model("llama")
+    first, second = Decoder(model, tiny_tokenizer()), Decoder(model, tiny_tokenizer())
+    before = first.capture(BATCH)
+    with first.frozen():
+        calibrated(second)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert torch.equal(first.capture(BATCH), before)
+
+
+def test_a_loaded_model_is_the_saved_one(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    decoder = Decoder.from_pretrained(str(tmp_path), dtype="float32", device="cpu")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    assert decoder.base.difference(Decoder(model, tiny_tokenizer()).base) is None
+    assert torch.equal(decoder.forward(BATCH), Decoder(again, tiny_tokenizer()).forward(BATCH))
+
+
+def test_an_edit_that_only_looks_changes_nothing(decoder):
+    class Look(Edit):
+        sees_input = True
+
+        def __init__(self):
+            self.entered, self.seen = [], []
+
+        def enter(self, layer, residual):
+            self.entered.append((layer, residual.shape))
+
+        def output(self, layer, index, output, batch):
+            self.seen.append((layer, index, batch is BATCH))
+
+    look = Look()
+    assert torch.equal(decoder.forward(BATCH, edit=look), decoder.forward(BATCH))
+    assert look.entered == [(layer, (3, 7, 32)) for layer in (0, 1)]
+    assert look.seen == [(layer, index, True) for layer in (0, 1) for index in (0, 1)]
+
+
+def test_gradients_flow_through_an_edit_if_they_are_on(decoder):
+    coefficients = torch.tensor([0.1, 1.0]).repeat(2, 2, 1).requires_grad_()
+    edit = LinearEdit(torch.randn(2, 2, 32), coefficients)
+    with decoder.frozen():
+        decoder.forward(BATCH, edit=edit).square().sum().backward()
+    assert (coefficients.grad != 0).all()
+    assert all(parameter.grad is None for parameter in decoder.model.parameters())
+
+
+def test_a_copied_decoder_is_independent(decoder):
+    other = copy.deepcopy(decoder)
+    with torch.no_grad():
+        other.model.get_input_embeddings().weight.zero_()
+    assert not torch.equal(other.capture(BATCH), decoder.capture(BATCH))
+
+
+def test_decoders_of_one_model_share_its_lock():
+    model = tiny_model("llama")
+    one, other = (Decoder(model, tiny_tokenizer(), name="tiny") for _ in range(2))
+    assert lock_of(copy.copy(one).model) is lock_of(model)
+    assert lock_of(copy.deepcopy(one).model) is not lock_of(model)
+    left = threading.Event()
+
+    def enter():
+        with other.frozen():
+            left.set()
+
+    thread = threading.Thread(target=enter)
+    with one.frozen():
+        thread.start()
+        assert not left.wait(0.05)
+    thread.join()
+    assert all(parameter.requires_grad for parameter in model.parameters())

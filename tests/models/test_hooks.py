@@ -1,0 +1,163 @@
+import pytest
+import torch
+from torch import nn
+
+from i2cl.models.hooks import edit_inputs, edit_outputs
+from tiny import tiny_model
+
+X = torch.arange(6.0).view(1, 3, 2)
+
+
+class Pair(nn.Module):
+    """Returns a tuple, as attention does."""
+
+    def forward(self, hidden_states, factor=2.0):
+        return hidden_states * factor, "weights"
+
+
+class Failing(nn.Module):
+    def forward(self, hidden_states):
+        raise RuntimeError("inside the module")
+
+
+def hooks(module):
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
+
+
+def boom(value):
+    raise RuntimeError("inside the hook")
+
+
+def test_output_tensor_is_replaced():
+    module = nn.Identity()
+    with edit_outputs([(module, lambda value: value + 1)]):
+        assert torch.equal(module(X), X + 1)
+    assert torch.equal(module(X), X)
+
+
+def test_only_the_first_element_of_a_tuple_is_replaced():
+    module = Pair()
+    with edit_outputs([(module, lambda value: value + 1)]):
+        first, second = module(X)
+    assert torch.equal(first, 2 * X + 1)
+    assert second == "weights"
+
+
+def test_edits_are_seen_downstream():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Sequential(first, second)
+    with edit_outputs([(first, lambda value: 3 * value)]):
+        edited = model(X)
+    assert torch.equal(edited, second(3 * first(X)))
+    assert not torch.equal(edited, model(X))
+
+
+def test_edits_of_one_module_run_in_the_order_given():
+    module = nn.Identity()
+    with edit_outputs([(module, lambda value: value + 1), (module, lambda value: value * 10)]):
+        assert torch.equal(module(X), (X + 1) * 10)
+
+
+def test_none_leaves_the_value():
+    seen = []
+    for edit in (edit_inputs, edit_outputs):
+        for module in (nn.Identity(), Pair()):
+            with edit([(module, seen.append)]):
+                output = module(hidden_states=X) if isinstance(module, Pair) else module(X)
+            if isinstance(module, Pair):
+                assert output[1] == "weights"
+                output = output[0] / 2
+            assert torch.equal(output, X)
+    assert [value.sum().item() / X.sum().item() for value in seen] == [1, 1, 1, 2]
+
+
+def test_gradients_flow_through_an_edit():
+    strength = torch.tensor(2.0, requires_grad=True)
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with edit_outputs([(model[0], lambda value: value * strength)]):
+        model(X).sum().backward()
+    assert strength.grad.item() == X.sum().item()
+
+
+@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
+def test_first_argument_is_replaced(keyword):
+    module = Pair()
+    with edit_inputs([(module, lambda value: value + 1)]):
+        output = module(hidden_states=X, factor=5.0) if keyword else module(X, 5.0)
+    assert torch.equal(output[0], 5 * (X + 1))
+
+
+@pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
+def test_hooks_are_removed_after_success(edit):
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with edit([(part, lambda value: value + 1) for part in model]):
+        assert hooks(model) == 2
+        assert torch.equal(model(X), X + 2)
+    assert hooks(model) == 0
+    assert torch.equal(model(X), X)
+
+
+@pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
+@pytest.mark.parametrize("place", ["with block", "hook", "module"])
+def test_hooks_are_removed_after_an_error(edit, place):
+    model = nn.Sequential(nn.Identity(), Failing() if place == "module" else nn.Identity())
+    changes = [
+        (model[0], boom if place == "hook" else lambda value: value + 1),
+        (model[1], lambda value: value),
+    ]
+
+    def run():
+        with edit(changes):
+            assert hooks(model) == 2
+            if place == "with block":
+                raise RuntimeError("inside the with block")
+            model(X)
+
+    with pytest.raises(RuntimeError, match=f"inside the {place}"):
+        run()
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
+def test_hooks_are_removed_when_a_later_one_cannot_be_set(edit):
+    module = nn.Identity()
+
+    def changes():
+        yield module, lambda value: value
+        assert hooks(module) == 1
+        raise LookupError("no such module")
+
+    with pytest.raises(LookupError), edit(changes()):
+        pass
+    assert hooks(module) == 0
+
+
+@pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
+def test_edits_leave_other_hooks_alone(edit):
+    module, calls = nn.Identity(), []
+    module.register_forward_hook(lambda *_: calls.append("kept"))
+    with edit([(module, lambda value: value + 1)]):
+        module(X)
+    module(X)
+    assert calls == ["kept", "kept"]
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2", "falcon", "opt"])
+def test_blocks_of_real_models_can_be_edited_on_both_sides(model_type):
+    model = tiny_model(model_type)
+    name = next(name for name, part in model.base_model.named_modules() if isinstance(part, nn.ModuleList))
+    blocks = model.base_model.get_submodule(name)
+    ids = torch.arange(1, 9)[None]
+
+    def run():
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=False).logits
+
+    plain = run()
+    with edit_outputs([(blocks[0], lambda hidden: hidden * 1.5)]):
+        after_first = run()
+    with edit_inputs([(blocks[1], lambda hidden: hidden * 1.5)]):
+        before_second = run()
+    assert torch.equal(after_first, before_second)
+    assert not torch.allclose(after_first, plain)
+    assert torch.equal(run(), plain)

@@ -1,0 +1,156 @@
+"""Loading models: safetensors only, complete, and no foreign code unless asked for."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from i2cl import Decoder, I2CLError
+from i2cl.models import loading
+from i2cl.models.loading import load_model_and_tokenizer
+from tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Answer transformers' loaders in memory; what they were asked for."""
+    calls = {}
+
+    def tokenizer(name, **named):
+        calls["tokenizer"] = (name, named)
+        return tiny_tokenizer()
+
+    def model(name, **named):
+        calls["model"] = (name, named)
+        return tiny_model("llama").train(), {"missing_keys": set(), "mismatched_keys": set()}
+
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", tokenizer)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", model)
+    return calls
+
+
+def test_a_folder_gives_its_weights_in_evaluation_mode(folder):
+    model, tokenizer = load_model_and_tokenizer(str(folder))
+    expected = tiny_model("llama").state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert not any(module.training for module in model.modules())
+    assert tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+
+
+def test_tensor_parallel_needs_torchrun_and_then_asks_transformers_for_it(asked, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(I2CLError, match="torchrun --nproc-per-node"):
+        load_model_and_tokenizer("someone/model", device_map="tensor_parallel")
+    monkeypatch.setenv("RANK", "0")
+    load_model_and_tokenizer("someone/model", device_map="tensor_parallel")
+    named = asked["model"][1]
+    assert named["distributed_config"].tp_plan == "auto"
+    assert "device_map" not in named
+
+
+def test_a_hub_id_is_passed_on_with_its_revision(asked):
+    decoder = Decoder.from_pretrained("somebody/some-model", revision="v2", device="cpu")
+    for name, named in asked.values():
+        assert name == "somebody/some-model"
+        assert named["revision"] == "v2"
+    assert (decoder.name, decoder.revision) == ("somebody/some-model", "v2")
+
+
+def test_only_safetensors_and_no_remote_code_by_default(asked):
+    model, _ = load_model_and_tokenizer("somebody/some-model")
+    assert asked["model"][1]["use_safetensors"] is True
+    assert [named["trust_remote_code"] for _, named in asked.values()] == [False, False]
+    assert not model.training
+
+
+def test_remote_code_only_where_it_is_asked_for(asked):
+    load_model_and_tokenizer("somebody/some-model", trust_remote_code=True)
+    assert [named["trust_remote_code"] for _, named in asked.values()] == [True, True]
+
+
+def test_remote_code_of_a_folder_is_not_run(folder, tmp_path):
+    import json
+
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(I2CLError, match="trust_remote_code"):
+        load_model_and_tokenizer(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_precision_asked_for(folder, asked):
+    for given, wanted in ((None, "float32"), ("auto", "auto"), (torch.bfloat16, torch.bfloat16)):
+        load_model_and_tokenizer(str(folder), dtype=given, device="cpu")
+        assert asked["model"][1]["dtype"] == wanted
+
+
+def test_a_model_in_half_precision(folder):
+    model, _ = load_model_and_tokenizer(str(folder), dtype="bfloat16")
+    assert model.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_that_lacks_weights(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(I2CLError, match=r"lacks weights \(model.layers.1.mlp.up_proj.weight"):
+        load_model_and_tokenizer(str(folder))
+
+
+def test_tied_weights_do_not_count_as_lacking(tmp_path):
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    model, _ = load_model_and_tokenizer(str(tmp_path))
+    assert torch.equal(model.lm_head.weight, model.transformer.wte.weight)
+
+
+def test_weights_of_other_sizes_than_the_config_says(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(I2CLError, match=r"model.norm.weight as \(7,\) where its config.json says \(32,\)"):
+        load_model_and_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("kept", [0, 4, 3000, -1])
+def test_a_truncated_checkpoint(folder, kept):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(I2CLError, match="damaged"):
+        load_model_and_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("device", ["abacus", "cuda:99", "cpu:x"])
+def test_a_device_that_does_not_exist(folder, device):
+    with pytest.raises(I2CLError, match=f"cannot use device '{device}'"):
+        load_model_and_tokenizer(str(folder), device=device)
+
+
+def test_what_is_wrong_is_told_before_anything_is_loaded(asked):
+    with pytest.raises(I2CLError, match="unknown dtype"):
+        load_model_and_tokenizer("somebody/some-model", dtype="float12")
+    with pytest.raises(I2CLError, match="exclude each other"):
+        load_model_and_tokenizer("somebody/some-model", device="cpu", device_map="auto")
+    assert asked == {}
+
+
+def test_a_sharded_checkpoint(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="40KB")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    load_model_and_tokenizer(str(tmp_path))
+    shards[-1].unlink()
+    with pytest.raises(I2CLError, match="cannot load"):
+        load_model_and_tokenizer(str(tmp_path))

@@ -1,0 +1,125 @@
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from i2cl.errors import I2CLError
+from i2cl.models.batching import MemoryWarning, peak_memory, run_batches
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import label_tokens, score
+from i2cl.tasks import Template
+from tiny import tiny_model, tiny_tokenizer
+
+CPU = torch.device("cpu")
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+]
+
+
+class Runner:
+    def __init__(self, token_budget):
+        self.token_budget = token_budget
+        self.device = CPU
+
+
+def rows(count):
+    return [tuple(range(1, 2 + (7 * number) % 11)) for number in range(count)]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 20, 1000])
+@pytest.mark.parametrize("reserve", [0, 1, 30])
+def test_batches_hold_every_row_once_within_the_budget(monkeypatch, budget, reserve):
+    monkeypatch.setattr("i2cl.models.batching.CPU_KEPT_BUDGET", 100)
+    ids = rows(23)
+    batches = [batch for batch, _ in run_batches(Runner(budget), ids, lambda _: 0, reserve)]
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(ids)))
+    widths = [batch.input_ids.shape[1] for batch in batches]
+    assert widths == sorted(widths, reverse=True)
+    for batch in batches:
+        lines, width = batch.input_ids.shape
+        assert lines == 1 or lines * width <= budget
+        assert lines == 1 or lines * (width + reserve) <= max(budget, 100)
+        for row, values, last in zip(batch.rows, batch.input_ids, batch.last, strict=True):
+            assert tuple(values[: last + 1].tolist()) == ids[row]
+
+
+def test_a_large_budget_makes_one_batch():
+    assert len(list(run_batches(Runner(6), [(1,), (2, 3), (4,)], len_of))) == 1
+    assert len(list(run_batches(Runner(6), [(1,), (2, 3), (4,)], len_of, reserve=30))) == 1
+    assert len(list(run_batches(Runner(6), [(1,), (2, 3), (4,)], len_of, reserve=2000))) == 2
+    assert list(run_batches(Runner(6), [], len_of)) == []
+
+
+def len_of(batch):
+    return len(batch.rows)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["gpu", "cpu"])
+def test_what_exceeds_the_memory_is_halved_and_said_once(error):
+    tried = []
+
+    def run(batch):
+        tried.append(batch.input_ids.numel())
+        if batch.input_ids.numel() > 30:
+            raise error
+        return batch.rows
+
+    runner = Runner(1000)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        found = [row for _, done in run_batches(runner, rows(23), run) for row in done]
+    assert sorted(found) == list(range(23))
+    assert sum(size > 30 for size in tried) == 4  # 253, 132, 66, 33: then the budget holds for all others
+    assert 15 < runner.token_budget <= 33
+    assert {warning.category for warning in caught} == {MemoryWarning}
+
+
+def test_a_single_query_that_exceeds_the_memory():
+    def run(_):
+        raise ERRORS[0]
+
+    with (
+        pytest.warns(MemoryWarning),
+        pytest.raises(I2CLError, match="a query of 11 tokens does not fit into memory"),
+    ):
+        list(run_batches(Runner(50), rows(23), run))
+
+
+def test_other_errors_are_not_hidden():
+    def run(_):
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        list(run_batches(Runner(50), rows(3), run))
+
+
+def test_scores_after_running_out_of_memory_are_the_same(monkeypatch):
+    decoder = Decoder(tiny_model("gpt2"), tiny_tokenizer(), name="tiny")
+    labels = label_tokens(decoder, Template("{text} ->{label}"), ("up", "down"))
+    wanted = score(decoder, rows(23), labels)
+    forward = decoder.forward
+
+    def short_of_memory(batch, **options):
+        if len(batch.rows) > 3:
+            raise ERRORS[0]
+        return forward(batch, **options)
+
+    monkeypatch.setattr(decoder, "forward", short_of_memory)
+    with pytest.warns(MemoryWarning, match="smaller batches"):
+        found = score(decoder, rows(23), labels)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not any(module._forward_hooks for module in decoder.model.modules())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can set the mark back")
+def test_peak_memory_is_that_of_the_block():
+    torch.ones(30_000_000)  # 120 MB that are gone before the block
+    with peak_memory(CPU) as peak:
+        torch.ones(10_000_000)
+    assert 35e6 < peak.added < 80e6
+    with peak_memory(CPU) as small:
+        partial(len, ())()
+    assert small.added < 20e6

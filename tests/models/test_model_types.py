@@ -1,0 +1,141 @@
+"""The method on every model type: a context vector, its injection, four gradients, a falling loss.
+
+Everything is compared with hooks of its own on the modules that the table names. That these modules are
+the right ones is the residual identity's business (`test_architectures.py`).
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from i2cl.core.calibration import calibrate
+from i2cl.core.context import extract
+from i2cl.core.edits import LinearEdit
+from i2cl.core.recipe import CalibrationConfig
+from i2cl.models.batching import make_batch
+from i2cl.models.decoder import Decoder
+from i2cl.tasks import Example, Task, Template
+from tiny import CASES, tiny_model, tiny_tokenizer
+
+TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
+SHOTS = (Example("a warm film", 0), Example("dull", 1), Example("a funny, warm and funny film", 0))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def decoder(request):
+    model_type, overrides = CASES[request.param]
+    return Decoder(tiny_model(model_type, **overrides), tiny_tokenizer(), name=request.param)
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+@contextmanager
+def hooked(decoder, change):
+    """``change(layer, index, rows)`` replaces what a writer puts out, unless it returns None."""
+    handles = []
+    for layer, pair in enumerate(decoder.writers):
+        for index, module in enumerate(pair):
+
+            def hook(_module, _args, output, layer=layer, index=index):
+                old = first(output)
+                new = change(layer, index, old)
+                if new is None:
+                    return None
+                return (new, *output[1:]) if isinstance(output, tuple) else new
+
+            handles.append(module.register_forward_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def drawn(decoder):
+    """A vector and coefficients that leave no writer as it was."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
+    coefficients = torch.randn(decoder.layers, 2, 2, generator=generator) * 0.3 + torch.tensor([0.5, 1.0])
+    return values, coefficients
+
+
+def demonstrations(decoder):
+    texts = [TASK.template.demonstration(shot.text, TASK.labels[shot.label]) for shot in SHOTS]
+    return decoder.encoder(texts)
+
+
+def close(actual, wanted):
+    return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_the_context_vector_is_the_mean_of_what_the_writers_put_out_last(decoder):
+    wanted = torch.zeros(decoder.layers, 2, decoder.d_model)
+
+    def add(layer, index, output):
+        wanted[layer, index] += output.detach().reshape(-1, decoder.d_model)[-1] / len(SHOTS)
+
+    with torch.no_grad(), hooked(decoder, add):
+        for ids in demonstrations(decoder):
+            decoder.model(input_ids=torch.tensor([ids]), use_cache=False)
+    context = extract(decoder, TASK, SHOTS)
+    assert context.values.abs().amax(-1).min() > 0
+    assert close(context.values, wanted)
+
+
+def mixed(values, coefficients):
+    def mix(layer, index, output):
+        amount, keep = coefficients[layer, index]
+        return amount * values[layer, index] + keep * output
+
+    return mix
+
+
+def test_an_injection_is_what_hooks_by_hand_do(decoder):
+    values, coefficients = drawn(decoder)
+    batch = make_batch(demonstrations(decoder), torch.device("cpu"))
+    ends = torch.arange(len(SHOTS)), batch.last
+
+    def edited(coefficients):
+        return decoder.forward(batch, edit=LinearEdit(values, coefficients))[:, 0]
+
+    with torch.no_grad():
+        plain = decoder.model(input_ids=batch.input_ids, use_cache=False).logits[ends]
+        with hooked(decoder, mixed(values, coefficients)):
+            wanted = decoder.model(input_ids=batch.input_ids, use_cache=False).logits[ends]
+        assert close(edited(coefficients), wanted)
+        assert close(edited(torch.tensor([0.0, 1.0]).expand_as(coefficients)), plain)
+    assert not (wanted - plain).abs().max() <= 0.1 * plain.abs().max()
+
+
+def test_all_four_scalars_of_every_layer_have_the_right_gradient(decoder):
+    values, coefficients = drawn(decoder)
+    coefficients.requires_grad_()
+    ids = torch.tensor(demonstrations(decoder)[:1])
+
+    def gradient(logits):
+        (found,) = torch.autograd.grad(-logits.log_softmax(-1)[5], coefficients)
+        return found
+
+    with hooked(decoder, mixed(values, coefficients)):
+        wanted = gradient(decoder.model(input_ids=ids, use_cache=False).logits[0, -1])
+    with decoder.frozen():
+        batch = make_batch([tuple(ids[0].tolist())], torch.device("cpu"))
+        found = gradient(decoder.forward(batch, edit=LinearEdit(values, coefficients))[0, 0])
+    assert found.shape == (decoder.layers, 2, 2)
+    assert (found.abs() > 1e-6).all()
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+def test_calibration_lowers_the_loss_and_leaves_the_model_as_found(decoder):
+    model = decoder.model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    config = CalibrationConfig(epochs=20, batch_size=len(SHOTS), lr=0.05)
+    found = calibrate(decoder, TASK, SHOTS, extract(decoder, TASK, SHOTS), config)
+    assert found.history[-1] < found.history[0] - 0.1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

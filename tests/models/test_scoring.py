@@ -1,0 +1,261 @@
+import warnings
+from functools import cache
+
+import pytest
+import torch
+
+from i2cl.core.edits import LinearEdit
+from i2cl.errors import I2CLError
+from i2cl.models.batching import TruncationWarning
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Questions, ScoringWarning, label_tokens, score
+from i2cl.tasks import Task, Template
+from tiny import CASES, tiny_model, tiny_tokenizer
+
+FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom"]
+SLIDING = ["gemma3_text", "gpt_neo", "mistral-sliding", "olmo3", "qwen2-sliding"]
+TEMPLATE = Template("Review: {text}\nSentiment:{label}")
+LABELS = ("positive", "negative")
+TEXTS = ("a warm film", "dull", "a dull and lifeless film, " * 3, "where is the longest river", "dull")
+SHOWN = "Review: funny\nSentiment:positive\n"
+
+
+@cache
+def decoder_of(case):
+    model_type, overrides = CASES[case]
+    return Decoder(tiny_model(model_type, **overrides), tiny_tokenizer(), name=case)
+
+
+def encode(text):
+    return tuple(tiny_tokenizer()(text)["input_ids"])
+
+
+def direct(decoder, text, label, *, full, before=""):
+    """The label's log-probability from the logits of one unpadded row."""
+    prompt = encode(before + TEMPLATE.query(text))
+    whole = encode(before + TEMPLATE.query(text) + TEMPLATE.continuation(label))
+    assert whole[: len(prompt)] == prompt
+    with torch.no_grad():
+        logits = decoder.model(torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
+    places = range(len(prompt), len(whole) if full else len(prompt) + 1)
+    return sum(logits[place - 1, whole[place]] for place in places)
+
+
+@cache
+def expected(decoder, *, full, texts=TEXTS, before="", labels=LABELS):
+    rows = [[direct(decoder, text, label, full=full, before=before) for label in labels] for text in texts]
+    return torch.tensor(rows)
+
+
+def questions(decoder, scoring="auto", labels=LABELS):
+    return Questions(decoder, Task("films", tuple(labels), TEMPLATE), scoring)
+
+
+def scores(decoder, scoring="auto", texts=TEXTS, **arguments):
+    asked = questions(decoder, scoring)
+    return score(decoder, asked.queries(texts), asked.labels, **arguments)
+
+
+def close(actual, wanted):
+    return torch.allclose(actual, wanted, rtol=1e-5, atol=2e-5)
+
+
+@pytest.fixture(params=[False, True], ids=["first_token", "full"])
+def full(request):
+    return request.param
+
+
+def kind(full):
+    return "full" if full else "first_token"
+
+
+@pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
+def test_scores_are_those_of_the_plain_model_row_by_row(case, full):
+    decoder = decoder_of(case)
+    assert close(scores(decoder, kind(full)), expected(decoder, full=full))
+
+
+@pytest.mark.parametrize(("budget", "side"), [(1, "left"), (40, "right"), (10**6, "left")])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_padding_side_and_batching_change_nothing(case, side, budget, full):
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, side
+    decoder = Decoder(decoder_of(case).model, tokenizer, token_budget=budget)
+    assert close(scores(decoder, kind(full)), expected(decoder_of(case), full=full))
+    assert tokenizer.padding_side == side
+
+
+def test_order_of_texts_changes_nothing(full):
+    decoder = decoder_of("llama")
+    backwards = scores(decoder, kind(full), TEXTS[::-1])
+    assert close(backwards.flip(0), scores(decoder, kind(full)))
+
+
+def test_no_texts(full):
+    assert scores(decoder_of("llama"), kind(full), ()).shape == (0, 2)
+
+
+def test_progress_counts_every_query_once(full):
+    done = []
+    scores(decoder_of("llama"), kind(full), progress=done.append)
+    assert sum(done) == pytest.approx(len(TEXTS))
+
+
+def test_scores_are_float32_whatever_the_model_is():
+    decoder = Decoder(tiny_model("llama", dtype=torch.bfloat16), tiny_tokenizer())
+    found = scores(decoder)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, scores(decoder_of("llama")), atol=0.3)
+
+
+# The prefix cache
+
+
+@pytest.mark.parametrize(
+    ("case", "edited"),
+    [*((case, False) for case in (*FAMILIES, *SLIDING)), ("gpt2", True), ("gemma2", True), ("falcon", True)],
+)
+def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, full, edited):
+    decoder = decoder_of(case)
+    shown = encode(SHOWN)
+    assert len(shown) > 8  # longer than the sliding windows
+    labels = label_tokens(decoder, TEMPLATE, LABELS, kind(full))
+    queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
+    prefix = decoder.prefix(shown)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in prefix.cache.layers]
+    edit = None
+    if edited:  # (0, 1) runs the hooks and changes nothing
+        coefficients = torch.tensor([0.0, 1.0]).expand(decoder.layers, 2, 2)
+        edit = LinearEdit(torch.ones(decoder.layers, 2, decoder.d_model), coefficients)
+    found = score(decoder, queries, labels, prefix=prefix, edit=edit)
+    assert close(found, expected(decoder, full=full, before=SHOWN))
+    for layer, (keys, values) in zip(prefix.cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["whole", "kept"])
+@pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
+def test_a_prefix_that_holds_all_tokens_in_every_layer(case, kept):
+    decoder = decoder_of(case)
+    labels = label_tokens(decoder, TEMPLATE, LABELS)
+    queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
+    prefix = decoder.prefix(encode(SHOWN), whole=True)
+    if kept:
+        prefix = prefix.kept_at(tuple(range(len(prefix.ids))))
+    assert close(score(decoder, queries, labels, prefix=prefix), expected(decoder, full=False, before=SHOWN))
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "falcon", "opt"])
+def test_an_edited_prefix_is_the_beginning_of_an_edited_prompt(case):
+    decoder = decoder_of(case)
+    labels = label_tokens(decoder, TEMPLATE, LABELS)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
+    edit = LinearEdit(values, torch.tensor([0.3, 0.8]).expand(decoder.layers, 2, 2))
+    queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
+    shown = encode(SHOWN)
+    found = score(decoder, queries, labels, edit=edit, prefix=decoder.prefix(shown, edit=edit))
+    assert close(found, score(decoder, [shown + query for query in queries], labels, edit=edit))
+    plain_prefix = score(decoder, queries, labels, edit=edit, prefix=decoder.prefix(shown))
+    assert not close(found, plain_prefix)
+
+
+@pytest.mark.parametrize("budget", [1, 10**6])
+def test_batching_behind_a_prefix_changes_nothing(budget, full):
+    decoder = Decoder(decoder_of("gemma2").model, tiny_tokenizer(), token_budget=budget)
+    labels = label_tokens(decoder, TEMPLATE, LABELS, kind(full))
+    queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
+    found = score(decoder, queries, labels, prefix=decoder.prefix(encode(SHOWN)))
+    assert close(found, expected(decoder, full=full, before=SHOWN))
+
+
+# Label tokens
+
+
+def test_labels_are_encoded_as_they_follow_the_prompt():
+    decoder = decoder_of("llama")
+    spaced = Template("Review: {text}\nSentiment: {label}")
+    with pytest.warns(ScoringWarning):
+        found = label_tokens(decoder, spaced, LABELS)
+    assert found.ids == tuple(encode(" " + label) for label in LABELS)
+    assert label_tokens(decoder, TEMPLATE, LABELS).ids == tuple(encode(label) for label in LABELS)
+
+
+def test_labels_that_differ_in_their_first_token_are_scored_by_it():
+    decoder = decoder_of("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = label_tokens(decoder, TEMPLATE, LABELS)
+        forced = label_tokens(decoder, TEMPLATE, LABELS, "full")
+    assert not found.full
+    assert found.room == 0
+    assert found.target(0) == encode("positive")[:1]
+    assert forced.full
+    assert forced.room == max(len(encode(label)) for label in LABELS) - 1
+    assert forced.target(1) == encode("negative")
+
+
+def test_labels_that_share_their_first_token_are_scored_whole():
+    decoder, labels = decoder_of("llama"), ("positive", "poor", "negative")
+    with pytest.warns(ScoringWarning, match="share their first token") as caught:
+        found = label_tokens(decoder, TEMPLATE, labels)
+    assert len(caught) == 1
+    assert found.full
+    queries = questions(decoder, labels=labels).queries(TEXTS)
+    assert close(score(decoder, queries, found), expected(decoder, full=True, labels=labels))
+    with pytest.raises(I2CLError, match="scoring='full'"):
+        label_tokens(decoder, TEMPLATE, labels, "first_token")
+
+
+def test_a_label_that_merges_with_the_prompt_is_refused():
+    template = Template("{text} Senti{label}")
+    assert encode(" Sentiment")[: len(encode(" Senti"))] != encode(" Senti")
+    with pytest.raises(I2CLError, match=r"merges label 'ment' .* before \{label\}"):
+        label_tokens(decoder_of("llama"), template, ("x", "ment"))
+
+
+def test_two_labels_with_the_same_tokens_are_refused():
+    with pytest.raises(I2CLError, match="same tokens"):
+        label_tokens(decoder_of("llama"), TEMPLATE, ("good", "good"))
+
+
+# Queries
+
+
+@pytest.mark.parametrize("text", ["", " \n\t"])
+def test_an_empty_text_is_named(text):
+    decoder = decoder_of("llama")
+    with pytest.raises(I2CLError, match="text 2 is empty"):
+        questions(decoder).queries(["a", text])
+
+
+def test_a_text_that_no_tokenizer_can_take_is_named():
+    decoder = decoder_of("llama")
+    with pytest.raises(I2CLError, match="text 2 holds half a surrogate pair"):
+        questions(decoder).queries(["a", "b \ud83d"])
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "opt"])
+def test_long_texts_leave_room_for_the_label(case, full):
+    model_type, overrides = CASES[case]
+    model = tiny_model(model_type, **overrides, max_position_embeddings=48)
+    decoder = Decoder(model, tiny_tokenizer())
+    assert decoder.max_length == 48
+    labels = label_tokens(decoder, TEMPLATE, LABELS, kind(full))
+    with pytest.warns(TruncationWarning, match="1 of 2") as caught:
+        cut, _ = questions(decoder, kind(full)).queries(["a dull film " * 100, "b"])
+    assert len(caught) == 1
+    room = max(len(encode(label)) for label in LABELS) - 1 if full else 0
+    assert labels.room == room
+    assert 45 - room <= len(cut) <= 48 - room
+    assert cut[-len(encode("\nSentiment:")) :] == encode("\nSentiment:")
+    assert score(decoder, [cut], labels).isfinite().all()
+
+
+def test_no_room_for_any_text_is_an_error():
+    decoder = Decoder(tiny_model("llama", max_position_embeddings=48), tiny_tokenizer())
+    shown = SHOWN * 5
+    needed = len(encode(shown + TEMPLATE.query("")))
+    with pytest.raises(I2CLError, match=f"needs {needed} tokens, but only 48 fit"):
+        questions(decoder).queries(["a"], lambda text: shown + TEMPLATE.query(text))

@@ -1,0 +1,136 @@
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from i2cl.errors import I2CLError
+from i2cl.storage.atomic import new_file, new_folder, require_writable
+
+MARKER = "marker.json"
+OWNED = {MARKER, "data"}
+
+
+def write(path, content="new"):
+    with new_folder(path, OWNED) as fresh:
+        (fresh / MARKER).write_text(str(content))
+        if not isinstance(content, str):
+            raise content
+        (fresh / "data").write_text(content)
+
+
+def contents(path):
+    return {entry.name: entry.read_text() for entry in path.iterdir()}
+
+
+@pytest.mark.parametrize("before", ["nothing", "empty folder", "older", "missing parents"])
+def test_a_new_folder_takes_its_place(tmp_path, before):
+    path = tmp_path / "some" / "where" / "out" if before == "missing parents" else tmp_path / "out"
+    if before == "empty folder":
+        path.mkdir()
+    if before == "older":
+        write(path, "old")
+    write(path)
+    assert contents(path) == {MARKER: "new", "data": "new"}
+    assert [entry.name for entry in path.parent.iterdir()] == ["out"]
+
+
+def test_nothing_is_seen_before_the_end(tmp_path):
+    with new_folder(tmp_path / "out", OWNED) as fresh:
+        (fresh / MARKER).write_text("half")
+        assert not (tmp_path / "out").exists()
+        assert fresh.is_relative_to(tmp_path)  # a rename from another disk could fail half way
+    assert (tmp_path / "out").is_dir()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("older", [True, False])
+def test_an_error_leaves_what_was_there(tmp_path, older, error):
+    path = tmp_path / "out"
+    if older:
+        write(path, "old")
+    with pytest.raises(error):
+        write(path, error)
+    assert contents(tmp_path / "out") == {MARKER: "old", "data": "old"} if older else not path.exists()
+    assert len(list(tmp_path.iterdir())) == older
+
+
+def test_a_failing_rename_puts_the_older_folder_back(tmp_path, monkeypatch):
+    path = tmp_path / "out"
+    write(path, "old")
+    rename = Path.rename
+
+    def failing(self, target):
+        if self.name == "new":
+            raise OSError("no space left")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no space left"):
+        write(path)
+    assert contents(path) == {MARKER: "old", "data": "old"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    path = tmp_path / "out"
+    write(path, "old")
+    (path / "thesis.txt").write_text("mine")
+    with pytest.raises(I2CLError, match=r"out' holds other files \(thesis.txt\)"):
+        write(path)
+    assert contents(path) == {MARKER: "old", "data": "old", "thesis.txt": "mine"}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_file_in_the_way_is_refused(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(I2CLError, match="is a file"):
+        write(tmp_path / "out")
+    with pytest.raises(I2CLError, match="cannot write to"):
+        write(tmp_path / "out" / "deeper")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_the_early_check_writes_nothing(tmp_path):
+    require_writable(tmp_path / "out", OWNED)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def denied(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("i2cl.storage.atomic.tempfile.TemporaryFile", denied)
+    with pytest.raises(I2CLError, match=r"cannot write to .*Permission denied"):
+        require_writable(tmp_path / "out", OWNED)
+
+
+def test_a_new_file_appears_at_the_end_or_not_at_all(tmp_path):
+    path = tmp_path / "some" / "out"
+    with new_file(path) as fresh:
+        fresh.write_text("whole")
+        assert not path.exists()
+    assert contents(path.parent) == {"out": "whole"}
+    with pytest.raises(I2CLError, match="is there already"), new_file(path):
+        pass
+    with pytest.raises(ZeroDivisionError), new_file(path.with_name("half")) as fresh:
+        assert fresh.write_text("half") / 0
+    with pytest.raises(I2CLError, match=r"cannot write .*No space left"), new_file(path.with_name("full")):
+        raise OSError(28, "No space left on device")
+    assert contents(path.parent) == {"out": "whole"}
+
+
+def write_and_fail(path, error):
+    with new_folder(path, frozenset({"a"})) as fresh:
+        (fresh / "a").write_text("new")
+        raise error
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
+    with new_folder(tmp_path / "out", frozenset({"a"})) as fresh:
+        (fresh / "a").write_text("old")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(I2CLError, match=r"No space left on device.*free space"):
+        write_and_fail(tmp_path / "out", full)
+    assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [("a", "old")]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

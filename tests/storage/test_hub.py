@@ -1,0 +1,426 @@
+"""Model cards, the hub's cache, and what a push would upload. Nothing here reaches a network."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import HfApi, ModelCard, constants
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+)
+
+from i2cl.core import artefact
+from i2cl.core.artefact import DESCRIPTION, TENSORS
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.experiments.evaluation import with_metrics
+from i2cl.faces.cli import main
+from i2cl.models.decoder import Decoder
+from i2cl.storage import hub
+from i2cl.storage.atomic import public_name
+from i2cl.storage.card import CARD
+from i2cl.tasks import Example, Task, Template
+from tiny import tiny_model, tiny_tokenizer
+
+TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"), title="Films")
+
+METRICS = {"accuracy": 0.5, "macro_f1": 0.5, "n": 2}
+
+
+def decoder_named(name="somebody/tiny-llama"):
+    return Decoder(tiny_model("llama"), tiny_tokenizer(), name=name)
+
+
+def made(decoder=None, task=TASK, **fields):
+    decoder = decoder or decoder_named()
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
+    coefficients = torch.randn(decoder.layers, 2, 2, generator=generator)
+    context = ContextVector(values, ExtractConfig(separator=False), demonstrations=10)
+    fields = {"settings": {"epochs": 3}, "history": (1.5, 0.25), "seed": 3} | fields
+    return Injection(context, coefficients, task, decoder.base, **fields)
+
+
+def card_of(folder):
+    return ModelCard.load(folder / CARD)
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as done:
+        main([str(argument) for argument in arguments])
+    return done.value.code
+
+
+# The card
+
+
+def test_the_card_tells_what_it_is_and_where_it_came_from(tmp_path):
+    command = "i2cl fit somebody/tiny-llama films.csv --seed 3"
+    made(command=command).save_pretrained(tmp_path / "mood")
+    card = card_of(tmp_path / "mood")
+    assert card.data.base_model == "somebody/tiny-llama"
+    assert card.data.library_name == "i2cl"
+    assert card.data.pipeline_tag == "text-classification"
+    assert "i2cl" in card.data.tags
+    assert card.data.license is None
+    assert card.data.eval_results is None
+    assert 'Injection.from_pretrained("mood")' in card.text
+    assert "i2cl predict mood" in card.text
+    assert "10 demonstrations" in card.text
+    assert "1.500 -> 0.250 nats" in card.text
+    assert "Not measured" in card.text
+    assert f"```console\n{command}\n```" in card.text
+    assert made().base.weights in card.text
+
+
+def test_the_python_of_the_card_runs(tmp_path, monkeypatch, capsys):
+    decoder = decoder_named(str(tmp_path / "base"))
+    decoder.model.save_pretrained(tmp_path / "base")
+    decoder.tokenizer.save_pretrained(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    made(decoder).save_pretrained("mood")
+    snippet = card_of(tmp_path / "mood").text.split("```python\n")[1].split("```")[0]
+    exec(compile(snippet, "card", "exec"), {"__name__": "card"})
+    assert json.loads(capsys.readouterr().out.replace("'", '"'))[0] in TASK.labels
+
+
+def test_metrics_become_the_hubs_results(tmp_path):
+    decoder = decoder_named()
+    queries = [Example("a warm film", 0), Example("dull", 1), Example("lifeless", 1)]
+    injection = with_metrics(made(decoder), decoder, queries)
+    best = injection.predict(decoder, [query.text for query in queries])
+    right = sum(TASK.labels[query.label] == word for query, word in zip(queries, best, strict=True))
+    assert injection.metrics["accuracy"] == pytest.approx(right / 3)
+    injection.save_pretrained(tmp_path / "out")
+    results = {result.metric_type: result for result in card_of(tmp_path / "out").data.eval_results}
+    assert results["accuracy"].metric_value == pytest.approx(right / 3, abs=1e-4)
+    assert results["accuracy"].dataset_split == "test"
+    assert results["f1"].metric_value == pytest.approx(injection.metrics["macro_f1"], abs=1e-4)
+    assert "on 3 rows" in card_of(tmp_path / "out").text
+    assert Injection.from_pretrained(tmp_path / "out").metrics == injection.metrics
+    with pytest.raises(I2CLError, match="no queries"):
+        with_metrics(made(decoder), decoder, [])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a: b",
+        "---",
+        "'quoted\"",
+        "{{ task }}",
+        "# not a heading\nbut two lines",
+        "Größe ☃",
+        "```",
+        "- [x",
+        "yes",
+    ],
+)
+def test_any_name_makes_a_valid_card(tmp_path, name):
+    template = Template(f"{name.replace('{', '').replace('}', '')} ````\n{{text}}\n---\n{{label}}")
+    task = Task(name, (f"{name}1", "- two"), template, title=name)
+    decoder = decoder_named(f"models/{name}")
+    queries = [Example("dull", 1)]
+    injection = made(
+        decoder, task, metrics={"accuracy": 0.5, "macro_f1": 0.5, "n": len(queries)}, command=name
+    )
+    injection.save_pretrained(tmp_path / "out")
+    card = card_of(tmp_path / "out")
+    assert card.data.eval_results[0].dataset_name == name
+    block = re.search(r"^(`{3,})json\n(.*?)\n\1$", card.text, re.DOTALL | re.MULTILINE)
+    assert json.loads(block[2])["labels"] == list(task.labels)
+    assert "````" in block[2]
+    assert len(block[1]) > 4
+    assert next(line for line in card.text.splitlines() if line.startswith("# ")).startswith("# I2CL: ")
+    assert Injection.from_pretrained(tmp_path / "out").task == task.without_data()
+
+
+def test_a_private_path_is_in_no_card(tmp_path):
+    home = tmp_path / "home" / "me" / "llama"
+    home.mkdir(parents=True)
+    made(decoder_named(str(home))).save_pretrained(tmp_path / "out")
+    text = (tmp_path / "out" / CARD).read_text(encoding="utf-8")
+    assert str(tmp_path) not in text
+    assert "--model PATH" in text
+    assert card_of(tmp_path / "out").data.base_model is None  # the hub's model of that name is another
+    assert Injection.from_pretrained(tmp_path / "out").base.name == str(home)  # it is found again here
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("gpt2", "gpt2"),
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("/no/such/folder", "folder"),
+        ("~/models/llama/", "llama"),
+        ("./llama", "llama"),
+        ("here/models/llama", "llama"),
+    ],
+)
+def test_names_that_may_be_published(name, shown):
+    assert public_name(name) == shown
+
+
+def test_a_readme_of_the_users_own_is_not_replaced(tmp_path):
+    (tmp_path / CARD).write_text("mine", encoding="utf-8")
+    with pytest.raises(I2CLError, match=r"other files \(README.md\)"):
+        made().save_pretrained(tmp_path)
+    assert (tmp_path / CARD).read_text(encoding="utf-8") == "mine"
+    made().save_pretrained(tmp_path / "out")
+    made(seed=4).save_pretrained(tmp_path / "out")
+    assert '"seed": 4' in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
+
+
+def test_artefacts_from_before_there_were_cards_load(tmp_path):
+    made(command="i2cl fit", metrics={"accuracy": 1.0, "macro_f1": 1.0, "n": 2}).save_pretrained(
+        tmp_path / "out"
+    )
+    (tmp_path / "out" / CARD).unlink()
+    description = json.loads((tmp_path / "out" / DESCRIPTION).read_text(encoding="utf-8"))
+    del description["metrics"], description["command"]
+    (tmp_path / "out" / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
+    loaded = Injection.from_pretrained(tmp_path / "out")
+    assert loaded.metrics == {}
+    assert loaded.command == ""
+    assert "metrics" not in made().description()  # so that older versions read what has none
+
+
+# The command that makes it again
+
+
+def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [("a warm film", "good"), ("a dull film", "bad")] * 3
+    (tmp_path / "films.jsonl").write_text(
+        "".join(json.dumps({"line": text, "label": label}) + "\n" for text, label in rows), encoding="utf-8"
+    )
+    options = [
+        "--template",
+        r"It's {text}\nSo: {label}",
+        "--text-column",
+        "line",
+        "--shots",
+        "2",
+        "--evaluate",
+        "4",
+    ]
+    options += [
+        "--test",
+        tmp_path / "films.jsonl",
+        "--recipe",
+        "fast",
+        "--set",
+        "passes=2",
+        "--set",
+        "noise=0",
+    ]
+    assert run("fit", "reference", tmp_path / "films.jsonl", "-o", "one", *options, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["n"] == 4
+    first = Injection.from_pretrained("one")
+    words = shlex.split(first.command)
+    assert words[:4] == ["i2cl", "fit", "reference", "films.jsonl"]
+    assert words[words.index("--seed") :][:2] == ["--seed", "0"]
+    assert "--json" not in words
+    assert str(tmp_path) not in first.command
+    assert first.command in (tmp_path / "one" / CARD).read_text(encoding="utf-8")
+    words[words.index("--output") + 1] = "two"
+    assert run(*words[1:]) == 0
+    second = Injection.from_pretrained("two")
+    assert torch.equal(first.coefficients, second.coefficients)
+    assert torch.equal(first.context.values, second.context.values)
+    assert first.metrics == second.metrics
+
+
+def test_evaluate_needs_test_rows(tmp_path, capsys):
+    (tmp_path / "films.csv").write_text("text,label\nwarm,good\ndull,bad\n", encoding="utf-8")
+    arguments = ["fit", "reference", tmp_path / "films.csv", "-o", tmp_path / "out", "--shots", "1"]
+    assert run(*arguments, "--template", "{text}: {label}", "--evaluate", "4") == 2
+    assert "has no test examples" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# Down from the hub
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """A cache as the hub's client leaves it, and no network: main at one commit, the tag v1 at another."""
+    cache = tmp_path / "cache"
+    root = cache / "models--somebody--films"
+    for reference, commit, seed in (("main", "a" * 40, 1), ("v1", "b" * 40, 2)):
+        made(seed=seed).save_pretrained(tmp_path / reference)
+        snapshot = root / "snapshots" / commit
+        (root / "blobs").mkdir(parents=True, exist_ok=True)
+        snapshot.mkdir(parents=True)
+        for file in (tmp_path / reference).iterdir():
+            blob = root / "blobs" / f"{commit[:8]}{file.name.encode().hex()}"
+            blob.write_bytes(file.read_bytes())
+            (snapshot / file.name).symlink_to(Path("..", "..", "blobs", blob.name))
+        (root / "refs").mkdir(exist_ok=True)
+        (root / "refs" / reference).write_text(commit, encoding="utf-8")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+def test_a_cached_repository_is_read_offline(cached):
+    assert Injection.from_pretrained("somebody/films").seed == 1
+    assert Injection.from_pretrained("somebody/films", revision="main").seed == 1
+    assert Injection.from_pretrained("somebody/films", revision="v1").seed == 2
+    assert Injection.from_pretrained("somebody/films", revision="b" * 40).seed == 2
+
+
+def test_what_is_not_cached_is_told(cached, capsys):
+    for name, revision in (("somebody/films", "v2"), ("nobody/films", None), ("not a name!", None)):
+        with pytest.raises(I2CLError, match="no such folder, and the hub says") as told:
+            Injection.from_pretrained(name, revision=revision)
+        assert name in str(told.value)
+        assert (f"at revision {revision!r}" in str(told.value)) == (revision is not None)
+        assert "\n" not in str(told.value)
+    (cached / "models--somebody--films" / "snapshots" / ("a" * 40) / TENSORS).unlink()
+    with pytest.raises(I2CLError, match=r"damaged or missing|the hub says"):
+        Injection.from_pretrained("somebody/films")
+    assert run("predict", "nobody/films", "texts.txt") == 2
+    assert "no injection at 'nobody/films'" in capsys.readouterr().err
+
+
+# Up to the hub
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """What the client was asked for, and the files of every folder it was to upload."""
+    asked = []
+
+    def create_repo(self, repo_id, **options):
+        asked.append(("create_repo", repo_id, options | {"token": self.token}))
+        return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"me/{repo_id}")
+
+    def create_branch(self, repo_id, **options):
+        asked.append(("create_branch", repo_id, options))
+
+    def upload_folder(self, *, repo_id, folder_path, **options):
+        files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
+        asked.append(("upload_folder", repo_id, options | {"files": files}))
+        return SimpleNamespace(commit_url=f"https://huggingface.co/{repo_id}/commit/1")
+
+    monkeypatch.setenv("HF_TOKEN", "stored")
+    for method in (create_repo, create_branch, upload_folder):
+        monkeypatch.setattr(HfApi, method.__name__, method)
+    return asked
+
+
+def test_a_push_uploads_the_artefact_and_its_card(uploads, tmp_path):
+    home = tmp_path / "home" / "llama"
+    home.mkdir(parents=True)
+    injection = made(decoder_named(str(home)))
+    address = injection.push_to_hub(
+        "films", private=True, token="secret", commit_message="First", revision="v1"
+    )
+    assert address == "https://huggingface.co/me/films/commit/1"
+    assert [name for name, *_ in uploads] == ["create_repo", "create_branch", "upload_folder"]
+    assert uploads[0][1:] == ("films", {"private": True, "exist_ok": True, "token": "secret"})
+    assert uploads[1][1:] == ("me/films", {"branch": "v1", "exist_ok": True})
+    _, repository, options = uploads[2]
+    files = options.pop("files")
+    assert (repository, options) == ("me/films", {"commit_message": "First", "revision": "v1"})
+    assert files.keys() == {TENSORS, DESCRIPTION, CARD}
+    assert str(tmp_path).encode() not in b"".join(files.values())
+    (tmp_path / "down").mkdir()
+    for name, content in files.items():
+        (tmp_path / "down" / name).write_bytes(content)
+    loaded = Injection.from_pretrained(tmp_path / "down")
+    assert torch.equal(loaded.coefficients, injection.coefficients)
+    assert loaded.base == replace(injection.base, name="llama")
+    assert 'Injection.from_pretrained("films")' in card_of(tmp_path / "down").text
+    assert "--model PATH" in card_of(tmp_path / "down").text
+
+
+def test_push_on_the_command_line(uploads, tmp_path, capsys):
+    made().save_pretrained(tmp_path / "out")
+    assert run("push", tmp_path / "out", "me/films") == 0
+    assert "Pushed" in capsys.readouterr().out
+    assert uploads[0][2]["private"] is False
+    assert uploads[1][2]["commit_message"] == "I2CL injection for films"
+    assert run("push", tmp_path / "out", "me/films", "--private", "--branch", "v2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["commit"].startswith("https://")
+    assert uploads[-1][2]["revision"] == "v2"
+
+
+def unauthorised(status):
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError("refused", response=response)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (unauthorised(401), "does not know this token: log in with `hf auth login`"),
+        (unauthorised(403), "may not write there"),
+        (unauthorised(500), "try again later"),
+        (OfflineModeIsEnabled("offline"), "OfflineModeIsEnabled"),
+        (HFValidationError("bad\nname"), r"HFValidationError \(bad\)"),
+        (hub._HTTP_ERROR("no route"), "no route"),
+    ],
+    ids=str,
+)
+def test_a_push_that_fails_is_one_line(error, told, tmp_path, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setattr(HfApi, "create_repo", fail)
+    with pytest.raises(I2CLError, match=told):
+        made().push_to_hub("me/films")
+    made().save_pretrained(tmp_path / "out")
+    assert run("push", tmp_path / "out", "me/films") == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert "cannot push to 'me/films'" in printed.err
+
+
+def test_a_name_that_is_none_never_reaches_the_hub(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    made().save_pretrained(tmp_path / "out")
+    for name in ("a/b/c", "no spaces", ""):
+        assert run("push", tmp_path / "out", name) == 2
+        assert "cannot push to" in capsys.readouterr().err
+    assert run("push", tmp_path / "none", "me/films") == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
+def test_nobody_is_logged_in(uploads, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    made().save_pretrained(tmp_path / "out")
+    assert run("push", tmp_path / "out", "me/films") == 2
+    assert "you are not logged in: log in with `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
+    assert uploads == []
+
+
+@pytest.mark.parametrize("metrics", [{"accuracy": None}, {"note": "good"}])
+def test_what_could_not_be_read_again_is_not_written(tmp_path, metrics):
+    described = made(decoder_named("gpt2")).description() | {"metrics": metrics}
+    with pytest.raises(I2CLError, match=r"could not be read again \(metrics"):
+        artefact.write(tmp_path, {}, described, "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_metrics_without_a_number_of_rows(tmp_path):
+    replace(made(decoder_named("gpt2")), metrics={"accuracy": 0.5}).save_pretrained(tmp_path / "out")
+    assert "Accuracy 0.500." in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
+
+
+def test_the_bundled_model_is_none_of_the_hubs(tmp_path):
+    made(decoder_named("reference")).save_pretrained(tmp_path / "out")
+    assert card_of(tmp_path / "out").data.base_model is None
