@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from i2cl import ContextVector, ExtractConfig, Injection, Task
 from i2cl.export.folding import skeleton
 from i2cl.models.checkpoint import INDEX
-from i2cl.models.fingerprint import BaseModel
+from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.tasks import Template
 from shapes import SHAPES
@@ -78,7 +78,7 @@ def write_injection(folder: Path, base: Path) -> None:
         ContextVector(values, ExtractConfig(), demonstrations=10),
         coefficients,
         task,
-        BaseModel(str(base), None, "llama", layers, width, weights="random", tokenizer="random"),
+        ModelIdentity(str(base), None, "llama", layers, width, weights="random", tokenizer="random"),
     ).save_pretrained(folder)
 
 

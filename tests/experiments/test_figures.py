@@ -14,17 +14,17 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 
 from i2cl.errors import I2CLError  # noqa: E402
-from i2cl.experiments.grid import Cell, Experiment, Row, Scale  # noqa: E402
+from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale  # noqa: E402
 from i2cl.experiments.records import Outcome, Record  # noqa: E402
 from i2cl.experiments.report import figures_tsne  # noqa: E402
 from i2cl.experiments.report.figures import FIGURES, save  # noqa: E402
 from i2cl.experiments.report.results import results_of  # noqa: E402
 
 TASKS = ("films", "news", "moods")
-ZERO = Row(name="Zero-shot", method="zero_shot", seeds=1)
-ICL = Row(name="Few-shot (ICL)", method="few_shot")
-I2CL = Row(name="I2CL")
-MOVED = Row(name="Moved", study="move")
+ZERO = GridRow(name="Zero-shot", method="zero_shot", seeds=1)
+ICL = GridRow(name="Few-shot (ICL)", method="few_shot")
+I2CL = GridRow(name="I2CL")
+MOVED = GridRow(name="Moved", study="move")
 COST = {"zero_shot": (4.0, 0), "few_shot": (20.0, 2_000_000), "i2cl": (5.0, 3000)}
 
 
@@ -100,7 +100,7 @@ def ticks(axis):
 
 EVERYTHING = {
     "efficiency": (ZERO, ICL, I2CL),
-    "shots": (ZERO, Row(name="I2CL", shots=(1, 5))),
+    "shots": (ZERO, GridRow(name="I2CL", shots=(1, 5))),
     "bars": (ZERO, ICL, I2CL),
     "matrix": (ZERO, MOVED),
     "vectors": (I2CL,),
@@ -176,7 +176,7 @@ def test_a_row_takes_no_more_seeds_than_it_has():
 
 
 def test_bars_of_a_row_with_several_numbers_of_demonstrations():
-    (axes,) = drawn("bars", results(Row(name="I2CL", shots=(1, 5)), tasks=("films",))).axes
+    (axes,) = drawn("bars", results(GridRow(name="I2CL", shots=(1, 5)), tasks=("films",))).axes
     assert ticks(axes.yaxis) == ["I2CL, 1 per class", "I2CL, 5 per class"]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([61 + 5 / 3, 65 + 5 / 3])
     assert axes.get_xlabel() == "accuracy on films (%)"
@@ -212,7 +212,7 @@ def test_points_of_a_line_are_means_over_the_same_tasks():
 
 
 def test_no_shots_without_a_row_of_several():
-    assert FIGURES["shots"](results(ZERO, I2CL, Row(name="five", shots=(5,))), {}) is None
+    assert FIGURES["shots"](results(ZERO, I2CL, GridRow(name="five", shots=(5,))), {}) is None
     row = I2CL.model_copy(update={"shots": (1, 5)})
     apart = results(row, keep=lambda cell: (cell.task, cell.shots) in {("films", 1), ("news", 5)})
     assert FIGURES["shots"](apart, {}) is None
@@ -235,7 +235,7 @@ def test_efficiency_has_a_point_and_a_name_for_each_row_in_both_panels():
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_names_do_not_overlap(step):
     """Twelve methods on one spot, close together, and further apart."""
-    rows = tuple(Row(name=f"A method of number {n}", options={"n": n}) for n in range(12))
+    rows = tuple(GridRow(name=f"A method of number {n}", options={"n": n}) for n in range(12))
     found = results(*rows, seeds=1, tasks=("films",))
     moved = [
         one.model_copy(

@@ -7,7 +7,7 @@ from importlib import resources
 import pytest
 
 from i2cl import I2CLError
-from i2cl.experiments.grid import Cell, Experiment, Row, Scale, spread
+from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale, spread
 from i2cl.experiments.library import ORDER, load_experiment
 from i2cl.experiments.printed import printed_tables
 from i2cl.methods import METHODS, make_methods
@@ -15,10 +15,10 @@ from i2cl.methods import METHODS, make_methods
 TASKS = ("a", "b", "c")
 BASE = Cell(model="m", task="")
 ROWS = (
-    Row(name="Zero-shot", method="zero_shot", seeds=1),
-    Row(name="I2CL", shots=(1, 5)),
-    Row(name="Moved", study="move"),
-    Row(name="Transferred", study="transfer"),
+    GridRow(name="Zero-shot", method="zero_shot", seeds=1),
+    GridRow(name="I2CL", shots=(1, 5)),
+    GridRow(name="Moved", study="move"),
+    GridRow(name="Transferred", study="transfer"),
 )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from i2cl.errors import I2CLError
-from i2cl.experiments.grid import Cell, Experiment, Row, Scale
+from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
 from i2cl.experiments.printed import PrintedRow, PrintedTable, printed_for
 from i2cl.experiments.records import Outcome, Record
 from i2cl.experiments.report.document import FIGURES, build
@@ -30,7 +30,7 @@ def experiment(rows=("Zero-shot", "I2CL"), *, seeds=3, **fields):
     made = [
         row
         if isinstance(row, Row)
-        else Row(name=row, method=METHODS[row], seeds=1 if row == "Zero-shot" else None)
+        else GridRow(name=row, method=METHODS[row], seeds=1 if row == "Zero-shot" else None)
         for row in rows
     ]
     fields = {"views": ("tasks", "average", "comparison", "cost"), "title": "Trial", **fields}
@@ -233,7 +233,7 @@ def test_many_tasks_are_lines():
 def test_demonstrations_per_class():
     made = [record("i2cl", "sst2", 0, answers, shots=shots) for shots, answers in ((1, "1000"), (5, "1110"))]
     made.append(record("zero_shot", "sst2", 0, "1100"))
-    rows = ("Zero-shot", Row(name="I2CL", shots=(1, 5)))
+    rows = ("Zero-shot", GridRow(name="I2CL", shots=(1, 5)))
     asked = experiment(rows, seeds=1, views=("shots", "tasks"))
     assert texts(table("shots", asked, made)) == {"Zero-shot": ["50.0", "50.0"], "I2CL": ["25.0", "75.0"]}
     assert list(texts(table("tasks", asked, made))) == ["Zero-shot", "I2CL, 1 per class", "I2CL, 5 per class"]
@@ -245,7 +245,7 @@ def test_moved_rows_have_a_matrix_and_stay_out_of_other_tables():
         for place, task in enumerate(("sst2", "trec")):
             answers = "1" * (1 + 2 * number + place) + "0" * 6
             made.append(record("i2cl", task, 0, answers[:10].ljust(10, "0"), study="move", sources=(source,)))
-    rows = ("Zero-shot", "I2CL", Row(name="Moved", study="move"))
+    rows = ("Zero-shot", "I2CL", GridRow(name="Moved", study="move"))
     asked = experiment(rows, views=("tasks", "comparison", "matrix"))
     assert list(texts(table("tasks", asked, made))) == ["Zero-shot", "I2CL"]
     found = table("matrix", asked, made)
@@ -490,7 +490,7 @@ def test_a_transfer_from_more_tasks_counts():
         record("i2cl", "sst2", 0, answers, study="transfer", sources=sources)
         for answers, sources in (("10", ("a",)), ("11", ("a", "b")))
     )
-    row = Row(name="I2CL", study="transfer")
+    row = GridRow(name="I2CL", study="transfer")
     for made in ([some, more], [more, some]):
         assert texts(table("tasks", experiment([row], seeds=1), made))["I2CL"] == ["100.0"]
 

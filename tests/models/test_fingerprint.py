@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from i2cl.errors import I2CLError
-from i2cl.models.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerprint
+from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, weights_fingerprint
 from tiny import tiny_model, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom"]
-BASE = BaseModel("here", None, "llama", 2, 32, "aa", "bb")
+BASE = ModelIdentity("here", None, "llama", 2, 32, "aa", "bb")
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -71,10 +71,10 @@ def test_name_and_revision_do_not_count():
 
 
 def test_dictionary_roundtrip():
-    assert BaseModel.from_dict(asdict(BASE)) == BASE
+    assert ModelIdentity.from_dict(asdict(BASE)) == BASE
 
 
 @pytest.mark.parametrize("fields", [{}, asdict(BASE) | {"extra": 1}])
 def test_wrong_fields_are_refused(fields):
     with pytest.raises(I2CLError, match="base_model entry is malformed"):
-        BaseModel.from_dict(fields)
+        ModelIdentity.from_dict(fields)

@@ -13,7 +13,7 @@ from torch import Tensor
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.edits import Positions
 from i2cl.errors import I2CLError
-from i2cl.models.fingerprint import BaseModel
+from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.scoring import Scoring
 from i2cl.storage.atomic import public_name
 from i2cl.storage.card import CARD, model_card
@@ -59,7 +59,7 @@ class Stored(pydantic.BaseModel):
             I2CLError: if they have other shapes than described.
         """
         values, coefficients = tensors["context_vector"], tensors["coefficients"]
-        base = BaseModel.from_dict(self.base_model)
+        base = ModelIdentity.from_dict(self.base_model)
         sites = 1 if self.extraction.site == "hidden" else 2
         shape = (base.layers, sites, base.d_model)
         if values.shape != shape or coefficients.shape != (base.layers, sites, 2):

@@ -15,7 +15,7 @@ from i2cl.core.context import ContextVector
 from i2cl.core.edits import LinearEdit, Positions
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
-from i2cl.models.fingerprint import BaseModel
+from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.scoring import Progress, Questions, Scoring
 from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
@@ -51,7 +51,7 @@ class Injection:
     context: ContextVector
     coefficients: Float[Tensor, "layers sites 2"]
     task: Task
-    base: BaseModel
+    base: ModelIdentity
     positions: Positions = "all"
     scoring: Scoring = "auto"
     seed: int = 0
@@ -96,7 +96,7 @@ class Injection:
         """The most probable label word of each text."""
         return [self.task.labels[best] for best in self.scores(decoder, texts).argmax(-1).tolist()]
 
-    def require_base(self, decoder: Decoder | BaseModel, *, force: bool = False) -> None:
+    def require_base(self, decoder: Decoder | ModelIdentity, *, force: bool = False) -> None:
         """Refuse a decoder that is not the one this was made on.
 
         The same checkpoint in another dtype is that one. Where it is quantized in another way, a

@@ -76,7 +76,7 @@ class Cell(_Frozen):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Row(_Frozen):
+class GridRow(_Frozen):
     """One row of a table, or one line or group of bars of a figure.
 
     Attributes:
@@ -158,7 +158,7 @@ class Experiment(_Frozen):
     paper: str = "-"
     measures: str
     tasks: Literal["all"] | tuple[str, ...] = "all"
-    rows: tuple[Row, ...] = Field(min_length=1)
+    rows: tuple[GridRow, ...] = Field(min_length=1)
     views: tuple[View, ...] = ("tasks", "comparison")
     printed: str | None = None
     full: Scale = Scale()

@@ -16,7 +16,7 @@ from i2cl.export.golden import Golden
 from i2cl.export.sources import Source, from_files, from_memory
 from i2cl.models.checkpoint import INDEX
 from i2cl.models.decoder import Decoder
-from i2cl.models.fingerprint import BaseModel, tokenizer_fingerprint
+from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint
 from i2cl.storage.atomic import new_folder, require_writable
 
 PATTERN = "model{suffix}.safetensors"
@@ -120,11 +120,11 @@ def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
     return shard
 
 
-def base_of(source: Decoder | str | Path, found: Source, folding: Folding) -> BaseModel:
+def base_of(source: Decoder | str | Path, found: Source, folding: Folding) -> ModelIdentity:
     """Which model an opened source is."""
     if isinstance(source, Decoder):
         return source.base
-    return BaseModel(
+    return ModelIdentity(
         name=str(source),
         revision=None,
         model_type=found.config.model_type,

@@ -19,12 +19,12 @@ from i2cl.core.edits import Positions
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
-from i2cl.models import fingerprint
 from i2cl.models.decoder import Decoder
+from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.training import StepProgress
 from i2cl.tasks import Example, Task
 
-Weights = tuple[tuple[int, float], ...]
+AnchorWeights = tuple[tuple[int, float], ...]
 """Index of each related anchor, ascending, with its weight. The weights sum to one."""
 
 
@@ -55,7 +55,7 @@ class Transferred:
 
     injection: Injection
     first: Injection
-    weights: Weights
+    weights: AnchorWeights
 
 
 def similarity(one: Injection, other: Injection) -> float:
@@ -76,7 +76,9 @@ def similarity(one: Injection, other: Injection) -> float:
     return float(torch.nn.functional.cosine_similarity(rows[0], rows[1], dim=0))
 
 
-def related(new: Injection, anchors: Sequence[Injection], config: TransferConfig | None = None) -> Weights:
+def related(
+    new: Injection, anchors: Sequence[Injection], config: TransferConfig | None = None
+) -> AnchorWeights:
     """The anchors whose cosine with the new task exceeds the threshold, weighted by softmax(cosine / tau).
 
     This is the equation of the paper's text. Its algorithm box closes a parenthesis early and divides the
@@ -147,7 +149,7 @@ def transfer(
 
 
 def _average(
-    anchors: Sequence[Injection], weights: Weights
+    anchors: Sequence[Injection], weights: AnchorWeights
 ) -> tuple[ContextVector, Float[Tensor, "layers sites 2"]]:
     context = ContextVector.mean([anchors[index].context for index, _ in weights], [w for _, w in weights])
     coefficients = torch.stack([weight * anchors[index].coefficients for index, weight in weights]).sum(0)
@@ -155,7 +157,7 @@ def _average(
 
 
 def _require_alike(
-    anchors: Sequence[Injection], base: fingerprint.BaseModel, writers: Writers, positions: Positions
+    anchors: Sequence[Injection], base: ModelIdentity, writers: Writers, positions: Positions
 ) -> None:
     for number, anchor in enumerate(anchors, start=1):
         what = f"anchor {number} ({anchor.task.name!r})"
@@ -167,7 +169,7 @@ def _require_alike(
             )
 
 
-def _require_first(first: Injection, task: Task, base: fingerprint.BaseModel, positions: Positions) -> None:
+def _require_first(first: Injection, task: Task, base: ModelIdentity, positions: Positions) -> None:
     what = f"the first injection ({first.task.name!r})"
     _require_base(what, first, base)
     if (first.task.labels, first.task.template) != (task.labels, task.template):
@@ -178,7 +180,7 @@ def _require_first(first: Injection, task: Task, base: fingerprint.BaseModel, po
         )
 
 
-def _require_base(what: str, injection: Injection, base: fingerprint.BaseModel) -> None:
+def _require_base(what: str, injection: Injection, base: ModelIdentity) -> None:
     difference = injection.base.difference(base)
     if difference:
         raise I2CLError(

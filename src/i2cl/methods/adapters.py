@@ -31,7 +31,7 @@ FEED_FORWARD = ("down_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.c_proj")
 
 
 @dataclass(frozen=True)
-class Adapter:
+class TrainedAdapter:
     """A trained adapter: what kind, and its tensors."""
 
     config: "PeftConfig"
@@ -80,7 +80,7 @@ def fit_adapter(
     config: "PeftConfig",
     training: TrainConfig,
     seed: int,
-) -> Adapter:
+) -> TrainedAdapter:
     """Train an adapter to predict the demonstrations' labels after their queries.
 
     Raises:
@@ -103,7 +103,7 @@ def fit_adapter(
         train(parameters, loss, batches, training, dtype=decoder.model.dtype)
         state = get_peft_model_state_dict(wearing.model)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-        return Adapter(config, kept, wearing.virtual_tokens)
+        return TrainedAdapter(config, kept, wearing.virtual_tokens)
 
 
 @contextmanager

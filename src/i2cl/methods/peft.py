@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.methods.adapters import Adapter, adapted, fit_adapter
+from i2cl.methods.adapters import TrainedAdapter, adapted, fit_adapter
 from i2cl.methods.base import Method
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
@@ -62,7 +62,7 @@ class AdapterPredictor:
 
     decoder: Decoder
     task: Task
-    adapter: Adapter
+    adapter: TrainedAdapter
     held_out: ClassVar[int] = 0
 
     @property

@@ -16,7 +16,7 @@ from i2cl.models.architectures import Architecture, architecture_of
 from i2cl.models.batching import Batch, Encoder, Ids, make_batch, run_batches
 from i2cl.models.borrowing import frozen, lock_of
 from i2cl.models.edits import Edit, Keep, Site
-from i2cl.models.fingerprint import BaseModel, tokenizer_fingerprint, weights_fingerprint
+from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, weights_fingerprint
 from i2cl.models.hooks import edit_inputs, edit_outputs
 from i2cl.models.identity import ResidualIdentity, residual_identity
 from i2cl.models.loading import REFERENCE, load_model_and_tokenizer
@@ -140,10 +140,10 @@ class Decoder:
         return self.architecture.writer_scale(self.model.config)
 
     @cached_property
-    def base(self) -> BaseModel:
+    def base(self) -> ModelIdentity:
         """Identity of the model: name, revision, sizes and fingerprints."""
         here = Path(self.name)
-        return BaseModel(
+        return ModelIdentity(
             name=str(here.resolve()) if self.name != REFERENCE and here.is_dir() else self.name,
             revision=self.revision,
             model_type=self.model.config.model_type,

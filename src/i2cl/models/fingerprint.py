@@ -25,7 +25,7 @@ The error of 4-bit codes is about 0.1; that of another checkpoint's weights is a
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class ModelIdentity:
     """The model an injection was made on.
 
     Attributes:
@@ -50,7 +50,7 @@ class BaseModel:
     dtype: str | None = None
     quantization: str | None = None
 
-    def difference(self, other: "BaseModel") -> str | None:
+    def difference(self, other: "ModelIdentity") -> str | None:
         """What sets two base models apart, in words, or None. Name, revision and precision do not count."""
         found = [
             f"{field} {mine!r} and not {theirs!r}"
@@ -60,7 +60,7 @@ class BaseModel:
         return ", ".join(found) or None
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "BaseModel":
+    def from_dict(cls, fields: dict[str, Any]) -> "ModelIdentity":
         """Inverse of ``dataclasses.asdict``.
 
         Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-Change = Callable[[Tensor], Tensor | None]
+Hook = Callable[[Tensor], Tensor | None]
 """Takes a tensor and returns its replacement, or None to leave it (a mere look)."""
 
 KeywordChange = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
@@ -19,7 +19,7 @@ KeywordChange = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
 
 
 @contextmanager
-def edit_outputs(changes: Iterable[tuple[nn.Module, Change]]) -> Iterator[None]:
+def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
     """Replace what each module returns by ``change(output)`` while the block runs.
 
     Modules that return a tuple (attention) have its first element replaced. The change must
@@ -33,7 +33,7 @@ def edit_outputs(changes: Iterable[tuple[nn.Module, Change]]) -> Iterator[None]:
 
 
 @contextmanager
-def edit_inputs(changes: Iterable[tuple[nn.Module, Change]]) -> Iterator[None]:
+def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
     """Replace the first argument of each module by ``change(argument)`` while the block runs.
 
     The argument may be positional or the keyword ``hidden_states``, as transformers passes it.
@@ -62,7 +62,7 @@ def _keyword_hook(change: KeywordChange) -> Callable[..., Any]:
     return hook
 
 
-def _output_hook(change: Change) -> Callable[[nn.Module, Any, Any], Any]:
+def _output_hook(change: Hook) -> Callable[[nn.Module, Any, Any], Any]:
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output
         changed = change(first)
@@ -73,7 +73,7 @@ def _output_hook(change: Change) -> Callable[[nn.Module, Any, Any], Any]:
     return hook
 
 
-def _input_hook(change: Change) -> Callable[..., Any]:
+def _input_hook(change: Hook) -> Callable[..., Any]:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = change(args[0] if args else kwargs["hidden_states"])
         if changed is None:

@@ -13,7 +13,7 @@ class Labelled(Protocol):
         """Class id, counted from 0."""
 
 
-Row = TypeVar("Row", bound=Labelled)
+Item = TypeVar("Item", bound=Labelled)
 
 
 def seeded(seed: int | str) -> Random:
@@ -21,9 +21,9 @@ def seeded(seed: int | str) -> Random:
     return Random(seed)
 
 
-def group_by_label(rows: Sequence[Row], classes: int) -> list[list[Row]]:
+def group_by_label(rows: Sequence[Item], classes: int) -> list[list[Item]]:
     """Rows of each class id 0..classes-1, in their order."""
-    groups: list[list[Row]] = [[] for _ in range(classes)]
+    groups: list[list[Item]] = [[] for _ in range(classes)]
     for row in rows:
         groups[row.label].append(row)
     return groups
@@ -50,7 +50,9 @@ def even_quotas(sizes: Sequence[int], total: int, rng: Random) -> list[int]:
     return quotas
 
 
-def sample_per_class(groups: Sequence[Sequence[Row]], quotas: Sequence[int], rng: Random) -> tuple[Row, ...]:
+def sample_per_class(
+    groups: Sequence[Sequence[Item]], quotas: Sequence[int], rng: Random
+) -> tuple[Item, ...]:
     """`quotas[c]` different rows of every class c, in shuffled order."""
     chosen = [row for group, quota in zip(groups, quotas, strict=True) for row in rng.sample(group, quota)]
     rng.shuffle(chosen)

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from i2cl.experiments.grid import Row
+from i2cl.experiments.grid import GridRow
 from i2cl.experiments.report.results import Results, outcome
 from i2cl.experiments.store import Vectors
 
@@ -66,7 +66,7 @@ class Mean:
 
 
 def mean_over_tasks(
-    results: Results, row: Row, shots: int | None = None, tasks: tuple[str, ...] | None = None
+    results: Results, row: GridRow, shots: int | None = None, tasks: tuple[str, ...] | None = None
 ) -> Mean | None:
     """Mean accuracy of a row, or None where no seed has a result on all of the row's tasks.
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from i2cl.experiments.grid import Row
+from i2cl.experiments.grid import GridRow
 from i2cl.experiments.report.figures_base import (
     COLOURS,
     MARKERS,
@@ -33,7 +33,7 @@ class _Entry:
     """A row with one number of demonstrations, and its mean."""
 
     name: str
-    row: Row
+    row: GridRow
     shots: int | None
     mean: Mean
     colour: str
@@ -124,7 +124,7 @@ def shots(results: Results, vectors: Vectors) -> Figure | None:  # noqa: ARG001 
     return figure
 
 
-def _curve(axes: Axes, results: Results, row: Row, colour: str, marker: str) -> None:
+def _curve(axes: Axes, results: Results, row: GridRow, colour: str, marker: str) -> None:
     held = {
         count: {task for task in results.tasks if results.of(row, task, count)} for count in sorted(row.shots)
     }

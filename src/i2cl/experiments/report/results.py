@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Bool
 
-from i2cl.experiments.grid import Experiment, Row
+from i2cl.experiments.grid import Experiment, GridRow
 from i2cl.experiments.records import Outcome, Record
 
 
@@ -41,12 +41,12 @@ class Results:
     left_out: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[GridRow, ...]:
         """Rows with any result."""
         return tuple(row for row in self.experiment.rows if any(row.holds(one.cell) for one in self.records))
 
     @property
-    def default(self) -> Row | None:
+    def default(self) -> GridRow | None:
         """The row that others are tested against: "I2CL", if it is there."""
         return next((row for row in self.rows if row.name == "I2CL"), None)
 
@@ -66,7 +66,7 @@ class Results:
                     kept[row.name, cell.task, cell.shots][cell.seed, source] = record
         return {place: [found[one] for one in sorted(found)] for place, found in kept.items()}
 
-    def of(self, row: Row, task: str, shots: int | None = None) -> list[Record]:
+    def of(self, row: GridRow, task: str, shots: int | None = None) -> list[Record]:
         """Records of a row on a task, in the order of seeds; one per seed, and per source where it moves.
 
         Args:

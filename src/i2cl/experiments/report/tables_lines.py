@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from i2cl.errors import I2CLError
-from i2cl.experiments.grid import Row, Scale, spread
+from i2cl.experiments.grid import GridRow, Scale, spread
 from i2cl.experiments.printed import PrintedTable, printed_for
 from i2cl.experiments.records import Record
 from i2cl.experiments.report.results import Results, outcome, right
@@ -36,7 +36,7 @@ class Line:
     place: int
     shots: int | None
     source: str | None
-    row: Row = field(compare=False)  # its options cannot be hashed
+    row: GridRow = field(compare=False)  # its options cannot be hashed
 
     @property
     def name(self) -> str:

@@ -41,7 +41,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     Args:
         model: ``"reference"``, a folder or a hub id, loaded once a process; or a `Decoder`, which clones
-            share; or a `BaseModel`, which names one and says what its fingerprint has to be.
+            share; or a `ModelIdentity`, which names one and says what its fingerprint has to be.
         template: prompt format with ``{text}`` and ``{label}`` at its end, or a `Template`.
         labels: the word that the model is to say for each class. Default: the class names themselves,
             where they are strings.

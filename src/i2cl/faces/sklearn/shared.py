@@ -8,10 +8,10 @@ from weakref import WeakValueDictionary
 
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
-from i2cl.models.fingerprint import BaseModel
+from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.loading import REFERENCE
 
-ModelSource = str | Path | BaseModel | Decoder
+ModelSource = str | Path | ModelIdentity | Decoder
 """A name or folder; one with the fingerprint that it has to have; or the model itself."""
 
 _Key = tuple[str, str | None, str | None, str | None, tuple[Any, ...]]
@@ -28,7 +28,7 @@ def find_decoder(source: ModelSource, *, dtype: str | None, device: str | None) 
     """
     if isinstance(source, Decoder):
         return source
-    base = source if isinstance(source, BaseModel) else None
+    base = source if isinstance(source, ModelIdentity) else None
     name, revision = (base.name, base.revision) if base else (source, None)
     if not isinstance(name, str | Path):
         raise I2CLError(f"model is a {type(name).__name__}: give a name, a folder or a Decoder")
