@@ -42,6 +42,8 @@ class Program:
         self._folder = TemporaryDirectory()
         self.out = out or Path(self._folder.name) / "out"
         self.err = Path(self._folder.name) / "err"
+        for path in (self.out, self.err):
+            path.exists() or path.touch()
         with patch.dict(os.environ, environment()):
             forkserver.ensure_running()
             known = dict(os.environ) | variables
