@@ -119,7 +119,7 @@ def test_labels_that_do_not_fit_the_rows(refused, home, tmp_path):
 
 
 WRONG = {
-    "unknown task": (["fit", "{model}", "sst3", "-o", "{new}"], "did you mean sst"),
+    "unknown task": (["fit", "{model}", "sst3", "-o", "{new}"], "did you mean 'sst"),
     "no such file": (["fit", "{model}", "none.jsonl", "-o", "{new}"], "does not exist"),
     "unknown method": (["eval", "{model}", "synthetic", "--method", "zero_shto"], "did you mean 'zero_shot'"),
     "unknown option": (
@@ -336,7 +336,7 @@ def test_ctrl_c_is_the_same_in_every_version_of_typer(call, monkeypatch, error):
 
 TOLD = """
 import signal, sys
-from i2cl.cli import console, main
+from i2cl.faces.cli import console, main
 signal.signal(signal.SIGINT, signal.default_int_handler)
 epoch = console.Bar.epoch
 def told(*arguments):

@@ -19,7 +19,7 @@ import pydantic
 from filelock import FileLock, Timeout
 from safetensors.numpy import load_file, save_file
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, first_problem, needs
 from i2cl.experiments.records import Record
 from i2cl.storage.atomic import new_folder
 
@@ -224,7 +224,7 @@ def _by_key(lines: list[bytes], path: Path) -> dict[str, Record]:
             record = Record.model_validate_json(line)
         except pydantic.ValidationError as error:
             raise I2CLError(
-                f"line {number} of the store {str(path)!r} cannot be read ({error.errors()[0]['msg']}): "
+                f"line {number} of the store {str(path)!r} cannot be read ({first_problem(error)}): "
                 "remove that line, its cell is then run again"
             ) from None
         records[record.key] = record
@@ -243,8 +243,7 @@ def save_vectors(folder: Path, key: str, tensors: Mapping[str, np.ndarray]) -> N
 
 
 def _duckdb() -> Any:
-    try:
-        import duckdb
-    except ImportError:
-        raise I2CLError("packed stores need the package duckdb: pip install 'i2cl[experiments]'") from None
+    needs("a packed store", "experiments", "duckdb")
+    import duckdb
+
     return duckdb

@@ -1,6 +1,5 @@
 """The shape of a task TOML: the bundled ones and a user's own follow the same schema."""
 
-import difflib
 import tomllib
 from pathlib import Path
 from typing import Annotated, NoReturn, Self
@@ -8,7 +7,7 @@ from typing import Annotated, NoReturn, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, did_you_mean
 from i2cl.tasks.files import decode_utf8, read_bytes
 from i2cl.tasks.template import Template
 from i2cl.tasks.types import Example, Task
@@ -123,11 +122,8 @@ def _raise_first(error: ValidationError, source: str) -> NoReturn:
 def _explain(detail: ErrorDetails, name: str) -> str:
     if detail["type"] == "extra_forbidden":
         known = _known_fields(detail["loc"])
-        close = difflib.get_close_matches(str(detail["loc"][-1]), known, n=2)
-        hint = (
-            f"did you mean {' or '.join(close)}?" if close else f"remove it or use one of {', '.join(known)}"
-        )
-        return f"unknown field {name!r}: {hint}"
+        hint = did_you_mean(str(detail["loc"][-1]), known)
+        return f"unknown field {name!r}: {hint}remove it or use one of {', '.join(known)}"
     if detail["type"] == "missing":
         return f"field {name!r} is missing: add it"
     if detail["type"] == "model_type":
