@@ -151,7 +151,7 @@ WRONG = {
     "no such model": ([*fit(Path("{}"), model="./none"), "-o", "{new}"], "'./none' does not exist"),
     "no such artefact": (["predict", "./none/at/all", "{films}"], "no injection at"),
     "a model is no artefact": (["predict", "{model}", "{films}"], "it has no injection.json"),
-    "no such texts": (["predict", "{artefact}", "none.txt"], "cannot read 'none.txt'"),
+    "no such texts": (["predict", "{artefact}", "none.txt"], "none.txt does not exist"),
 }
 
 
@@ -173,10 +173,10 @@ def test_a_device_that_does_not_exist(refused, home, tmp_path):
 
 TEXTS = {
     "empty file": ("t.txt", b"", "is empty"),
-    "empty text": ("t.txt", b"one\n\ntwo\n", "text 2 is empty"),
+    "empty text": ("t.txt", b"one\n\ntwo\n", "line 2: the text is empty"),
     "not UTF-8": ("t.txt", b"caf\xe9\n", "line 1 is not UTF-8"),
-    "no such column": ("t.csv", b"a,b\n1,2\n", "has no column 'text'"),
-    "bad JSON": ("t.jsonl", b"{\n", "line 1 is no JSON"),
+    "no such column": ("t.csv", b"a,b\n1,2\n", "no text column 'text'"),
+    "bad JSON": ("t.jsonl", b"{\n", "line 1: bad JSON"),
 }
 
 

@@ -218,7 +218,7 @@ def test_the_output_file_appears_only_when_complete(call, home, tmp_path):
     (tmp_path / "out.tsv").write_text("before", encoding="utf-8")
     code, out, err = call("predict", home / "artefact", path, "--chunk", "1", "-o", tmp_path / "out.tsv")
     assert (code, out) == (2, "")
-    assert "text 3 is empty" in err
+    assert "line 3: the text is empty" in err
     assert (tmp_path / "out.tsv").read_text(encoding="utf-8") == "before"
     assert listed(tmp_path) == ["out.tsv", "texts.txt"]
 

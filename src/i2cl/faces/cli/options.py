@@ -7,7 +7,7 @@ import typer
 
 Model = Annotated[str, typer.Argument(help="'reference' (bundled), a model folder, or a hub id.")]
 TaskName = Annotated[
-    str, typer.Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL or TOML file.")
+    str, typer.Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON or TOML file.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Seed = Annotated[int, typer.Option(help="Seed of demonstrations, calibration and everything random.")]

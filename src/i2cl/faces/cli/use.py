@@ -14,7 +14,7 @@ from i2cl.errors import I2CLError
 from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.share import command_line
 from i2cl.faces.stream.outputs import Output, header_line, source_state, written
-from i2cl.tasks.streams import TextFormat
+from i2cl.tasks.rows import RowFormat
 from i2cl.version import __version__
 
 if TYPE_CHECKING:
@@ -132,13 +132,15 @@ def _show_fit(injection: "Injection", output: Path, model: str, seconds: float, 
 
 def predict(
     artefact: Annotated[str, typer.Argument(help="Folder made by `i2cl fit`, or a hub id.")],
-    source: Annotated[str, typer.Argument(help="Texts one a line, or CSV, TSV, JSONL; - reads stdin.")] = "-",
+    source: Annotated[
+        str, typer.Argument(help="Texts one a line, or CSV, TSV, JSONL, JSON; - reads stdin.")
+    ] = "-",
     model: Annotated[str | None, typer.Option(help="Base model; default: the one it was made on.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write here, and not to stdout.")
     ] = None,
     text_format: Annotated[
-        TextFormat | None, typer.Option("--format", help="Default: by the file's ending, else lines.")
+        RowFormat | None, typer.Option("--format", help="Default: by the file's ending, else lines.")
     ] = None,
     text_column: options.TextColumn = "text",
     force: Annotated[bool, typer.Option("--force", help="Accept another model of the same shape.")] = False,

@@ -15,7 +15,7 @@ from typing import IO, Any
 from i2cl.errors import I2CLError
 from i2cl.storage.atomic import write_errors
 from i2cl.storage.journal import Journal, only_writer
-from i2cl.tasks.streams import TextError
+from i2cl.tasks.rows import RowError
 
 _NO_BREAKS = str.maketrans("\t\r\n", "   ")
 
@@ -68,7 +68,7 @@ def written(
     """stdout, or a file that appears under its name only when the block ends without an error.
 
     What is no regular file, such as /dev/null or a pipe, is written to and not replaced. After an error the
-    rows are kept, unless it was a `TextError`: the texts have to change then, and the rows with them.
+    rows are kept, unless it was a `RowError`: the texts have to change then, and the rows with them.
 
     Args:
         path: the file; None for stdout.
@@ -120,7 +120,7 @@ def _growing(
             rows_file.replace(path)
             note.unlink(missing_ok=True)
     except BaseException as error:
-        if isinstance(error, TextError) or not (output.resumes and output.rows):
+        if isinstance(error, RowError) or not (output.resumes and output.rows):
             _discard(rows_file, note)
         raise
 
