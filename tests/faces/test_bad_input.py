@@ -58,20 +58,6 @@ def fit(home, *more, model=None, task=None):
 
 
 @pytest.fixture
-def call(capsys):
-    """Run a command; its exit code, stdout and stderr."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return stop.value.code, told.out, told.err
-
-    return run
-
-
-@pytest.fixture
 def refused(call, tmp_path):
     """Run a command that must fail in one line and leave every file as it was; returns the line."""
 
