@@ -29,7 +29,7 @@ METHODS = {"Zero-shot": "zero_shot", "Few-shot (ICL)": "few_shot", "ICV": "icv",
 def experiment(rows=("Zero-shot", "I2CL"), *, seeds=3, **fields):
     made = [
         row
-        if isinstance(row, Row)
+        if isinstance(row, GridRow)
         else GridRow(name=row, method=METHODS[row], seeds=1 if row == "Zero-shot" else None)
         for row in rows
     ]

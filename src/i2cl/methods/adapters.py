@@ -53,15 +53,16 @@ class AdaptedDecoder(Decoder):
     """
 
     def __init__(self, bare: Decoder, model: Any, virtual_tokens: int = 0) -> None:
-        """Run ``model``, a PeftModel around the bare decoder's own, which has what it lacks itself."""
+        """Run ``model``, a PeftModel around the bare decoder's own."""
         super().__init__(
-            model,
+            bare.model,
             bare.tokenizer,
             architecture=bare.architecture,
             name=bare.name,
             revision=bare.revision,
             token_budget=bare.token_budget,
         )
+        self.model = model  # it looks up on the bare model what it does not have
         self.virtual_tokens = virtual_tokens
         self.max_length = None if bare.max_length is None else bare.max_length - virtual_tokens
 
