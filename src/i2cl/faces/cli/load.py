@@ -11,7 +11,7 @@ from i2cl.errors import I2CLError
 from i2cl.faces.cli import console
 
 if TYPE_CHECKING:
-    from i2cl.experiments.evaluation import Run
+    from i2cl.experiments.records import Run
     from i2cl.methods import Method
     from i2cl.models.architectures import Architecture
     from i2cl.models.decoder import Decoder
@@ -186,19 +186,29 @@ def run_all(
     limit: int | None,
     workers: int | None,
 ) -> "list[Run]":
-    """Evaluate every task, method and seed behind one progress bar, in that order."""
-    from i2cl.experiments.parallel import Cell, run_jobs, suggested_workers
+    """Evaluate every task, method and seed behind one progress bar, in that order.
+
+    The seeds of a method that gains by it are fitted together.
+    """
+    from i2cl.experiments.evaluation import Evaluation
+    from i2cl.experiments.parallel import run_jobs, suggested_workers
 
     for one in chosen:  # rows that are lacking are told before a model is loaded
         one.sample(shots, seeds[0])
         one.queries(limit)
-    cells = [Cell(one, method, seed, shots, limit) for one in chosen for method in methods for seed in seeds]
+    jobs = [
+        Evaluation(one, method, group, shots, limit)
+        for one in chosen
+        for method in methods
+        for group in ([tuple(seeds)] if method.joint else [(seed,) for seed in seeds])
+    ]
     loaded = decoder(model, found)
-    count = workers or suggested_workers(loaded, len(cells))
-    runs: dict[int, Run] = {}
-    with console.progress(len(cells), "evaluating") as bar:
-        for place, run in run_jobs(loaded, partial(decoder, model, found), cells, count):
-            runs[place] = run
-            bar.advance()
-            bar.describe(f"{run.task} {run.method} seed {run.seed}: {run.accuracy:.2f}")
-    return [runs[place] for place in sorted(runs)]
+    count = workers or suggested_workers(loaded, len(jobs))
+    runs: dict[int, list[Run]] = {}
+    with console.progress(sum(len(job.seeds) for job in jobs), "evaluating") as bar:
+        for place, made in run_jobs(loaded, partial(decoder, model, found), jobs, count):
+            runs[place] = made
+            for run in made:
+                bar.advance()
+                bar.describe(f"{run.task} {run.method} seed {run.seed}: {run.accuracy:.2f}")
+    return [run for place in sorted(runs) for run in runs[place]]

@@ -8,7 +8,7 @@ import typer
 from i2cl.faces.cli import console, load, options
 
 if TYPE_CHECKING:
-    from i2cl.experiments.evaluation import Run
+    from i2cl.experiments.records import Run
 
 DEMO_METHODS = ("zero_shot", "few_shot_uncached", "few_shot", "i2cl")
 DEFAULT_METHODS = "zero_shot,few_shot,i2cl,noise"
