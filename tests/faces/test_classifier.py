@@ -455,4 +455,6 @@ def test_without_scikit_learn_the_cure_is_named():
     environment = os.environ | {"PYTHONPATH": str(Path(i2cl.__file__).parents[1])}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert "I2CLError: I2CLClassifier needs scikit-learn: pip install 'i2cl[sklearn]'" in done.stderr
+    assert (
+        "I2CLError: I2CLClassifier needs the package scikit-learn: pip install 'i2cl[sklearn]'" in done.stderr
+    )

@@ -26,7 +26,7 @@ from i2cl.faces.stream.prediction import (
     predict_here,
 )
 from i2cl.models.scoring import ScoringWarning
-from i2cl.tasks.streams import TextError
+from i2cl.tasks.rows import RowError
 
 ROWS, CHUNK = 3000, 10
 PROGRAM = [sys.executable, "-c", "from i2cl.faces.cli import main; main()"]
@@ -222,13 +222,13 @@ def test_a_bad_row_on_ray_is_one_line(home, tmp_path):
     (home / "bad.txt").write_text("".join([*texts[:24], " \n", *texts[24:30]]))
     code, out, err = ray(home, tmp_path / "out.tsv", source="bad.txt")
     assert (code, out) == (2, "")
-    expected = f"error: {home / 'bad.txt'}: text 25 is empty: remove it or give it content"
+    expected = f"error: {home / 'bad.txt'} line 25: the text is empty: fill it in or delete the row"
     assert err.splitlines() == [expected]
     assert listed(tmp_path) == []
 
 
 def row_of(*texts):
-    return {"texts": json.dumps(texts), "error": "", "of_texts": False}
+    return {"texts": json.dumps(texts), "error": "", "of_rows": False}
 
 
 def test_errors_and_warnings_of_a_worker_come_out_here():
@@ -237,7 +237,7 @@ def test_errors_and_warnings_of_a_worker_come_out_here():
 
     with pytest.raises(I2CLError, match="no such model") as raised:
         _received(_Worker(source)(row_of("a")))
-    assert not isinstance(raised.value, TextError)
+    assert not isinstance(raised.value, RowError)
 
     def score(texts):
         warnings.warn("labels share their first token", ScoringWarning, stacklevel=1)
@@ -247,8 +247,8 @@ def test_errors_and_warnings_of_a_worker_come_out_here():
     with pytest.warns(WorkerWarning, match="first token") as caught:
         assert _received(_Worker(lambda: score)(row_of("a", "b"))) == ("a\nb\n", 2)
     assert len(caught) == 1
-    with pytest.raises(TextError, match="empty"):
-        _received(_Worker(source)({"texts": "[]", "error": "is empty", "of_texts": True}))
+    with pytest.raises(RowError, match="empty"):
+        _received(_Worker(source)({"texts": "[]", "error": "is empty", "of_rows": True}))
 
 
 WRONG = {

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 from i2cl.experiments.records import Record
 from i2cl.experiments.runner import GroupJob
 from i2cl.models.decoder import Decoder
@@ -40,10 +40,9 @@ def joined(address: str | None) -> Iterator[Cluster]:
     Raises:
         I2CLError: if the package ray is lacking, or no cluster answers.
     """
-    try:
-        import ray
-    except ImportError:
-        raise I2CLError("--executor ray needs the package ray: pip install 'i2cl[ray]'") from None
+    needs("--executor ray", "ray", "ray")
+    import ray
+
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)

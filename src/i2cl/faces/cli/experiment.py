@@ -1,4 +1,4 @@
-"""`i2cl experiment ls|run|pack|unpack` and `i2cl report`."""
+"""`i2cl experiment ls|run|pack|unpack`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from i2cl.errors import I2CLError
 from i2cl.faces.cli import console, load, options
+from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
     from i2cl.experiments.grid import Cell, Experiment, Scale
@@ -21,7 +21,6 @@ app = typer.Typer(
 )
 
 NewFolder = Annotated[Path, typer.Argument(help="New folder.")]
-StoreFolder = Annotated[Path, typer.Argument(help="Folder of a store, packed or not.")]
 
 
 @app.command()
@@ -55,8 +54,10 @@ def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
 
 
 @app.command()
+@options.expanded
 def run(
     names: Annotated[str, typer.Argument(help="Experiments with commas between, 'all', or a TOML file.")],
+    *,
     model: Annotated[
         str, typer.Option(help="'reference' (bundled), a model folder, or a hub id.")
     ] = "reference",
@@ -74,12 +75,8 @@ def run(
     ] = None,
     executor: options.Executor = "local",
     address: options.Address = None,
-    data_dir: options.DataDir = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    device_map: options.DeviceMap = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.Trust = False,
+    rows: Annotated[TaskOptions, ("data_dir",)],
+    loading: Annotated[ModelOptions, ("device", "dtype", "device_map", "revision", "trust_remote_code")],
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
@@ -89,18 +86,18 @@ def run(
     from i2cl.experiments.store import Store
 
     folder = store or Path("results") / (Path(model).name + ("-quick" if quick else ""))
-    base = Cell(model=model, revision=revision, dtype=dtype, task="")
+    base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
     cells, timed = _cells(names, base, load.task_names(tasks or "all", model), quick, seeds, limit)
     for name in {cell.task for cell in cells}:  # what is lacking is told before a model is loaded
-        load.task(name, load.TaskOptions(data_dir))
-    found = load.ModelOptions(device, dtype, device_map, revision, trust_remote_code)
-    source = partial(load.decoder, model, found)
+        load.task(name, rows)
+    data_dir = str(rows.data_dir) if rows.data_dir else None
+    source = partial(load.decoder, model, loading)
     execute = partial(_execute, source=source, workers=workers, ray=executor == "ray", address=address)
     with Store.writing(folder) if console.FIRST else Store.following(folder) as opened:
         waiting = pending(cells, opened, timed)
         lacking = [cell for group in waiting for cell in group.lacking]
         with console.progress(len(lacking), "running") as bar:
-            tally = run_groups(waiting, opened, execute, str(data_dir) if data_dir else None, _watch(bar))
+            tally = run_groups(waiting, opened, execute, data_dir, _watch(bar))
         failures = [opened.records[cell.key] for cell in lacking if not opened.done(cell.key)]
     kept = len({cell.key for cell in cells}) - len(lacking)
     if json:
@@ -174,13 +171,17 @@ def _watch(bar: console.Bar) -> "Callable[[Record], None]":
 
 
 @app.command()
-def pack(store: StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False) -> None:
+def pack(
+    store: options.StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False
+) -> None:
     """Write a store as Parquet and one safetensors file: compact, for keeping and sharing."""
     _rewrite(store, out, "pack", as_json=json)
 
 
 @app.command()
-def unpack(store: StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False) -> None:
+def unpack(
+    store: options.StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False
+) -> None:
     """Turn a packed store back into one that runs can add to."""
     _rewrite(store, out, "unpack", as_json=json)
 
@@ -194,34 +195,3 @@ def _rewrite(store: Path, out: Path, how: Literal["pack", "unpack"], *, as_json:
         console.print_json({"store": str(out), "cells": len(opened.records)})
     else:
         console.say(f"{len(opened.records)} cells: {out}")
-
-
-def report(
-    store: StoreFolder,
-    names: Annotated[
-        str, typer.Option("--experiments", help="With commas between, TOML files, or all.")
-    ] = "all",
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="New folder; default: STORE/report.")
-    ] = None,
-    formats: Annotated[str, typer.Option(help="Some of md,tex,csv,html.")] = "md,tex,csv,html",
-    seed: options.NoSeed = 0,
-    json: options.Json = False,
-) -> None:
-    """Tables and figures of a store, beside the paper's printed numbers, without a model."""
-    from i2cl.experiments.library import ORDER, load_experiment
-    from i2cl.experiments.report.page import FORMATS, build, write
-    from i2cl.experiments.store import Store
-
-    wanted = load.split(formats)
-    if not set(wanted) <= set(FORMATS):
-        raise I2CLError(f"--formats {formats!r}: known are {', '.join(FORMATS)}")
-    opened = Store.open(store)
-    chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
-    built = build(chosen, list(opened.records.values()), opened.vectors())
-    written = write(built, out or store / "report", wanted)
-    if json:
-        console.print_json([str(path) for path in written])
-    else:
-        for path in written:
-            console.say(str(path))
