@@ -200,8 +200,8 @@ def _counts(rng: np.random.Generator, resamples: int, n: int) -> Int[np.ndarray,
 def _p_value(cells: Cells, permutations: int, seed: int) -> float:
     """Sign-flip test on the differences of queries, weighted so that tasks count equally.
 
-    Equal to scipy's ``permutation_test`` of one sample to the last digit, and many times as fast: that one loops
-    over the queries in Python.
+    Equal to scipy's ``permutation_test`` of one sample to the last digit, and many times as fast: that one
+    loops over the queries in Python.
     """
     weighted = np.concatenate([task.mean(0) / task.shape[1] for task in cells]) / len(cells)
     moved = weighted[weighted != 0]  # a zero has no sign to flip; without them more tests are exact
