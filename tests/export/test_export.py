@@ -345,8 +345,8 @@ def test_nothing_half_written_stays(tmp_path, monkeypatch):
 MEASURE = """
 import sys, torch
 from i2cl.export import export_hf
-from i2cl.injection import Injection
-from i2cl.memory import peak_memory
+from i2cl.core.injection import Injection
+from i2cl.models.batching import peak_memory
 base, artefact, out = sys.argv[1:]
 injection = Injection.from_pretrained(artefact)
 export_hf("reference", Injection.from_pretrained(artefact + "-small"), out + "-warm")

@@ -176,8 +176,8 @@ def test_files_hold_what_memory_holds(tmp_path):
 MEASURE = """
 import sys, torch
 from i2cl.export import export_gguf
-from i2cl.injection import Injection
-from i2cl.memory import peak_memory
+from i2cl.core.injection import Injection
+from i2cl.models.batching import peak_memory
 base, artefact, out = sys.argv[1:]
 export_gguf("reference", Injection.from_pretrained(artefact + "-small"), out + "-warm")
 with peak_memory(torch.device("cpu")) as peak:

@@ -336,7 +336,7 @@ def test_ctrl_c_is_the_same_in_every_version_of_typer(call, monkeypatch, error):
 
 TOLD = """
 import signal, sys
-from i2cl.cli import console, main
+from i2cl.faces.cli import console, main
 signal.signal(signal.SIGINT, signal.default_int_handler)
 epoch = console.Bar.epoch
 def told(*arguments):

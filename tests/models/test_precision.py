@@ -15,7 +15,7 @@ from i2cl.core.recipe import RECIPES, CalibrationConfig
 from i2cl.export import export_hf, fold, make_golden
 from i2cl.faces.cli import main
 from i2cl.methods import make_methods
-from i2cl.models import quantization
+from i2cl.models import precision as quantization
 from i2cl.models.batching import make_batch
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.models.precision import quantization_of

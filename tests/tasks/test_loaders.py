@@ -1,7 +1,7 @@
 import json
 import subprocess
 import sys
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,14 +21,10 @@ def _no_data_folder(monkeypatch):
 def reference(monkeypatch):
     """A stand-in for the reference model's tasks, so that these tests need no model."""
     task = Task("mood-colour", ("red", "blue"), Template.plain(), (Example("x", 0),), group="reference")
-    module = ModuleType("i2cl.tasks.reference")
-    module.names = lambda: ("mood-colour",)
-    module.load = {"mood-colour": task}.__getitem__
-    module.describe = lambda: [task.without_data()]
-    package = ModuleType("i2cl.reference")
-    package.tasks = module
-    monkeypatch.setitem(sys.modules, "i2cl.reference", package)
-    monkeypatch.setitem(sys.modules, "i2cl.tasks.reference", module)
+    module = SimpleNamespace(
+        names=lambda: [task.name], load=lambda _name: task, describe=lambda: [task.without_data()]
+    )
+    monkeypatch.setattr("i2cl.tasks.registry.reference", module)
     return task
 
 

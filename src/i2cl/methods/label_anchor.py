@@ -58,10 +58,9 @@ def anchors(decoder: Decoder, task: Task, pairs: Shown, count: int) -> tuple[int
         texts.append((start, start + len(text)))
         prompt += template.demonstration(text, word)
     prompt += template.head
-    encoded = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     inside = [
         any(start <= left and right <= end for start, end in texts)
-        for left, right in encoded["offset_mapping"]
+        for left, right in decoder.encoder.spans(prompt)
     ]
     front = len(decoder.encoder.front)
     kept = [place for place in range(count) if place < front or not inside[place - front]]

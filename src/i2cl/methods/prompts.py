@@ -4,7 +4,7 @@ import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
-from i2cl.models.batching import Ids, TruncationWarning, shared_front
+from i2cl.models.batching import Ids, shared_front
 from i2cl.models.edits import Edit
+from i2cl.models.encoding import TruncationWarning
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Progress, Questions, next_token_log_probabilities, score
 from i2cl.tasks import Example, Task
@@ -82,6 +83,7 @@ def fitting(questions: Questions, demonstrations: Sequence[Example]) -> Shown:
         I2CLError: if not even one per class fits, naming tokens needed and available.
     """
     task, encoder, limit = questions.task, questions.decoder.encoder, questions.decoder.max_length
+    demonstrations = [replace(one, text=encoder.literal(one.text)) for one in demonstrations]
     counts = Counter(example.label for example in demonstrations)
     most = max(counts.values(), default=0)
     longest = max((example.text for example in demonstrations), key=len, default="")
