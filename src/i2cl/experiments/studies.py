@@ -57,9 +57,8 @@ class Bench:
         task = self.task(cell.task)
         path = self.vectors / f"{cell.key}.safetensors"
         if not path.is_file():
-            demonstrations = task.sample(cell.shots, cell.seed)
-            (fitted,) = fit_seeds(self.decoder, task, _method(cell), [demonstrations], [cell.seed])
-            self.keep(cell, fitted)
+            (found,) = fit_cells(self, [cell])
+            self.keep(cell, found.fitted)
         kept = load_file(path)
         return Injection(
             ContextVector(kept["context_vector"]),
