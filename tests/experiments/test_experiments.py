@@ -20,7 +20,7 @@ from i2cl import (
     extract,
     load_task,
 )
-from i2cl.experiments.evaluation import fit_together
+from i2cl.experiments.evaluation import fit_seeds
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.library import ORDER, load_experiment
 from i2cl.experiments.runner import Group, GroupJob, pending
@@ -88,7 +88,7 @@ def keep_short(bench, task):
     found = bench.task(task)
     shown = found.sample(None, 0)
     (method,) = make_methods(["i2cl"], {"epochs": 3})
-    (fitted,) = fit_together(bench.decoder, found, method, [shown], [0])
+    (fitted,) = fit_seeds(bench.decoder, found, method, [shown], [0])
     bench.keep(own, fitted)
     return fitted.predictor
 

@@ -52,14 +52,14 @@ class Fitted:
         return edit if isinstance(edit, LinearEdit) else None
 
 
-def fit_together(
+def fit_seeds(
     decoder: Decoder,
     task: Task,
     method: Method,
     demonstrations: Sequence[Sequence[Example]],
     seeds: Sequence[int],
 ) -> list[Fitted]:
-    """Fit a method with several seeds at once, each with its own demonstrations.
+    """Fit a method with each of some seeds and its demonstrations, all in one call.
 
     Raises:
         I2CLError: if one of them cannot be fitted; see `i2cl.methods.Method.fit_many`.
@@ -85,7 +85,7 @@ def measure(
     Args:
         decoder: the model.
         task: that it was fitted to.
-        fitted: see `fit_together`.
+        fitted: see `fit_seeds`.
         queries: of the task.
         progress: called as queries finish.
     """
@@ -145,7 +145,7 @@ def evaluate(
     """
     shown = task.sample(shots, seed) if demonstrations is None else demonstrations
     queries = task.queries(limit)
-    (fitted,) = fit_together(decoder, task, method, [shown], [seed])
+    (fitted,) = fit_seeds(decoder, task, method, [shown], [seed])
     return measure(decoder, task, fitted, queries, progress)
 
 
@@ -178,7 +178,7 @@ class Evaluation:
 
     def _fitted(self, decoder: Decoder) -> Iterable[Fitted]:
         """All together, or else one after the other, each when it is asked for."""
-        fit = partial(fit_together, decoder, self.task, self.method)
+        fit = partial(fit_seeds, decoder, self.task, self.method)
         shown = [self.task.sample(self.shots, seed) for seed in self.seeds]
         if self.method.joint and len(self.seeds) > 1:
             with suppress(I2CLError):  # by itself, each seed tells its own

@@ -49,25 +49,17 @@ class GroupJob:
     def run(self, decoder: Decoder) -> list[Record]:
         """Records of what is lacking; what goes wrong with a cell becomes part of its record."""
         bench = Bench(decoder, self.data_dir, self.vectors)
-        started, memory = _now(), 0
+        started, memory = datetime.now(UTC).isoformat(timespec="seconds"), 0
         fitted: dict[str, FittedCell] = {}
         if len(self.group.cells) > 1:
             with peak_memory(decoder.device) as peak, suppress(Exception):  # told by the cell it comes from
                 fitted = {one.cell.key: one for one in fit_cells(bench, self.group.cells)}
             memory = peak.bytes
-        found = []
-        for cell in self.group.lacking:
-            record = _recorded(bench, cell, fitted.get(cell.key))
-            if fitted:
-                most = max(memory, record.peak_memory_bytes)
-                record = record.model_copy(update={"started": started, "peak_memory_bytes": most})
-            found.append(record)
-        return found
+        return [_recorded(bench, cell, fitted.get(cell.key), started, memory) for cell in self.group.lacking]
 
 
-def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None) -> Record:
-    """Score a cell, which is fitted first if it is not yet."""
-    started = _now()
+def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str, memory: int) -> Record:
+    """Score a cell, which is fitted first if it is not yet; ``memory`` was the most until now."""
     outcome, error = None, None
     with peak_memory(bench.decoder.device) as peak:
         try:
@@ -81,13 +73,9 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None) -> Record:
         outcome=outcome,
         error=error,
         started=started,
-        peak_memory_bytes=peak.bytes,
+        peak_memory_bytes=max(memory, peak.bytes),
         provenance=provenance(bench.decoder),
     )
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]

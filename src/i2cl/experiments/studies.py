@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from i2cl.core.context import ContextVector, extract_classes
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evaluation import Fitted, fit_together, measure
+from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Run
 from i2cl.experiments.store import save_vectors
@@ -57,9 +57,8 @@ class Bench:
         task = self.task(cell.task)
         path = self.vectors / f"{cell.key}.safetensors"
         if not path.is_file():
-            demonstrations = task.sample(cell.shots, cell.seed)
-            (fitted,) = fit_together(self.decoder, task, _method(cell), [demonstrations], [cell.seed])
-            self.keep(cell, fitted)
+            (found,) = fit_cells(self, [cell])
+            self.keep(cell, found.fitted)
         kept = load_file(path)
         return Injection(
             ContextVector(kept["context_vector"]),
@@ -140,7 +139,7 @@ def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
     drawn = [_demonstrations(bench, cell) for cell in cells]
     method = STUDIES[first.study](bench, first)
     shown, seeds = [shown for shown, _ in drawn], [cell.seed for cell in cells]
-    found = fit_together(bench.decoder, task, method, shown, seeds)
+    found = fit_seeds(bench.decoder, task, method, shown, seeds)
     return [
         FittedCell(bench, cell, fitted, judged)
         for cell, fitted, (_, judged) in zip(cells, found, drawn, strict=True)

@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, runtime_checkable
 
 import pydantic
@@ -38,23 +39,16 @@ class Cost:
     @classmethod
     def of(cls, *kept: Tensor | Prefix | None, trained: int = 0, held_out: int = 0) -> "Cost":
         """The cost of keeping these tensors and caches."""
-        tensors = [one for one in kept if isinstance(one, Tensor)]
-        caches = [one for one in kept if isinstance(one, Prefix)]
-        return cls(
-            trained,
-            sum(one.numel() for one in tensors) + sum(one.values for one in caches),
-            sum(one.nbytes for one in tensors) + sum(one.bytes for one in caches),
-            held_out,
-        )
+        sizes = [
+            (one.values, one.bytes) if isinstance(one, Prefix) else (one.numel(), one.nbytes)
+            for one in kept
+            if one is not None
+        ]
+        return cls(trained, sum(values for values, _ in sizes), sum(size for _, size in sizes), held_out)
 
     def __add__(self, other: "Cost") -> "Cost":
         """Both together."""
-        return Cost(
-            self.trained + other.trained,
-            self.cached_values + other.cached_values,
-            self.cached_bytes + other.cached_bytes,
-            self.held_out + other.held_out,
-        )
+        return Cost(*map(add, astuple(self), astuple(other)))
 
 
 @runtime_checkable
@@ -127,11 +121,7 @@ class Method(ABC):
         """
 
     def fit_many(
-        self,
-        decoder: Decoder,
-        task: Task,
-        demonstrations: Sequence[Sequence[Example]],
-        seeds: Sequence[int],
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
     ) -> Sequence[Predictor]:
         """What `fit` makes of each seed and its demonstrations, to rounding.
 
@@ -186,11 +176,7 @@ class Wrapper(Method):
         return self.over(self.below.fit(decoder, task, demonstrations, seed))
 
     def fit_many(
-        self,
-        decoder: Decoder,
-        task: Task,
-        demonstrations: Sequence[Sequence[Example]],
-        seeds: Sequence[int],
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
     ) -> Sequence[Predictor]:
         """Fit the method below to every seed, and stand on each."""
         return [self.over(below) for below in self.below.fit_many(decoder, task, demonstrations, seeds)]

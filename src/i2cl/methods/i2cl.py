@@ -102,11 +102,7 @@ class I2CL(InjectionMethod):
         return predictor
 
     def fit_many(
-        self,
-        decoder: Decoder,
-        task: Task,
-        demonstrations: Sequence[Sequence[Example]],
-        seeds: Sequence[int],
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
     ) -> list[PromptPredictor]:
         """Extract seed by seed and calibrate all of them together."""
         questions = Questions(decoder, task)  # the real task, whatever calibration sees

@@ -86,7 +86,7 @@ class AdapterPredictor:
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word with the adapter on."""
-        with adapted(self.decoder, self.adapter.config, self.adapter.state) as wearing:
+        with adapted(self.decoder, self.adapter.config, self.adapter.state) as wearing:  # for this call only
             return Questions(wearing, self.task).scores(texts, progress=progress)
 
 
