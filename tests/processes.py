@@ -42,6 +42,8 @@ class Program:
         self._folder = TemporaryDirectory()
         self.out = out or Path(self._folder.name) / "out"
         self.err = Path(self._folder.name) / "err"
+        for path in (self.out, self.err):
+            path.exists() or path.touch()
         with patch.dict(os.environ, environment()):
             forkserver.ensure_running()
             known = dict(os.environ) | variables
@@ -67,7 +69,7 @@ def finished(code, *arguments, **variables):
 def _run(code, words, files, variables):
     for descriptor, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8") for number in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(variables)

@@ -1,4 +1,4 @@
-"""Running grids: studies, failures, resuming, kills, Ray, the command line."""
+"""Running grids: studies, failures, resuming, kills, the command line."""
 
 import json
 import signal
@@ -447,25 +447,3 @@ def test_two_processes_hold_one_model_together(tmp_path, alone):
     for record in records.values():
         assert record.outcome.predictions == alone(record.cell).outcome.predictions
         assert record.provenance["weights"] == alone(record.cell).provenance["weights"]
-
-
-def test_ray_runs_the_same_cells(tmp_path, alone):
-    pytest.importorskip("ray")
-    file, folder = tmp_path / "mine.toml", tmp_path / "store"
-    file.write_text(GRID.replace("epochs = 1", "epochs = -1"))
-    command = ["experiment", "run", file, "--store", folder, "--seeds", "1"]
-    code, told, errors = finished(COMMAND, *command, "--executor", "ray", "--workers", "1", "--json")
-    assert code == 1, errors  # I2CL with -1 epochs cannot work
-    assert {key: json.loads(told)[key] for key in ("done", "failed")} == {"done": 4, "failed": 2}
-    for record in Store.open(folder).records.values():
-        here = alone(record.cell)
-        assert (here.status, here.error) == (record.status, record.error)
-        if here.outcome:
-            assert here.outcome.predictions == record.outcome.predictions
-
-
-def test_a_cluster_that_is_not_there(tmp_path, capsys):
-    pytest.importorskip("ray")
-    code, told = run(tmp_path, capsys, "--executor", "ray", "--address", "auto")
-    assert code == 2
-    assert "ray start --head" in told.err

@@ -5,5 +5,5 @@ from i2cl.export import golden
 
 @pytest.fixture(autouse=True)
 def _few_golden_prompts(monkeypatch):
-    """Two instead of six: what is tested of one holds for each, and a tiny model is asked thousands of times."""
+    """Two instead of six: what is tested of one holds for each."""
     monkeypatch.setattr(golden, "TEXTS", golden.TEXTS[:2])
