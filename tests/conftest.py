@@ -6,6 +6,8 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
+from tiny import tiny_model, tiny_tokenizer  # before the hook: under it, transformers is compiled anew
+
 SHAPED = (
     "core",
     "experiments.evaluation",
@@ -25,7 +27,6 @@ install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype"
 
 from i2cl.models.decoder import Decoder  # noqa: E402
 from i2cl.tasks import Example, Task, Template  # noqa: E402
-from tiny import tiny_model, tiny_tokenizer  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="session")

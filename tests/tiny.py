@@ -196,6 +196,19 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 MODEL_TYPES = tuple(_CONFIGS)
 
+PATHS = [
+    *("afmoe", "bloom", "ctrl", "dbrx", "deepseek_v3", "falcon", "gemma2", "glm4", "gpt2", "gpt_neox"),
+    *("gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid", "hyperclovax", "jetmoe", "llama"),
+    *("llama4_text", "mixtral", "modernbert-decoder", "mpt", "opt", "xglm"),
+]
+"""One of each row of the table, and of blocks unlike others: experts, latent attention, parallel writers."""
+
+HALF = [
+    *((model_type, torch.bfloat16) for model_type in MODEL_TYPES),
+    *((model_type, torch.float16) for model_type in PATHS),
+]
+"""Model types in half precision: every one in the wider of the two, some in the other."""
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in MODEL_TYPES} | {
     "cohere-qk_norm": ("cohere", {"use_qk_norm": True}),
     "falcon-alibi": ("falcon", {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True}),

@@ -10,8 +10,8 @@ import torch
 
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.errors import I2CLError
-from i2cl.models.batching import TruncationWarning
 from i2cl.models.decoder import Decoder
+from i2cl.models.encoding import TruncationWarning
 from i2cl.tasks import Example, Task, Template
 from tiny import tiny_model, tiny_tokenizer
 

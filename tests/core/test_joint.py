@@ -12,7 +12,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
 BOOKS = Task("books", ("long", "short", "odd"), Template("Book: {text}\nSize:{label}"))
-QUIET = CalibrationConfig(epochs=4, noise=0.0, lr=0.05)
+QUIET = CalibrationConfig(epochs=2, noise=0.0, lr=0.05)
 
 
 def shots(count, labels, word):

@@ -15,7 +15,7 @@ from matplotlib.text import Text  # noqa: E402
 
 from i2cl.errors import I2CLError  # noqa: E402
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale  # noqa: E402
-from i2cl.experiments.records import Outcome, Record  # noqa: E402
+from i2cl.experiments.records import Record  # noqa: E402
 from i2cl.experiments.report import figures_tsne  # noqa: E402
 from i2cl.experiments.report.figures import FIGURES, save  # noqa: E402
 from i2cl.experiments.report.results import results_of  # noqa: E402
@@ -41,21 +41,21 @@ def record(cell, labels=("a", "b"), layers=4, sites=2):
     milliseconds, size = COST[cell.method]
     made = np.random.default_rng([cell.seed, len(cell.task)])
     coefficients = made.random((layers, sites, 2)).tolist() if cell.method == "i2cl" else None
-    outcome = Outcome(
-        accuracy=right / 100,
-        macro_f1=0.5,
-        gold=(1,) * 100,
-        predictions=(1,) * right + (0,) * (100 - right),
-        labels=labels,
-        demonstrations=(0,),
-        fit_seconds=1,
-        predict_seconds=milliseconds / 10,
-        trainable_parameters=0,
-        cached_values=0,
-        cached_bytes=size,
-        held_out=0,
-        coefficients=coefficients,
-    )
+    outcome = {
+        "accuracy": right / 100,
+        "macro_f1": 0.5,
+        "gold": (1,) * 100,
+        "predictions": (1,) * right + (0,) * (100 - right),
+        "labels": labels,
+        "demonstrations": (0,),
+        "fit_seconds": 1,
+        "predict_seconds": milliseconds / 10,
+        "trainable_parameters": 0,
+        "cached_values": 0,
+        "cached_bytes": size,
+        "held_out": 0,
+        "coefficients": coefficients,
+    }
     return Record(key=cell.key, cell=cell, status="done", outcome=outcome, started="")
 
 

@@ -13,7 +13,7 @@ import pytest
 from i2cl.errors import I2CLError
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
 from i2cl.experiments.printed import PrintedRow, PrintedTable, printed_for
-from i2cl.experiments.records import Outcome, Record
+from i2cl.experiments.records import COUNTS, Record, Run
 from i2cl.experiments.report.document import FIGURES, build
 from i2cl.experiments.report.page import html, write
 from i2cl.experiments.report.render import csv_text, latex, markdown
@@ -29,7 +29,7 @@ METHODS = {"Zero-shot": "zero_shot", "Few-shot (ICL)": "few_shot", "ICV": "icv",
 def experiment(rows=("Zero-shot", "I2CL"), *, seeds=3, **fields):
     made = [
         row
-        if isinstance(row, Row)
+        if isinstance(row, GridRow)
         else GridRow(name=row, method=METHODS[row], seeds=1 if row == "Zero-shot" else None)
         for row in rows
     ]
@@ -41,26 +41,20 @@ def experiment(rows=("Zero-shot", "I2CL"), *, seeds=3, **fields):
 def record(method, task, seed, answers, model="reference", **more):
     """``answers`` as a string of 1 (right) and 0, or as booleans."""
     right = np.array([answer == "1" for answer in answers] if isinstance(answers, str) else answers)
-    outcome = {name: more.pop(name) for name in tuple(more) if name in Outcome.model_fields}
+    outcome = {name: more.pop(name) for name in tuple(more) if name in {*Run.model_fields, *COUNTS}}
     provenance = more.pop("provenance", {"i2cl": "0.1.0", "torch": "2.9", "device": "cpu"})
     cell = Cell(**{"model": model, "task": task, "method": method, "seed": seed, "limit": 40, **more})
-    found = Outcome(
-        **{
-            "accuracy": float(right.mean()),
-            "macro_f1": 0.5,
-            "gold": tuple(int(place % 2) for place in range(len(right))),
-            "predictions": tuple(int(place % 2 == ok) for place, ok in enumerate(right)),
-            "labels": ("a", "b"),
-            "demonstrations": (0, 1),
-            "fit_seconds": 1.0,
-            "predict_seconds": 2.0,
-            "trainable_parameters": 0,
-            "cached_values": 0,
-            "cached_bytes": 0,
-            "held_out": 0,
-            **outcome,
-        }
-    )
+    found = {
+        "accuracy": float(right.mean()),
+        "macro_f1": 0.5,
+        "gold": tuple(int(place % 2) for place in range(len(right))),
+        "predictions": tuple(int(place % 2 == ok) for place, ok in enumerate(right)),
+        "labels": ("a", "b"),
+        "demonstrations": (0, 1),
+        "fit_seconds": 1.0,
+        "predict_seconds": 2.0,
+        **outcome,
+    }
     return Record(
         key=cell.key,
         cell=cell,
@@ -157,7 +151,9 @@ def test_cost_by_hand():
         record("i2cl", "trec", 1, "1010", fit_seconds=7.0, predict_seconds=1.0, cached_values=3072),
     ]
     made = [
-        one.model_copy(update={"outcome": one.outcome.model_copy(update={"trainable_parameters": 16})})
+        one.model_copy(
+            update={"outcome": one.outcome.model_copy(update={"cost": replace(one.outcome.cost, trained=16)})}
+        )
         for one in made
     ]
     found = cells(table("cost", experiment(["I2CL"], seeds=2), made))["I2CL"]

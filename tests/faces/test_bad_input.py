@@ -5,8 +5,7 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ import torch
 import typer
 
 from i2cl.faces.cli import main
+from processes import Program
 from tiny import tiny_model, tiny_tokenizer
 
-SRC = Path(__file__).parents[2] / "src"
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
 GOOD = [{"text": f"film {number}", "label": ("bad", "good")[number % 2]} for number in range(8)]
 
@@ -321,30 +320,24 @@ def test_ctrl_c_is_the_same_in_every_version_of_typer(call, monkeypatch, error):
 
 
 TOLD = """
-import signal, sys
 from i2cl.faces.cli import console, main
-signal.signal(signal.SIGINT, signal.default_int_handler)
 epoch = console.Bar.epoch
 def told(*arguments):
     print("calibrating", flush=True)
     epoch(*arguments)
 console.Bar.epoch = told
-main(sys.argv[1:])
+main()
 """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_ctrl_c_from_outside_ends_calibration(home, tmp_path):
-    arguments = [*fit(home, "-o", tmp_path / "new"), "--set", "epochs=1000000"]
-    with subprocess.Popen(
-        [sys.executable, "-c", TOLD, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(SRC)},
-    ) as process:
-        assert process.stdout.readline() == b"calibrating\n"
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.decode().splitlines() == ["error: interrupted: no file was written"]
+    output = tmp_path / "new"
+    program = Program(TOLD, *fit(home, "-o", output), "--set", "epochs=1000000")
+    while program.process.is_alive() and not program.out.read_text().startswith("calibrating\n"):
+        time.sleep(0.01)
+    os.kill(program.process.pid, signal.SIGINT)
+    code, _, err = program.wait()
+    assert code == 130
+    assert err.splitlines() == ["error: interrupted: no file was written"]
     assert tree(tmp_path) == {}

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,9 @@ from i2cl.faces.cli import app, console, main
 from i2cl.faces.cli.options import expanded
 from i2cl.methods import METHODS
 from i2cl.version import __version__
+from processes import COMMAND, FORKED, Program
 from tiny import tiny_model, tiny_tokenizer
 
-SRC = Path(__file__).parents[2] / "src"
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
 LABELS = ("negative", "positive")
 TEXTS = [f"a{' very' * (number % 4)} long film, number {number}" for number in range(10)]
@@ -299,7 +298,8 @@ def measured(out):
     return [{key: record[key] for key in ("seed", "accuracy", "macro_f1")} for record in json.loads(out)]
 
 
-def test_eval_repeats_itself_for_one_seed_also_in_several_processes(call, home):
+def test_eval_repeats_itself_for_one_seed_also_in_several_processes(call, home, monkeypatch):
+    monkeypatch.setattr("i2cl.experiments.parallel.get_context", lambda _: FORKED)  # as `spawn`, but fast
     arguments = eval_arguments(
         home, "--method", "few_shot,i2cl", "--seeds", "2", "--set", "epochs=3", "--json"
     )
@@ -369,21 +369,11 @@ def test_check_tells_right_writers_from_wrong_ones(call, home):
 def test_a_reader_that_stops_early_gets_no_traceback(home, tmp_path):
     path = tmp_path / "texts.txt"
     path.write_text("a film\n" * 400, encoding="utf-8")
-    command = [
-        sys.executable,
-        "-c",
-        "from i2cl.faces.cli import main; main()",
-        "predict",
-        str(home / "artefact"),
-    ]
-    with subprocess.Popen(
-        [*command, str(path), "--chunk", "50"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(SRC)},
-    ) as process:
-        assert process.stdout.readline().startswith(b"label")
-        process.stdout.close()
-        told = process.stderr.read()
-    assert b"Traceback" not in told
-    assert b"Error" not in told
+    os.mkfifo(tmp_path / "pipe")
+    program = Program(COMMAND, "predict", home / "artefact", path, "--chunk", "50", out=tmp_path / "pipe")
+    with (tmp_path / "pipe").open() as pipe:
+        assert pipe.readline().startswith("label")
+    program.process.join()
+    told = program.err.read_text(encoding="utf-8")
+    assert "Traceback" not in told
+    assert "Error" not in told

@@ -1,15 +1,12 @@
-"""`i2cl predict` on long files: killed and gone on with, on Ray, in bounded memory."""
+"""`i2cl predict` on long files: killed and gone on with, in bounded memory, in workers."""
 
 import json
 import os
-import random
 import signal
-import subprocess
 import sys
 import time
 import tracemalloc
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -27,10 +24,9 @@ from i2cl.faces.stream.prediction import (
 )
 from i2cl.models.scoring import ScoringWarning
 from i2cl.tasks.rows import RowError
+from processes import COMMAND, Program, finished
 
-ROWS, CHUNK = 3000, 10
-PROGRAM = [sys.executable, "-c", "from i2cl.faces.cli import main; main()"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+ROWS, CHUNK = 1000, 10
 
 
 def listed(folder):
@@ -52,18 +48,12 @@ def home(tmp_path_factory):
     texts = [example.text for example in load_task(task).test]
     many = [texts[row % len(texts)] + " " * (row % 3) for row in range(ROWS)]
     (folder / "texts.txt").write_text("".join(f"{text}\n" for text in many), encoding="utf-8")
-    (folder / "few.txt").write_text("".join(f"{text}\n" for text in many[:95]), encoding="utf-8")
     assert run(*arguments(folder, folder / "whole.tsv")) == 0
     return folder
 
 
 def arguments(home, output, *more, source="texts.txt"):
     return ["predict", home / "mood", home / source, "-o", output, "--chunk", CHUNK, *more]
-
-
-def started(words):
-    command = [*PROGRAM, *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
 
 
 def lines_of(path):
@@ -73,27 +63,25 @@ def lines_of(path):
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
     output, part = tmp_path / "out.tsv", tmp_path / ".out.tsv.part"
-    chance = random.Random(0)
     kept = []
-    for kill in range(3):
-        wanted = lines_of(part) + chance.randint(1, ROWS // 4)
-        with started(arguments(home, output)) as process:
-            while process.poll() is None and lines_of(part) < wanted:
-                time.sleep(0.001)
-            process.send_signal(signal.SIGKILL)
-            told = process.stderr.read().decode()
-        assert process.returncode == -signal.SIGKILL, told
+    for more in (1, ROWS // 5, ROWS // 3):
+        program = Program(COMMAND, *arguments(home, output))
+        wanted = lines_of(part) + more
+        while program.process.is_alive() and lines_of(part) < wanted:
+            time.sleep(0.001)
+        program.process.kill()
+        code, _, told = program.wait()
+        assert code == -signal.SIGKILL, told
         assert not output.exists()
-        if kill:
+        if kept:
             assert told == f"{kept[-1]} rows of an earlier run are kept\n"
         kept.append((lines_of(part) - 1) // CHUNK * CHUNK)
-    assert 0 < kept[0] < kept[1] < kept[2] < ROWS
+    assert kept[0] < kept[1] < kept[2] < ROWS
     with part.open("a") as handle:
         handle.write("ha")  # a torn line
-    with started(arguments(home, output)) as process:
-        out, told = process.communicate()
-    assert (process.returncode, out) == (0, b"")
-    assert told.decode() == f"{kept[-1]} rows of an earlier run are kept\n"
+    code, out, told = finished(COMMAND, *arguments(home, output))
+    assert (code, out) == (0, "")
+    assert told == f"{kept[-1]} rows of an earlier run are kept\n"
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} <= {"out.tsv", ".out.tsv.part.lock"}
 
@@ -198,35 +186,6 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
 # Ray
 
 
-def ray(home, output, *more, **options):
-    words = arguments(home, output, "--executor", "ray", "--workers", "1", *more, **options)
-    command = [*PROGRAM, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_ray_goes_on_with_a_local_run_and_gives_the_same_bytes(home, tmp_path, halted):
-    pytest.importorskip("ray.data")
-    output = tmp_path / "out.tsv"
-    halted(KeyboardInterrupt())
-    run(*arguments(home, output, source="few.txt"))
-    assert ray(home, output, source="few.txt") == (0, "", "40 rows of an earlier run are kept\n")
-    assert run(*arguments(home, tmp_path / "here.tsv", source="few.txt")) == 0
-    assert output.read_bytes() == (tmp_path / "here.tsv").read_bytes()
-    assert listed(tmp_path) == ["here.tsv", "out.tsv"]
-
-
-def test_a_bad_row_on_ray_is_one_line(home, tmp_path):
-    pytest.importorskip("ray.data")
-    texts = (home / "texts.txt").read_text().splitlines(keepends=True)
-    (home / "bad.txt").write_text("".join([*texts[:24], " \n", *texts[24:30]]))
-    code, out, err = ray(home, tmp_path / "out.tsv", source="bad.txt")
-    assert (code, out) == (2, "")
-    expected = f"error: {home / 'bad.txt'} line 25: the text is empty: fill it in or delete the row"
-    assert err.splitlines() == [expected]
-    assert listed(tmp_path) == []
-
-
 def row_of(*texts):
     return {"texts": json.dumps(texts), "error": "", "of_rows": False}
 
@@ -272,11 +231,3 @@ def test_wrong_ways_to_run(home, tmp_path, monkeypatch, capsys, case):
 def test_ray_reads_no_stdin(home, capsys):
     assert run("predict", home / "mood", "-", "--executor", "ray") == 2
     assert "give a file" in capsys.readouterr().err
-
-
-def test_a_cluster_that_is_not_there(home, tmp_path, capsys):
-    pytest.importorskip("ray.data")
-    assert run(*arguments(home, tmp_path / "out.tsv", "--executor", "ray", "--address", "auto")) == 2
-    told = capsys.readouterr()
-    assert "ray start --head" in told.err
-    assert (told.out, listed(tmp_path)) == ("", [])

@@ -11,7 +11,7 @@ from i2cl.models.batching import make_batch, pack_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.hooks import edit_inputs
 from i2cl.models.identity import TOLERANCE, ResidualIdentity, residual_identity
-from tiny import _CONFIGS, CASES, MODEL_TYPES, VOCABULARY, redrawn, tiny_model, tiny_tokenizer
+from tiny import _CONFIGS, CASES, HALF, MODEL_TYPES, PATHS, VOCABULARY, redrawn, tiny_model, tiny_tokenizer
 
 LENGTHS = (26, 17, 1)
 IDS = torch.randint(1, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
@@ -73,8 +73,7 @@ def test_each_writer_counts(model):
         assert residual_identity(model, wrong, IDS).worst > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "dtype"), HALF)
 def test_half_precision_neither_hides_nor_feigns_an_error(model_type, dtype):
     model = tiny_model(model_type, dtype=dtype)
     architecture = architecture_of(model)
@@ -167,6 +166,14 @@ def test_table_is_sorted_and_holds_each_model_type_once():
 
 def test_table_holds_what_is_tested():
     assert set(ARCHITECTURES) == set(MODEL_TYPES)
+
+
+def test_the_chosen_paths_are_of_every_row():
+    rows = [
+        {fields for fields, names in _ROWS if known & set(names.split())}
+        for known in ({*PATHS}, {*MODEL_TYPES})
+    ]
+    assert rows[0] == rows[1]
 
 
 def test_table_is_read_only():

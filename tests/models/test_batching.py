@@ -6,14 +6,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from i2cl.errors import I2CLError
-from i2cl.models.batching import (
-    Encoder,
-    TruncationWarning,
-    longest_first,
-    make_batch,
-    pack_batch,
-    packing_pays,
-)
+from i2cl.models.batching import longest_first, make_batch, pack_batch, packing_pays
+from i2cl.models.encoding import Encoder, TruncationWarning
 from tiny import tiny_tokenizer
 
 CPU = torch.device("cpu")

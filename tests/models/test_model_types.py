@@ -1,4 +1,4 @@
-"""The method on every model type: a context vector, its injection, four gradients, a falling loss.
+"""The method on every model type: a context vector, its injection, four gradients; on some a falling loss.
 
 Everything is compared with hooks of its own on the modules that the table names. That these modules are
 the right ones is the residual identity's business (`test_architectures.py`).
@@ -16,7 +16,7 @@ from i2cl.core.recipe import CalibrationConfig
 from i2cl.models.batching import make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example, Task, Template
-from tiny import CASES, tiny_model, tiny_tokenizer
+from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
 SHOTS = (Example("a warm film", 0), Example("dull", 1), Example("a funny, warm and funny film", 0))
@@ -129,11 +129,12 @@ def test_all_four_scalars_of_every_layer_have_the_right_gradient(decoder):
     assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("decoder", PATHS, indirect=True)
 def test_calibration_lowers_the_loss_and_leaves_the_model_as_found(decoder):
     model = decoder.model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     wanted = [parameter.requires_grad for parameter in model.parameters()]
-    config = CalibrationConfig(epochs=20, batch_size=len(SHOTS), lr=0.05)
+    config = CalibrationConfig(epochs=12, batch_size=len(SHOTS), lr=0.05)
     found = calibrate(decoder, TASK, SHOTS, extract(decoder, TASK, SHOTS), config)
     assert found.history[-1] < found.history[0] - 0.1
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -20,7 +20,7 @@ from i2cl.models.batching import make_batch
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.models.precision import quantization_of
 from i2cl.models.training import LOSS_SCALE, Backward
-from tiny import MODEL_TYPES, tiny_model, tiny_tokenizer
+from tiny import PATHS, tiny_model, tiny_tokenizer
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}
 """Sizes whose rows are whole blocks of 4-bit codes."""
@@ -86,8 +86,8 @@ def hooks(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_every_model_type_calibrates_in_half_precision(model_type, dtype, task):
+@pytest.mark.parametrize("model_type", PATHS)
+def test_model_types_calibrate_in_half_precision(model_type, dtype, task):
     model = tiny_model(model_type, dtype=dtype)
     decoder = Decoder(model, tiny_tokenizer(), name=model_type)
     demonstrations = task.sample(2, 0)

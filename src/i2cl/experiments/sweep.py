@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from i2cl.experiments.evaluation import Run
-from i2cl.experiments.parallel import Cell, DecoderSource, run_jobs, suggested_workers
+from i2cl.experiments.evaluation import Evaluation
+from i2cl.experiments.parallel import DecoderSource, run_jobs, suggested_workers
+from i2cl.experiments.records import Run
 from i2cl.methods import Method
 from i2cl.tasks import Task
 
@@ -19,7 +20,7 @@ def sweep(
     workers: int | None = None,
     watch: Callable[[Run], None] | None = None,
 ) -> list[Run]:
-    """Evaluate tasks x methods x seeds, in that order.
+    """Evaluate tasks x methods x seeds, in that order; seeds go together where a method gains by it.
 
     Args:
         source: loads the model.
@@ -37,11 +38,17 @@ def sweep(
     for task in tasks:
         task.sample(shots, seeds[0])
         task.queries(limit)
-    cells = [Cell(task, method, seed, shots, limit) for task in tasks for method in methods for seed in seeds]
+    jobs = [
+        Evaluation(task, method, group, shots, limit)
+        for task in tasks
+        for method in methods
+        for group in ([tuple(seeds)] if method.joint else [(seed,) for seed in seeds])
+    ]
     decoder = source()
-    runs: dict[int, Run] = {}
-    for place, run in run_jobs(decoder, source, cells, workers or suggested_workers(decoder, len(cells))):
-        runs[place] = run
-        if watch is not None:
-            watch(run)
-    return [runs[place] for place in sorted(runs)]
+    runs: dict[int, list[Run]] = {}
+    for place, made in run_jobs(decoder, source, jobs, workers or suggested_workers(decoder, len(jobs))):
+        runs[place] = made
+        for run in made:
+            if watch is not None:
+                watch(run)
+    return [run for place in sorted(runs) for run in runs[place]]

@@ -154,7 +154,7 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     task = injection.task
     questions = Questions(decoder, task, injection.scoring)
     labels, queries = questions.labels, questions.queries(TEXTS)
-    texts = [task.template.query(text) for text in TEXTS]
+    texts = [questions.prompt(text) for text in TEXTS]
     whole = [
         text if ids == uncut else None
         for text, ids, uncut in zip(texts, queries, decoder.encoder(texts), strict=True)

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from i2cl.errors import I2CLError, did_you_mean
-from i2cl.methods.base import Method, Predictor, Wrapper
+from i2cl.methods.base import Cost, Method, Predictor, Wrapper
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
 from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, Noise
 from i2cl.methods.icv import ICV
@@ -89,4 +89,4 @@ def _known(name: str) -> type[Method]:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "Method", "Predictor", "make_methods"]
+__all__ = ["METHODS", "Cost", "Method", "Predictor", "make_methods"]

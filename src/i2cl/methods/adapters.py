@@ -45,20 +45,26 @@ class TrainedAdapter:
 
 
 class AdaptedDecoder(Decoder):
-    """A decoder whose model wears an adapter; virtual tokens in front shift every position."""
+    """A decoder whose model wears an adapter; all else is as on the bare one, which is not changed.
 
-    virtual_tokens = 0
+    Attributes:
+        virtual_tokens: how many stand in front of every query, which shift its positions and take
+            their share of the context.
+    """
 
-    @classmethod
-    def wearing(cls, decoder: Decoder, model: Any, virtual_tokens: int) -> "AdaptedDecoder":
-        """Run ``model`` in place of the decoder's own."""
-        adapted = cls.__new__(cls)
-        found_on_the_bare_model = {"writers", "blocks", "identity", "base"}
-        vars(adapted).update({k: v for k, v in vars(decoder).items() if k not in found_on_the_bare_model})
-        adapted.model = model  # a PeftModel, which looks up on the bare model what it does not have
-        adapted.virtual_tokens = virtual_tokens
-        adapted.max_length = None if decoder.max_length is None else decoder.max_length - virtual_tokens
-        return adapted
+    def __init__(self, bare: Decoder, model: Any, virtual_tokens: int = 0) -> None:
+        """Run ``model``, a PeftModel around the bare decoder's own."""
+        super().__init__(
+            bare.model,
+            bare.tokenizer,
+            architecture=bare.architecture,
+            name=bare.name,
+            revision=bare.revision,
+            token_budget=bare.token_budget,
+        )
+        self.model = model  # it looks up on the bare model what it does not have
+        self.virtual_tokens = virtual_tokens
+        self.max_length = None if bare.max_length is None else bare.max_length - virtual_tokens
 
     def forward(
         self,
@@ -121,7 +127,7 @@ def adapted(
         try:
             if state is not None:
                 set_peft_model_state_dict(wrapped, state)
-            yield AdaptedDecoder.wearing(decoder, wrapped, virtual)
+            yield AdaptedDecoder(decoder, wrapped, virtual)
         finally:
             if isinstance(wrapped.base_model, BaseTuner):  # prompt learning leaves the model alone
                 wrapped.unload()

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from i2cl.methods.base import Method
+from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
@@ -57,10 +57,11 @@ class KNNPrompting(Method):
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)
         prefix = decoder.prefix(shared_ids(questions, pairs))
-        prompt = PromptPredictor(decoder, task, pairs, prefix)
+        prompt = PromptPredictor(questions, pairs, prefix)
         kept = prompt.distributions([example.text for example in held_out])
         labels = torch.tensor([example.label for example in held_out])
-        return KNNPredictor(prompt, kept, labels, self.config.neighbours)
+        cost = Cost.of(kept, prefix, held_out=len(held_out))
+        return KNNPredictor(prompt, kept, labels, self.config.neighbours, cost)
 
 
 @dataclass(frozen=True)
@@ -71,24 +72,7 @@ class KNNPredictor:
     kept: Float[Tensor, "anchors vocab"]
     labels: Int[Tensor, " anchors"]
     neighbours: int
-    trainable_parameters: ClassVar[int] = 0
-
-    @property
-    def held_out(self) -> int:
-        """One per anchor."""
-        return len(self.labels)
-
-    @property
-    def cached_bytes(self) -> int:
-        """Those of the cache, and float32 distributions."""
-        prefix = self.prompt.prefix
-        return self.kept.nbytes + (prefix.bytes if prefix else 0)
-
-    @property
-    def cached_values(self) -> int:
-        """Distributions of the anchors, keys and values of the demonstrations."""
-        prefix = self.prompt.prefix
-        return self.kept.numel() + (prefix.values if prefix else 0)
+    cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Share of the votes, plus a tie-break smaller than one vote for the nearest anchor's label."""
@@ -96,6 +80,6 @@ class KNNPredictor:
         distance = (query.exp() * query).sum(-1, keepdim=True) - query.exp() @ self.kept.T
         count = min(self.neighbours, len(self.labels))
         nearest = self.labels[distance.topk(count, largest=False).indices]
-        votes = torch.zeros(len(texts), len(self.prompt.task.labels))
+        votes = torch.zeros(len(texts), len(self.prompt.questions.task.labels))
         votes.scatter_add_(1, nearest, torch.full(nearest.shape, 1 / count))
         return votes.scatter_add_(1, nearest[:, :1], torch.full((len(texts), 1), 0.5 / count))

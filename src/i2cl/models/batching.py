@@ -1,4 +1,4 @@
-"""From strings to length-sorted batches of token ids.
+"""From token ids to length-sorted batches, and what to do where one does not fit into memory.
 
 Padded batches are padded on the right and run without an attention mask: under causal attention a
 token never sees what stands to its right, so padding cannot change a result, whatever the
@@ -18,15 +18,10 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError
 
 Ids = tuple[int, ...]
-
-
-class TruncationWarning(UserWarning):
-    """Texts were cut to fit the model's context; the message counts them."""
 
 
 @dataclass(frozen=True)
@@ -109,82 +104,6 @@ def shared_front(rows: Sequence[Ids]) -> Ids:
     length = min(map(len, rows)) - 1
     columns = zip(*(row[:length] for row in rows), strict=True)
     return tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Encodes strings with the special tokens that the tokenizer puts in front (such as BOS).
-
-    Special tokens that it would put behind (such as EOS) are left out, since the last token must
-    be the one that predicts the next.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    front: Ids
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Encoder":
-        """Find out what the tokenizer puts in front, by encoding a probe with and without it."""
-        bare = tuple(tokenizer("a", add_special_tokens=False)["input_ids"])
-        full = tuple(tokenizer("a")["input_ids"])
-        for start in range(len(full) - len(bare) + 1):
-            if full[start : start + len(bare)] == bare:
-                return cls(tokenizer, full[:start])
-        return cls(tokenizer, ())
-
-    def __call__(self, texts: Sequence[str]) -> list[Ids]:
-        """Token ids of each text, special tokens in front included."""
-        if not texts:
-            return []
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return [self.front + tuple(ids) for ids in encoded]
-
-    def fitted(self, build: Callable[[str], str], texts: Sequence[str], limit: int | None) -> list[Ids]:
-        """Token ids of ``build(text)``, the text cut at its end where the whole exceeds ``limit`` tokens.
-
-        Template and label positions are never cut. Warns once with the number of texts cut.
-
-        Raises:
-            I2CLError: if not even an empty text leaves room.
-        """
-        return self.fitted_each([build] * len(texts), texts, limit)
-
-    def fitted_each(
-        self, builds: Sequence[Callable[[str], str]], texts: Sequence[str], limit: int | None
-    ) -> list[Ids]:
-        """Like `fitted`, with a prompt format for each text."""
-        ids = self([build(text) for build, text in zip(builds, texts, strict=True)])
-        if limit is None:
-            return ids
-        cut = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
-        for row in cut:
-            ids[row] = self._cut(builds[row], texts[row], limit)
-        if cut:
-            message = f"{len(cut)} of {len(texts)} texts were cut to fit {limit} tokens of context"
-            warnings.warn(message, TruncationWarning, stacklevel=3)
-        return ids
-
-    def _cut(self, build: Callable[[str], str], text: str, limit: int) -> Ids:
-        def encode(characters: int) -> Ids:
-            return self([build(text[:characters])])[0]
-
-        best = encode(0)
-        if len(best) > limit:
-            raise I2CLError(
-                f"the prompt without its text needs {len(best)} tokens, but only {limit} fit into the "
-                "context: use fewer or shorter demonstrations, or a model with a longer context"
-            )
-        fits, over = 0, 4 * limit
-        while over < len(text) and len(encode(over)) <= limit:
-            fits, over = over, 2 * over
-        over = min(over, len(text))
-        while over - fits > 1:
-            middle = (fits + over) // 2
-            if len(encode(middle)) <= limit:
-                fits = middle
-            else:
-                over = middle
-        return encode(fits)
 
 
 T = TypeVar("T")

@@ -13,9 +13,10 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError
 from i2cl.models.architectures import Architecture, architecture_of
-from i2cl.models.batching import Batch, Encoder, Ids, make_batch, run_batches
+from i2cl.models.batching import Batch, Ids, make_batch, run_batches
 from i2cl.models.borrowing import frozen, lock_of
 from i2cl.models.edits import Edit, Keep, Site
+from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, weights_fingerprint
 from i2cl.models.hooks import edit_inputs, edit_outputs
 from i2cl.models.identity import ResidualIdentity, residual_identity

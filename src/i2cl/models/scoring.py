@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -35,10 +36,12 @@ class LabelTokens:
     Attributes:
         ids: token ids per label.
         full: whether whole sequences are scored instead of first tokens.
+        line: what stands between the template's query and these tokens, and is asked with the query.
     """
 
     ids: tuple[Ids, ...]
     full: bool
+    line: str = ""
 
     @property
     def first(self) -> Ids:
@@ -60,20 +63,27 @@ def label_tokens(
 ) -> LabelTokens:
     """Find the tokens of each label by encoding it in the context of a prompt.
 
+    A newline between query and label belongs to the query where the tokenizer cuts behind it in any
+    case: else it would be the first token of every label. Where a label is how another one begins, such
+    as "not" and "not spam", all labels are taken with what ends them: the sum of log-probabilities of
+    "not" alone is never below that of "not spam".
+
     Raises:
-        I2CLError: if the prompt's last token and a label merge into one token, or two labels are the
-            same under the chosen scoring.
+        I2CLError: if the prompt's last token and a label merge into one token, if two labels are the
+            same under the chosen scoring, or if one begins another and nothing can end them.
     """
-    probe = template.query("text")
-    prompt = decoder.encoder([probe])[0]
-    whole = decoder.encoder([probe + template.continuation(label) for label in labels])
-    for label, ids in zip(labels, whole, strict=True):
-        if ids[: len(prompt)] != prompt or len(ids) == len(prompt):
+    line = template.lead[: template.lead.rfind("\n") + 1]
+    tokens = _behind(decoder, template, labels, line)
+    if line and not all(tokens):  # this tokenizer does not cut at the line's end
+        line = ""
+        tokens = _behind(decoder, template, labels, line)
+    for label, ids in zip(labels, tokens, strict=True):
+        if not ids:
             raise I2CLError(
                 f"this tokenizer merges label {label!r} with the end of the prompt: "
                 "put a space or a newline before {label} in the template"
             )
-    found = tuple(ids[len(prompt) :] for ids in whole)
+    found = tuple(tokens)
     if len(set(found)) < len(found):
         raise I2CLError("two labels have the same tokens: give labels that differ")
     shared = len({ids[0] for ids in found}) < len(found)
@@ -82,7 +92,51 @@ def label_tokens(
     if shared and scoring == "auto":
         message = "labels share their first token; scoring whole label sequences instead"
         warnings.warn(message, ScoringWarning, stacklevel=2)
-    return LabelTokens(found, full=scoring == "full" or shared)
+    if begun := _begun(found):
+        ended = _behind(decoder, template, labels, line, template.separator)
+        found = _ended(found, ended, decoder, [labels[one] for one in begun])
+    return LabelTokens(found, full=scoring == "full" or shared, line=line)
+
+
+def _behind(
+    decoder: Decoder, template: Template, labels: Sequence[str], line: str, end: str = ""
+) -> list[Ids]:
+    """Tokens of each label, and of an end behind it, after a query that ends in ``line``.
+
+    No tokens for a label that the tokenizer merges with what stands before it.
+    """
+    probe = template.query("text") + line
+    prompt = decoder.encoder([probe])[0]
+    rest = [template.continuation(label).removeprefix(line) for label in labels]
+    whole = decoder.encoder([probe + label + end for label in rest])
+    return [ids[len(prompt) :] if ids[: len(prompt)] == prompt else () for ids in whole]
+
+
+def _begun(found: Sequence[Ids]) -> tuple[int, int] | None:
+    """Two labels the first of which begins the second, if there are any."""
+    places = sorted(range(len(found)), key=lambda one: found[one])
+    for first, second in pairwise(places):  # in this order nothing stands between a prefix and what it begins
+        if found[second][: len(found[first])] == found[first]:
+            return first, second
+    return None
+
+
+def _ended(
+    found: Sequence[Ids], ended: Sequence[Ids], decoder: Decoder, begun: Sequence[str]
+) -> tuple[Ids, ...]:
+    """Labels with the separator's first token behind them, or with EOS where that merges with one."""
+    both = list(zip(found, ended, strict=True))
+    if all(len(long) > len(short) and long[: len(short)] == short for short, long in both):
+        with_ends = tuple(long[: len(short) + 1] for short, long in both)
+        if _begun(with_ends) is None:
+            return with_ends
+    end = decoder.tokenizer.eos_token_id
+    if end is None:
+        raise I2CLError(
+            f"label {begun[0]!r} is how label {begun[1]!r} begins, and this tokenizer has no token that ends "
+            "them (EOS): use other label words"
+        )
+    return tuple((*ids, int(end)) for ids in found)
 
 
 def require_texts(texts: Sequence[str]) -> None:
@@ -96,6 +150,10 @@ def require_texts(texts: Sequence[str]) -> None:
             raise I2CLError(f"text {row + 1} is empty: remove it or give it content")
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise I2CLError(f"text {row + 1} holds half a surrogate pair, which is no character: remove it")
+
+
+def _asked(build: Callable[[str], str], line: str, text: str) -> str:
+    return build(text) + line
 
 
 @dataclass(frozen=True)
@@ -136,7 +194,12 @@ class Questions:
         """
         require_texts(texts)
         limit = None if self.decoder.max_length is None else self.decoder.max_length - self.labels.room
-        return self.decoder.encoder.fitted(build or self.task.template.query, texts, limit)
+        ask = partial(_asked, build or self.task.template.query, self.labels.line)
+        return self.decoder.encoder.fitted(ask, texts, limit)
+
+    def prompt(self, text: str) -> str:
+        """What stands before a label: the template's query, and a line's end where that belongs to it."""
+        return self.task.template.query(text) + self.labels.line
 
     def targets(self, examples: Sequence[Example]) -> list[Ids]:
         """What is to follow each example's query: its label's first token, or all of them."""

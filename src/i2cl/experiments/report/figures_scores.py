@@ -183,7 +183,7 @@ def efficiency(results: Results, vectors: Vectors) -> Figure | None:  # noqa: AR
 def _costs(results: Results, entry: _Entry) -> tuple[float, float]:
     """Milliseconds per query and bytes, means over tasks of means over seeds."""
     found = [
-        [(1000 * out.predict_seconds / len(out.gold), out.cached_bytes) for out in map(outcome, records)]
+        [(1000 * out.predict_seconds / len(out.gold), out.cost.cached_bytes) for out in map(outcome, records)]
         for task in results.tasks
         if (records := results.of(entry.row, task, entry.shots))
     ]

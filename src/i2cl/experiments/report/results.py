@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from i2cl.experiments.grid import Experiment, GridRow
-from i2cl.experiments.records import Outcome, Record
+from i2cl.experiments.records import Record, Run
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Results:
         return sorted(found, key=lambda one: one.cell.seed)
 
 
-def outcome(record: Record) -> Outcome:
+def outcome(record: Record) -> Run:
     """The outcome of a record that ended well."""
     if record.outcome is None:
         raise ValueError(f"cell {record.key} did not end well")

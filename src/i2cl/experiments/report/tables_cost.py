@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from i2cl.experiments.printed import PrintedRow
-from i2cl.experiments.records import Outcome, Record
+from i2cl.experiments.records import Record, Run
 from i2cl.experiments.report.results import outcome
 from i2cl.experiments.report.tables_lines import Comparisons, Line
 from i2cl.experiments.report.tables_model import (
@@ -18,11 +18,11 @@ from i2cl.experiments.report.tables_model import (
 )
 from i2cl.experiments.report.tables_notes import Paper, incomplete_notes
 
-COUNTS: dict[str, tuple[str, Callable[[Outcome], int]]] = {
-    "trainable_parameters": ("Trained parameters", lambda one: one.trainable_parameters),
-    "cached_values": ("Values kept", lambda one: one.cached_values),
-    "cached_bytes": ("Bytes kept", lambda one: one.cached_bytes),
-    "held_out": ("Held-out examples", lambda one: one.held_out),
+COUNTS: dict[str, tuple[str, Callable[[Run], int]]] = {
+    "trainable_parameters": ("Trained parameters", lambda one: one.cost.trained),
+    "cached_values": ("Values kept", lambda one: one.cost.cached_values),
+    "cached_bytes": ("Bytes kept", lambda one: one.cost.cached_bytes),
+    "held_out": ("Held-out examples", lambda one: one.cost.held_out),
 }
 """Whole numbers by name in files, with the column's name."""
 

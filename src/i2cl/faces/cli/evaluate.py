@@ -10,7 +10,7 @@ from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
-    from i2cl.experiments.evaluation import Run
+    from i2cl.experiments.records import Run
     from i2cl.methods import Method
     from i2cl.tasks import Task
 

@@ -13,7 +13,7 @@ from i2cl.faces.cli.options import ModelOptions, TaskOptions
 if TYPE_CHECKING:
     from i2cl.experiments.grid import Cell, Experiment, Scale
     from i2cl.experiments.records import Record
-    from i2cl.experiments.runner import CellJob
+    from i2cl.experiments.runner import GroupJob
     from i2cl.models.decoder import Decoder
 
 app = typer.Typer(
@@ -82,23 +82,24 @@ def run(
 ) -> None:
     """Run the cells that the store lacks; exit code 1 if any failed."""
     from i2cl.experiments.grid import Cell
-    from i2cl.experiments.runner import pending, run_cells
+    from i2cl.experiments.runner import pending, run_groups
     from i2cl.experiments.store import Store
 
     folder = store or Path("results") / (Path(model).name + ("-quick" if quick else ""))
     base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
-    cells = _cells(names, base, load.task_names(tasks or "all", model), quick, seeds, limit)
+    cells, timed = _cells(names, base, load.task_names(tasks or "all", model), quick, seeds, limit)
     for name in {cell.task for cell in cells}:  # what is lacking is told before a model is loaded
         load.task(name, rows)
     data_dir = str(rows.data_dir) if rows.data_dir else None
     source = partial(load.decoder, model, loading)
     execute = partial(_execute, source=source, workers=workers, ray=executor == "ray", address=address)
     with Store.writing(folder) if console.FIRST else Store.following(folder) as opened:
-        waiting = pending(cells, opened)
-        with console.progress(len(waiting), "running") as bar:
-            tally = run_cells(waiting, opened, execute, data_dir, _watch(bar))
-        failures = [opened.records[cell.key] for cell in waiting if not opened.done(cell.key)]
-    kept = len({cell.key for cell in cells}) - len(waiting)
+        waiting = pending(cells, opened, timed)
+        lacking = [cell for group in waiting for cell in group.lacking]
+        with console.progress(len(lacking), "running") as bar:
+            tally = run_groups(waiting, opened, execute, data_dir, _watch(bar))
+        failures = [opened.records[cell.key] for cell in lacking if not opened.done(cell.key)]
+    kept = len({cell.key for cell in cells}) - len(lacking)
     if json:
         console.print_json({"store": str(folder), "done": tally.done, "failed": tally.failed, "kept": kept})
     else:
@@ -109,15 +110,17 @@ def run(
 
 def _cells(
     names: str, base: "Cell", tasks: Sequence[str], quick: bool, seeds: int | None, limit: int | None
-) -> "list[Cell]":
+) -> "tuple[list[Cell], set[str]]":
+    """All cells of the experiments, and the keys of those that are timed."""
     from i2cl.experiments.library import ORDER, load_experiment
 
-    chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
-    return [
-        cell
-        for one in chosen
-        for cell in one.cells(base, tasks, _scaled(one.quick if quick else one.full, seeds, limit))
-    ]
+    cells: list[Cell] = []
+    timed: set[str] = set()
+    for one in map(load_experiment, ORDER if names == "all" else load.split(names)):
+        own = list(one.cells(base, tasks, _scaled(one.quick if quick else one.full, seeds, limit)))
+        cells += own
+        timed |= {cell.key for cell in own if one.timed}
+    return cells, timed
 
 
 def _tell(folder: Path, summary: str, failures: "Sequence[Record]") -> None:
@@ -134,13 +137,13 @@ def _scaled(scale: "Scale", seeds: int | None, limit: int | None) -> "Scale":
 
 
 def _execute(
-    jobs: "Sequence[CellJob]",
+    jobs: "Sequence[GroupJob]",
     *,
     source: "Callable[[], Decoder]",
     workers: int | None,
     ray: bool,
     address: str | None,
-) -> "Iterator[Record]":
+) -> "Iterator[list[Record]]":
     from i2cl.experiments.cluster import run_on_ray
     from i2cl.experiments.parallel import run_jobs, suggested_workers
 
@@ -151,7 +154,7 @@ def _execute(
         return
     decoder = source()
     count = workers or suggested_workers(decoder, len(jobs))
-    yield from (record for _, record in run_jobs(decoder, source, jobs, count))
+    yield from (records for _, records in run_jobs(decoder, source, jobs, count))
 
 
 def _watch(bar: console.Bar) -> "Callable[[Record], None]":

@@ -1,0 +1,215 @@
+"""From strings to token ids, with what a user wrote taken as text and never as a control token."""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from i2cl.errors import I2CLError
+from i2cl.models.batching import Ids
+
+_MARK = "\ufdd0"  # a noncharacter, which Unicode keeps for a program's own use
+_BROKEN, _KEPT = f"{_MARK}1", f"{_MARK}2"
+"""Stands inside what would be a control token; stands for the noncharacter itself."""
+
+
+class TruncationWarning(UserWarning):
+    """Texts were cut to fit the model's context; the message counts them."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes strings with the special tokens that the tokenizer puts in front (such as BOS).
+
+    Special tokens that it would put behind (such as EOS) are left out, since the last token must
+    be the one that predicts the next. Where a text of the user holds what the tokenizer would take for
+    a special token, such as ``<|im_end|>`` or ``</s>``, it is encoded as the characters it is made of;
+    a template's own special tokens are special.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    front: Ids
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Encoder":
+        """Find out what the tokenizer puts in front, by encoding a probe with and without it."""
+        bare = tuple(tokenizer("a", add_special_tokens=False)["input_ids"])
+        full = tuple(tokenizer("a")["input_ids"])
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return cls(tokenizer, full[:start])
+        return cls(tokenizer, ())
+
+    def __call__(self, prompts: Sequence[str]) -> list[Ids]:
+        """Token ids of each prompt, special tokens in front included."""
+        if not prompts:
+            return []
+        plain = [prompt for prompt in prompts if _MARK not in prompt]
+        encoded = iter(
+            self.tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else ()
+        )
+        return [
+            self.front + (self._marked(prompt)[0] if _MARK in prompt else tuple(next(encoded)))
+            for prompt in prompts
+        ]
+
+    def literal(self, text: str) -> str:
+        """The same text, marked where it holds a special token, so that a prompt with it holds none."""
+        if _MARK not in text and not self._special.search(text):
+            return text
+        kept = text.replace(_MARK, _KEPT)
+        return self._special.sub(lambda found: found[0][0] + _BROKEN + found[0][1:], kept)
+
+    def spans(self, prompt: str) -> list[tuple[int, int]]:
+        """Where in the prompt each of its tokens stands, those in front left out; of fast tokenizers."""
+        if _MARK not in prompt:
+            encoded = self.tokenizer(
+                prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            return [(left, right) for left, right in encoded["offset_mapping"]]
+        return self._marked(prompt)[1]
+
+    def _marked(self, prompt: str) -> tuple[Ids, list[tuple[int, int]]]:
+        """Tokens and their places; what is marked is text, other special tokens are special."""
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        vocabulary = self.tokenizer.get_vocab()
+        for start, part in self._parts(prompt):
+            if self._special.fullmatch(part):
+                tokens, places = [vocabulary[part]], [(0, len(part))]
+            else:
+                tokens, places = self._text(part)
+            ids += tokens
+            spans += [(start + left, start + right) for left, right in places]
+        return tuple(ids), spans
+
+    def _text(self, part: str) -> tuple[list[int], list[tuple[int, int]]]:
+        tokens, spans = self._piece(part, ("",))
+        if self._special_ids.isdisjoint(tokens):
+            return tokens, spans
+        # Some vocabularies hold special tokens as ordinary pieces too: keep the marked places apart.
+        tokens, spans, start = [], [], 0
+        for piece in part.split(_BROKEN):
+            # behind another character no tokenizer puts a space in front
+            more, places = self._piece(piece, ("=", "a", "1", "") if start else ("",))
+            tokens += more
+            spans += [(start + left, start + right) for left, right in places]
+            start += len(piece) + len(_BROKEN)
+        return tokens, spans
+
+    def _piece(self, part: str, behind: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of a piece as they are behind the first of these that no token of it merges with."""
+        text, places = _unmarked(part)
+        places.append(len(part))
+        for before in behind:
+            front, whole = self._split(before), self._split(before + text)
+            size = len(front["input_ids"])
+            if whole["input_ids"][:size] == front["input_ids"]:
+                break
+        tokens, shift = list(whole["input_ids"][size:]), len(before)
+        offsets = whole.get("offset_mapping", [(shift, shift)] * (size + len(tokens)))[size:]
+        return tokens, [
+            (places[max(0, left - shift)], places[max(0, right - shift)]) for left, right in offsets
+        ]
+
+    def _split(self, text: str) -> Any:
+        """Encode a text with no token of it special, and with the tokens' places where they are known."""
+        return self._splitting(
+            text,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_offsets_mapping=self.tokenizer.is_fast,
+            verbose=False,
+        )
+
+    def _parts(self, prompt: str) -> list[tuple[int, str]]:
+        """The prompt cut at its unmarked special tokens, with the place of each part."""
+        parts, end = [], 0
+        for found in self._special.finditer(prompt):
+            parts += [(end, prompt[end : found.start()]), (found.start(), found[0])]
+            end = found.end()
+        return [(start, part) for start, part in [*parts, (end, prompt[end:])] if part]
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Finds what the tokenizer takes for a special token; longer ones first."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        words = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
+        longest = sorted((word for word in words if word), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self.tokenizer.added_tokens_decoder.items()
+        return frozenset(number for number, token in added if token.special)
+
+    @cached_property
+    def _splitting(self) -> PreTrainedTokenizerBase:
+        """A copy that is told so every time, since telling a tokenizer so changes it for all threads."""
+        return copy.deepcopy(self.tokenizer)
+
+    def fitted(self, build: Callable[[str], str], texts: Sequence[str], limit: int | None) -> list[Ids]:
+        """Token ids of ``build(text)``, the text cut at its end where the whole exceeds ``limit`` tokens.
+
+        Template and label positions are never cut. Warns once with the number of texts cut.
+
+        Raises:
+            I2CLError: if not even an empty text leaves room.
+        """
+        return self.fitted_each([build] * len(texts), texts, limit)
+
+    def fitted_each(
+        self, builds: Sequence[Callable[[str], str]], texts: Sequence[str], limit: int | None
+    ) -> list[Ids]:
+        """Like `fitted`, with a prompt format for each text."""
+        ids = self([build(self.literal(text)) for build, text in zip(builds, texts, strict=True)])
+        if limit is None:
+            return ids
+        cut = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
+        for row in cut:
+            ids[row] = self._cut(builds[row], texts[row], limit)
+        if cut:
+            message = f"{len(cut)} of {len(texts)} texts were cut to fit {limit} tokens of context"
+            warnings.warn(message, TruncationWarning, stacklevel=3)
+        return ids
+
+    def _cut(self, build: Callable[[str], str], text: str, limit: int) -> Ids:
+        def encode(characters: int) -> Ids:
+            return self([build(self.literal(text[:characters]))])[0]
+
+        best = encode(0)
+        if len(best) > limit:
+            raise I2CLError(
+                f"the prompt without its text needs {len(best)} tokens, but only {limit} fit into the "
+                "context: use fewer or shorter demonstrations, or a model with a longer context"
+            )
+        fits, over = 0, 4 * limit
+        while over < len(text) and len(encode(over)) <= limit:
+            fits, over = over, 2 * over
+        over = min(over, len(text))
+        while over - fits > 1:
+            middle = (fits + over) // 2
+            if len(encode(middle)) <= limit:
+                fits = middle
+            else:
+                over = middle
+        return encode(fits)
+
+
+def _unmarked(part: str) -> tuple[str, list[int]]:
+    """A part without its marks, and where each of its characters stood."""
+    text, places, at = [], [], 0
+    while at < len(part):
+        if part.startswith(_BROKEN, at):
+            at += len(_BROKEN)
+            continue
+        kept = part.startswith(_KEPT, at)
+        text.append(part[at])
+        places.append(at)
+        at += len(_KEPT) if kept else 1
+    return "".join(text), places

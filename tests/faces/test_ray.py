@@ -1,0 +1,131 @@
+"""What runs on Ray, all on one cluster: rows and cells come out as they do here, and so do errors."""
+
+import json
+
+import pytest
+
+from i2cl import load_task
+from i2cl.experiments.runner import CellJob
+from i2cl.experiments.store import Store
+from i2cl.faces.cli import main
+from i2cl.faces.stream.prediction import Scorer
+from i2cl.models.decoder import Decoder
+from processes import finished
+
+pytest.importorskip("ray.data", reason="ray is not installed")
+
+TASK = "mood-colour-1"
+GRID = """
+title = "cheap"
+measures = "a method that works and one that fails"
+views = ["tasks"]
+tasks = ["mood-colour-1"]
+rows = [
+  { name = "Few-shot (ICL)", method = "few_shot" },
+  { name = "I2CL", method = "i2cl", options = { epochs = -1 } },
+]
+full = { seeds = 2, limit = 12 }
+"""
+COMMANDS = """
+import json, sys
+import ray
+from i2cl.faces.cli import main
+start, stop = ray.init, ray.shutdown
+ray.init = lambda **options: ray.is_initialized() or start(**options)
+ray.shutdown = lambda: None
+try:
+    for name, words in json.loads(sys.argv[1]).items():
+        try:
+            main(words)
+        except SystemExit as done:
+            print(f"{name} ended with {done.code}", file=sys.stderr, flush=True)
+finally:
+    stop()
+"""
+"""Runs several commands, of which the first starts a cluster, the others find it."""
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    return stop.value.code
+
+
+def predict(folder, source, output, *more):
+    words = ["predict", folder / "mood", folder / source, "-o", folder / output, "--chunk", "10", *more]
+    return [str(word) for word in words]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An artefact for the bundled model, texts of which an interrupted run has done ten, and a grid."""
+    made = tmp_path_factory.mktemp("home")
+    texts = [example.text for example in load_task(TASK).test[:25]]
+    (made / "texts.txt").write_text("".join(f"{text}\n" for text in texts))
+    (made / "bad.txt").write_text("".join(f"{text}\n" for text in [*texts[:14], " ", *texts[14:]]))
+    (made / "mine.toml").write_text(GRID)
+    assert run("fit", "reference", TASK, "-o", made / "mood", "--shots", "1", "--set", "epochs=1") == 0
+    assert run(*predict(made, "texts.txt", "here.tsv")) == 0
+    score = Scorer.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scorer, "__call__", lambda *at: score(*at) if at[1][0] == texts[0] else stop())
+        assert run(*predict(made, "texts.txt", "out.tsv")) == 130
+    return made
+
+
+def stop():
+    raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def told(folder):
+    """Stdout and stderr of three commands."""
+    grid = ["experiment", "run", str(folder / "mine.toml"), "--store", str(folder / "store"), "--json"]
+    commands = {
+        "texts": predict(folder, "texts.txt", "out.tsv"),
+        "bad texts": predict(folder, "bad.txt", "none.tsv"),
+        "cells": grid,
+    }
+    on_ray = {name: [*words, "--executor", "ray", "--workers", "1"] for name, words in commands.items()}
+    code, out, err = finished(COMMANDS, json.dumps(on_ray))
+    assert code == 0, err
+    return out, err.splitlines()
+
+
+def test_it_goes_on_with_a_local_run_and_gives_the_same_bytes(folder, told):
+    assert told[1][:2] == ["10 rows of an earlier run are kept", "texts ended with 0"]
+    assert (folder / "out.tsv").read_bytes() == (folder / "here.tsv").read_bytes()
+    assert not list(folder.glob(".*.part*"))
+
+
+def test_a_bad_row_is_one_line(folder, told):
+    expected = f"error: {folder / 'bad.txt'}: text 15 is empty: remove it or give it content"
+    assert told[1][2:4] == [expected, "bad texts ended with 2"]
+    assert not (folder / "none.tsv").exists()
+
+
+def test_cells_are_those_that_run_here(folder, told, tmp_path):
+    assert told[1][-1] == "cells ended with 1"  # I2CL with -1 epochs cannot work
+    assert {key: json.loads(told[0])[key] for key in ("done", "failed")} == {"done": 2, "failed": 2}
+    decoder = Decoder.from_pretrained("reference")
+    for record in Store.open(folder / "store").records.values():
+        here = CellJob(record.cell, None, tmp_path).run(decoder)
+        assert (here.status, here.error) == (record.status, record.error)
+        if here.outcome:
+            assert here.outcome.predictions == record.outcome.predictions
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["predict", "{folder}/mood", "{folder}/texts.txt", "-o"],
+        ["experiment", "run", "{folder}/mine.toml", "--store"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_cluster_that_is_not_there(folder, tmp_path, capsys, words):
+    filled = [word.format(folder=folder) for word in words]
+    assert run(*filled, tmp_path / "new", "--executor", "ray", "--address", "auto") == 2
+    told = capsys.readouterr()
+    assert "ray start --head" in told.err
+    assert (told.out, list(tmp_path.iterdir())) == ("", [])

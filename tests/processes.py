@@ -1,0 +1,77 @@
+"""Python programs in processes of their own, forked from one that has imported what is heavy.
+
+A fresh interpreter takes seconds to import torch and transformers, a fork none. All else is as under
+``python -c``: own memory, files, signals, exit code. The command line itself is imported in the fork.
+"""
+
+import os
+import signal
+import sys
+from multiprocessing import forkserver, get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import i2cl
+
+COMMAND = "from i2cl.faces.cli import main; main()"
+"""The program behind ``i2cl``."""
+
+FORKED = get_context("forkserver")
+FORKED.set_forkserver_preload(
+    ["i2cl.experiments.runner", "i2cl.faces.stream", "transformers.models.llama.modeling_llama"]
+)
+
+
+def environment():
+    """Of a process that finds the package wherever it is, and leaves the other cores to other tests."""
+    paths = [str(Path(i2cl.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+class Program:
+    """A running program; what it says goes to files.
+
+    Attributes:
+        process: see `multiprocessing.Process`.
+        out: file that stdout goes to; a named pipe of yours if you give one.
+        err: file that stderr goes to.
+    """
+
+    def __init__(self, code, *arguments, out=None, **variables):
+        self._folder = TemporaryDirectory()
+        self.out = out or Path(self._folder.name) / "out"
+        self.err = Path(self._folder.name) / "err"
+        for path in (self.out, self.err):
+            path.exists() or path.touch()
+        with patch.dict(os.environ, environment()):
+            forkserver.ensure_running()
+            known = dict(os.environ) | variables
+        words = ["-c", *map(str, arguments)]
+        self.process = FORKED.Process(target=_run, args=(code, words, (self.out, self.err), known))
+        self.process.start()
+
+    def said(self):
+        """What came to stdout and stderr by now."""
+        return self.out.read_text(encoding="utf-8"), self.err.read_text(encoding="utf-8")
+
+    def wait(self):
+        """Its exit code, stdout and stderr once it has ended."""
+        self.process.join()
+        return self.process.exitcode, *self.said()
+
+
+def finished(code, *arguments, **variables):
+    """Exit code, stdout and stderr of a program that is run to its end."""
+    return Program(code, *arguments, **variables).wait()
+
+
+def _run(code, words, files, variables):
+    for descriptor, path in enumerate(files, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = words
+    exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
