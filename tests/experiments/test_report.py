@@ -755,7 +755,7 @@ def test_a_figure_that_cannot_be_drawn_is_named(monkeypatch, error):
         raise error
 
     if isinstance(error, ImportError):
-        monkeypatch.setitem(sys.modules, "i2cl.experiments.report.figures", None)
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
     else:
         monkeypatch.setattr("i2cl.experiments.report.document._drawn", fail)
     (only,) = build([experiment(views=("tasks", "bars"))], trial(), {}).sections

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.printed import printed_for
 from i2cl.experiments.records import Record
@@ -129,8 +128,7 @@ def build(
     Raises:
         I2CLError: without the packages of the extra ``experiments``.
     """
-    if find_spec("scipy") is None:
-        raise I2CLError("reports need the package scipy: pip install 'i2cl[experiments]'")
+    needs("a report", "experiments", "scipy")
     records = tuple(records)
     sections: list[Section] = []
     used: dict[str, Record] = {}
@@ -206,10 +204,9 @@ def _reason(view: View, *, draw: bool) -> str:
 
 
 def _drawn(results: Results, vectors: Vectors, view: View) -> "Figure | None":
-    try:
-        from i2cl.experiments.report.figures import FIGURES as DRAWINGS
-    except ImportError as error:
-        raise I2CLError(f"needs the package {error.name}: pip install 'i2cl[experiments]'") from None
+    needs("a figure", "experiments", "matplotlib")
+    from i2cl.experiments.report.figures import FIGURES as DRAWINGS
+
     return DRAWINGS[view](results, vectors)
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from i2cl.errors import I2CLError
+from i2cl.errors import needs
 from i2cl.experiments.records import Record
 from i2cl.experiments.report.figures_base import (
     COLOURS,
@@ -262,11 +262,10 @@ def _embedded(cloud: Cloud) -> Cloud | None:
 
 
 def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
-    try:
-        from sklearn.manifold import TSNE
-        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-    except ImportError:
-        raise I2CLError("needs the package scikit-learn: pip install 'i2cl[experiments]'") from None
+    needs("the map", "experiments", "sklearn")
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
     perplexity = min(30, (len(points) - 1) / 3)
     with threadpool_limits(1):  # sums in another order end in another map
         found = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(points)
