@@ -1,6 +1,7 @@
 """Compared methods against a short direct computation on several families."""
 
 import math
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -12,7 +13,9 @@ from i2cl.methods import make_methods
 from i2cl.methods.adapters import adapted
 from i2cl.methods.i2cl import CorruptionConfig, corrupted
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, directions
+from i2cl.methods.knn_prompting import divergence
 from i2cl.methods.label_anchor import anchors
+from i2cl.models.encoding import TruncationWarning
 from tiny import CASES, tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
@@ -467,3 +470,63 @@ def test_what_corruption_does_to_demonstrations(films):
     assert len({tuple(new.text.split().index(word) for word in ("one", "films")) for new in ordered}) > 5
     for name in ("random_label", "random_order"):
         assert corrupted(films, examples, CorruptionConfig(corruption=name), 1)[1] != draws[name][1]
+
+
+# What a review found
+
+
+def test_writers_are_found_before_another_thread_can_adapt_the_model(films, demonstrations):
+    """Read for the first time while an adapter is on, they are those of the bare model all the same."""
+    decoder = made("llama")
+    bare = [module for pair in decoder.architecture.writers(decoder.model) for module in pair]
+    (lora,) = make_methods(["lora"], {"epochs": 0})
+    with adapted(decoder, lora.config(decoder)):
+        late = [module for pair in decoder.writers for module in pair]
+        assert len(decoder.blocks) == decoder.layers
+    assert late == bare
+    assert decoder.base == made("llama").base
+
+
+def test_the_identity_waits_for_an_adapter_to_come_off():
+    decoder, seen = made("llama"), []
+    (lora,) = make_methods(["lora"], {"epochs": 0})
+    with adapted(decoder, lora.config(decoder)):
+        reader = threading.Thread(target=lambda: seen.append(decoder.base))
+        reader.start()
+        reader.join(timeout=0.2)
+        assert seen == []
+    reader.join()
+    assert seen == [made("llama").base]
+
+
+@pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
+def test_virtual_tokens_take_their_share_of_learned_positions(films, name):
+    decoder = Decoder(tiny_model("gpt2", n_positions=48), tiny_tokenizer())
+    (method,) = make_methods([name], {"epochs": 1, "virtual_tokens": 7})
+    shots = [Example("a dull film " * 40, 0), Example("warm " * 40, 1)]
+    with pytest.warns(TruncationWarning, match="41 tokens of context"):
+        predictor = method.fit(decoder, films, shots, 0)
+    with pytest.warns(TruncationWarning):
+        assert predictor.scores(["a dull film " * 40]).isfinite().all()
+
+
+def test_batch_calibration_refuses_a_single_text(decoder, films, demonstrations):
+    (method,) = make_methods(["zero_shot+batch_calibration"])
+    predictor = method.fit(decoder, films, demonstrations, 0)
+    with pytest.raises(I2CLError, match="cannot classify one text by itself"):
+        predictor.scores(["dull"])
+    assert predictor.scores(["dull", "warm"]).shape == (2, 2)
+
+
+@pytest.mark.parametrize("direction", ["query_anchor", "anchor_query"])
+def test_knn_takes_either_divergence(direction):
+    generator = torch.Generator().manual_seed(0)
+    queries, anchors = (torch.randn(n, 9, generator=generator).log_softmax(-1) for n in (3, 5))
+    first, second = (queries, anchors) if direction == "query_anchor" else (anchors, queries)
+    found = divergence(first, second)
+    for row, own in enumerate(first):
+        for column, other in enumerate(second):
+            wanted = torch.nn.functional.kl_div(other, own, reduction="sum", log_target=True)
+            torch.testing.assert_close(found[row, column], wanted)
+    (method,) = make_methods(["knn_prompting"], {"divergence": direction})
+    assert method.config.divergence == direction

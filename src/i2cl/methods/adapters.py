@@ -48,12 +48,18 @@ class AdaptedDecoder(Decoder):
     """A decoder whose model wears an adapter; all else is as on the bare one, which is not changed.
 
     Attributes:
-        virtual_tokens: how many stand in front of every query, which shift its positions and take
-            their share of the context.
+        virtual_tokens: how many embeddings stand in front of every query and shift its positions.
     """
 
-    def __init__(self, bare: Decoder, model: Any, virtual_tokens: int = 0) -> None:
-        """Run ``model``, a PeftModel around the bare decoder's own."""
+    def __init__(self, bare: Decoder, model: Any, virtual_tokens: int = 0, taken: int = 0) -> None:
+        """Run ``model``, a PeftModel around the bare decoder's own.
+
+        Args:
+            bare: the decoder.
+            model: its model with the adapter.
+            virtual_tokens: embeddings in front of every query.
+            taken: places of the context that virtual tokens take, those that are cached keys too.
+        """
         super().__init__(
             bare.model,
             bare.tokenizer,
@@ -64,7 +70,7 @@ class AdaptedDecoder(Decoder):
         )
         self.model = model  # it looks up on the bare model what it does not have
         self.virtual_tokens = virtual_tokens
-        self.max_length = None if bare.max_length is None else bare.max_length - virtual_tokens
+        self.max_length = None if bare.max_length is None else bare.max_length - taken
 
     def forward(
         self,
@@ -123,11 +129,12 @@ def adapted(
     with decoder.frozen():
         torch.manual_seed(seed)
         wrapped = get_peft_model(decoder.model, config)
-        virtual = int(getattr(config, "num_virtual_tokens", 0)) if config.peft_type == "PROMPT_TUNING" else 0
+        taken = int(getattr(config, "num_virtual_tokens", 0))
+        virtual = taken if config.peft_type == "PROMPT_TUNING" else 0
         try:
             if state is not None:
                 set_peft_model_state_dict(wrapped, state)
-            yield AdaptedDecoder(decoder, wrapped, virtual)
+            yield AdaptedDecoder(decoder, wrapped, virtual, taken)
         finally:
             if isinstance(wrapped.base_model, BaseTuner):  # prompt learning leaves the model alone
                 wrapped.unload()

@@ -5,7 +5,7 @@ Source: Xu et al. 2023, https://arxiv.org/abs/2303.13824.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -25,17 +25,20 @@ class KNNConfig(BaseModel):
     Attributes:
         neighbours: how many anchors vote.
         anchors: held-out examples to vote; they are labelled data beyond the demonstrations.
+        divergence: from the query's distribution to the anchor's, KL(query || anchor), as the paper's
+            equation reads; or KL(anchor || query), as its released code computes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     neighbours: int = Field(3, ge=1)
     anchors: int = Field(32, ge=1)
+    divergence: Literal["query_anchor", "anchor_query"] = "query_anchor"
 
 
 @dataclass(frozen=True)
 class KNNPrompting(Method):
-    """Anchors and queries stand behind the same demonstrations; distance is KL(query || anchor)."""
+    """Anchors and queries stand behind the same demonstrations; the distance is a KL divergence."""
 
     name: ClassVar[str] = "knn_prompting"
     summary: ClassVar[str] = "nearest anchors by next-token distribution behind the demonstrations"
@@ -61,7 +64,7 @@ class KNNPrompting(Method):
         kept = prompt.distributions([example.text for example in held_out])
         labels = torch.tensor([example.label for example in held_out])
         cost = Cost.of(kept, prefix, held_out=len(held_out))
-        return KNNPredictor(prompt, kept, labels, self.config.neighbours, cost)
+        return KNNPredictor(prompt, kept, labels, self.config, cost)
 
 
 @dataclass(frozen=True)
@@ -71,15 +74,23 @@ class KNNPredictor:
     prompt: PromptPredictor
     kept: Float[Tensor, "anchors vocab"]
     labels: Int[Tensor, " anchors"]
-    neighbours: int
+    config: KNNConfig
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Share of the votes, plus a tie-break smaller than one vote for the nearest anchor's label."""
         query = self.prompt.distributions(texts)
-        distance = (query.exp() * query).sum(-1, keepdim=True) - query.exp() @ self.kept.T
-        count = min(self.neighbours, len(self.labels))
+        of_anchor = self.config.divergence == "anchor_query"
+        distance = divergence(self.kept, query).T if of_anchor else divergence(query, self.kept)
+        count = min(self.config.neighbours, len(self.labels))
         nearest = self.labels[distance.topk(count, largest=False).indices]
         votes = torch.zeros(len(texts), len(self.prompt.questions.task.labels))
         votes.scatter_add_(1, nearest, torch.full(nearest.shape, 1 / count))
         return votes.scatter_add_(1, nearest[:, :1], torch.full((len(texts), 1), 0.5 / count))
+
+
+def divergence(
+    first: Float[Tensor, "rows vocab"], second: Float[Tensor, "columns vocab"]
+) -> Float[Tensor, "rows columns"]:
+    """KL divergence from each of the first distributions to each of the second, in nats, from their logs."""
+    return (first.exp() * first).sum(-1, keepdim=True) - first.exp() @ second.T

@@ -13,6 +13,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Predictor, Wrapper
 from i2cl.models.scoring import Progress
 
@@ -47,7 +48,11 @@ class ContextualPredictor:
 
 
 class BatchCalibration(Wrapper):
-    """Probabilities of another method, divided by their mean over all texts scored together."""
+    """Probabilities of another method, divided by their mean over all texts scored together.
+
+    That takes for granted that these texts belong to all classes about equally often: a text among many
+    of its own class is pushed away from it.
+    """
 
     name: ClassVar[str] = "batch_calibration"
     summary: ClassVar[str] = "another method's scores less their mean over the queries"
@@ -70,7 +75,16 @@ class BatchPredictor:
         return self.below.cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities over the labels, calibrated on these texts and normalised again."""
+        """Log-probabilities over the labels, calibrated on these texts and normalised again.
+
+        Raises:
+            I2CLError: on a single text, whose scores less their mean are equal for every label.
+        """
+        if len(texts) == 1:
+            raise I2CLError(
+                "batch_calibration cannot classify one text by itself, since it subtracts the mean over the "
+                "texts: give many, of all classes, or use contextual_calibration"
+            )
         probable = self.below.scores(texts, progress).log_softmax(-1)
         return (probable - _log_mean(probable.exp())).log_softmax(-1)
 
