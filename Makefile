@@ -15,7 +15,7 @@ demo: $(READY)  ## the main job on the bundled reference model, offline
 	$(VENV)/bin/i2cl demo
 
 test: $(READY)  ## every test, offline
-	$(VENV)/bin/pytest -n 2
+	$(VENV)/bin/pytest -n 2 --dist worksteal
 
 bench: $(READY)  ## speed against the naive program and the plain model, with a table and JSON
 	$(VENV)/bin/python benchmarks/run.py -o results/bench.json

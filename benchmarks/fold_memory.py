@@ -26,7 +26,7 @@ from i2cl.models.checkpoint import INDEX
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.tasks import Template
-from shapes import SHAPES
+from workload import SHAPES
 
 SHAPE = SHAPES["llama-3.2-1b"]
 SHARD = 600_000_000

@@ -18,9 +18,8 @@ import measures
 from i2cl import CalibrationConfig, Decoder, calibrate, extract
 from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import peak_memory
-from shapes import random_decoder
-from timing import seconds
-from workload import Workload
+from measures import seconds
+from workload import Workload, random_decoder
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
@@ -103,6 +102,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-2-7b", help="of shapes.py")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--queries", type=int, default=4096)
+    parser.add_argument("--epochs", type=int, default=100, help="of the paper's recipe")
     parser.add_argument("--token-budget", type=int, default=32768)
     given = parser.parse_args()
     started = time.perf_counter()
@@ -119,8 +119,8 @@ def main() -> None:
         "matrix_operations_per_second": rate,
         "check": check(decoder),
         "calibration": [
-            calibration(work, "paper"),
-            calibration(work, "paper", batch_size=len(work.demonstrations)),
+            calibration(work, "paper", epochs=given.epochs),
+            calibration(work, "paper", epochs=given.epochs, batch_size=len(work.demonstrations)),
             calibration(work, "fast"),
         ],
         "prediction": prediction(work, rate),

@@ -91,12 +91,12 @@ def agreement(work: Workload, epochs: int) -> dict[str, Any]:
     }
 
 
-def accuracy(tasks: Sequence[str], seeds: int) -> dict[str, Any]:
+def accuracy(tasks: Sequence[str], seeds: int, **changes: object) -> dict[str, Any]:
     """Accuracy of the fast recipe minus the paper's, in points, on the reference model."""
     decoder = Decoder.from_pretrained("reference", device="cpu")
     kept: dict[str, list[float]] = {}
     for recipe in ("paper", "fast"):
-        (method,) = make_methods(["i2cl"], recipe=CalibrationConfig.recipe(recipe).model_dump())
+        (method,) = make_methods(["i2cl"], recipe=CalibrationConfig.recipe(recipe, **changes).model_dump())
         kept[recipe] = [
             100 * evaluate(decoder, load_task(name), method, seed=seed, limit=100).accuracy
             for name in tasks

@@ -1,10 +1,15 @@
-"""What the benchmark measures, one function a row of its table."""
+"""What the benchmark measures, one function a row of its table.
 
-from collections.abc import Iterator, Sequence
+Machines are noisy, but a ratio of neighbouring runs is not: comparisons are made in pairs.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +20,74 @@ from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.injections.pool import InjectionPool
 from i2cl.models.batching import Ids, make_batch, peak_memory
-from timing import Pair, paired, seconds
+from i2cl.models.prefix import Prefix
+from i2cl.models.scoring import score
 from workload import Workload
 
 ROWS = 64
 """Rows of the batches that are compared."""
+
+
+Work = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two pieces of work, run in turns.
+
+    Attributes:
+        first: median seconds of the first.
+        second: median seconds of the second.
+        ratio: median over the pairs of second / first.
+        low: smallest ratio of a pair.
+        high: largest.
+        pairs: how many.
+    """
+
+    first: float
+    second: float
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+
+
+def seconds(work: Work, device: torch.device) -> float:
+    """How long it takes, with what it left running on an accelerator."""
+    _wait(device)
+    started = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def paired(first: Work, second: Work, device: torch.device, pairs: int, *, warm: bool = True) -> Pair:
+    """Run both in turns, each once for warmth if wanted, changing who goes first."""
+    if warm:
+        first()
+        second()
+    times: list[tuple[float, float]] = []
+    for turn in range(pairs):
+        if turn % 2:
+            late = seconds(second, device)
+            times.append((seconds(first, device), late))
+        else:
+            early = seconds(first, device)
+            times.append((early, seconds(second, device)))
+    ratios = [b / a for a, b in times]
+    return Pair(
+        median(a for a, _ in times),
+        median(b for _, b in times),
+        median(ratios),
+        min(ratios),
+        max(ratios),
+        pairs,
+    )
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -44,11 +112,11 @@ class Measure:
         return cls(name, pair.ratio, "x", {**asdict(pair), **detail})
 
 
-def fit(work: Workload, recipe: str) -> tuple[Measure, Injection]:
+def fit(work: Workload, recipe: str, **changes: object) -> tuple[Measure, Injection]:
     """Extract and calibrate under a recipe, with its peak memory beyond the model's."""
     found: list[Injection] = []
     with peak_memory(work.decoder.device) as peak:
-        taken = seconds(lambda: found.append(fitted(work, recipe)), work.decoder.device)
+        taken = seconds(lambda: found.append(fitted(work, recipe, **changes)), work.decoder.device)
     detail = {"peak_memory_bytes": peak.bytes, "added_memory_bytes": peak.added}
     return Measure(f"fit, recipe {recipe}", taken, "s", detail), found[0]
 
@@ -163,14 +231,22 @@ def _load(pool: InjectionPool, names: Sequence[str], injection: Injection) -> No
         pool.load(name, injection)
 
 
-def steps(work: Workload, pairs: int) -> Iterator[list[Measure]]:
-    """The rows of the table, as they are measured: five lists."""
-    paper, injection = fit(work, "paper")
-    yield [paper]
-    yield [fit(work, "fast")[0]]
-    yield [predict(work, injection)]
-    yield [injected_over_plain(work, injection, pairs), predict_over_forward(work, injection, pairs)]
-    yield [mixed_over_one(work, pairs), together_over_alone(work, runs=8, epochs=1, pairs=pairs)]
+def rows_of(work: Workload, pairs: int, **changes: object) -> Iterator[Measure]:
+    """What a model costs, as it is measured: fit with both recipes, predict, comparisons.
+
+    Args:
+        work: of the model.
+        pairs: of each comparison.
+        changes: of the recipes.
+    """
+    paper, injection = fit(work, "paper", **changes)
+    yield paper
+    yield fit(work, "fast", **changes)[0]
+    yield predict(work, injection)
+    yield injected_over_plain(work, injection, pairs)
+    yield predict_over_forward(work, injection, pairs)
+    yield mixed_over_one(work, pairs)
+    yield together_over_alone(work, runs=8, epochs=1, pairs=pairs)
 
 
 def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]], *, same_products: bool) -> None:
@@ -181,3 +257,68 @@ def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]], *, same_produ
             for start in range(0, len(group), size):
                 ids = torch.tensor(group[start : start + size], device=work.decoder.device)
                 model(input_ids=ids, use_cache=False)
+
+
+@dataclass(frozen=True)
+class Prefixed:
+    """I2CL against few-shot with a cached prefix, for some number of tasks served in turns.
+
+    Attributes:
+        demonstration_tokens: in front of a query, for few-shot.
+        tasks: the queries are spread over.
+        i2cl_queries_per_second: all tasks in common batches.
+        few_shot_queries_per_second: a batch holds queries of one task.
+        i2cl_bytes: cached for all tasks.
+        few_shot_bytes: cached for all tasks.
+        few_shot_first_use_seconds: to fill one task's cache.
+    """
+
+    demonstration_tokens: int
+    tasks: int
+    i2cl_queries_per_second: float
+    few_shot_queries_per_second: float
+    i2cl_bytes: int
+    few_shot_bytes: int
+    few_shot_first_use_seconds: float
+
+
+def against_prefix(
+    work: Workload, tokens: Sequence[int], tasks: Sequence[int], tell: Callable[[str], None] = lambda _: None
+) -> Iterator[Prefixed]:
+    """Serve the workload's texts both ways. All tasks share one cache's numbers, and count their own."""
+    base = work.injection()
+    pool = InjectionPool(work.decoder, {f"task {number}": base for number in range(max(tasks))})
+    device = work.decoder.device
+    ids = [token for row in work.queries for token in row]
+    injected = {}
+    for count in tasks:
+        names = [f"task {row % count}" for row in range(len(work.texts))]
+        pool.scores(work.texts[:8], names[:8])
+        injected[count] = len(work.texts) / seconds(partial(pool.scores, work.texts, names), device)
+    for length in tokens:
+        tell(f"{length} demonstration tokens")
+        prefix, first = _timed_prefix(work, tuple((ids * (length // len(ids) + 1))[:length]))
+        for count in tasks:
+            taken = seconds(partial(_few_shot, work, prefix, count), device)
+            yield Prefixed(
+                length,
+                count,
+                injected[count],
+                len(work.texts) / taken,
+                count * 4 * 2 * work.decoder.layers * work.decoder.d_model,
+                count * prefix.bytes,
+                first,
+            )
+
+
+def _timed_prefix(work: Workload, ids: Ids) -> tuple[Prefix, float]:
+    made: list[Prefix] = []
+    with torch.no_grad():
+        taken = seconds(lambda: made.append(work.decoder.prefix(ids)), work.decoder.device)
+    return made[0], taken
+
+
+def _few_shot(work: Workload, prefix: Prefix, tasks: int) -> None:
+    queries, labels = work.queries, work.labels
+    for task in range(min(tasks, len(queries))):
+        score(work.decoder, queries[task::tasks], labels, prefix=prefix)

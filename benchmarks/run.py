@@ -1,6 +1,7 @@
-"""The benchmark: ratios of paired runs against the naive program and the plain model.
+"""The benchmark: paired runs against the plain model, and at a known shape against the naive program.
 
-    python benchmarks/run.py -o results/bench.json
+    python benchmarks/run.py MODEL                     what fit and predict of a model cost
+    python benchmarks/run.py -o results/bench.json     the table of docs/performance.md
 
 Every ratio is the median over pairs of neighbouring runs, which change who goes first.
 """
@@ -10,7 +11,8 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,11 +28,9 @@ from i2cl.export import fold
 from i2cl.models.batching import make_batch, peak_memory
 from i2cl.tasks.reference import names
 from jobs import accuracy, agreement, whole_jobs
-from prefixed import against_prefix
-from shapes import random_decoder
-from timing import paired, seconds
-from told import machine, show
-from workload import Workload
+from measures import against_prefix, paired, seconds
+from tables import machine, show
+from workload import SHAPES, Workload, random_decoder
 
 console = Console(stderr=True)
 
@@ -51,6 +51,7 @@ class Scale:
         loaded: tasks in a pool.
         accuracy_tasks: of the fast recipe's accuracy on the reference model.
         accuracy_seeds: of each of them.
+        changes: of the recipes, where they would take longer than there is to wait.
     """
 
     queries: int = 500
@@ -64,9 +65,11 @@ class Scale:
     loaded: int = 10_000
     accuracy_tasks: int = 16
     accuracy_seeds: int = 1
+    changes: Mapping[str, int] = field(default_factory=dict)
 
 
-QUICK = Scale(8, 2, 1, 2, (10, 20), (20, 40), (1, 4), 8, 70, 2, 1)
+QUICK = Scale(8, 1, 1, 1, (10, 20), (20, 40), (1, 4), 8, 70, 1, 1, {"epochs": 1, "passes": 1})
+OF_A_MODEL = Scale(queries=200, pairs=5, tokens=(100, 500), tasks=(1, 10))
 
 
 def folded_over_plain(work: Workload, injection: Injection, pairs: int) -> dict[str, Any]:
@@ -123,22 +126,36 @@ def _process(command: list[str]) -> float:
     return time.perf_counter() - started
 
 
-def table(scale: Scale) -> dict[str, Any]:
-    """Every row, and the machine it was measured on."""
-    decoder = random_decoder("gpt2-small" if scale != QUICK else "tiny")
+def of_model(decoder: Decoder, scale: Scale) -> dict[str, Any]:
+    """What fit and predict of a model cost, with peak memory, and the machine it was measured on."""
+    work = Workload.make(decoder, scale.queries)
+    rows = []
+    for row in measures.rows_of(work, scale.pairs, **scale.changes):
+        console.print(f"{row.name}: {row.value:.3g} {row.unit}")
+        rows.append(asdict(row))
+    room = (decoder.max_length or 10**9) - max(map(len, work.queries))
+    fitting = [tokens for tokens in scale.tokens if tokens <= room]
+    against = [asdict(row) for row in against_prefix(work, fitting, scale.tasks, console.print)]
+    return {"machine": machine(), "model": decoder.name, "rows": rows, "against_cached_prefix": against}
+
+
+def of_shape(shape: str, scale: Scale) -> dict[str, Any]:
+    """Every row of the table, on random weights, and the machine it was measured on."""
+    decoder = random_decoder(shape)
     work = Workload.make(decoder, scale.queries)
     some = Workload.make(decoder, min(200, scale.queries))
     injection = work.injection()
-    rows = start_up(5)
+    few = min(3, scale.pairs)
+    rows = start_up(min(5, scale.pairs))
     for told, measure, target in (
         ("injected / plain", lambda: measures.injected_over_plain(work, injection, scale.pairs), "<= 1.02"),
         ("64 tasks / one", lambda: measures.mixed_over_one(work, scale.pairs), ">= 0.95"),
         ("many loaded", lambda: measures.mixed_over_one(work, scale.pairs, scale.loaded), ">= 0.95"),
-        ("calibrations", lambda: measures.together_over_alone(work, 8, 1, 3), ">= 1"),
-        ("predict / forward", lambda: measures.predict_over_forward(some, injection, 3), ">= 0.9"),
+        ("calibrations", lambda: measures.together_over_alone(work, 8, 1, few), ">= 1"),
+        ("predict / forward", lambda: measures.predict_over_forward(some, injection, few), ">= 0.9"),
         (
             "predict / forward, same products",
-            lambda: measures.predict_over_forward(some, injection, 3, same_products=True),
+            lambda: measures.predict_over_forward(some, injection, few, same_products=True),
             ">= 0.9",
         ),
     ):
@@ -152,8 +169,8 @@ def table(scale: Scale) -> dict[str, Any]:
     rows += whole_jobs(work, scale.rounds, scale.epochs)
     rows.append(agreement(some, min(5, scale.epochs)))
     console.print("accuracy of the fast recipe")
-    rows.append(accuracy(names()[: scale.accuracy_tasks], scale.accuracy_seeds))
-    return {"machine": machine(), "shape": decoder.name, "rows": rows, "against_cached_prefix": against}
+    rows.append(accuracy(names()[: scale.accuracy_tasks], scale.accuracy_seeds, **scale.changes))
+    return {"machine": machine(), "model": decoder.name, "rows": rows, "against_cached_prefix": against}
 
 
 def main() -> None:
@@ -161,11 +178,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("model", nargs="?", help="'reference', a folder or a hub id: measure this one alone")
+    parser.add_argument("--shape", choices=SHAPES, default="gpt2-small", help="of the table, without MODEL")
+    parser.add_argument("--device", help="of MODEL")
+    parser.add_argument("--dtype", help="of MODEL")
     parser.add_argument("-o", "--output", type=Path, help="write the numbers here as JSON")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few runs: does it work?")
+    parser.add_argument("--quick", action="store_true", help="few runs: does it work?")
     given = parser.parse_args()
     started = time.perf_counter()
-    results = table(QUICK if given.quick else Scale())
+    if given.model:
+        decoder = Decoder.from_pretrained(given.model, device=given.device, dtype=given.dtype)
+        results = of_model(decoder, QUICK if given.quick else OF_A_MODEL)
+    else:
+        results = of_shape(given.shape, QUICK if given.quick else Scale())
     results["minutes"] = (time.perf_counter() - started) / 60
     if given.output:
         given.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,54 @@
-"""Made-up texts with the token lengths of a real task, for timing without data."""
+"""What is timed: random models of known shapes, made-up texts with the token lengths of a real task."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from i2cl.core.context import ContextVector
 from i2cl.core.injection import Injection
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
+from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.models.scoring import LabelTokens, Questions
 from i2cl.tasks import Example, Task, Template
+
+SHAPES: dict[str, PreTrainedConfig] = {
+    # https://huggingface.co/openai-community/gpt2/blob/main/config.json, with a longer context
+    "gpt2-small": GPT2Config(n_positions=4096),
+    # https://huggingface.co/meta-llama/Llama-2-7b-hf/blob/main/config.json
+    "llama-2-7b": LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        max_position_embeddings=4096,
+    ),
+    # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
+    "llama-3.2-1b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
+        architectures=["LlamaForCausalLM"],
+    ),
+    "tiny": LlamaConfig(
+        vocab_size=32000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=4096,
+    ),
+}
 
 QUERY_TOKENS = (8, 16, 19, 23, 25, 29, 31, 34, 39, 43, 66)
 """Deciles of the token counts of SST-2's validation prompts under GPT-2's tokenizer (mean 29)."""
@@ -22,6 +59,15 @@ SHOT_TOKENS = (7, 8, 9, 11, 12, 14, 17, 20, 24, 30, 58)
 WORDS = "the film story night road house child river light was and of with one day old new long good slow"
 
 TASK = Task("timing", ("positive", "negative"), Template("Review: {text}\nSentiment: {label}"))
+
+
+def random_decoder(shape: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+    """A model of that shape with random weights, made where it is to run: speed does not depend on them."""
+    _, tokenizer = load_model_and_tokenizer("reference")
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=dtype)
+    return Decoder(model.eval(), tokenizer, name=f"random {shape}")
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Program:
         self.out = out or Path(self._folder.name) / "out"
         self.err = Path(self._folder.name) / "err"
         for path in (self.out, self.err):
-            path.exists() or path.touch()
+            path.touch()
         with patch.dict(os.environ, environment()):
             forkserver.ensure_running()
             known = dict(os.environ) | variables

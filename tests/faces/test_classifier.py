@@ -2,20 +2,17 @@
 
 import copy
 import gc
-import os
+import json
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import i2cl
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Injection, calibrate, extract, load_task
+from processes import finished
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
@@ -317,15 +314,30 @@ def test_clones_share_the_model():
     assert copy.deepcopy(fitted()).injection_.coefficients is not fitted().injection_.coefficients
 
 
-def test_a_grid_search_over_processes_in_a_pipeline():
+def searched(**how):
+    """Scores of a grid search in a pipeline, whether its best one holds the model itself, and its answers."""
     strip = FunctionTransformer(np.char.strip)
     pipeline = make_pipeline(strip, I2CLClassifier(reference(), recipe="fast"))
-    grid = {"i2clclassifier__shots": [1, 5], "i2clclassifier__settings": [{"passes": 10}]}
-    search = GridSearchCV(pipeline, grid, cv=2, n_jobs=2).fit(np.array(X), Y)
-    here = GridSearchCV(pipeline, grid, cv=2).fit(np.array(X), Y)
-    assert np.array_equal(search.cv_results_["mean_test_score"], here.cv_results_["mean_test_score"])
-    assert search.best_estimator_[-1].model is reference()
-    assert search.predict(QUERIES).tolist() == here.predict(QUERIES).tolist()
+    grid = {"i2clclassifier__shots": [1, 5], "i2clclassifier__settings": [{"passes": 5}]}
+    search = GridSearchCV(pipeline, grid, cv=2, **how).fit(np.array(X), Y)
+    scores = search.cv_results_["mean_test_score"].tolist()
+    return [scores, search.best_estimator_[-1].model is reference(), search.predict(QUERIES).tolist()]
+
+
+IN_PROCESSES = """
+import json, sys, joblib
+from faces.test_classifier import searched
+with joblib.parallel_config("multiprocessing"):  # forks, where loky would start Python anew
+    json.dump(searched(n_jobs=2), sys.stdout)
+"""
+
+
+def test_a_grid_search_over_processes_in_a_pipeline():
+    code, found, errors = finished(IN_PROCESSES)
+    assert code == 0, errors
+    here = searched()
+    assert json.loads(found) == here
+    assert here[1]
 
 
 def test_a_grid_over_models_shares_them_too():
@@ -355,14 +367,13 @@ def test_a_pickle_holds_no_weights(tmp_path, how):
 
 def test_a_pickle_works_in_a_fresh_process(tmp_path):
     joblib.dump(fitted(), tmp_path / "classifier")
-    code = (
+    program = (
         "import joblib, sys; found = joblib.load(sys.argv[1]); "
         "assert 'model' in repr(found); print(*found.predict(sys.argv[2:]))"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "classifier"), *QUERIES]
-    environment = os.environ | {"PYTHONPATH": str(Path(i2cl.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.split() == fitted().predict(QUERIES).tolist()
+    code, told, errors = finished(program, tmp_path / "classifier", *QUERIES)
+    assert code == 0, errors
+    assert told.split() == fitted().predict(QUERIES).tolist()
 
 
 def test_precision_travels_with_a_pickle(tmp_path):
@@ -451,10 +462,5 @@ def test_the_model_is_left_as_found(decoder):
 
 
 def test_without_scikit_learn_the_cure_is_named():
-    code = "import sys; sys.modules['sklearn'] = None; import i2cl; i2cl.I2CLClassifier"
-    environment = os.environ | {"PYTHONPATH": str(Path(i2cl.__file__).parents[1])}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert (
-        "I2CLError: I2CLClassifier needs the package scikit-learn: pip install 'i2cl[sklearn]'" in done.stderr
-    )
+    _, _, told = finished("import sys; sys.modules['sklearn'] = None; import i2cl; i2cl.I2CLClassifier")
+    assert "I2CLError: I2CLClassifier needs the package scikit-learn: pip install 'i2cl[sklearn]'" in told

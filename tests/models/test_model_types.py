@@ -134,7 +134,7 @@ def test_calibration_lowers_the_loss_and_leaves_the_model_as_found(decoder):
     model = decoder.model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     wanted = [parameter.requires_grad for parameter in model.parameters()]
-    config = CalibrationConfig(epochs=12, batch_size=len(SHOTS), lr=0.05)
+    config = CalibrationConfig(epochs=20, batch_size=len(SHOTS), lr=0.05)
     found = calibrate(decoder, TASK, SHOTS, extract(decoder, TASK, SHOTS), config)
     assert found.history[-1] < found.history[0] - 0.1
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -1,6 +1,6 @@
 """What machine a benchmark ran on, and its tables on a terminal, or in Markdown:
 
-python benchmarks/told.py docs/performance/cpu.json
+python benchmarks/tables.py docs/performance/cpu.json
 """
 
 import json
@@ -38,17 +38,20 @@ def machine() -> dict[str, Any]:
 def show(results: dict[str, Any]) -> None:
     """The two tables, on stdout."""
     out = Console()
-    rows = Table("what", "measured", "to reach", title="make bench")
+    rows = Table("what", "measured", "to reach", "peak memory", title=results["model"])
     for row in results["rows"]:
-        rows.add_row(row["name"], f"{row['value']:.3g} {row['unit']}", row["target"])
+        peak = row["detail"].get("peak_memory_bytes")
+        memory = f"{peak / 1e6:,.0f} MB" if peak else ""
+        rows.add_row(row["name"], f"{row['value']:.3g} {row['unit']}", row.get("target", ""), memory)
     out.print(rows)
     against = results["against_cached_prefix"]
-    names = [name.replace("_", " ") for name in against[0]]
+    names = [name.replace("_", " ") for name in against[0]] if against else []
     prefix = Table(*names, title="I2CL against few-shot with a cached prefix")
     for row in against:
         values = row.values()
         prefix.add_row(*(f"{value:.4g}" if isinstance(value, float) else f"{value:,}" for value in values))
-    out.print(prefix)
+    if against:
+        out.print(prefix)
 
 
 def markdown(results: dict[str, Any]) -> str:
