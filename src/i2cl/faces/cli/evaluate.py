@@ -11,8 +11,6 @@ from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
     from i2cl.experiments.records import Run
-    from i2cl.methods import Method
-    from i2cl.tasks import Task
 
 DEFAULT_METHODS = "zero_shot,few_shot,i2cl,noise"
 
@@ -43,45 +41,17 @@ def evaluate(
     json: options.Json = False,
 ) -> None:
     """Measure methods on tasks over seeds: accuracy, macro-F1, seconds and cached values."""
+    from i2cl.experiments.sweep import sweep
     from i2cl.methods import METHODS
 
     methods = list(METHODS) if method == "all" else load.split(method)
     chosen = load.methods(methods, settings, recipe)
-    runs = measured(
-        model,
-        loading,
-        load.tasks(task, model, rows),
-        chosen,
-        seeds=range(seed, seed + seeds),
-        shots=shots,
-        limit=limit,
-        workers=workers,
-    )
+    tasks = load.tasks(task, model, rows)
+    source = partial(load.decoder, model, loading)
+    span = range(seed, seed + seeds)
+    with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:
+        runs = sweep(source, tasks, chosen, span, shots=shots, limit=limit, workers=workers, watch=bar.run)
     show(runs, f"{model}: mean ± standard deviation over {seeds} seed(s)", as_json=json)
-
-
-def measured(
-    model: str,
-    loading: ModelOptions,
-    tasks: "Sequence[Task]",
-    methods: "Sequence[Method]",
-    *,
-    seeds: Sequence[int],
-    shots: int | None,
-    limit: int,
-    workers: int | None,
-) -> "list[Run]":
-    """Runs of every task, method and seed, in that order, made behind one progress bar."""
-    from i2cl.experiments.sweep import sweep
-
-    with console.progress(len(tasks) * len(methods) * len(seeds), "evaluating") as bar:
-
-        def watch(run: "Run") -> None:
-            bar.advance()
-            bar.describe(f"{run.task} {run.method} seed {run.seed}: {run.accuracy:.2f}")
-
-        source = partial(load.decoder, model, loading)
-        return sweep(source, tasks, methods, seeds, shots=shots, limit=limit, workers=workers, watch=watch)
 
 
 def show(runs: "Sequence[Run]", title: str, *, as_json: bool) -> None:
