@@ -113,7 +113,7 @@ def test_few_shot_caches_keys_and_values_of_the_demonstrations(model_type, films
 @FULL
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "few_shot_uncached"])
 def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
-    task = Task("films", ("poor", "poorer"), Template("Review: {text}\nSentiment:{label}"))
+    task = Task("films", ("poorest", "poorer"), Template("Review: {text}\nSentiment:{label}"))
     decoder = made("llama")
     words = task.labels
     shown = "".join(f"Review: {text}\nSentiment:{words[label]}\n" for text, label in SHOWN)
