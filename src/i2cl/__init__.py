@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from i2cl.core.injection import Injection as Injection
     from i2cl.core.recipe import CalibrationConfig as CalibrationConfig
     from i2cl.errors import I2CLError as I2CLError
-    from i2cl.experiments.evaluation import Run as Run
     from i2cl.experiments.evaluation import evaluate as evaluate
     from i2cl.experiments.evaluation import summarize as summarize
+    from i2cl.experiments.records import Run as Run
     from i2cl.faces.sklearn import I2CLClassifier as I2CLClassifier
     from i2cl.injections.pool import InjectionPool as InjectionPool
     from i2cl.injections.pool import predict as predict
@@ -53,7 +53,8 @@ _HOMES = {
     "injections.pool": "InjectionPool predict",
     "injections.transfer": "TransferConfig transfer",
     "methods": "METHODS Method Predictor make_methods",
-    "experiments.evaluation": "Run evaluate summarize",
+    "experiments.evaluation": "evaluate summarize",
+    "experiments.records": "Run",
     "faces.sklearn": "I2CLClassifier",
 }
 """Public names by the module they live in."""

@@ -1,4 +1,13 @@
-"""The one exception a user is meant to read."""
+"""The one exception a user is meant to read, and the sentences that many modules say with it."""
+
+import difflib
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+_PACKAGES = {"sklearn": "scikit-learn"}
+"""What a package is called where it is not called as it is imported."""
+
+_LONGEST_VALUE = 60
 
 
 class I2CLError(ValueError):
@@ -6,3 +15,52 @@ class I2CLError(ValueError):
 
     The command line prints the message without a traceback and exits with code 2.
     """
+
+
+def needs(what: str, extra: str, *modules: str, instead: str = "") -> None:
+    """Go on only if the optional packages of an extra are installed.
+
+    Args:
+        what: what takes them, such as "a GGUF file".
+        extra: that installs them.
+        modules: as they are imported.
+        instead: another way out, such as "give a folder".
+
+    Raises:
+        I2CLError: naming those that are lacking and the command that installs them.
+    """
+    lacking = [_PACKAGES.get(name, name) for name in modules if not _installed(name)]
+    if lacking:
+        packages = ("package " if len(lacking) == 1 else "packages ") + " and ".join(lacking)
+        other = f", or {instead}" if instead else ""
+        raise I2CLError(f"{what} needs the {packages}: pip install 'i2cl[{extra}]'{other}")
+
+
+def _installed(module: str) -> bool:
+    found = find_spec(module)
+    return found is not None and found.origin is not None  # a mere folder of that name has no origin
+
+
+def first_problem(error: Exception) -> str:
+    """The first thing that pydantic found, as ``place: what is wrong``; any other error's own words.
+
+    A short value is shown with its place: ``extraction.shots='many': Input should be ...``.
+    """
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(map(str, problem["loc"]))
+    value = repr(problem["input"])
+    if isinstance(problem["input"], str | int | float) and len(value) <= _LONGEST_VALUE:
+        place += f"={value}" if place else ""
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
+    """The closest known names in any case, as ``did you mean 'a' or 'b'? ``; nothing if none is close."""
+    folded = {one.casefold(): one for one in known}
+    close = difflib.get_close_matches(name.casefold(), folded, n=most)
+    return f"did you mean {' or '.join(repr(folded[one]) for one in close)}? " if close else ""

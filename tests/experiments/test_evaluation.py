@@ -1,5 +1,6 @@
 """Scores, costs and summaries of runs."""
 
+import json
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -7,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from i2cl import I2CLError
-from i2cl.experiments.evaluation import evaluate, macro_f1, summarize
-from i2cl.methods import Method, make_methods
+from i2cl import Example, I2CLError
+from i2cl.experiments.evaluation import Evaluation, evaluate, macro_f1, summarize
+from i2cl.methods import Cost, Method, make_methods
 from i2cl.version import __version__
 
 
@@ -20,10 +21,7 @@ class Told:
     best: tuple[int, ...]
     asked: list
     labels: int = 2
-    trainable_parameters: int = 7
-    cached_values: int = 11
-    cached_bytes: int = 44
-    held_out: int = 0
+    cost: ClassVar[Cost] = Cost(trained=7, cached_values=11, cached_bytes=44)
 
     def scores(self, texts, progress=None):
         self.asked.append(tuple(texts))
@@ -107,6 +105,49 @@ def test_a_real_method_repeats_itself(decoder, task):
     assert runs[0].shots == 2
 
 
+COUNTS = {"trainable_parameters", "cached_values", "cached_bytes", "held_out"}
+
+
+@pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+def test_seeds_are_fitted_together_where_that_gains(decoder, task):
+    ours, few_shot = make_methods(["i2cl", "few_shot"], {"epochs": 3})
+    together = Evaluation(task, ours, (0, 1, 2), 2).run(decoder)
+    assert [(run.seed, run.together, run.shots) for run in together] == [(0, 3, 2), (1, 3, 2), (2, 3, 2)]
+    assert len({run.fit_seconds for run in together}) == 1
+    assert all(set(run.record()) >= COUNTS for run in together)
+    for run in together:
+        alone = evaluate(decoder, task, ours, shots=2, seed=run.seed)
+        assert (alone.together, alone.cost, alone.demonstrations) == (1, run.cost, run.demonstrations)
+        coefficients = [torch.tensor(one.coefficients) for one in (run, alone)]
+        torch.testing.assert_close(*coefficients, atol=1e-5, rtol=1e-5)
+    assert [run.together for run in Evaluation(task, few_shot, (0, 1), 2).run(decoder)] == [1, 1]
+
+
+def test_a_seed_that_cannot_be_fitted_is_told_by_itself(decoder, task, monkeypatch):
+    (ours,) = make_methods(["i2cl"], {"epochs": 1})
+    seen = []
+
+    def refuse(_self, _decoder, _task, _demonstrations, seed):
+        seen.append(seed)
+        raise I2CLError(f"seed {seed} is no good")
+
+    monkeypatch.setattr(type(ours), "plan", refuse)
+    with pytest.raises(I2CLError, match="seed 4 is no good"):
+        Evaluation(task, ours, (4, 5), 2).run(decoder)
+    assert seen == [4, 4]  # with its group, then by itself
+
+
+def test_a_run_is_read_as_it_is_written(decoder, task):
+    run = evaluate(decoder, task, Fake(Told((0,) * 40, [])), shots=2)
+    written = run.model_dump_json()
+    assert set(json.loads(written)) >= COUNTS
+    assert type(run).model_validate_json(written) == run
+    others = evaluate(
+        decoder, task, Fake(Told((0,) * 40, [])), demonstrations=[Example("new", 0), task.train[3]]
+    )
+    assert others.demonstrations == (None, 3)
+
+
 def test_a_task_without_test_rows(decoder, task):
     with pytest.raises(I2CLError, match="no test"):
         evaluate(decoder, replace(task, test=()), Fake(Told((), [])), shots=2)
@@ -116,9 +157,11 @@ def test_summaries_have_mean_and_sample_standard_deviation(decoder, task):
     measured = evaluate(decoder, task, Fake(Told((0,) * 40, [])), shots=2)
 
     def run(accuracy, *, method="i2cl", task="films", seed=0, seconds=1.0):
-        scores = {"accuracy": accuracy, "macro_f1": accuracy / 2, "n": 10, "cached_values": 128}
+        names = {"method": method, "task": task, "seed": seed}
+        scores = {"accuracy": accuracy, "macro_f1": accuracy / 2, "gold": (0,) * 10}
         seconds = {"fit_seconds": 2 * seconds, "predict_seconds": seconds}
-        return replace(measured, method=method, task=task, seed=seed, **scores, **seconds)
+        cost = {"cost": Cost(cached_values=128)}
+        return measured.model_copy(update={**names, **scores, **seconds, **cost})
 
     runs = [
         run(0.5),

@@ -4,22 +4,34 @@ import json
 import signal
 import socket
 import time
-from functools import cache, partial
+from functools import partial
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load_task
+from i2cl import (
+    CalibrationConfig,
+    Decoder,
+    I2CLError,
+    Injection,
+    calibrate_many,
+    extract,
+    load_task,
+)
+from i2cl.experiments.evaluation import fit_seeds
 from i2cl.experiments.grid import Cell
-from i2cl.experiments.runner import CellJob, pending
+from i2cl.experiments.library import ORDER, load_experiment
+from i2cl.experiments.runner import Group, GroupJob, pending
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, plain, run_study, worst_group
 from i2cl.faces.cli import main
 from i2cl.injections.transfer import transfer
 from i2cl.methods import make_methods
+from i2cl.methods.i2cl import I2CL
 from i2cl.methods.prompts import PromptPredictor
+from i2cl.models.scoring import Questions
 from processes import COMMAND, Program, finished
 
 ONE, OTHER = "mood-colour-1", "job-letter-1"
@@ -51,16 +63,23 @@ def cell(**changes):
     return Cell.model_validate({"model": "reference", "task": ONE, "limit": 12} | changes)
 
 
+def run_alone(cell, decoder, folder):
+    """The record of a cell that is run by itself."""
+    (record,) = GroupJob(Group((cell,), (cell,)), None, folder).run(decoder)
+    return record
+
+
 @pytest.fixture(scope="module")
 def alone(decoder, tmp_path_factory):
-    """The record of a cell that is run by itself, in this process."""
+    """The record of a cell that is run by itself, in this process; each once."""
+    found = {}
 
-    @cache
-    def run(key):
-        return CellJob(cells[key], None, tmp_path_factory.mktemp("alone")).run(decoder)
+    def run(one):
+        if one.key not in found:
+            found[one.key] = run_alone(one, decoder, tmp_path_factory.mktemp("alone"))
+        return found[one.key]
 
-    cells = {}
-    return lambda one: cells.setdefault(one.key, one) and run(one.key)
+    return run
 
 
 def keep_short(bench, task):
@@ -69,9 +88,9 @@ def keep_short(bench, task):
     found = bench.task(task)
     shown = found.sample(None, 0)
     (method,) = make_methods(["i2cl"], {"epochs": 3})
-    predictor = method.fit(bench.decoder, found, shown, 0)
-    bench.keep(own, predictor, shown)
-    return predictor
+    (fitted,) = fit_seeds(bench.decoder, found, method, [shown], [0])
+    bench.keep(own, fitted)
+    return fitted.predictor
 
 
 def test_a_method_cell_keeps_predictions_and_their_origin(bench):
@@ -107,7 +126,9 @@ def test_moving_injects_what_another_task_was_fitted_to(bench):
     source = keep_short(bench, OTHER)
     outcome = run_study(bench, cell(study="move", sources=(OTHER,)))
     task = bench.task(ONE)
-    scores = PromptPredictor(bench.decoder, task, edit=source.edit).scores([q.text for q in task.queries(12)])
+    scores = PromptPredictor(Questions(bench.decoder, task), edit=source.edit).scores(
+        [q.text for q in task.queries(12)]
+    )
     assert outcome.predictions == tuple(scores.argmax(-1).tolist())
     assert outcome.coefficients == source.edit.coefficients.tolist()
 
@@ -127,12 +148,11 @@ def test_a_transfer_cell_is_the_transfer_of_the_library(bench, monkeypatch):
 
 def test_what_was_not_fitted_yet_is_fitted_now(bench, monkeypatch):
     calls = []
-    monkeypatch.setattr("i2cl.methods.i2cl.calibrate", lambda *a, **k: calls.append(1) or quick(*a, **k))
+    monkeypatch.setattr("i2cl.methods.i2cl.calibrate_many", lambda *a, **k: calls.append(1) or quick(*a, **k))
 
-    def quick(decoder, task, demonstrations, context, config, **more):
-        return calibrate(
-            decoder, task, demonstrations, context, config.model_copy(update={"epochs": 1}), **more
-        )
+    def quick(decoder, tasks, demonstrations, contexts, config, **more):
+        short = config.model_copy(update={"epochs": 1})
+        return calibrate_many(decoder, tasks, demonstrations, contexts, short, **more)
 
     bench.injection(cell(task=OTHER))
     bench.injection(cell(task=OTHER))
@@ -157,29 +177,122 @@ def test_the_worst_group_is_the_one_few_shot_does_worst_with(bench, monkeypatch)
     assert not {one.text for one in task.test} & set(texts)
     outcome = run_study(bench, cell(method="zero_shot", demonstrations="worst", shots=1, seed=3))
     assert [task.train[place] for place in outcome.demonstrations] == list(chosen)
-    assert outcome.held_out == len(judged) == 10
+    assert outcome.cost.held_out == len(judged) == 10
 
 
 def test_a_failing_cell_is_a_record(decoder, tmp_path):
-    job = CellJob(cell(shots=100_000), None, tmp_path)
-    record = job.run(decoder)
+    record = run_alone(cell(shots=100_000), decoder, tmp_path)
     assert (record.status, record.outcome) == ("failed", None)
     assert record.error.startswith("I2CLError: task 'mood-colour-1'")
 
 
 def test_records_say_where_they_come_from(decoder, tmp_path):
-    record = CellJob(cell(method="zero_shot"), None, tmp_path).run(decoder)
+    record = run_alone(cell(method="zero_shot"), decoder, tmp_path)
     assert record.key == cell(method="zero_shot").key
     assert record.provenance["weights"] == decoder.base.weights
     assert {"i2cl", "torch", "transformers", "device", "dtype", "commit", "machine"} <= set(record.provenance)
     assert record.peak_memory_bytes > 10**7
 
 
+def single(*cells):
+    return [Group((one,), (one,)) for one in cells]
+
+
+def shot(seed, **changes):
+    """A cell that gains nothing from others."""
+    return cell(method="few_shot", seed=seed, **changes)
+
+
+def quick(seed, **changes):
+    """A cell that is calibrated with those of other seeds."""
+    return cell(seed=seed, options={"epochs": 2}, **changes)
+
+
 def test_pending_cells_come_once_seed_by_seed_and_fits_before_what_uses_them(tmp_path):
     moved = cell(study="move", sources=(OTHER,))
-    cells = [cell(seed=1), moved, cell(), cell(), cell(seed=1)]
+    cells = [shot(1), moved, cell(), cell(), shot(0), shot(1), cell(seed=1)]
     with Store.writing(tmp_path) as store:
-        assert pending(cells, store) == [cell(), moved, cell(seed=1)]
+        assert pending(cells, store) == single(cell(), shot(0), moved, shot(1), cell(seed=1))
+
+
+def test_seeds_go_together_unless_they_are_timed_or_used_by_others(tmp_path):
+    cells = [quick(seed) for seed in (2, 0, 1)]
+    other = [quick(seed, task=OTHER) for seed in (0, 1)]
+    moved = cell(study="move", sources=(OTHER,))
+    plain_ones = [cell(seed=seed, task=OTHER) for seed in (0, 1, 2)]
+    with Store.writing(tmp_path) as store:
+        assert [group.cells for group in pending([*cells, *other], store)] == [
+            (quick(0), quick(1), quick(2)),
+            tuple(other),
+        ]
+        assert pending(cells, store, {quick(1).key}) == [
+            Group((quick(0), quick(2)), (quick(0), quick(2))),
+            *single(quick(1)),
+        ]
+        assert pending([moved, *plain_ones], store) == [
+            *single(plain_ones[0], moved),
+            Group(tuple(plain_ones[1:]), tuple(plain_ones[1:])),
+        ]
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "lbfgs"}, {"positions": "random"}, {"epochs": "many"}])
+def test_what_gains_nothing_stays_alone(options, tmp_path):
+    cells = [cell(seed=seed, options=options) for seed in (0, 1)]
+    with Store.writing(tmp_path) as store:
+        assert pending(cells, store) == single(*cells)
+
+
+def kept(record):
+    """What may not depend on when a cell is run."""
+    numbers = {"coefficients", "predictions", "cost", "together", "accuracy", "demonstrations"}
+    return record.outcome.model_dump(include=numbers)
+
+
+def test_a_group_is_fitted_whole_also_where_only_a_part_is_lacking(decoder, tmp_path):
+    cells = tuple(quick(seed) for seed in range(3))
+    with Store.writing(tmp_path / "store") as store:
+        (whole,) = pending(cells, store)
+        straight = {one.key: one for one in GroupJob(whole, None, tmp_path).run(decoder)}
+        store.append(straight[cells[1].key])  # as if a kill had come then
+        (rest,) = pending(cells, store)
+        assert rest == Group(cells, (cells[0], cells[2]))
+        again = GroupJob(rest, None, tmp_path).run(decoder)
+        assert pending(cells, store, {cells[1].key}) == [
+            Group((cells[0], cells[2]), (cells[0], cells[2])),
+            *single(cells[1]),  # its seconds are a share
+        ]
+    assert [one.key for one in again] == [cells[0].key, cells[2].key]
+    for one in again:
+        assert kept(one) == kept(straight[one.key])
+        assert one.outcome.together == 3
+        by_itself = run_alone(one.cell, decoder, tmp_path)
+        assert by_itself.outcome.together == 1
+        torch.testing.assert_close(
+            torch.tensor(one.outcome.coefficients),
+            torch.tensor(by_itself.outcome.coefficients),
+            atol=1e-4,
+            rtol=1e-4,
+        )
+    assert len({one.outcome.fit_seconds for one in straight.values()}) == 1
+
+
+def test_a_seed_that_fails_fails_no_other(decoder, tmp_path, monkeypatch):
+    cells = tuple(quick(seed) for seed in range(3))
+
+    def refuse(self, decoder, task, demonstrations, seed, plan=I2CL.plan):
+        if seed == 1:
+            raise I2CLError("not this one")
+        return plan(self, decoder, task, demonstrations, seed)
+
+    monkeypatch.setattr(I2CL, "plan", refuse)
+    records = GroupJob(Group(cells, cells), None, tmp_path).run(decoder)
+    assert [one.status for one in records] == ["done", "failed", "done"]
+    assert records[1].error == "I2CLError: not this one"
+    assert {one.outcome.together for one in (records[0], records[2])} == {1}
+
+
+def test_grids_that_show_costs_are_timed():
+    assert [name for name in ORDER if load_experiment(name).timed] == ["main", "peft", "efficiency"]
 
 
 # The command line
@@ -269,7 +382,7 @@ parallel.get_context = lambda _: get_context("fork")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, alone, workers):
+def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
     """Every kill leaves a store that reads; the run that follows adds what is lacking, no more."""
     file, folder = tmp_path / "mine.toml", tmp_path / "store"
     file.write_text(GRID)
@@ -296,10 +409,13 @@ def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, alone, workers):
     assert (code, json.loads(told)["done"]) == (0, 14 - len(survivors))
     store = Store.open(folder)
     assert all(one.status == "done" for one in store.records.values())
-    kept = (folder / "cells.jsonl").read_text().splitlines()
-    assert len(kept) == len({json.loads(line)["key"] for line in kept}) == len(store.records) == 14
-    for record in store.records.values():
-        assert record.outcome.predictions == alone(record.cell).outcome.predictions
+    written = (folder / "cells.jsonl").read_text().splitlines()
+    assert len(written) == len({json.loads(line)["key"] for line in written}) == len(store.records) == 14
+    straight = tmp_path / "straight"
+    code, _, errors = finished(FORKING + COMMAND, *arguments[:3], "--store", straight, "--workers", "1")
+    assert code == 0, errors
+    for key, record in Store.open(straight).records.items():
+        assert kept(record) == kept(store.records[key])
 
 
 def lines(folder):

@@ -11,12 +11,11 @@ pytest.importorskip("sklearn", reason="the extra experiments is not installed")
 
 from matplotlib.colors import to_hex  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.text import Text  # noqa: E402
 
 from i2cl.errors import I2CLError  # noqa: E402
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale  # noqa: E402
-from i2cl.experiments.records import Outcome, Record  # noqa: E402
-from i2cl.experiments.report import figures_tsne  # noqa: E402
+from i2cl.experiments.records import Record  # noqa: E402
+from i2cl.experiments.report import figures_maps  # noqa: E402
 from i2cl.experiments.report.figures import FIGURES, save  # noqa: E402
 from i2cl.experiments.report.results import results_of  # noqa: E402
 
@@ -41,21 +40,21 @@ def record(cell, labels=("a", "b"), layers=4, sites=2):
     milliseconds, size = COST[cell.method]
     made = np.random.default_rng([cell.seed, len(cell.task)])
     coefficients = made.random((layers, sites, 2)).tolist() if cell.method == "i2cl" else None
-    outcome = Outcome(
-        accuracy=right / 100,
-        macro_f1=0.5,
-        gold=(1,) * 100,
-        predictions=(1,) * right + (0,) * (100 - right),
-        labels=labels,
-        demonstrations=(0,),
-        fit_seconds=1,
-        predict_seconds=milliseconds / 10,
-        trainable_parameters=0,
-        cached_values=0,
-        cached_bytes=size,
-        held_out=0,
-        coefficients=coefficients,
-    )
+    outcome = {
+        "accuracy": right / 100,
+        "macro_f1": 0.5,
+        "gold": (1,) * 100,
+        "predictions": (1,) * right + (0,) * (100 - right),
+        "labels": labels,
+        "demonstrations": (0,),
+        "fit_seconds": 1,
+        "predict_seconds": milliseconds / 10,
+        "trainable_parameters": 0,
+        "cached_values": 0,
+        "cached_bytes": size,
+        "held_out": 0,
+        "coefficients": coefficients,
+    }
     return Record(key=cell.key, cell=cell, status="done", outcome=outcome, started="")
 
 
@@ -68,7 +67,7 @@ def results(*rows, tasks=TASKS, seeds=3, keep=lambda cell: True, **made):
 def vectors_of(found, classes=2, d=3):
     """Tasks and classes far from each other, seeds near."""
     made = {}
-    for one in found.records:
+    for one in found.cells:
         rng = np.random.default_rng([one.cell.seed, 7])
         middle = 10 * found.tasks.index(one.cell.task) + np.arange(classes)[:, None, None, None]
         parts = {"context_vector": (4, 2, d), "coefficients": (4, 2, 2), "class_vectors": (classes, 4, 2, d)}
@@ -116,7 +115,7 @@ def test_every_view_with_a_figure_is_drawn():
 
 @pytest.mark.parametrize("view", EVERYTHING)
 def test_nothing_is_drawn_of_nothing(view):
-    empty = replace(results(*EVERYTHING[view]), tasks=(), records=())
+    empty = replace(results(*EVERYTHING[view]), tasks=(), cells=())
     assert FIGURES[view](empty, {}) is None
 
 
@@ -183,20 +182,20 @@ def test_bars_of_a_row_with_several_numbers_of_demonstrations():
 
 
 def test_shots_are_lines_of_means_with_bands():
-    rows = ZERO, ICL.model_copy(update={"shots": (1, 5, 10)}), I2CL.model_copy(update={"shots": (1, 5, 30)})
+    rows = ZERO, ICL.model_copy(update={"shots": (1, 5, 10)}), I2CL.model_copy(update={"shots": (1, 5, 20)})
     figure = drawn("shots", results(*rows))
     (axes,) = figure.axes
     flat, icl, ours = axes.lines
     assert list(icl.get_xdata()) == [1, 5, 10]
     assert icl.get_ydata() == pytest.approx([one + 45 + 5 / 3 for one in (1, 5, 10)])
-    assert ours.get_ydata() == pytest.approx([one + 65 + 5 / 3 for one in (1, 5, 30)])
+    assert ours.get_ydata() == pytest.approx([one + 65 + 5 / 3 for one in (1, 5, 20)])
     assert (set(flat.get_ydata()), flat.get_linestyle()) == ({25.0}, "--")
     spread = np.std([0, 1, 4], ddof=1)
     band = axes.collections[0].get_paths()[0].vertices
     assert band[:, 1].max() == pytest.approx(55 + 5 / 3 + spread)
     assert band[:, 1].min() == pytest.approx(46 + 5 / 3 - spread)
     assert legend_of(figure) == ["Zero-shot", "Few-shot (ICL)", "I2CL"]
-    assert ticks(axes.xaxis) == ["1", "5", "10", "30"]
+    assert ticks(axes.xaxis) == ["1", "5", "10", "20"]
     assert (axes.get_xscale(), axes.get_xlabel()) == ("log", "demonstrations per class")
     assert axes.get_ylabel() == "mean accuracy over 3 tasks (%)"
 
@@ -222,8 +221,9 @@ def test_efficiency_has_a_point_and_a_name_for_each_row_in_both_panels():
     time, memory = drawn("efficiency", results(ZERO, ICL, I2CL)).axes
     heights = [25, 45 + 5 / 3, 65 + 5 / 3]
     for axes, wanted in ((time, [4, 20, 5]), (memory, [0, 2_000_000, 3000])):
-        assert [line.get_xdata()[0] for line in axes.lines] == pytest.approx(wanted)
-        assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx(heights)
+        points = [line for line in axes.lines if line.get_marker() == "o"]  # others lead to names
+        assert [line.get_xdata()[0] for line in points] == pytest.approx(wanted)
+        assert [line.get_ydata()[0] for line in points] == pytest.approx(heights)
         assert texts(axes) == ["Zero-shot", "Few-shot (ICL)", "I2CL"]
     assert (time.get_xscale(), memory.get_xscale()) == ("log", "symlog")
     assert (time.get_xlabel(), memory.get_xlabel()) == ("time per query (ms)", "memory kept for prediction")
@@ -237,17 +237,22 @@ def test_names_do_not_overlap(step):
     """Twelve methods on one spot, close together, and further apart."""
     rows = tuple(GridRow(name=f"A method of number {n}", options={"n": n}) for n in range(12))
     found = results(*rows, seeds=1, tasks=("films",))
+    rights = (60 + step * number for number in range(12))
+    answers = [{"predictions": (1,) * right + (0,) * (100 - right)} for right in rights]
     moved = [
-        one.model_copy(
-            update={"outcome": one.outcome.model_copy(update={"accuracy": (60 + step * number) / 100})}
-        )
-        for number, one in enumerate(found.records)
+        one.model_copy(update={"outcome": one.outcome.model_copy(update=answer)})
+        for one, answer in zip(found.cells, answers, strict=True)
     ]
-    for axes in drawn("efficiency", replace(found, records=tuple(moved))).axes:
-        extents = [Text.get_window_extent(text) for text in axes.texts]  # an annotation's counts its line
+    for axes in drawn("efficiency", replace(found, cells=tuple(moved))).axes:
+        extents = [text.get_window_extent() for text in axes.texts]
         assert len(extents) == 12
         assert not any(one.overlaps(other) for one, other in combinations(extents, 2))
         assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 for box in extents)
+        assert all(axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1 for box in extents)
+        for line in (one for one in axes.lines if one.get_marker() != "o" and step):
+            near, far = axes.transData.transform(line.get_xydata())
+            way = near + np.linspace(0, 1, 20)[:, None] * (far - near)
+            assert sum(any(box.contains(*at) for at in way[1:-1]) for box in extents) == 0
 
 
 def test_matrix_is_accuracy_minus_zero_shot():
@@ -272,9 +277,9 @@ def test_matrix_signs_and_cells_that_were_not_run():
         one.model_copy(update={"outcome": one.outcome.model_copy(update={"accuracy": worse[one.cell.task]})})
         if one.cell.method == "zero_shot" and one.cell.task in worse
         else one
-        for one in found.records
+        for one in found.cells
     ]
-    axes = drawn("matrix", replace(found, records=tuple(records))).axes[0]
+    axes = drawn("matrix", replace(found, cells=tuple(records))).axes[0]
     values = np.ma.getmaskarray(axes.images[0].get_array())
     assert values.tolist() == [[False] * 3, [True, False, False], [False] * 3]
     assert texts(axes) == ["0", "−34", "+40", "−27", "+47", "+14", "−20", "+54"]
@@ -338,7 +343,7 @@ def test_maps_say_what_they_need(monkeypatch):
 def test_class_vectors_have_a_panel_for_each_task_and_the_label_words():
     found = results(I2CL, labels=("good", "$bad"))
     vectors = vectors_of(found)
-    del vectors[found.records[0].key]  # a task with four points is too little
+    del vectors[found.cells[0].key]  # a task with four points is too little
     figure = drawn("class-vectors", found, vectors)
     assert [axes.get_title() for axes in figure.axes] == ["news", "moods"]
     for axes in figure.axes:
@@ -347,7 +352,7 @@ def test_class_vectors_have_a_panel_for_each_task_and_the_label_words():
 
 
 def test_a_legend_larger_than_its_panel_is_left_out(monkeypatch):
-    monkeypatch.setattr(figures_tsne, "MOST_NAMED", 1)
+    monkeypatch.setattr(figures_maps, "MOST_NAMED", 1)
     found = results(I2CL)
     axes = drawn("class-vectors", found, vectors_of(found)).axes[0]
     assert axes.get_legend() is None
@@ -358,7 +363,7 @@ def test_coefficients_are_means_over_seeds_by_layer():
     found = results(I2CL)
     figure = drawn("coefficients", found)
     assert [axes.get_title() for axes in figure.axes] == list(TASKS)
-    values = np.array([found.of(I2CL, "news")[seed].outcome.coefficients for seed in range(3)])
+    values = np.array([one.outcome.coefficients for one in found.of_default("news")])
     lines = figure.axes[1].lines
     wanted = values.mean(0).reshape(4, 4).T  # attention's lambda and beta, the MLP's lambda and beta
     assert np.array([line.get_ydata() for line in lines]) == pytest.approx(wanted)

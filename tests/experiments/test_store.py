@@ -1,6 +1,7 @@
 """Stores: one line a cell, nothing lost or torn, one writer, packing."""
 
 import json
+from pathlib import Path
 
 import duckdb
 import numpy as np
@@ -8,23 +9,26 @@ import pytest
 
 from i2cl import I2CLError
 from i2cl.experiments.grid import Cell
-from i2cl.experiments.records import Outcome, Record
+from i2cl.experiments.records import Record
 from i2cl.experiments.store import Store, save_vectors
+from i2cl.methods import Cost
 
-OUTCOME = Outcome(
-    accuracy=0.5,
-    macro_f1=0.4,
-    gold=(0, 1),
-    predictions=(0, 0),
-    labels=("yes", "no"),
-    demonstrations=(7, 3),
-    fit_seconds=0.25,
-    predict_seconds=0.5,
-    trainable_parameters=0,
-    cached_values=4,
-    cached_bytes=16,
-    held_out=0,
-)
+PACKED = Path(__file__).parents[2] / "docs" / "experiments" / "store"
+
+OUTCOME = {
+    "accuracy": 0.5,
+    "macro_f1": 0.4,
+    "gold": (0, 1),
+    "predictions": (0, 0),
+    "labels": ("yes", "no"),
+    "demonstrations": (7, 3),
+    "fit_seconds": 0.25,
+    "predict_seconds": 0.5,
+    "trainable_parameters": 5,
+    "cached_values": 4,
+    "cached_bytes": 16,
+    "held_out": 0,
+}
 
 
 def record(seed=0, **changes):
@@ -49,6 +53,28 @@ def test_what_is_appended_is_read_again(tmp_path):
     assert list(store.records.values()) == [record(0), failed(1)]
     assert store.done(record(0).key)
     assert not store.done(failed(1).key)
+
+
+def test_a_line_holds_what_cell_and_run_share_once(tmp_path):
+    write(tmp_path, record(7))
+    line = json.loads((tmp_path / "cells.jsonl").read_text())
+    assert set(line["outcome"]) == {*OUTCOME, "together", "weights"}
+    assert line["outcome"]["trainable_parameters"] == 5
+    (kept,) = Store.open(tmp_path).records.values()
+    run = kept.outcome
+    assert (run.model, run.task, run.method, run.seed, run.shots) == ("m", "t", "i2cl", 7, 1)
+    assert run.cost == Cost(trained=5, cached_values=4, cached_bytes=16)
+
+
+def test_the_store_that_the_documents_come_from_is_read():
+    """It was written before a run knew its cost as one value, or with how many others it was fitted."""
+    records = Store.open(PACKED).records
+    assert len(records) > 4000
+    runs = [one.outcome for one in records.values() if one.status == "done"]
+    assert {run.together for run in runs} == {1}
+    few_shot = next(run for run in runs if run.method == "few_shot")
+    assert few_shot.cost.cached_bytes == 4 * few_shot.cost.cached_values > 0
+    assert {run.method for run in runs} >= {"i2cl", "move", "transfer"}
 
 
 def test_a_later_record_of_a_cell_takes_the_place_of_an_earlier_one(tmp_path):

@@ -57,20 +57,6 @@ def fit(home, *more, model=None, task=None):
 
 
 @pytest.fixture
-def call(capsys):
-    """Run a command; its exit code, stdout and stderr."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return stop.value.code, told.out, told.err
-
-    return run
-
-
-@pytest.fixture
 def refused(call, tmp_path):
     """Run a command that must fail in one line and leave every file as it was; returns the line."""
 
@@ -118,7 +104,7 @@ def test_labels_that_do_not_fit_the_rows(refused, home, tmp_path):
 
 
 WRONG = {
-    "unknown task": (["fit", "{model}", "sst3", "-o", "{new}"], "did you mean sst"),
+    "unknown task": (["fit", "{model}", "sst3", "-o", "{new}"], "did you mean 'sst"),
     "no such file": (["fit", "{model}", "none.jsonl", "-o", "{new}"], "does not exist"),
     "unknown method": (["eval", "{model}", "synthetic", "--method", "zero_shto"], "did you mean 'zero_shot'"),
     "unknown option": (
@@ -150,7 +136,7 @@ WRONG = {
     "no such model": ([*fit(Path("{}"), model="./none"), "-o", "{new}"], "'./none' does not exist"),
     "no such artefact": (["predict", "./none/at/all", "{films}"], "no injection at"),
     "a model is no artefact": (["predict", "{model}", "{films}"], "it has no injection.json"),
-    "no such texts": (["predict", "{artefact}", "none.txt"], "cannot read 'none.txt'"),
+    "no such texts": (["predict", "{artefact}", "none.txt"], "none.txt does not exist"),
 }
 
 
@@ -172,10 +158,10 @@ def test_a_device_that_does_not_exist(refused, home, tmp_path):
 
 TEXTS = {
     "empty file": ("t.txt", b"", "is empty"),
-    "empty text": ("t.txt", b"one\n\ntwo\n", "text 2 is empty"),
+    "empty text": ("t.txt", b"one\n\ntwo\n", "line 2: the text is empty"),
     "not UTF-8": ("t.txt", b"caf\xe9\n", "line 1 is not UTF-8"),
-    "no such column": ("t.csv", b"a,b\n1,2\n", "has no column 'text'"),
-    "bad JSON": ("t.jsonl", b"{\n", "line 1 is no JSON"),
+    "no such column": ("t.csv", b"a,b\n1,2\n", "no text column 'text'"),
+    "bad JSON": ("t.jsonl", b"{\n", "line 1: bad JSON"),
 }
 
 

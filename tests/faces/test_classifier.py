@@ -463,4 +463,4 @@ def test_the_model_is_left_as_found(decoder):
 
 def test_without_scikit_learn_the_cure_is_named():
     _, _, told = finished("import sys; sys.modules['sklearn'] = None; import i2cl; i2cl.I2CLClassifier")
-    assert "I2CLError: I2CLClassifier needs scikit-learn: pip install 'i2cl[sklearn]'" in told
+    assert "I2CLError: I2CLClassifier needs the package scikit-learn: pip install 'i2cl[sklearn]'" in told

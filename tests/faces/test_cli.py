@@ -4,13 +4,18 @@ import io
 import json
 import os
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 import torch
+import typer
 
 from i2cl import Decoder, Injection
-from i2cl.faces.cli import console, main
+from i2cl.faces.cli import app, console, main
+from i2cl.faces.cli.options import expanded
 from i2cl.methods import METHODS
 from i2cl.version import __version__
 from processes import COMMAND, FORKED, Program
@@ -62,20 +67,6 @@ def eval_arguments(home, *more, task=None):
     return ["eval", str(home / "model"), *task, "--shots", "2", "--workers", "1", *more]
 
 
-@pytest.fixture
-def call(capsys):
-    """Run a command; its exit code, stdout and stderr."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return stop.value.code, told.out, told.err
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def expected(home):
     """What the Python API says about the texts: labels and probabilities."""
@@ -91,13 +82,67 @@ def parsed(out):
     return [line[0] for line in lines], torch.tensor([[float(value) for value in line[1:]] for line in lines])
 
 
-@pytest.mark.parametrize("command", ["demo", "fit", "predict", "combine", "eval", "check", "ls"])
-def test_every_command_has_help_json_and_seed(call, command):
-    code, out, err = call(command, "--help")
-    assert code == 0
-    assert err == ""
-    assert f"Usage: i2cl {command}" in out
-    assert all(option in out for option in ("--help", "--json", "--seed"))
+def commands(group, *path):
+    """Every command below a group, by its words."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+NOTHING_RANDOM = {
+    *(("experiment", name) for name in ("ls", "run", "pack", "unpack")),
+    *((name,) for name in ("predict", "report", "export", "verify", "push", "check", "ls")),
+}
+"""Commands that accept --seed and say that it changes nothing; a grid brings its own seeds."""
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_help_json_and_seed(call, words):
+    code, out, err = call(*words, "--help")
+    assert (code, err) == (0, "")
+    assert f"Usage: i2cl {' '.join(words)}" in out
+    told = {name: option.help for option in COMMANDS[words].params for name in option.opts}
+    assert told["--json"] == "Print JSON on stdout."
+    assert ("nothing is random here" in told["--seed"]) == (words in NOTHING_RANDOM)
+    assert all(told.values())
+
+
+def test_every_command_has_a_file_of_its_own():
+    files = {path.stem for path in Path(console.__file__).parent.glob("*.py")}
+    shared = {"__init__", "console", "load", "options"}
+    assert files - shared == {words[0].replace("eval", "evaluate") for words in COMMANDS}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A group of options."""
+
+    wide: Annotated[int, typer.Option(min=1, help="Width.")] = 1
+    high: Annotated[int, typer.Option(help="Height.")] = 2
+
+
+def test_a_group_of_options_is_one_argument():
+    seen = []
+
+    @expanded
+    def one(name: str, *, size: Size, flag: bool = False) -> None:
+        seen.append((name, size, flag))
+
+    @expanded
+    def two(*, size: Annotated[Size, ("high",)]) -> None:
+        seen.append(size)
+
+    for command in (one, two):
+        grouped = typer.Typer()
+        grouped.command()(command)
+        words = ["--high", "5"] if command is two else ["box", "--wide", "3", "--flag"]
+        typer.main.get_command(grouped)(words, standalone_mode=False)
+    assert seen == [("box", Size(3, 2), True), Size(1, 5)]
+    with pytest.raises(Exception, match="--wide"):
+        typer.main.get_command(grouped)(["--wide", "3"], standalone_mode=False)
 
 
 def test_without_a_command_the_commands_are_listed(call):
@@ -149,6 +194,8 @@ def written_as(kind, path):
         path.write_text("\n".join(TEXTS), encoding="utf-8")
     elif kind == "jsonl":
         jsonl(path, [{"id": number, "text": text} for number, text in enumerate(TEXTS)])
+    elif kind == "json":
+        path.write_text(json.dumps([{"text": text} for text in TEXTS], indent=1), encoding="utf-8")
     else:
         mark = {"csv": ",", "tsv": "\t"}[kind]
         lines = [f"id{mark}text", *(f'{number}{mark}"{text}"' for number, text in enumerate(TEXTS))]
@@ -156,7 +203,7 @@ def written_as(kind, path):
     return path
 
 
-@pytest.mark.parametrize("kind", ["lines", "csv", "tsv", "jsonl"])
+@pytest.mark.parametrize("kind", ["lines", "csv", "tsv", "jsonl", "json"])
 @pytest.mark.parametrize("told", [False, True], ids=["by-ending", "by-option"])
 def test_predictions_are_those_of_the_api_for_every_format(call, home, expected, tmp_path, kind, told):
     ending = "data" if told else {"lines": "txt"}.get(kind, kind)
@@ -216,7 +263,7 @@ def test_the_output_file_appears_only_when_complete(call, home, tmp_path):
     (tmp_path / "out.tsv").write_text("before", encoding="utf-8")
     code, out, err = call("predict", home / "artefact", path, "--chunk", "1", "-o", tmp_path / "out.tsv")
     assert (code, out) == (2, "")
-    assert "text 3 is empty" in err
+    assert "line 3: the text is empty" in err
     assert (tmp_path / "out.tsv").read_text(encoding="utf-8") == "before"
     assert listed(tmp_path) == ["out.tsv", "texts.txt"]
 

@@ -205,11 +205,11 @@ def test_without_lm_eval_the_cure_is_named():
     environment = os.environ | {"PYTHONPATH": str(Path(i2cl.__file__).parents[1])}
     command = [sys.executable, "-c", "import sys; sys.modules['lm_eval'] = None; import i2cl.faces.harness"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert "I2CLError: the harness needs lm_eval: pip install 'i2cl[harness]'" in done.stderr
+    assert "I2CLError: the harness needs the package lm_eval: pip install 'i2cl[harness]'" in done.stderr
     run = "runpy.run_module('i2cl.faces.harness', run_name='__main__')"
     blocked = f"import runpy, sys; sys.modules['lm_eval'] = None; {run}"
     done = subprocess.run(
         [sys.executable, "-c", blocked], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 2
-    assert done.stderr == "error: the harness needs lm_eval: pip install 'i2cl[harness]'\n"
+    assert done.stderr == "error: the harness needs the package lm_eval: pip install 'i2cl[harness]'\n"

@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from i2cl import I2CLError
 from i2cl.faces.stream.outputs import header_line, prediction_lines, source_state, written
-from i2cl.tasks.streams import TextError
+from i2cl.tasks.rows import RowError
 
 HEADER = "label\n"
 
@@ -95,7 +95,7 @@ def test_json_has_no_header(tmp_path):
 
 def test_nothing_is_left_of_bad_texts_of_no_rows_and_of_what_cannot_be_read_again(tmp_path):
     path = tmp_path / "out.tsv"
-    stopped(path, TextError)
+    stopped(path, RowError)
     assert listed(tmp_path) == []
     stopped(path, resumes=False)
     assert listed(tmp_path) == []

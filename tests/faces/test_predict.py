@@ -23,7 +23,7 @@ from i2cl.faces.stream.prediction import (
     predict_here,
 )
 from i2cl.models.scoring import ScoringWarning
-from i2cl.tasks.streams import TextError
+from i2cl.tasks.rows import RowError
 from processes import COMMAND, Program, finished
 
 ROWS, CHUNK = 1000, 10
@@ -187,7 +187,7 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
 
 
 def row_of(*texts):
-    return {"texts": json.dumps(texts), "error": "", "of_texts": False}
+    return {"texts": json.dumps(texts), "error": "", "of_rows": False}
 
 
 def test_errors_and_warnings_of_a_worker_come_out_here():
@@ -196,7 +196,7 @@ def test_errors_and_warnings_of_a_worker_come_out_here():
 
     with pytest.raises(I2CLError, match="no such model") as raised:
         _received(_Worker(source)(row_of("a")))
-    assert not isinstance(raised.value, TextError)
+    assert not isinstance(raised.value, RowError)
 
     def score(texts):
         warnings.warn("labels share their first token", ScoringWarning, stacklevel=1)
@@ -206,8 +206,8 @@ def test_errors_and_warnings_of_a_worker_come_out_here():
     with pytest.warns(WorkerWarning, match="first token") as caught:
         assert _received(_Worker(lambda: score)(row_of("a", "b"))) == ("a\nb\n", 2)
     assert len(caught) == 1
-    with pytest.raises(TextError, match="empty"):
-        _received(_Worker(source)({"texts": "[]", "error": "is empty", "of_texts": True}))
+    with pytest.raises(RowError, match="empty"):
+        _received(_Worker(source)({"texts": "[]", "error": "is empty", "of_rows": True}))
 
 
 WRONG = {

@@ -1,6 +1,7 @@
 """Compared methods against a short direct computation on several families."""
 
 import math
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -9,9 +10,12 @@ import torch
 
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
 from i2cl.methods import make_methods
+from i2cl.methods.adapters import adapted
 from i2cl.methods.i2cl import CorruptionConfig, corrupted
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, directions
+from i2cl.methods.knn_prompting import divergence
 from i2cl.methods.label_anchor import anchors
+from i2cl.models.encoding import TruncationWarning
 from tiny import CASES, tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
@@ -74,7 +78,7 @@ def test_label_anchor_is_attention_to_the_anchors(model_type, films, demonstrati
     assert "".join(pieces).count("Review") == "".join(pieces).count("Sentiment") + 1 == len(SHOWN) + 1
     expected = [masked_scores(decoder, films, set(places), len(predictor.prefix.ids), text) for text in TEXTS]
     torch.testing.assert_close(predictor.scores(TEXTS), torch.stack(expected), **CLOSE)
-    assert predictor.cached_values < fit("few_shot", decoder, films, demonstrations).cached_values
+    assert predictor.cost.cached_values < fit("few_shot", decoder, films, demonstrations).cost.cached_values
 
 
 def masked_scores(decoder, task, kept, length, text):
@@ -108,7 +112,7 @@ def masked_scores(decoder, task, kept, length, text):
 
 def test_label_anchor_refuses_a_window_shorter_than_demonstrations_and_query(films, demonstrations):
     unlimited = fit("label_anchor", made("mistral"), films, demonstrations)
-    tokens = len(ids(unlimited.decoder, shown_string(films) + films.template.query(TEXTS[0])))
+    tokens = len(ids(unlimited.questions.decoder, shown_string(films) + films.template.query(TEXTS[0])))
     enough, short = (
         fit("label_anchor", made("mistral", sliding_window=size), films, demonstrations)
         for size in (tokens, tokens - 1)
@@ -142,7 +146,7 @@ def test_task_vector_replaces_one_state(model_type, films, demonstrations):
     handle.remove()
     expected = torch.stack(expected).log_softmax(-1)[:, first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
-    assert (predictor.cached_values, predictor.held_out) == (decoder.d_model, 33)
+    assert (predictor.cost.cached_values, predictor.cost.held_out) == (decoder.d_model, 33)
 
 
 def block_outputs(decoder, text):
@@ -225,7 +229,7 @@ def test_icv_searches_the_grid_or_takes_the_papers_strength(films, demonstration
     decoder = made("llama")
     searched = fit("icv", decoder, films, demonstrations)
     assert searched.edit.strength in COARSE + FINE
-    assert searched.held_out == 32
+    assert searched.cost.held_out == 32
     with pytest.raises(I2CLError, match="no ICV strength for 'films'"):
         fit("icv", decoder, films, demonstrations, strength="paper")
     sst5 = Task("sst5", WORDS, films.template, train=films.train)
@@ -250,7 +254,7 @@ def test_knn_votes_by_divergence(model_type, films, demonstrations):
         query = distribution(text)
         divergence = (query.exp() * (query - anchored)).sum(-1)
         assert kept[divergence.argmin()].label == scores.argmax()
-    assert predictor.held_out == 6
+    assert predictor.cost.held_out == 6
 
 
 @pytest.mark.parametrize("below", ["zero_shot", "few_shot", "i2cl"])
@@ -323,8 +327,22 @@ def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films,
 def test_trained_numbers_of_adapters(name, count, films, demonstrations):
     pytest.importorskip("peft", reason="peft is an extra")
     predictor = fit(name, made("llama"), films, demonstrations, epochs=1)
-    assert predictor.trainable_parameters == predictor.cached_values == count
-    assert predictor.cached_bytes == 4 * count
+    assert predictor.cost.trained == predictor.cost.cached_values == count
+    assert predictor.cost.cached_bytes == 4 * count
+
+
+def test_a_decoder_that_wears_an_adapter_is_the_bare_one_in_all_else():
+    peft = pytest.importorskip("peft", reason="peft is an extra")
+    bare = Decoder(tiny_model("llama"), tiny_tokenizer(), name="bare", revision="r", token_budget=77)
+    bare.max_length = 50
+    base, identity, model = bare.base, bare.identity, bare.model
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with adapted(bare, config) as wearing:
+        assert (wearing.name, wearing.revision, wearing.token_budget) == ("bare", "r", 77)
+        assert (wearing.architecture, wearing.max_length) == (bare.architecture, 47)
+        wearing.token_budget = 5
+    assert (bare.token_budget, bare.max_length, bare.model) == (77, 50, model)
+    assert (bare.base, bare.identity) == (base, identity)
 
 
 def test_prompt_tuning_is_an_embedding_in_front(films, demonstrations):
@@ -346,7 +364,7 @@ def test_unseen_demonstrations_make_the_vector(films, demonstrations):
     unseen = fit("i2cl_unseen", decoder, films, demonstrations, epochs=2)
     assert torch.equal(seen.edit.coefficients, unseen.edit.coefficients)
     assert not torch.equal(seen.edit.values, unseen.edit.values)
-    assert unseen.held_out == len(SHOWN)
+    assert unseen.cost.held_out == len(SHOWN)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -452,3 +470,63 @@ def test_what_corruption_does_to_demonstrations(films):
     assert len({tuple(new.text.split().index(word) for word in ("one", "films")) for new in ordered}) > 5
     for name in ("random_label", "random_order"):
         assert corrupted(films, examples, CorruptionConfig(corruption=name), 1)[1] != draws[name][1]
+
+
+# What a review found
+
+
+def test_writers_are_found_before_another_thread_can_adapt_the_model(films, demonstrations):
+    """Read for the first time while an adapter is on, they are those of the bare model all the same."""
+    decoder = made("llama")
+    bare = [module for pair in decoder.architecture.writers(decoder.model) for module in pair]
+    (lora,) = make_methods(["lora"], {"epochs": 0})
+    with adapted(decoder, lora.config(decoder)):
+        late = [module for pair in decoder.writers for module in pair]
+        assert len(decoder.blocks) == decoder.layers
+    assert late == bare
+    assert decoder.base == made("llama").base
+
+
+def test_the_identity_waits_for_an_adapter_to_come_off():
+    decoder, seen = made("llama"), []
+    (lora,) = make_methods(["lora"], {"epochs": 0})
+    with adapted(decoder, lora.config(decoder)):
+        reader = threading.Thread(target=lambda: seen.append(decoder.base))
+        reader.start()
+        reader.join(timeout=0.2)
+        assert seen == []
+    reader.join()
+    assert seen == [made("llama").base]
+
+
+@pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
+def test_virtual_tokens_take_their_share_of_learned_positions(films, name):
+    decoder = Decoder(tiny_model("gpt2", n_positions=48), tiny_tokenizer())
+    (method,) = make_methods([name], {"epochs": 1, "virtual_tokens": 7})
+    shots = [Example("a dull film " * 40, 0), Example("warm " * 40, 1)]
+    with pytest.warns(TruncationWarning, match="41 tokens of context"):
+        predictor = method.fit(decoder, films, shots, 0)
+    with pytest.warns(TruncationWarning):
+        assert predictor.scores(["a dull film " * 40]).isfinite().all()
+
+
+def test_batch_calibration_refuses_a_single_text(decoder, films, demonstrations):
+    (method,) = make_methods(["zero_shot+batch_calibration"])
+    predictor = method.fit(decoder, films, demonstrations, 0)
+    with pytest.raises(I2CLError, match="cannot classify one text by itself"):
+        predictor.scores(["dull"])
+    assert predictor.scores(["dull", "warm"]).shape == (2, 2)
+
+
+@pytest.mark.parametrize("direction", ["query_anchor", "anchor_query"])
+def test_knn_takes_either_divergence(direction):
+    generator = torch.Generator().manual_seed(0)
+    queries, anchors = (torch.randn(n, 9, generator=generator).log_softmax(-1) for n in (3, 5))
+    first, second = (queries, anchors) if direction == "query_anchor" else (anchors, queries)
+    found = divergence(first, second)
+    for row, own in enumerate(first):
+        for column, other in enumerate(second):
+            wanted = torch.nn.functional.kl_div(other, own, reduction="sum", log_target=True)
+            torch.testing.assert_close(found[row, column], wanted)
+    (method,) = make_methods(["knn_prompting"], {"divergence": direction})
+    assert method.config.divergence == direction

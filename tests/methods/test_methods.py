@@ -19,7 +19,7 @@ from i2cl import (
     extract,
 )
 from i2cl.core.context import ContextVector
-from i2cl.methods import METHODS, make_methods
+from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.base import Wrapper
 from i2cl.methods.i2cl import NoiseConfig, noise_like
 from tiny import tiny_model, tiny_tokenizer
@@ -84,7 +84,7 @@ def test_zero_shot_is_the_bare_model(model_type, films, demonstrations):
     decoder = made(model_type)
     predictor = fitted("zero_shot", decoder, films, demonstrations)
     torch.testing.assert_close(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), **CLOSE)
-    assert (predictor.cached_values, predictor.trainable_parameters, predictor.held_out) == (0, 0, 0)
+    assert (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -105,15 +105,15 @@ def test_few_shot_caches_keys_and_values_of_the_demonstrations(model_type, films
     tokens = len(cached.prefix.ids)
     text = decoder.tokenizer.decode(cached.prefix.ids)
     assert text.startswith(prompts([""])[0].removesuffix(" \nSentiment:"))
-    assert cached.cached_values == 2 * LAYERS * KEY_VALUE_WIDTH[model_type] * tokens
-    assert cached.trainable_parameters == 0
-    assert fitted("few_shot_uncached", decoder, films, demonstrations).cached_values == 0
+    assert cached.cost.cached_values == 2 * LAYERS * KEY_VALUE_WIDTH[model_type] * tokens
+    assert cached.cost.trained == 0
+    assert fitted("few_shot_uncached", decoder, films, demonstrations).cost.cached_values == 0
 
 
 @FULL
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "few_shot_uncached"])
 def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
-    task = Task("films", ("poor", "poorer"), Template("Review: {text}\nSentiment:{label}"))
+    task = Task("films", ("poorest", "poorer"), Template("Review: {text}\nSentiment:{label}"))
     decoder = made("llama")
     words = task.labels
     shown = "".join(f"Review: {text}\nSentiment:{words[label]}\n" for text, label in SHOWN)
@@ -162,7 +162,7 @@ def test_i2cl_is_extraction_calibration_and_injection(model_type, films, demonst
     config = CalibrationConfig(epochs=2, **rest)
     injection = calibrate(decoder, films, demonstrations, context, config, seed=3)
     assert torch.equal(predictor.scores(TEXTS), injection.scores(decoder, TEXTS))
-    assert predictor.cached_values == 2 * LAYERS * WIDTH
+    assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
     assert not torch.allclose(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), atol=1e-3)
 
 
@@ -181,12 +181,12 @@ def test_trained_numbers(films, demonstrations, options, per_layer):
     decoder = made("llama")
     for name in ("i2cl", "noise"):
         predictor = fitted(name, decoder, films, demonstrations, epochs=0, **options)
-        assert predictor.trainable_parameters == per_layer * LAYERS
+        assert predictor.cost.trained == per_layer * LAYERS
 
 
 def test_a_layer_that_is_left_out_is_not_trained(films, demonstrations):
     predictor = fitted("i2cl", made("llama"), films, demonstrations, epochs=0, layers="1")
-    assert predictor.trainable_parameters == 4
+    assert predictor.cost.trained == 4
 
 
 def test_the_noise_vector_has_unit_variance_or_the_norm_of_what_it_replaces():
@@ -214,7 +214,40 @@ def test_noise_is_calibrated_like_i2cl_on_another_vector(films, demonstrations, 
     injection = calibrate(decoder, films, demonstrations, vector, CalibrationConfig(epochs=2), seed=2)
     assert torch.equal(predictor.scores(TEXTS), injection.scores(decoder, TEXTS))
     assert not torch.equal(predictor.edit.values, real.values)
-    assert predictor.cached_values == 2 * LAYERS * WIDTH
+    assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
+
+
+@FULL
+@pytest.mark.parametrize("name", ["i2cl", "noise", "i2cl_unseen", "i2cl_corrupted", "i2cl+batch_calibration"])
+def test_seeds_fitted_together_are_those_fitted_alone(name, decoder, rows):
+    (method,) = make_methods([name], {"epochs": 3})
+    assert method.joint
+    shown, seeds = [rows.sample(2, seed) for seed in (3, 4)], (3, 4)
+    together = method.fit_many(decoder, rows, shown, seeds)
+    for found, own, seed in zip(together, shown, seeds, strict=True):
+        alone = method.fit(decoder, rows, own, seed)
+        assert found.cost == alone.cost
+        torch.testing.assert_close(found.scores(TEXTS), alone.scores(TEXTS), **CLOSE)
+
+
+def test_what_takes_no_steps_together_is_fitted_one_by_one(decoder, rows):
+    for name, options in [
+        ("few_shot", {}),
+        ("i2cl_over_icl", {"epochs": 1}),
+        ("i2cl", {"optimizer": "lbfgs"}),
+    ]:
+        (method,) = make_methods([name], options)
+        assert not method.joint
+    (method,) = make_methods(["few_shot"])
+    found = method.fit_many(decoder, rows, [rows.sample(1, 0), rows.sample(1, 1)], (0, 1))
+    assert [len(one.shown) for one in found] == [2, 2]
+    assert found[0].shown != found[1].shown
+
+
+def test_costs_add_up(decoder):
+    prefix = decoder.prefix(decoder.encoder(["five"])[0])
+    cost = Cost.of(torch.zeros(3), None, prefix, trained=2) + Cost(held_out=4)
+    assert cost == Cost(2, 3 + prefix.values, 12 + prefix.bytes, 4)
 
 
 QUICK = {"epochs": 1}
@@ -251,7 +284,7 @@ def test_every_method_scores_each_text_by_itself_and_repeats_itself(name, decode
     assert torch.equal(contract(name, decoder, rows).scores(texts), scores)
     if not issubclass(METHODS[name], Wrapper):  # a calibration may look at all texts at once
         torch.testing.assert_close(predictor.scores(texts[::-1]), scores.flip(0), **CLOSE)
-    counts = (predictor.cached_values, predictor.trainable_parameters, predictor.held_out)
+    counts = (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out)
     assert all(isinstance(count, int) and count >= 0 for count in counts)
 
 

@@ -15,7 +15,7 @@ from i2cl.core.recipe import RECIPES, CalibrationConfig
 from i2cl.export import export_hf, fold, make_golden
 from i2cl.faces.cli import main
 from i2cl.methods import make_methods
-from i2cl.models import precision as quantization
+from i2cl.models import precision
 from i2cl.models.batching import make_batch
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.models.precision import quantization_of
@@ -218,7 +218,7 @@ def decoded(decoder, checkpoint):
     with torch.no_grad():
         for name, parameter in decoder.model.named_parameters():
             module = decoder.model.get_submodule(name.rpartition(".")[0])
-            numbers = quantization.dequantized(module, parameter)
+            numbers = precision.dequantized(module, parameter)
             if numbers is not None:
                 copy.model.get_parameter(name).copy_(numbers)
     return copy
@@ -339,7 +339,7 @@ def test_a_config_of_torchao(checkpoint, plain):
 def test_what_is_wrong_with_a_quantization_is_told(checkpoint, monkeypatch):
     with pytest.raises(I2CLError, match="unknown quantization '3bit': choose 8bit or 4bit"):
         load_model_and_tokenizer(checkpoint, quantization="3bit")
-    monkeypatch.setattr(quantization, "find_spec", lambda _name: None)
+    monkeypatch.setattr("i2cl.errors.find_spec", lambda _name: None)
     with pytest.raises(I2CLError, match=r"pip install 'i2cl\[quant\]'"):
         load_model_and_tokenizer(checkpoint, quantization="8bit")
 

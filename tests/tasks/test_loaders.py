@@ -1,12 +1,11 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from i2cl.errors import I2CLError
-from i2cl.tasks import Example, Task, Template, list_tasks, load_task
+from i2cl.tasks import Example, Template, list_tasks, load_task
 
 CSV = "text,label\nx,ham\ny,spam\n"
 TEMPLATE = "Mail: {text}\nKind: {label}"
@@ -15,17 +14,6 @@ TEMPLATE = "Mail: {text}\nKind: {label}"
 @pytest.fixture(autouse=True)
 def _no_data_folder(monkeypatch):
     monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
-
-
-@pytest.fixture
-def reference(monkeypatch):
-    """A stand-in for the reference model's tasks, so that these tests need no model."""
-    task = Task("mood-colour", ("red", "blue"), Template.plain(), (Example("x", 0),), group="reference")
-    module = SimpleNamespace(
-        names=lambda: [task.name], load=lambda _name: task, describe=lambda: [task.without_data()]
-    )
-    monkeypatch.setattr("i2cl.tasks.registry.reference", module)
-    return task
 
 
 @pytest.fixture
@@ -123,15 +111,18 @@ def test_template_and_labels_replace_those_of_a_task(tmp_path):
     )
 
 
-def test_reference_tasks(reference):
-    assert load_task("mood-colour") == reference
-    assert load_task("mood-colour", labels=["r", "b"]).labels == ("r", "b")
+def test_reference_tasks():
+    task = load_task("mood-colour-1")
+    assert (task.name, task.group, len(task.labels)) == ("mood-colour-1", "reference", 4)
+    assert task.train
+    assert task.test
+    assert load_task("mood-colour-1", labels=list("abcd")).labels == ("a", "b", "c", "d")
 
 
-def test_list_tasks_names_everything_without_rows(reference):
+def test_list_tasks_names_everything_without_rows():
     tasks = list_tasks()
-    assert [task.group for task in tasks] == ["paper"] * 9 + ["synthetic", "reference"]
-    assert len({task.name for task in tasks}) == 11
+    assert [task.group for task in tasks] == ["paper"] * 9 + ["synthetic"] + ["reference"] * 16
+    assert len({task.name for task in tasks}) == 26
     assert all(task.train == task.test == () for task in tasks)
     assert all(task.title and task.description for task in tasks[:10])
 
@@ -139,18 +130,18 @@ def test_list_tasks_names_everything_without_rows(reference):
 @pytest.mark.parametrize(
     ("name", "close"), [("sst", "sst2"), ("AGNews", "agnews"), ("mood-color", "mood-colour")]
 )
-def test_unknown_names_get_close_matches(reference, name, close):
+def test_unknown_names_get_close_matches(name, close):
     message = failure(name)
     assert f"unknown task {name!r}: did you mean" in message
     assert close in message
     assert "i2cl ls tasks" in message
 
 
-def test_unknown_names_without_a_close_match(reference):
+def test_unknown_names_without_a_close_match():
     assert failure("qqqqqqqq") == "unknown task 'qqqqqqqq': 'i2cl ls tasks' lists them all"
 
 
-def test_a_file_with_an_unknown_extension(reference, tmp_path):
+def test_a_file_with_an_unknown_extension(tmp_path):
     path = tmp_path / "rows.txt"
     path.write_text(CSV)
     assert "cannot read files ending in '.txt': use one of .toml, .csv" in failure(path)

@@ -21,9 +21,9 @@ def test_a_task_of_a_user():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (HEAD + "shot = 3\n" + FILES, "unknown field 'shot': did you mean shots?"),
+        (HEAD + "shot = 3\n" + FILES, "unknown field 'shot': did you mean 'shots'?"),
         (HEAD + "colour = 3\n" + FILES, "unknown field 'colour': remove it or use one of name, title"),
-        (HEAD + FILES + 'tset = "b.csv"\n', "unknown field 'files.tset': did you mean text or test?"),
+        (HEAD + FILES + 'tset = "b.csv"\n', "unknown field 'files.tset': did you mean 'text' or 'test'?"),
         (HEAD.replace('name = "mood"\n', "") + FILES, "field 'name' is missing: add it"),
         (HEAD + "[files]\n", "field 'files.train' is missing: add it"),
         (HEAD + 'shots = "5"\n' + FILES, "field 'shots' is '5': input should be a valid integer"),

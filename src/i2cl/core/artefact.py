@@ -12,7 +12,7 @@ from torch import Tensor
 
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.edits import Positions
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, first_problem
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.scoring import Scoring
 from i2cl.storage.atomic import public_name
@@ -112,7 +112,7 @@ def write(
         Stored.model_validate(description)
     except pydantic.ValidationError as error:
         raise I2CLError(
-            f"this injection could not be read again ({_first_problem(error)}): correct that field"
+            f"this injection could not be read again ({first_problem(error)}): correct that field"
         ) from None
     whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
     save_file(whole, folder / TENSORS, metadata={"format": "pt"})
@@ -142,14 +142,7 @@ def read(folder: Path, name: str) -> dict[str, Any]:
         return stored.fields(load_file(folder / TENSORS))
     except (pydantic.ValidationError, UnicodeDecodeError) as error:
         raise I2CLError(
-            f"{folder / DESCRIPTION} cannot be read ({_first_problem(error)}): fit it again"
+            f"{folder / DESCRIPTION} cannot be read ({first_problem(error)}): fit it again"
         ) from None
     except (SafetensorError, OSError, KeyError) as error:
         raise I2CLError(f"{folder / TENSORS} is damaged or missing ({error}): copy or fit it again") from None
-
-
-def _first_problem(error: Exception) -> str:
-    if isinstance(error, pydantic.ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error)

@@ -83,6 +83,11 @@ class CalibrationConfig(TrainConfig):
         """How often progress is told: after each epoch, or each pass."""
         return self.passes if self.optimizer == "lbfgs" else self.epochs
 
+    @property
+    def joint(self) -> bool:
+        """Whether runs of several seeds take their steps together; see `i2cl.core.calibration`."""
+        return self.optimizer == "adamw" and self.positions != "random"
+
     def active(self, layers: int, writers: Writers) -> Bool[Tensor, "layers sites"]:
         """Which sites are trained; the others keep (0, 1).
 

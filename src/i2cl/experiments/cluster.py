@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 from i2cl.experiments.records import Record
-from i2cl.experiments.runner import CellJob
+from i2cl.experiments.runner import GroupJob
 from i2cl.models.decoder import Decoder
 
 
@@ -40,10 +40,9 @@ def joined(address: str | None) -> Iterator[Cluster]:
     Raises:
         I2CLError: if the package ray is lacking, or no cluster answers.
     """
-    try:
-        import ray
-    except ImportError:
-        raise I2CLError("--executor ray needs the package ray: pip install 'i2cl[ray]'") from None
+    needs("--executor ray", "ray", "ray")
+    import ray
+
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
@@ -84,9 +83,9 @@ def quiet_core() -> Iterator[None]:
 
 
 def run_on_ray(
-    source: Callable[[], Decoder], jobs: Sequence[CellJob], address: str | None, workers: int | None = None
-) -> Iterator[Record]:
-    """Records of all jobs as they end.
+    source: Callable[[], Decoder], jobs: Sequence[GroupJob], address: str | None, workers: int | None = None
+) -> Iterator[list[Record]]:
+    """Records of each job as it ends.
 
     Args:
         source: loads the model, in every actor.
@@ -113,6 +112,6 @@ class _Worker:
     def __init__(self, source: Callable[[], Decoder]) -> None:
         self._decoder = source()
 
-    def run(self, job: CellJob) -> Record:
-        """Run one cell."""
+    def run(self, job: GroupJob) -> list[Record]:
+        """Run one job."""
         return job.run(self._decoder)

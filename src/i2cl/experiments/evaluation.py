@@ -2,18 +2,22 @@
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 import transformers
 from jaxtyping import Int
 
+from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
+from i2cl.experiments.records import Run
 from i2cl.methods import Method, Predictor
+from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.precision import quantization_of
 from i2cl.models.scoring import Progress
@@ -22,50 +26,93 @@ from i2cl.version import __version__
 
 
 @dataclass(frozen=True)
-class Run:
-    """One row of results.
+class Fitted:
+    """A method fitted with one seed.
 
     Attributes:
-        model: as given at loading.
-        task: name.
-        method: name.
-        seed: of demonstrations and of everything the method draws.
-        shots: demonstrations per class.
-        accuracy: share of queries whose best label is the right one.
-        macro_f1: mean over classes of the F1 score.
-        n: queries.
-        fit_seconds: from demonstrations to a predictor.
-        predict_seconds: for all queries, tokenisation included.
-        cached_values: numbers kept per task for prediction.
-        cached_bytes: the same in bytes.
-        trainable_parameters: numbers trained.
-        held_out: labelled examples used beyond the demonstrations.
-        predictions: best label id of each query, in the order of ``Task.queries``.
-        gold: right label id of each query.
-        versions: of the software, and the device and precision it ran in.
+        method: what was fitted.
+        predictor: what came of it.
+        demonstrations: what it was fitted to.
+        seed: of the method.
+        seconds: that it took; an equal share of the time where several seeds were fitted together.
+        together: how many these were.
     """
 
-    model: str
-    task: str
-    method: str
+    method: Method
+    predictor: Predictor
+    demonstrations: tuple[Example, ...]
     seed: int
-    shots: int
-    accuracy: float
-    macro_f1: float
-    n: int
-    fit_seconds: float
-    predict_seconds: float
-    cached_values: int
-    cached_bytes: int
-    trainable_parameters: int
-    held_out: int
-    predictions: tuple[int, ...] = field(repr=False)
-    gold: tuple[int, ...] = field(repr=False)
-    versions: dict[str, str] = field(repr=False)
+    seconds: float
+    together: int = 1
 
-    def record(self) -> dict[str, Any]:
-        """Plain values for JSON, without those of single queries."""
-        return {name: value for name, value in asdict(self).items() if name not in ("predictions", "gold")}
+    @property
+    def injected(self) -> LinearEdit | None:
+        """The injection that it predicts under, if that is what the method does."""
+        edit = self.predictor.edit if isinstance(self.predictor, PromptPredictor) else None
+        return edit if isinstance(edit, LinearEdit) else None
+
+
+def fit_seeds(
+    decoder: Decoder,
+    task: Task,
+    method: Method,
+    demonstrations: Sequence[Sequence[Example]],
+    seeds: Sequence[int],
+) -> list[Fitted]:
+    """Fit a method with each of some seeds and its demonstrations, all in one call.
+
+    Raises:
+        I2CLError: if one of them cannot be fitted; see `i2cl.methods.Method.fit_many`.
+    """
+    started = time.perf_counter()
+    predictors = method.fit_many(decoder, task, demonstrations, seeds)
+    seconds = (time.perf_counter() - started) / len(seeds)
+    return [
+        Fitted(method, predictor, tuple(shown), seed, seconds, len(seeds))
+        for predictor, shown, seed in zip(predictors, demonstrations, seeds, strict=True)
+    ]
+
+
+def measure(
+    decoder: Decoder,
+    task: Task,
+    fitted: Fitted,
+    queries: Sequence[Example],
+    progress: Progress | None = None,
+) -> Run:
+    """Score what was fitted on queries.
+
+    Args:
+        decoder: the model.
+        task: that it was fitted to.
+        fitted: see `fit_seeds`.
+        queries: of the task.
+        progress: called as queries finish.
+    """
+    started = time.perf_counter()
+    scores = fitted.predictor.scores([query.text for query in queries], progress)
+    seconds = time.perf_counter() - started
+    gold = np.array([query.label for query in queries])
+    best = scores.argmax(-1).numpy()
+    places = {example: place for place, example in reversed(list(enumerate(task.train)))}
+    return Run(
+        model=decoder.name,
+        task=task.name,
+        method=fitted.method.called,
+        seed=fitted.seed,
+        accuracy=float((best == gold).mean()),
+        macro_f1=macro_f1(gold, best, len(task.labels)),
+        gold=tuple(gold.tolist()),
+        predictions=tuple(best.tolist()),
+        labels=tuple(task.labels),
+        demonstrations=tuple(places.get(example) for example in fitted.demonstrations),
+        fit_seconds=fitted.seconds,
+        predict_seconds=seconds,
+        together=fitted.together,
+        cost=fitted.predictor.cost,
+        coefficients=fitted.injected.coefficients.tolist() if fitted.injected else None,
+        versions=software(decoder),
+    )
 
 
 def evaluate(
@@ -77,7 +124,6 @@ def evaluate(
     seed: int = 0,
     limit: int | None = None,
     demonstrations: Sequence[Example] | None = None,
-    inspect: Callable[[Predictor], None] | None = None,
     progress: Progress | None = None,
 ) -> Run:
     """Fit a method on demonstrations drawn with ``seed`` and score it on the task's queries.
@@ -92,45 +138,52 @@ def evaluate(
         seed: of demonstrations and method.
         limit: at most so many queries, near-uniform over classes.
         demonstrations: these, instead of ones drawn with ``seed``.
-        inspect: called with what was fitted, after everything is measured.
         progress: called as queries finish.
 
     Raises:
         I2CLError: if demonstrations or queries are lacking, or the method cannot be fitted.
     """
-    if demonstrations is None:
-        demonstrations = task.sample(shots, seed)
+    shown = task.sample(shots, seed) if demonstrations is None else demonstrations
     queries = task.queries(limit)
-    if not queries:
-        raise I2CLError(f"task {task.name!r} has no test rows: give it a test split")
-    started = time.perf_counter()
-    predictor = method.fit(decoder, task, demonstrations, seed)
-    fitted = time.perf_counter()
-    scores = predictor.scores([query.text for query in queries], progress)
-    done = time.perf_counter()
-    gold = np.array([query.label for query in queries])
-    best = scores.argmax(-1).numpy()
-    if inspect is not None:
-        inspect(predictor)
-    return Run(
-        model=decoder.name,
-        task=task.name,
-        method=method.called,
-        seed=seed,
-        shots=len(demonstrations) // len(task.labels),
-        accuracy=float((best == gold).mean()),
-        macro_f1=macro_f1(gold, best, len(task.labels)),
-        n=len(queries),
-        fit_seconds=fitted - started,
-        predict_seconds=done - fitted,
-        cached_values=predictor.cached_values,
-        cached_bytes=predictor.cached_bytes,
-        trainable_parameters=predictor.trainable_parameters,
-        held_out=predictor.held_out,
-        predictions=tuple(best.tolist()),
-        gold=tuple(gold.tolist()),
-        versions=software(decoder),
-    )
+    (fitted,) = fit_seeds(decoder, task, method, [shown], [seed])
+    return measure(decoder, task, fitted, queries, progress)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A method on a task with some seeds: a job for `i2cl.experiments.parallel.run_jobs`.
+
+    Attributes:
+        task: with its splits.
+        method: see `i2cl.methods.make_methods`.
+        seeds: of demonstrations and method; fitted together where the method gains by that.
+        shots: demonstrations per class; default: the task's own.
+        limit: at most so many queries.
+    """
+
+    task: Task
+    method: Method
+    seeds: tuple[int, ...]
+    shots: int | None = None
+    limit: int | None = None
+
+    def run(self, decoder: Decoder) -> list[Run]:
+        """One run for each seed.
+
+        Raises:
+            I2CLError: see `evaluate`, from the first seed that cannot be fitted.
+        """
+        queries = self.task.queries(self.limit)
+        return [measure(decoder, self.task, one, queries) for one in self._fitted(decoder)]
+
+    def _fitted(self, decoder: Decoder) -> Iterable[Fitted]:
+        """All together, or else one after the other, each when it is asked for."""
+        fit = partial(fit_seeds, decoder, self.task, self.method)
+        shown = [self.task.sample(self.shots, seed) for seed in self.seeds]
+        if self.method.joint and len(self.seeds) > 1:
+            with suppress(I2CLError):  # by itself, each seed tells its own
+                return fit(shown, self.seeds)
+        return (fit([own], [seed])[0] for own, seed in zip(shown, self.seeds, strict=True))
 
 
 def with_metrics(
@@ -210,5 +263,5 @@ def _summary(runs: Sequence[Run]) -> Summary:
         macro_f1=float(np.mean([run.macro_f1 for run in runs])),
         fit_seconds=float(np.mean([run.fit_seconds for run in runs])),
         milliseconds_per_query=float(np.mean([1000 * run.predict_seconds / run.n for run in runs])),
-        cached_values=runs[0].cached_values,
+        cached_values=runs[0].cost.cached_values,
     )

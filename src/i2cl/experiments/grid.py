@@ -164,6 +164,11 @@ class Experiment(_Frozen):
     full: Scale = Scale()
     quick: Scale = Scale(seeds=2, limit=100, tasks=5, shots=20)
 
+    @property
+    def timed(self) -> bool:
+        """Whether it shows the seconds of single fits, so that no seeds may be fitted together."""
+        return "cost" in self.views
+
     def cells(self, base: Cell, tasks: Sequence[str], scale: Scale) -> Iterator[Cell]:
         """All cells, seed by seed, so that an unfinished run holds whole tables of fewer seeds.
 

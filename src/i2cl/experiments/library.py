@@ -1,13 +1,12 @@
 """The experiments that the package brings, and those that users write in files."""
 
-import difflib
 import tomllib
 from importlib import resources
 from pathlib import Path
 
 import pydantic
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, did_you_mean, first_problem
 from i2cl.experiments.grid import Experiment
 
 ORDER = (
@@ -43,11 +42,8 @@ def load_experiment(name: str | Path) -> Experiment:
             raise I2CLError(f"no file {str(name)!r}: give an experiment's TOML file, or a name")
         return _parsed(path.read_bytes(), path.stem, str(path))
     if str(name) not in ORDER:
-        close = difflib.get_close_matches(str(name), ORDER, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise I2CLError(
-            f"unknown experiment {str(name)!r}: {hint}known are all, {', '.join(ORDER)}, or a .toml file"
-        )
+        known = f"known are all, {', '.join(ORDER)}, or a .toml file"
+        raise I2CLError(f"unknown experiment {str(name)!r}: {did_you_mean(str(name), ORDER)}{known}")
     file = resources.files("i2cl.experiments") / "builtin" / f"{name}.toml"
     return _parsed(file.read_bytes(), str(name), f"builtin/{name}.toml")
 
@@ -58,5 +54,4 @@ def _parsed(content: bytes, name: str, where: str) -> Experiment:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise I2CLError(f"{where} is no TOML: {error}") from None
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise I2CLError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise I2CLError(f"{where}: {first_problem(error)}") from None

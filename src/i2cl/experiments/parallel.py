@@ -7,17 +7,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from i2cl.errors import I2CLError
-from i2cl.experiments.evaluation import Run, evaluate
-from i2cl.methods import Method
 from i2cl.models.decoder import Decoder
-from i2cl.tasks import Task
 
 SMALL_MODEL = 50_000_000
 """Parameters up to which one model a core beats one model on all cores (on a CPU)."""
@@ -39,32 +35,17 @@ class Job(Protocol[R_co]):
         ...
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run to be made: see `i2cl.experiments.evaluation.evaluate`."""
-
-    task: Task
-    method: Method
-    seed: int
-    shots: int | None = None
-    limit: int | None = None
-
-    def run(self, decoder: Decoder) -> Run:
-        """Evaluate it."""
-        return evaluate(decoder, self.task, self.method, shots=self.shots, seed=self.seed, limit=self.limit)
-
-
 def is_small(decoder: Decoder) -> bool:
     """Whether the model runs on the CPU and is so small that several threads only wait for each other."""
     size = sum(parameter.numel() for parameter in decoder.model.parameters())
     return decoder.device.type == "cpu" and size <= SMALL_MODEL
 
 
-def suggested_workers(decoder: Decoder, cells: int) -> int:
-    """One process a core for a small model on the CPU and enough cells to repay the start, else one."""
-    if not is_small(decoder) or cells < 4 or "RANK" in os.environ:  # torchrun has its processes already
+def suggested_workers(decoder: Decoder, jobs: int) -> int:
+    """One process a core for a small model on the CPU and enough jobs to repay the start, else one."""
+    if not is_small(decoder) or jobs < 4 or "RANK" in os.environ:  # torchrun has its processes already
         return 1
-    return max(1, min(os.cpu_count() or 1, cells // 2))
+    return max(1, min(os.cpu_count() or 1, jobs // 2))
 
 
 def run_jobs(

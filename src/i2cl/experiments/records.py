@@ -2,47 +2,108 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from i2cl.experiments.grid import Cell
+from i2cl.methods import Cost
+
+COUNTS = {
+    "trainable_parameters": "trained",
+    "cached_values": "cached_values",
+    "cached_bytes": "cached_bytes",
+    "held_out": "held_out",
+}
+"""The numbers of a `Cost` under the names that they have in files."""
+
+TOLD_BY_RECORD = ("model", "task", "method", "seed", "versions")
+"""What a line of a store holds beside the run's own numbers."""
 
 
-class Outcome(BaseModel):
-    """What came out of a cell.
+class Run(BaseModel):
+    """One row of results: a method fitted with one seed and scored on a task's queries.
+
+    In files the numbers of its cost stand one by one, see `COUNTS`.
 
     Attributes:
+        model: as given at loading.
+        task: name.
+        method: name.
+        seed: of demonstrations and of everything the method draws.
         accuracy: share of queries whose best label is the right one.
         macro_f1: mean over classes of the F1 score.
-        gold: right label id of each query.
+        gold: right label id of each query, in the order of ``Task.queries``.
         predictions: best label id of each query, in the same order.
         labels: label words, by id.
-        demonstrations: places of the demonstrations in the training split.
-        fit_seconds: from demonstrations to a predictor.
-        predict_seconds: for all queries.
-        trainable_parameters: numbers trained.
-        cached_values: numbers kept for prediction.
-        cached_bytes: the same in bytes.
-        held_out: labelled examples used beyond the demonstrations.
+        demonstrations: places of the demonstrations in the training split, None for one from elsewhere.
+        fit_seconds: from demonstrations to a predictor; an equal share of the time where several seeds
+            were fitted together.
+        predict_seconds: for all queries, tokenisation included.
+        together: how many seeds were fitted together.
+        cost: numbers trained and kept, labelled examples used beyond the demonstrations.
         coefficients: [layer][(mha, mlp)][(lambda, beta)] of what was injected, if anything was.
         weights: of the related tasks that a transfer averaged, by name.
+        versions: of the software, and the device and precision it ran in; empty for one read from a
+            store, whose record has them as its provenance.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    model: str
+    task: str
+    method: str
+    seed: int
     accuracy: float
     macro_f1: float
-    gold: tuple[int, ...]
-    predictions: tuple[int, ...]
-    labels: tuple[str, ...]
-    demonstrations: tuple[int, ...]
+    gold: tuple[int, ...] = Field(repr=False)
+    predictions: tuple[int, ...] = Field(repr=False)
+    labels: tuple[str, ...] = Field(repr=False)
+    demonstrations: tuple[int | None, ...] = Field(repr=False)
     fit_seconds: float
     predict_seconds: float
-    trainable_parameters: int
-    cached_values: int
-    cached_bytes: int
-    held_out: int
-    coefficients: list[list[list[float]]] | None = None
-    weights: dict[str, float] = Field(default_factory=dict)
+    together: int = 1
+    cost: Cost
+    coefficients: list[list[list[float]]] | None = Field(None, repr=False)
+    weights: dict[str, float] = Field(default_factory=dict, repr=False)
+    versions: dict[str, str] = Field(default_factory=dict, repr=False)
+
+    @property
+    def n(self) -> int:
+        """Queries."""
+        return len(self.gold)
+
+    @property
+    def shots(self) -> int:
+        """Demonstrations per class."""
+        return len(self.demonstrations) // len(self.labels)
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for JSON, without those of single queries, demonstrations and layers."""
+        single = {"gold", "predictions", "labels", "demonstrations", "coefficients", "weights"}
+        return {**self.model_dump(exclude=single), "n": self.n, "shots": self.shots}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gathered(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "cost" in data:
+            return data
+        cost = {COUNTS[name]: value for name, value in data.items() if name in COUNTS}
+        return {name: value for name, value in data.items() if name not in COUNTS} | {"cost": cost}
+
+    @model_serializer(mode="wrap")
+    def _spread(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = write(self)
+        cost = values.pop("cost")
+        return values | {name: cost[field] for name, field in COUNTS.items()}
 
 
 class Record(BaseModel):
@@ -52,7 +113,7 @@ class Record(BaseModel):
         key: of the cell.
         cell: what was run.
         status: whether it ended well.
-        outcome: results, where it did.
+        outcome: results, where it did; a line holds model, task, method and seed once, in its cell.
         error: what went wrong, where it did not.
         started: UTC time, ISO 8601.
         peak_memory_bytes: the most that the device's allocator held (CUDA), or that the process ever
@@ -65,8 +126,25 @@ class Record(BaseModel):
     key: str
     cell: Cell
     status: Literal["done", "failed"]
-    outcome: Outcome | None = None
+    outcome: Run | None = None
     error: str | None = None
     started: str
     peak_memory_bytes: int = 0
     provenance: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("outcome", mode="before")
+    @classmethod
+    def _of_the_cell(cls, outcome: Any, info: ValidationInfo) -> Any:
+        cell = info.data.get("cell")
+        if not isinstance(outcome, dict) or cell is None:
+            return outcome
+        method = cell.method if cell.study == "method" else cell.study
+        known = {"model": cell.model, "task": cell.task, "method": method, "seed": cell.seed}
+        return known | outcome
+
+    @field_serializer("outcome", mode="wrap")
+    def _without_the_cell(
+        self, outcome: Run | None, write: SerializerFunctionWrapHandler
+    ) -> dict[str, Any] | None:
+        values: dict[str, Any] | None = write(outcome)
+        return values and {name: value for name, value in values.items() if name not in TOLD_BY_RECORD}

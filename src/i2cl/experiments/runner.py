@@ -3,10 +3,13 @@
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +19,66 @@ from i2cl.experiments.evaluation import software
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record
 from i2cl.experiments.store import Store
-from i2cl.experiments.studies import Bench, run_study
+from i2cl.experiments.studies import Bench, FittedCell, fit_cells, is_joint, plain, run_study
 from i2cl.models.batching import peak_memory
 from i2cl.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
-class CellJob:
-    """One cell, with all that a worker needs beside the model."""
+class Group:
+    """Cells of a grid that are fitted together, since they differ in their seed alone; or a single cell.
 
-    cell: Cell
+    Attributes:
+        cells: all that the grid has, also those that a store holds already, so that what a killed run
+            had done changes nothing in what comes after.
+        lacking: those whose records are wanted.
+    """
+
+    cells: tuple[Cell, ...]
+    lacking: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class GroupJob:
+    """A group, with all that a worker needs beside the model."""
+
+    group: Group
     data_dir: str | None
     vectors: Path
 
-    def run(self, decoder: Decoder) -> Record:
-        """Run it; what goes wrong becomes part of the record."""
-        started = datetime.now(UTC).isoformat(timespec="seconds")
-        outcome, error = None, None
-        with peak_memory(decoder.device) as peak:
-            try:
-                outcome = run_study(Bench(decoder, self.data_dir, self.vectors), self.cell)
-            except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
-                error = f"{type(raised).__name__}: {raised}"
-        return Record(
-            key=self.cell.key,
-            cell=self.cell,
-            status="done" if outcome else "failed",
-            outcome=outcome,
-            error=error,
-            started=started,
-            peak_memory_bytes=peak.bytes,
-            provenance=provenance(decoder),
-        )
+    def run(self, decoder: Decoder) -> list[Record]:
+        """Records of what is lacking; what goes wrong with a cell becomes part of its record."""
+        bench = Bench(decoder, self.data_dir, self.vectors)
+        started, memory = datetime.now(UTC).isoformat(timespec="seconds"), 0
+        fitted: dict[str, FittedCell] = {}
+        if len(self.group.cells) > 1:
+            with peak_memory(decoder.device) as peak, suppress(Exception):  # told by the cell it comes from
+                fitted = {one.cell.key: one for one in fit_cells(bench, self.group.cells)}
+            memory = peak.bytes
+        return [_recorded(bench, cell, fitted.get(cell.key), started, memory) for cell in self.group.lacking]
 
 
-Execute = Callable[[Sequence[CellJob]], Iterator[Record]]
+def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str, memory: int) -> Record:
+    """Score a cell, which is fitted first if it is not yet; ``memory`` was the most until now."""
+    outcome, error = None, None
+    with peak_memory(bench.decoder.device) as peak:
+        try:
+            outcome = fitted.run() if fitted else run_study(bench, cell)
+        except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
+            error = f"{type(raised).__name__}: {raised}"
+    return Record(
+        key=cell.key,
+        cell=cell,
+        status="done" if outcome else "failed",
+        outcome=outcome,
+        error=error,
+        started=started,
+        peak_memory_bytes=max(memory, peak.bytes),
+        provenance=provenance(bench.decoder),
+    )
+
+
+Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]
 """Runs jobs and yields their records in any order."""
 
 
@@ -67,35 +95,66 @@ class Tally:
     failed: int
 
 
-def pending(cells: Iterable[Cell], store: Store) -> list[Cell]:
-    """Cells that the store lacks or holds as failed, each once.
+def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) -> list[Group]:
+    """Groups of cells, each once, of which the store lacks some or holds them as failed.
 
     Seed by seed, so that an unfinished run leaves whole tables of fewer seeds; and plain methods before
-    studies that use what those were fitted to.
+    studies that use what those were fitted to. By itself stands what gains nothing from company, what is
+    timed, and what other cells use, so that they find the same whoever comes first.
+
+    Args:
+        cells: of one or more grids.
+        store: what is there already.
+        timed: keys of cells whose seconds are to be those of a single fit, see `Experiment.timed`; one
+            that the store holds as fitted with others is lacking.
     """
-    lacking = {cell.key: cell for cell in cells if not store.done(cell.key)}
-    return sorted(lacking.values(), key=lambda cell: (cell.seed, cell.study != "method"))
+    asked = {cell.key: cell for cell in cells}
+    used = [plain(cell, task) for cell in asked.values() for task in _used(cell)]
+    alone = {*timed, *(cell.key for cell in used)}
+    groups: dict[tuple[str, bool], list[Cell]] = defaultdict(list)
+    for key, cell in asked.items():
+        joint = key not in alone and is_joint(cell)
+        groups[cell.model_copy(update={"seed": 0}).key if joint else key, joint].append(cell)
+    found = [
+        Group(tuple(group), tuple(cell for cell in group if not _kept(store, cell, cell.key in alone)))
+        for group in (sorted(group, key=lambda cell: cell.seed) for group in groups.values())
+    ]
+    found.sort(key=lambda group: (group.cells[0].seed, group.cells[0].study != "method"))
+    return [group for group in found if group.lacking]
 
 
-def run_cells(
-    cells: Sequence[Cell],
+def _used(cell: Cell) -> tuple[str, ...]:
+    """Tasks whose plain I2CL a cell uses."""
+    return () if cell.study == "method" else (cell.task, *cell.sources)
+
+
+def _kept(store: Store, cell: Cell, alone: bool) -> bool:
+    """Whether a store has what is wanted of a cell."""
+    if not store.done(cell.key):
+        return False
+    outcome = store.records[cell.key].outcome
+    return not (alone and outcome is not None and outcome.together > 1)
+
+
+def run_groups(
+    groups: Sequence[Group],
     store: Store,
     execute: Execute,
     data_dir: str | None,
     watch: Callable[[Record], None] | None = None,
 ) -> Tally:
-    """Run cells and append their records.
+    """Run what groups lack and append the records.
 
     Args:
-        cells: what to run, see `pending`.
+        groups: what to run, see `pending`.
         store: opened for writing.
         execute: where.
         data_dir: of the tasks.
         watch: called with every record.
     """
-    jobs = [CellJob(cell, data_dir, store.vectors_folder.resolve()) for cell in cells]
+    jobs = [GroupJob(group, data_dir, store.vectors_folder.resolve()) for group in groups]
     done = failed = 0
-    for record in execute(jobs):
+    for record in chain.from_iterable(execute(jobs)):
         store.append(record)
         done += record.status == "done"
         failed += record.status == "failed"

@@ -1,27 +1,25 @@
 """Where results are kept: one line of JSON per cell, appended by a single writer.
 
-A line is written at once and flushed to the disk, so that a kill loses at most the cells in the making;
-a line that was torn all the same is cut off when the store is opened next. JSON Lines rather than
-Parquet, since a Parquet file cannot grow: every append would rewrite it. DuckDB reads both
+A kill loses at most the cells in the making (`i2cl.storage.journal`). JSON Lines rather than Parquet, since
+a Parquet file cannot grow: every append would rewrite it. DuckDB reads both
 (``select * from 'cells.jsonl'``), and `pack` makes Parquet of a finished store.
 """
 
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pydantic
-from filelock import FileLock, Timeout
 from safetensors.numpy import load_file, save_file
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, first_problem, needs
 from i2cl.experiments.records import Record
-from i2cl.storage.atomic import new_folder
+from i2cl.storage.atomic import new_folder, write_errors
+from i2cl.storage.journal import Journal, only_writer, whole_lines
 
 CELLS = "cells.jsonl"
 PACKED = "cells.parquet"
@@ -69,7 +67,7 @@ class Store:
         if (path / PACKED).is_file():
             lines = _unpacked(path / PACKED)
         elif (path / CELLS).is_file():
-            lines = _whole_lines(path / CELLS)
+            lines = whole_lines(path / CELLS)
         else:
             raise I2CLError(f"no store at {str(folder)!r}: `i2cl experiment run NAME --store DIR` makes one")
         return cls(path, _by_key(lines, path))
@@ -86,20 +84,13 @@ class Store:
         if (path / PACKED).is_file():
             raise I2CLError(f"the store at {str(folder)!r} is packed: `i2cl experiment unpack` it first")
         with ExitStack() as stack:
-            try:
+            with _write_errors(path):
                 path.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(path / LOCK, timeout=0))
-                file = stack.enter_context((path / CELLS).open("ab"))
-            except Timeout:
-                cure = "wait for it, or choose another --store"
-                raise I2CLError(f"another run writes to {str(folder)!r}: {cure}") from None
-            except OSError as error:
-                cure = "choose another --store"
-                raise I2CLError(f"cannot write to {str(folder)!r} ({error.strerror}): {cure}") from None
-            lines = _whole_lines(path / CELLS)
-            os.truncate(path / CELLS, sum(len(line) for line in lines))
-            store = cls(path, _by_key(lines, path))
-            store._keep = partial(_append, file)
+                busy = f"another run writes to {str(folder)!r}: wait for it, or choose another --store"
+                stack.enter_context(only_writer(path / LOCK, busy))
+                journal = stack.enter_context(Journal.opened(path / CELLS))
+            store = cls(path, _by_key(whole_lines(path / CELLS), path))
+            store._keep = journal.append
             try:
                 yield store
             finally:
@@ -124,10 +115,15 @@ class Store:
         return key in self.records and self.records[key].status == "done"
 
     def append(self, record: Record) -> None:
-        """Keep a record for good. Only inside `writing`."""
+        """Keep a record for good. Only inside `writing`.
+
+        Raises:
+            I2CLError: if it cannot be written.
+        """
         if self._keep is None:
             raise ValueError("the store was opened for reading")
-        self._keep(record.model_dump_json(exclude_none=True).encode() + b"\n")
+        with _write_errors(self.folder):
+            self._keep(record.model_dump_json(exclude_none=True).encode() + b"\n")
         self.records[record.key] = record
 
     def vectors(self) -> Vectors:
@@ -185,10 +181,8 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _append(file: IO[bytes], line: bytes) -> None:
-    file.write(line)
-    file.flush()
-    os.fsync(file.fileno())
+def _write_errors(folder: Path) -> AbstractContextManager[None]:
+    return write_errors(f"to {str(folder)!r}", "choose another --store")
 
 
 def _flat(record: Record) -> str:
@@ -212,11 +206,6 @@ def _unpacked(path: Path) -> list[bytes]:
     return [row[0].encode() + b"\n" for row in rows]
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    lines = path.read_bytes().splitlines(keepends=True)
-    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
-
-
 def _by_key(lines: list[bytes], path: Path) -> dict[str, Record]:
     records: dict[str, Record] = {}
     for number, line in enumerate(lines, start=1):
@@ -224,7 +213,7 @@ def _by_key(lines: list[bytes], path: Path) -> dict[str, Record]:
             record = Record.model_validate_json(line)
         except pydantic.ValidationError as error:
             raise I2CLError(
-                f"line {number} of the store {str(path)!r} cannot be read ({error.errors()[0]['msg']}): "
+                f"line {number} of the store {str(path)!r} cannot be read ({first_problem(error)}): "
                 "remove that line, its cell is then run again"
             ) from None
         records[record.key] = record
@@ -243,8 +232,7 @@ def save_vectors(folder: Path, key: str, tensors: Mapping[str, np.ndarray]) -> N
 
 
 def _duckdb() -> Any:
-    try:
-        import duckdb
-    except ImportError:
-        raise I2CLError("packed stores need the package duckdb: pip install 'i2cl[experiments]'") from None
+    needs("a packed store", "experiments", "duckdb")
+    import duckdb
+
     return duckdb

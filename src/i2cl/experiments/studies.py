@@ -1,6 +1,6 @@
 """What a cell runs: a method, what was fitted on another task, or a transfer from related tasks.
 
-Each is a `Method`, so that everything is measured alike by `i2cl.experiments.evaluation.evaluate`.
+Each is a `Method`, so that everything is measured alike by `i2cl.experiments.evaluation.measure`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +14,17 @@ import torch
 from safetensors.torch import load_file
 
 from i2cl.core.context import ContextVector, extract_classes
-from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
-from i2cl.experiments.evaluation import evaluate
+from i2cl.errors import I2CLError
+from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
 from i2cl.experiments.grid import Cell
-from i2cl.experiments.records import Outcome
+from i2cl.experiments.records import Run
 from i2cl.experiments.store import save_vectors
 from i2cl.injections.transfer import transfer
-from i2cl.methods import Method, Predictor, make_methods
+from i2cl.methods import Cost, Method, make_methods
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task, load_task
 
 GROUPS = 20
@@ -56,9 +57,8 @@ class Bench:
         task = self.task(cell.task)
         path = self.vectors / f"{cell.key}.safetensors"
         if not path.is_file():
-            demonstrations = task.sample(cell.shots, cell.seed)
-            predictor = _method(cell).fit(self.decoder, task, demonstrations, cell.seed)
-            self.keep(cell, predictor, demonstrations)
+            (found,) = fit_cells(self, [cell])
+            self.keep(cell, found.fitted)
         kept = load_file(path)
         return Injection(
             ContextVector(kept["context_vector"]),
@@ -68,12 +68,12 @@ class Bench:
             seed=cell.seed,
         )
 
-    def keep(self, cell: Cell, predictor: Predictor, demonstrations: Sequence[Example]) -> None:
+    def keep(self, cell: Cell, fitted: Fitted) -> None:
         """Save vector, coefficients and the vectors of each class alone (16-bit), of plain I2CL only."""
-        edit = _injected(predictor)
+        edit = fitted.injected
         if edit is not None and cell == plain(cell, cell.task):
             task = self.task(cell.task)
-            classes = [one.values for one in extract_classes(self.decoder, task, demonstrations)]
+            classes = [one.values for one in extract_classes(self.decoder, task, fitted.demonstrations)]
             tensors = {
                 "context_vector": edit.values.numpy(),
                 "coefficients": edit.coefficients.numpy(),
@@ -99,54 +99,77 @@ def plain(cell: Cell, task: str) -> Cell:
     )
 
 
-def run_study(bench: Bench, cell: Cell) -> Outcome:
-    """Run a cell.
+@dataclass(frozen=True)
+class FittedCell:
+    """A cell whose method is fitted, to be scored.
+
+    Attributes:
+        bench: where.
+        cell: what is run.
+        fitted: its method.
+        judged: held-out rows that its demonstrations were chosen by.
+    """
+
+    bench: Bench
+    cell: Cell
+    fitted: Fitted
+    judged: tuple[Example, ...] = ()
+
+    def run(self) -> Run:
+        """Score it, and keep the vectors of plain I2CL."""
+        bench, cell, fitted = self.bench, self.cell, self.fitted
+        task = bench.task(cell.task)
+        run = measure(bench.decoder, task, fitted, task.queries(cell.limit))
+        if cell.study == "method":
+            bench.keep(cell, fitted)
+        weights = fitted.method.weights if isinstance(fitted.method, Transfer) else {}
+        cost = run.cost + Cost(held_out=len(self.judged))
+        return run.model_copy(update={"cost": cost, "weights": weights})
+
+
+def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
+    """Fit cells that differ in nothing but their seed, together.
 
     Raises:
-        I2CLError: if the task, the method or the demonstrations do not allow it.
+        I2CLError: if the task, the method or the demonstrations of one of them do not allow it.
     """
+    first = cells[0]
+    task = bench.task(first.task)
+    task.queries(first.limit)  # none are told before anything is fitted
+    drawn = [_demonstrations(bench, cell) for cell in cells]
+    method = STUDIES[first.study](bench, first)
+    shown, seeds = [shown for shown, _ in drawn], [cell.seed for cell in cells]
+    found = fit_seeds(bench.decoder, task, method, shown, seeds)
+    return [
+        FittedCell(bench, cell, fitted, judged)
+        for cell, fitted, (_, judged) in zip(cells, found, drawn, strict=True)
+    ]
+
+
+def run_study(bench: Bench, cell: Cell) -> Run:
+    """Run a cell by itself.
+
+    Raises:
+        I2CLError: see `fit_cells`.
+    """
+    (fitted,) = fit_cells(bench, [cell])
+    return fitted.run()
+
+
+def is_joint(cell: Cell) -> bool:
+    """Whether a cell's method gains by being fitted with several seeds together."""
+    try:
+        return cell.study == "method" and _method(cell).joint
+    except I2CLError:  # running the cell tells what is wrong with its method
+        return False
+
+
+def _demonstrations(bench: Bench, cell: Cell) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    """A cell's demonstrations, and the held-out rows that they were chosen by."""
     task = bench.task(cell.task)
-    judged: Sequence[Example] = ()
     if cell.demonstrations == "worst":
-        demonstrations, judged = worst_group(bench.decoder, task, cell.shots, cell.seed)
-    else:
-        demonstrations = task.sample(cell.shots, cell.seed)
-    predictors: list[Predictor] = []
-    method = STUDIES[cell.study](bench, cell)
-    run = evaluate(
-        bench.decoder,
-        task,
-        method,
-        seed=cell.seed,
-        limit=cell.limit,
-        demonstrations=demonstrations,
-        inspect=predictors.append,
-    )
-    if cell.study == "method":
-        bench.keep(cell, predictors[0], demonstrations)
-    injected = _injected(predictors[0])
-    places = {example: place for place, example in reversed(list(enumerate(task.train)))}
-    return Outcome(
-        accuracy=run.accuracy,
-        macro_f1=run.macro_f1,
-        gold=run.gold,
-        predictions=run.predictions,
-        labels=task.labels,
-        demonstrations=tuple(places[example] for example in demonstrations),
-        fit_seconds=run.fit_seconds,
-        predict_seconds=run.predict_seconds,
-        trainable_parameters=run.trainable_parameters,
-        cached_values=run.cached_values,
-        cached_bytes=run.cached_bytes,
-        held_out=run.held_out + len(judged),
-        coefficients=injected.coefficients.tolist() if injected else None,
-        weights=method.weights if isinstance(method, Transfer) else {},
-    )
-
-
-def _injected(predictor: Predictor) -> LinearEdit | None:
-    edit = predictor.edit if isinstance(predictor, PromptPredictor) else None
-    return edit if isinstance(edit, LinearEdit) else None
+        return worst_group(bench.decoder, task, cell.shots, cell.seed)
+    return task.sample(cell.shots, cell.seed), ()
 
 
 def worst_group(
@@ -195,7 +218,7 @@ class Move(Method):
     ) -> PromptPredictor:
         """Nothing to fit."""
         edit = self.source.edit()
-        return PromptPredictor(decoder, task, edit=edit, cached_values=edit.values.numel())
+        return PromptPredictor(Questions(decoder, task), edit=edit, cost=Cost.of(edit.values))
 
 
 class Transfer(Method):
@@ -216,10 +239,8 @@ class Transfer(Method):
         found = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
         self.weights = {self.anchors[place].task.name: weight for place, weight in found.weights}
         edit = found.injection.edit()
-        trained = edit.coefficients.numel()
-        return PromptPredictor(
-            decoder, task, edit=edit, cached_values=edit.values.numel(), trainable_parameters=trained
-        )
+        cost = Cost.of(edit.values, trained=edit.coefficients.numel())
+        return PromptPredictor(Questions(decoder, task), edit=edit, cost=cost)
 
 
 def _method(cell: Cell) -> Method:

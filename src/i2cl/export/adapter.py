@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 from i2cl.export.families import FAMILIES, HOOKED, REFUSED, family_of
 from i2cl.export.folding import require_plain, skeleton
 from i2cl.export.last_maps import LAST_MAPS
@@ -225,10 +225,9 @@ def installed() -> Iterator[None]:
     Raises:
         I2CLError: naming the command that installs it.
     """
+    needs("a PEFT adapter", "peft", "peft")
     try:
         yield
-    except ModuleNotFoundError:
-        raise I2CLError("PEFT adapters need the package peft: pip install 'i2cl[peft]'") from None
     except ImportError:
         raise I2CLError("this version of peft lacks the tuner that it takes: pip install -U peft") from None
 

@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 
 GOLDEN_FIELD = "i2cl.golden"
 """Key of the golden values, as JSON."""
@@ -35,10 +35,8 @@ def imported(name: str) -> Any:
     Raises:
         I2CLError: if it is not installed.
     """
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise I2CLError(f"GGUF needs the package {name}: pip install 'i2cl[gguf]'") from None
+    needs("GGUF", "gguf", name)
+    return importlib.import_module(name)
 
 
 def reader(path: Path) -> Any:

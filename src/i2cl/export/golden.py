@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, first_problem
 from i2cl.export.folding import require_unquantized
 from i2cl.export.gguf_fields import GOLDEN_FIELD, is_gguf, read_field
 from i2cl.export.upcast import Upcast
@@ -134,7 +134,9 @@ class Golden(pydantic.BaseModel):
                 )
             found = cls.model_validate_json(text)
         except (pydantic.ValidationError, UnicodeDecodeError) as error:
-            raise I2CLError(f"{str(path)!r} cannot be read ({_first(error)}): export it again") from None
+            raise I2CLError(
+                f"{str(path)!r} cannot be read ({first_problem(error)}): export it again"
+            ) from None
         if found.format_version > FORMAT_VERSION:
             raise I2CLError(f"{str(path)!r} is of a newer version: upgrade i2cl")
         return found
@@ -206,10 +208,3 @@ def _without(injection: Injection, sites: tuple[int, ...]) -> Injection:
     coefficients = injection.coefficients.clone()
     coefficients[:, list(sites), 0] = 0
     return replace(injection, coefficients=coefficients)
-
-
-def _first(error: ValueError) -> str:
-    if isinstance(error, pydantic.ValidationError):
-        found = error.errors()[0]
-        return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
-    return str(error)

@@ -8,7 +8,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,21 @@ from torch import Tensor, nn
 
 from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 from i2cl.models.decoder import Decoder
 from i2cl.models.hooks import edit_outputs
 from i2cl.models.loading import REFERENCE, reference_folder
 
-LACKING = "the harness needs lm_eval: pip install 'i2cl[harness]'"
+try:
+    needs("the harness", "harness", "lm_eval")
+except I2CLError as error:
+    if __name__ != "__main__":
+        raise
+    sys.stderr.write(f"error: {error}\n")
+    sys.exit(2)
 
-if find_spec("lm_eval") is None:
-    if __name__ == "__main__":
-        sys.stderr.write(f"error: {LACKING}\n")
-        sys.exit(2)
-    raise I2CLError(LACKING)
-
-from lm_eval.api.registry import register_model  # noqa: E402
-from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
 
 NAME = "i2cl"
 """What ``--model`` calls it."""

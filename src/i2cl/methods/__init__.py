@@ -1,12 +1,11 @@
 """Every compared method by name. A new one is a file, a line here and a parametrised test."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from i2cl.errors import I2CLError
-from i2cl.methods.base import Method, Predictor, Wrapper
+from i2cl.errors import I2CLError, did_you_mean
+from i2cl.methods.base import Cost, Method, Predictor, Wrapper
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
 from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, Noise
 from i2cl.methods.icv import ICV
@@ -85,10 +84,9 @@ def _built(parts: Sequence[str], options: Mapping[str, Any]) -> Method:
 
 def _known(name: str) -> type[Method]:
     if name not in METHODS:
-        close = difflib.get_close_matches(name, METHODS)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = did_you_mean(name, METHODS)
         raise I2CLError(f"unknown method {name!r}: {hint}known are {', '.join(METHODS)}")
     return METHODS[name]
 
 
-__all__ = ["METHODS", "Method", "Predictor", "make_methods"]
+__all__ = ["METHODS", "Cost", "Method", "Predictor", "make_methods"]

@@ -45,20 +45,32 @@ class TrainedAdapter:
 
 
 class AdaptedDecoder(Decoder):
-    """A decoder whose model wears an adapter; virtual tokens in front shift every position."""
+    """A decoder whose model wears an adapter; all else is as on the bare one, which is not changed.
 
-    virtual_tokens = 0
+    Attributes:
+        virtual_tokens: how many embeddings stand in front of every query and shift its positions.
+    """
 
-    @classmethod
-    def wearing(cls, decoder: Decoder, model: Any, virtual_tokens: int) -> "AdaptedDecoder":
-        """Run ``model`` in place of the decoder's own."""
-        adapted = cls.__new__(cls)
-        found_on_the_bare_model = {"writers", "blocks", "identity", "base"}
-        vars(adapted).update({k: v for k, v in vars(decoder).items() if k not in found_on_the_bare_model})
-        adapted.model = model  # a PeftModel, which looks up on the bare model what it does not have
-        adapted.virtual_tokens = virtual_tokens
-        adapted.max_length = None if decoder.max_length is None else decoder.max_length - virtual_tokens
-        return adapted
+    def __init__(self, bare: Decoder, model: Any, virtual_tokens: int = 0, taken: int = 0) -> None:
+        """Run ``model``, a PeftModel around the bare decoder's own.
+
+        Args:
+            bare: the decoder.
+            model: its model with the adapter.
+            virtual_tokens: embeddings in front of every query.
+            taken: places of the context that virtual tokens take, those that are cached keys too.
+        """
+        super().__init__(
+            bare.model,
+            bare.tokenizer,
+            architecture=bare.architecture,
+            name=bare.name,
+            revision=bare.revision,
+            token_budget=bare.token_budget,
+        )
+        self.model = model  # it looks up on the bare model what it does not have
+        self.virtual_tokens = virtual_tokens
+        self.max_length = None if bare.max_length is None else bare.max_length - taken
 
     def forward(
         self,
@@ -117,11 +129,12 @@ def adapted(
     with decoder.frozen():
         torch.manual_seed(seed)
         wrapped = get_peft_model(decoder.model, config)
-        virtual = int(getattr(config, "num_virtual_tokens", 0)) if config.peft_type == "PROMPT_TUNING" else 0
+        taken = int(getattr(config, "num_virtual_tokens", 0))
+        virtual = taken if config.peft_type == "PROMPT_TUNING" else 0
         try:
             if state is not None:
                 set_peft_model_state_dict(wrapped, state)
-            yield AdaptedDecoder.wearing(decoder, wrapped, virtual)
+            yield AdaptedDecoder(decoder, wrapped, virtual, taken)
         finally:
             if isinstance(wrapped.base_model, BaseTuner):  # prompt learning leaves the model alone
                 wrapped.unload()

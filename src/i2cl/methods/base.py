@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from operator import add
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, runtime_checkable
 
 import pydantic
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
+from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Progress
 from i2cl.tasks import Example, Task
 
@@ -17,28 +20,44 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 C = TypeVar("C", bound="Method")
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a predictor takes, time aside; costs add up.
+
+    Attributes:
+        trained: how many numbers were trained.
+        cached_values: how many numbers are kept per task (paper, column "# cached param.").
+        cached_bytes: how many bytes those take, in the precision they are kept in.
+        held_out: how many labelled examples beyond the demonstrations were used.
+    """
+
+    trained: int = 0
+    cached_values: int = 0
+    cached_bytes: int = 0
+    held_out: int = 0
+
+    @classmethod
+    def of(cls, *kept: Tensor | Prefix | None, trained: int = 0, held_out: int = 0) -> "Cost":
+        """The cost of keeping these tensors and caches."""
+        sizes = [
+            (one.values, one.bytes) if isinstance(one, Prefix) else (one.numel(), one.nbytes)
+            for one in kept
+            if one is not None
+        ]
+        return cls(trained, sum(values for values, _ in sizes), sum(size for _, size in sizes), held_out)
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """Both together."""
+        return Cost(*map(add, astuple(self), astuple(other)))
+
+
 @runtime_checkable
 class Predictor(Protocol):
     """A method fitted to a task."""
 
     @property
-    def trainable_parameters(self) -> int:
-        """How many numbers were trained."""
-        ...
-
-    @property
-    def cached_values(self) -> int:
-        """How many numbers are kept per task (paper, column "# cached param.")."""
-        ...
-
-    @property
-    def cached_bytes(self) -> int:
-        """How many bytes those take, in the precision they are kept in."""
-        ...
-
-    @property
-    def held_out(self) -> int:
-        """How many labelled examples beyond the demonstrations were used."""
+    def cost(self) -> Cost:
+        """What it takes."""
         ...
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
@@ -88,6 +107,11 @@ class Method(ABC):
         """
         return cls(*(_read(model, options) for model in cls.settings))
 
+    @property
+    def joint(self) -> bool:
+        """Whether `fit_many` takes less time than one `fit` after the other."""
+        return False
+
     @abstractmethod
     def fit(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
         """Prepare for a task.
@@ -95,6 +119,17 @@ class Method(ABC):
         Raises:
             I2CLError: if it cannot be done on this model with these demonstrations.
         """
+
+    def fit_many(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
+    ) -> Sequence[Predictor]:
+        """What `fit` makes of each seed and its demonstrations, to rounding.
+
+        Raises:
+            I2CLError: as `fit`; one seed that cannot be fitted ends all.
+        """
+        pairs = zip(demonstrations, seeds, strict=True)
+        return [self.fit(decoder, task, shown, seed) for shown, seed in pairs]
 
 
 class Wrapper(Method):
@@ -126,6 +161,25 @@ class Wrapper(Method):
         if self._below is None:
             raise I2CLError(f"{self.name} stands on another method: name one, such as few_shot+{self.name}")
         return self._below
+
+    @property
+    def joint(self) -> bool:
+        """As the method below."""
+        return self.below.joint
+
+    @abstractmethod
+    def over(self, below: Predictor) -> Predictor:
+        """What it makes of the method below once that is fitted."""
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
+        """Fit the method below, and stand on it."""
+        return self.over(self.below.fit(decoder, task, demonstrations, seed))
+
+    def fit_many(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
+    ) -> Sequence[Predictor]:
+        """Fit the method below to every seed, and stand on each."""
+        return [self.over(below) for below in self.below.fit_many(decoder, task, demonstrations, seeds)]
 
 
 def _words(annotation: Any) -> list[str]:

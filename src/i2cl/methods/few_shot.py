@@ -1,10 +1,13 @@
-"""Zero-shot: the query alone."""
+"""Zero-shot and few-shot: the query alone, or behind demonstrations that run once per task or every time.
+
+Source: Brown et al. 2020, https://arxiv.org/abs/2005.14165.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from i2cl.methods.base import Method
+from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
@@ -24,7 +27,7 @@ class ZeroShot(Method):
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> PromptPredictor:
         """Nothing is fitted."""
-        return PromptPredictor(decoder, task)
+        return PromptPredictor(Questions(decoder, task))
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,9 @@ class FewShot(Method):
         pairs = fitting(questions, demonstrations)
         ids = shared_ids(questions, pairs)
         if not self.cache or not ids:
-            return PromptPredictor(decoder, task, pairs)
+            return PromptPredictor(questions, pairs)
         prefix = decoder.prefix(ids)
-        return PromptPredictor(decoder, task, pairs, prefix, cached_values=prefix.values)
+        return PromptPredictor(questions, pairs, prefix, cost=Cost.of(prefix))
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Method
+from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
+from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task
 
 HELD_OUT = 32
@@ -97,23 +98,24 @@ class ICV(Method):
         Raises:
             I2CLError: if too few held-out examples remain, or the paper has no strength for the task.
         """
+        questions = Questions(decoder, task)
         found = directions(decoder, task, demonstrations)
         strength = self.config.strength
         if strength == "search":
             held_out = task.held_out(HELD_OUT, demonstrations, seed)
-            return _searched(decoder, task, found, held_out)
+            return _searched(questions, found, held_out)
         if strength == "paper":
             if task.name not in PAPER_STRENGTHS:
                 raise I2CLError(f"the paper gives no ICV strength for {task.name!r}: use strength=search")
             strength = PAPER_STRENGTHS[task.name]
-        return _predictor(decoder, task, found, strength)
+        return _predictor(questions, found, strength)
 
 
 def _searched(
-    decoder: Decoder, task: Task, found: Float[Tensor, "layers d"], held_out: Sequence[Example]
+    questions: Questions, found: Float[Tensor, "layers d"], held_out: Sequence[Example]
 ) -> PromptPredictor:
     """Best of the coarse and the fine grid; ties go to the first tried, the smaller."""
-    tried = [_predictor(decoder, task, found, strength, len(held_out)) for strength in COARSE + FINE]
+    tried = [_predictor(questions, found, strength, len(held_out)) for strength in COARSE + FINE]
     gold = torch.tensor([example.label for example in held_out])
     texts = [example.text for example in held_out]
     right = [int((candidate.scores(texts).argmax(-1) == gold).sum()) for candidate in tried]
@@ -121,10 +123,10 @@ def _searched(
 
 
 def _predictor(
-    decoder: Decoder, task: Task, found: Float[Tensor, "layers d"], strength: float, held_out: int = 0
+    questions: Questions, found: Float[Tensor, "layers d"], strength: float, held_out: int = 0
 ) -> PromptPredictor:
-    edit = AddPreservingNorm(found, strength)
-    return PromptPredictor(decoder, task, edit=edit, cached_values=found.numel(), held_out=held_out)
+    cost = Cost.of(found, held_out=held_out)
+    return PromptPredictor(questions, edit=AddPreservingNorm(found, strength), cost=cost)
 
 
 def directions(decoder: Decoder, task: Task, demonstrations: Sequence[Example]) -> Float[Tensor, "layers d"]:

@@ -5,14 +5,14 @@ Source: Xu et al. 2023, https://arxiv.org/abs/2303.13824.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from i2cl.methods.base import Method
+from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
@@ -25,17 +25,20 @@ class KNNConfig(BaseModel):
     Attributes:
         neighbours: how many anchors vote.
         anchors: held-out examples to vote; they are labelled data beyond the demonstrations.
+        divergence: from the query's distribution to the anchor's, KL(query || anchor), as the paper's
+            equation reads; or KL(anchor || query), as its released code computes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     neighbours: int = Field(3, ge=1)
     anchors: int = Field(32, ge=1)
+    divergence: Literal["query_anchor", "anchor_query"] = "query_anchor"
 
 
 @dataclass(frozen=True)
 class KNNPrompting(Method):
-    """Anchors and queries stand behind the same demonstrations; distance is KL(query || anchor)."""
+    """Anchors and queries stand behind the same demonstrations; the distance is a KL divergence."""
 
     name: ClassVar[str] = "knn_prompting"
     summary: ClassVar[str] = "nearest anchors by next-token distribution behind the demonstrations"
@@ -57,10 +60,11 @@ class KNNPrompting(Method):
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)
         prefix = decoder.prefix(shared_ids(questions, pairs))
-        prompt = PromptPredictor(decoder, task, pairs, prefix)
+        prompt = PromptPredictor(questions, pairs, prefix)
         kept = prompt.distributions([example.text for example in held_out])
         labels = torch.tensor([example.label for example in held_out])
-        return KNNPredictor(prompt, kept, labels, self.config.neighbours)
+        cost = Cost.of(kept, prefix, held_out=len(held_out))
+        return KNNPredictor(prompt, kept, labels, self.config, cost)
 
 
 @dataclass(frozen=True)
@@ -70,32 +74,23 @@ class KNNPredictor:
     prompt: PromptPredictor
     kept: Float[Tensor, "anchors vocab"]
     labels: Int[Tensor, " anchors"]
-    neighbours: int
-    trainable_parameters: ClassVar[int] = 0
-
-    @property
-    def held_out(self) -> int:
-        """One per anchor."""
-        return len(self.labels)
-
-    @property
-    def cached_bytes(self) -> int:
-        """Those of the cache, and float32 distributions."""
-        prefix = self.prompt.prefix
-        return self.kept.nbytes + (prefix.bytes if prefix else 0)
-
-    @property
-    def cached_values(self) -> int:
-        """Distributions of the anchors, keys and values of the demonstrations."""
-        prefix = self.prompt.prefix
-        return self.kept.numel() + (prefix.values if prefix else 0)
+    config: KNNConfig
+    cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Share of the votes, plus a tie-break smaller than one vote for the nearest anchor's label."""
         query = self.prompt.distributions(texts)
-        distance = (query.exp() * query).sum(-1, keepdim=True) - query.exp() @ self.kept.T
-        count = min(self.neighbours, len(self.labels))
+        of_anchor = self.config.divergence == "anchor_query"
+        distance = divergence(self.kept, query).T if of_anchor else divergence(query, self.kept)
+        count = min(self.config.neighbours, len(self.labels))
         nearest = self.labels[distance.topk(count, largest=False).indices]
-        votes = torch.zeros(len(texts), len(self.prompt.task.labels))
+        votes = torch.zeros(len(texts), len(self.prompt.questions.task.labels))
         votes.scatter_add_(1, nearest, torch.full(nearest.shape, 1 / count))
         return votes.scatter_add_(1, nearest[:, :1], torch.full((len(texts), 1), 0.5 / count))
+
+
+def divergence(
+    first: Float[Tensor, "rows vocab"], second: Float[Tensor, "columns vocab"]
+) -> Float[Tensor, "rows columns"]:
+    """KL divergence from each of the first distributions to each of the second, in nats, from their logs."""
+    return (first.exp() * first).sum(-1, keepdim=True) - first.exp() @ second.T

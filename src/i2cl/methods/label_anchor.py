@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Method
+from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor, Shown, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
@@ -38,7 +38,7 @@ class LabelAnchor(Method):
         ids = shared_ids(questions, pairs)
         whole = decoder.prefix(ids, whole=True)
         prefix = whole.kept_at(anchors(decoder, task, pairs, len(ids)))
-        return PromptPredictor(decoder, task, pairs, prefix, cached_values=prefix.values)
+        return PromptPredictor(questions, pairs, prefix, cost=Cost.of(prefix))
 
 
 def anchors(decoder: Decoder, task: Task, pairs: Shown, count: int) -> tuple[int, ...]:

@@ -1,6 +1,9 @@
-"""Contextual calibration: divide out what another method says about texts without content.
+"""Calibration of another method's label probabilities: what it says of nothing, or on average, divided out.
 
-Source: Zhao et al. 2021, https://arxiv.org/abs/2102.09690.
+- `ContextualCalibration`: the prior is what it says about texts without content (Zhao et al. 2021,
+  https://arxiv.org/abs/2102.09690).
+- `BatchCalibration`: the prior is its mean over the queries themselves (Zhou et al. 2024,
+  https://arxiv.org/abs/2309.17249).
 """
 
 from collections.abc import Sequence
@@ -10,10 +13,9 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.methods.base import Predictor, Wrapper
-from i2cl.models.decoder import Decoder
+from i2cl.errors import I2CLError
+from i2cl.methods.base import Cost, Predictor, Wrapper
 from i2cl.models.scoring import Progress
-from i2cl.tasks import Example, Task
 
 CONTENT_FREE = ("N/A", "[MASK]", "...")
 """Zhao et al. use "N/A", "[MASK]" and the empty string, for which the dots stand here."""
@@ -26,13 +28,10 @@ class ContextualCalibration(Wrapper):
     summary: ClassVar[str] = "another method's scores less those for content-free texts"
     needs: ClassVar[str] = "what the method below it needs"
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "ContextualPredictor":
-        """Fit the method below and score the content-free texts."""
-        below = self.below.fit(decoder, task, demonstrations, seed)
-        prior = below.scores(CONTENT_FREE).softmax(-1).mean(0).clamp(min=1e-12).log()
-        return ContextualPredictor(below, prior)
+    def over(self, below: Predictor) -> "ContextualPredictor":
+        """Score the content-free texts."""
+        prior = _log_mean(below.scores(CONTENT_FREE).softmax(-1))
+        return ContextualPredictor(below, prior, below.cost + Cost.of(prior))
 
 
 @dataclass(frozen=True)
@@ -41,26 +40,7 @@ class ContextualPredictor:
 
     below: Predictor
     prior: Float[Tensor, " labels"]
-
-    @property
-    def trainable_parameters(self) -> int:
-        """Those of the method below."""
-        return self.below.trainable_parameters
-
-    @property
-    def cached_values(self) -> int:
-        """One more per label."""
-        return self.below.cached_values + self.prior.numel()
-
-    @property
-    def cached_bytes(self) -> int:
-        """Those of the method below and of the prior."""
-        return self.below.cached_bytes + self.prior.nbytes
-
-    @property
-    def held_out(self) -> int:
-        """That of the method below."""
-        return self.below.held_out
+    cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probabilities over the labels, calibrated and normalised again."""
@@ -68,17 +48,19 @@ class ContextualPredictor:
 
 
 class BatchCalibration(Wrapper):
-    """Probabilities of another method, divided by their mean over all texts scored together."""
+    """Probabilities of another method, divided by their mean over all texts scored together.
+
+    That takes for granted that these texts belong to all classes about equally often: a text among many
+    of its own class is pushed away from it.
+    """
 
     name: ClassVar[str] = "batch_calibration"
     summary: ClassVar[str] = "another method's scores less their mean over the queries"
     needs: ClassVar[str] = "what the method below it needs, and the unlabelled queries together"
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "BatchPredictor":
-        """Fit the method below; the mean is only known at prediction."""
-        return BatchPredictor(self.below.fit(decoder, task, demonstrations, seed))
+    def over(self, below: Predictor) -> "BatchPredictor":
+        """Nothing more to fit: the mean is only known at prediction."""
+        return BatchPredictor(below)
 
 
 @dataclass(frozen=True)
@@ -88,27 +70,25 @@ class BatchPredictor:
     below: Predictor
 
     @property
-    def trainable_parameters(self) -> int:
-        """Those of the method below."""
-        return self.below.trainable_parameters
-
-    @property
-    def cached_values(self) -> int:
-        """Those of the method below."""
-        return self.below.cached_values
-
-    @property
-    def cached_bytes(self) -> int:
-        """Those of the method below."""
-        return self.below.cached_bytes
-
-    @property
-    def held_out(self) -> int:
+    def cost(self) -> Cost:
         """That of the method below."""
-        return self.below.held_out
+        return self.below.cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities over the labels, calibrated on these texts and normalised again."""
+        """Log-probabilities over the labels, calibrated on these texts and normalised again.
+
+        Raises:
+            I2CLError: on a single text, whose scores less their mean are equal for every label.
+        """
+        if len(texts) == 1:
+            raise I2CLError(
+                "batch_calibration cannot classify one text by itself, since it subtracts the mean over the "
+                "texts: give many, of all classes, or use contextual_calibration"
+            )
         probable = self.below.scores(texts, progress).log_softmax(-1)
-        mean = probable.exp().mean(0).clamp(min=1e-12).log()
-        return (probable - mean).log_softmax(-1)
+        return (probable - _log_mean(probable.exp())).log_softmax(-1)
+
+
+def _log_mean(probabilities: Float[Tensor, "texts labels"]) -> Float[Tensor, " labels"]:
+    """Logarithm of the mean over texts, finite also for a label that has none of it."""
+    return probabilities.mean(0).clamp(min=1e-12).log()

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Method
+from i2cl.methods.base import Cost, Method
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
 from i2cl.tasks import Example, Task
@@ -59,17 +59,19 @@ class LinearProbe(Method):
             raise I2CLError("linear_probe needs scikit-learn: pip install 'i2cl[sklearn]'") from None
         if not -decoder.layers <= self.config.probe_layer < decoder.layers:
             raise I2CLError(f"probe_layer={self.config.probe_layer}: the model has {decoder.layers} layers")
-        states = last_states(
-            decoder, task, [example.text for example in demonstrations], self.config.probe_layer
-        )
+        questions = Questions(decoder, task)
+        texts = [example.text for example in demonstrations]
+        states = last_states(questions, texts, self.config.probe_layer)
         model = make_pipeline(StandardScaler(), LogisticRegression(C=self.config.probe_c, max_iter=10_000))
         model.fit(states.numpy(), [example.label for example in demonstrations])
-        return ProbePredictor(decoder, task, self.config.probe_layer, model)
+        weights = model[-1].coef_, model[-1].intercept_
+        values, size = sum(one.size for one in weights), sum(one.nbytes for one in weights)
+        return ProbePredictor(questions, self.config.probe_layer, model, Cost(values, values, size))
 
 
-def last_states(decoder: Decoder, task: Task, texts: Sequence[str], layer: int) -> Float[Tensor, "texts d"]:
+def last_states(questions: Questions, texts: Sequence[str], layer: int) -> Float[Tensor, "texts d"]:
     """Block output of one layer at each query's last token, in float32."""
-    queries = Questions(decoder, task).queries(texts)
+    decoder, queries = questions.decoder, questions.queries(texts)
     states = torch.empty(len(queries), decoder.d_model)
     for batch, captured in decoder.run_batches(queries, partial(decoder.capture, site="hidden")):
         states[list(batch.rows)] = captured[:, layer, 0]
@@ -78,35 +80,17 @@ def last_states(decoder: Decoder, task: Task, texts: Sequence[str], layer: int) 
 
 @dataclass(frozen=True)
 class ProbePredictor:
-    """Scores by the fitted classifier."""
+    """Scores by the fitted classifier, which is all that is kept, in its own precision."""
 
-    decoder: Decoder
-    task: Task
+    questions: Questions
     layer: int
     model: Any
-    held_out: ClassVar[int] = 0
-
-    @property
-    def trainable_parameters(self) -> int:
-        """Weights and biases of the logistic regression."""
-        regression = self.model[-1]
-        return int(regression.coef_.size + regression.intercept_.size)
-
-    @property
-    def cached_values(self) -> int:
-        """The classifier is all that is kept."""
-        return self.trainable_parameters
-
-    @property
-    def cached_bytes(self) -> int:
-        """The classifier's own precision."""
-        regression = self.model[-1]
-        return int(regression.coef_.nbytes + regression.intercept_.nbytes)
+    cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label; minus infinity for one without demonstrations."""
-        states = last_states(self.decoder, self.task, texts, self.layer)
-        scores = torch.full((len(texts), len(self.task.labels)), -torch.inf)
+        states = last_states(self.questions, texts, self.layer)
+        scores = torch.full((len(texts), len(self.questions.task.labels)), -torch.inf)
         found = torch.from_numpy(self.model.predict_log_proba(states.numpy())).float()
         scores[:, self.model.classes_.tolist()] = found
         return scores

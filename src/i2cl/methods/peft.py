@@ -1,30 +1,45 @@
-"""What the methods built on the PEFT library share: training, and prediction with the adapter put on."""
+"""Parameter-efficient fine-tuning on the demonstrations: four adapters of the PEFT library.
+
+Source: paper, appendix "Implementation of Baseline Methods", and of each:
+
+- `LoRA`, low-rank changes of the query and value projections: Hu et al. 2022,
+  https://arxiv.org/abs/2106.09685.
+- `IA3`, learned scales of queries, values and the feed-forward layer's inner activations: Liu et al.
+  2022, https://arxiv.org/abs/2205.05638 (there keys and values are scaled, in the paper queries and values).
+- `PromptTuning`, learned token embeddings in front of the query: Lester et al. 2021,
+  https://arxiv.org/abs/2104.08691 (the paper's 4.10K parameters are one token at width 4096).
+- `PrefixTuning`, learned keys and values of virtual tokens in every layer: Li and Liang 2021,
+  https://arxiv.org/abs/2101.00190. It is the paper's text on prompt tuning ("one extra learnable token
+  per layer"), which its parameter count contradicts.
+"""
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.methods.adapters import TrainedAdapter, adapted, fit_adapter
-from i2cl.methods.base import Method
-from i2cl.methods.prompts import PromptPredictor
+from i2cl.methods.adapters import (
+    TrainedAdapter,
+    adapted,
+    attention_targets,
+    feed_forward_targets,
+    fit_adapter,
+    has_transposed_weights,
+)
+from i2cl.methods.base import Cost, Method
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress
+from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import TrainConfig
 from i2cl.tasks import Example, Task
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-from dataclasses import field
-
-from pydantic import Field
-
-from i2cl.methods.adapters import attention_targets, feed_forward_targets, has_transposed_weights
 
 
 class AdapterMethod(Method):
@@ -63,36 +78,37 @@ class AdapterPredictor:
     decoder: Decoder
     task: Task
     adapter: TrainedAdapter
-    held_out: ClassVar[int] = 0
 
     @property
-    def trainable_parameters(self) -> int:
-        """All of the adapter."""
-        return self.adapter.values
-
-    @property
-    def cached_values(self) -> int:
-        """All of the adapter."""
-        return self.adapter.values
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in self.adapter.state.values())
+    def cost(self) -> Cost:
+        """All of the adapter is trained and kept."""
+        return Cost.of(*self.adapter.state.values(), trained=self.adapter.values)
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word with the adapter on."""
-        with adapted(self.decoder, self.adapter.config, self.adapter.state) as wearing:
-            return PromptPredictor(wearing, self.task).scores(texts, progress)
+        with adapted(self.decoder, self.adapter.config, self.adapter.state) as wearing:  # for this call only
+            return Questions(wearing, self.task).scores(texts, progress=progress)
 
 
-class LoRASettings(TrainConfig):
-    """The paper's: rank 8, alpha 32, dropout 0.05, learning rate 1e-3."""
+class AdapterSettings(TrainConfig):
+    """The paper's learning rate of LoRA and IA3, 1e-3."""
 
     lr: float = Field(1e-3, gt=0)
+
+
+class LoRASettings(AdapterSettings):
+    """The paper's: rank 8, alpha 32, dropout 0.05."""
+
     lora_rank: int = Field(8, ge=1)
     lora_alpha: int = Field(32, ge=1)
     lora_dropout: float = Field(0.05, ge=0, lt=1)
+
+
+class VirtualTokenSettings(TrainConfig):
+    """The paper's: one virtual token (in every layer, if in layers), learning rate 0.1."""
+
+    lr: float = Field(0.1, gt=0)
+    virtual_tokens: int = Field(1, ge=1)
 
 
 @dataclass(frozen=True)
@@ -119,12 +135,6 @@ class LoRA(AdapterMethod):
         )
 
 
-class IA3Settings(TrainConfig):
-    """The paper's learning rate of 1e-3."""
-
-    lr: float = Field(1e-3, gt=0)
-
-
 @dataclass(frozen=True)
 class IA3(AdapterMethod):
     """Where query, key and value are one projection, all three are scaled."""
@@ -132,9 +142,9 @@ class IA3(AdapterMethod):
     name: ClassVar[str] = "ia3"
     summary: ClassVar[str] = "scales of query, value and feed-forward activations"
     row: ClassVar[str] = "IA3"
-    settings = (IA3Settings,)
+    settings = (AdapterSettings,)
 
-    training: IA3Settings = field(default_factory=IA3Settings)
+    training: AdapterSettings = field(default_factory=AdapterSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
         """Targets by name: PEFT's own table differs from family to family."""
@@ -148,11 +158,22 @@ class IA3(AdapterMethod):
         )
 
 
-class PrefixTuningSettings(TrainConfig):
-    """One virtual token a layer, learning rate 0.1 as for prompt tuning."""
+@dataclass(frozen=True)
+class PromptTuning(AdapterMethod):
+    """Virtual tokens at the input only, from a random start."""
 
-    lr: float = Field(0.1, gt=0)
-    virtual_tokens: int = Field(1, ge=1)
+    name: ClassVar[str] = "prompt_tuning"
+    summary: ClassVar[str] = "learned token embedding in front of the query"
+    row: ClassVar[str] = "Soft-prompt / Prompt-tuning"
+    settings = (VirtualTokenSettings,)
+
+    training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
+
+    def config(self, decoder: Decoder) -> "PeftConfig":
+        """Any model will do."""
+        from peft import PromptTuningConfig
+
+        return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.training.virtual_tokens)
 
 
 @dataclass(frozen=True)
@@ -162,37 +183,12 @@ class PrefixTuning(AdapterMethod):
     name: ClassVar[str] = "prefix_tuning"
     summary: ClassVar[str] = "learned key and value of a virtual token in every layer"
     row: ClassVar[str] = "Prompt-tuning (as the text has it)"
-    settings = (PrefixTuningSettings,)
+    settings = (VirtualTokenSettings,)
 
-    training: PrefixTuningSettings = field(default_factory=PrefixTuningSettings)
+    training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
-        """No projection."""
+        """Any model will do."""
         from peft import PrefixTuningConfig
 
         return PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.training.virtual_tokens)
-
-
-class PromptTuningSettings(TrainConfig):
-    """The paper's: one virtual token, learning rate 0.1."""
-
-    lr: float = Field(0.1, gt=0)
-    virtual_tokens: int = Field(1, ge=1)
-
-
-@dataclass(frozen=True)
-class PromptTuning(AdapterMethod):
-    """Virtual tokens at the input only."""
-
-    name: ClassVar[str] = "prompt_tuning"
-    summary: ClassVar[str] = "learned token embedding in front of the query"
-    row: ClassVar[str] = "Soft-prompt / Prompt-tuning"
-    settings = (PromptTuningSettings,)
-
-    training: PromptTuningSettings = field(default_factory=PromptTuningSettings)
-
-    def config(self, decoder: Decoder) -> "PeftConfig":
-        """Random start."""
-        from peft import PromptTuningConfig
-
-        return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.training.virtual_tokens)

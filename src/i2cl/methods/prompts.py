@@ -4,7 +4,7 @@ import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -12,17 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
+from i2cl.methods.base import Cost
 from i2cl.models.batching import Ids, shared_front
-from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import (
-    Progress,
-    Questions,
-    next_token_log_probabilities,
-    score,
-)
+from i2cl.models.scoring import Progress, Questions, next_token_log_probabilities, score
 from i2cl.tasks import Example, Task
 
 Shown = tuple[tuple[str, str], ...]
@@ -34,49 +29,36 @@ class PromptPredictor:
     """Scores label words behind a prompt: the query, after demonstrations or not, under an edit or not.
 
     Attributes:
-        decoder: the model.
-        task: gives template and label words.
+        questions: the task, asked of the model.
         shown: demonstrations in front of the query.
         prefix: their keys and values, if they were run once beforehand.
         edit: applied to every layer, to prompt and query alike.
-        cached_values: see `Predictor`.
-        trainable_parameters: see `Predictor`.
-        held_out: see `Predictor`.
+        cost: what all that takes.
     """
 
-    decoder: Decoder
-    task: Task
+    questions: Questions
     shown: Shown = ()
     prefix: Prefix | None = None
     edit: Edit | None = None
-    cached_values: int = 0
-    trainable_parameters: int = 0
-    held_out: int = 0
-
-    @property
-    def cached_bytes(self) -> int:
-        """Keys and values in the model's precision, the rest in float32."""
-        if self.prefix is None:
-            return 4 * self.cached_values
-        return self.prefix.bytes + 4 * (self.cached_values - self.prefix.values)
+    cost: Cost = field(default_factory=Cost)
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word."""
-        questions = Questions(self.decoder, self.task)
-        prompts = encode_prompts(questions, self.shown, texts)
-        scores = torch.empty(len(prompts), len(self.task.labels))
+        decoder, labels = self.questions.decoder, self.questions.labels
+        prompts = encode_prompts(self.questions, self.shown, texts)
+        scores = torch.empty(len(prompts), len(labels.ids))
         for rows, queries, prefix in self._parts(prompts):
-            scores[rows] = score(
-                self.decoder, queries, questions.labels, edit=self.edit, prefix=prefix, progress=progress
-            )
+            scores[rows] = score(decoder, queries, labels, edit=self.edit, prefix=prefix, progress=progress)
         return scores
 
     def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
         """Log-probability of every token behind each prompt."""
-        prompts = encode_prompts(Questions(self.decoder, self.task), self.shown, texts)
+        prompts = encode_prompts(self.questions, self.shown, texts)
         found: dict[int, Tensor] = {}
         for rows, queries, prefix in self._parts(prompts):
-            values = next_token_log_probabilities(self.decoder, queries, edit=self.edit, prefix=prefix)
+            values = next_token_log_probabilities(
+                self.questions.decoder, queries, edit=self.edit, prefix=prefix
+            )
             found |= dict(zip(rows, values, strict=True))
         return torch.stack([found[row] for row in range(len(prompts))])
 

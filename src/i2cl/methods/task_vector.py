@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.methods.base import Method
+from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor, encode_prompts, fitting
 from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
@@ -65,13 +65,13 @@ class TaskVector(Method):
         questions = Questions(decoder, task)
         (prompt,) = encode_prompts(questions, fitting(questions, demonstrations), [dummy.text])
         states = decoder.capture(make_batch([prompt], decoder.device), site="hidden")[0, :, 0]
-        tried = [_predictor(decoder, task, layer, state) for layer, state in enumerate(states)]
+        tried = [_predictor(questions, layer, state) for layer, state in enumerate(states)]
         gold = torch.tensor([example.label for example in held_out])
         texts = [example.text for example in held_out]
         right = [int((candidate.scores(texts).argmax(-1) == gold).sum()) for candidate in tried]
         return tried[right.index(max(right))]
 
 
-def _predictor(decoder: Decoder, task: Task, layer: int, state: Float[Tensor, " d"]) -> PromptPredictor:
-    edit = ReplaceLast(layer, state)
-    return PromptPredictor(decoder, task, edit=edit, cached_values=state.numel(), held_out=HELD_OUT + 1)
+def _predictor(questions: Questions, layer: int, state: Float[Tensor, " d"]) -> PromptPredictor:
+    cost = Cost.of(state, held_out=HELD_OUT + 1)
+    return PromptPredictor(questions, edit=ReplaceLast(layer, state), cost=cost)

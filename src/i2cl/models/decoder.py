@@ -43,6 +43,8 @@ class Decoder:
         model: the transformers causal LM.
         tokenizer: its tokenizer; its padding side is neither used nor changed.
         architecture: where its residual writers are.
+        writers: (attention, MLP) residual writers of each layer.
+        blocks: the decoder blocks.
         token_budget: padded tokens a batch may hold; lowered when a batch exceeds the memory.
         max_length: context length in tokens, or None where the model has no limit.
     """
@@ -61,6 +63,9 @@ class Decoder:
         self.model = model
         self.tokenizer = tokenizer
         self.architecture = architecture or architecture_of(model)
+        # Found now and not later, when another thread may have put an adapter around what is looked for.
+        self.writers = self.architecture.writers(model)
+        self.blocks = self.architecture.blocks(model)
         self.name = name or str(getattr(model, "name_or_path", "") or type(model).__name__)
         self.revision = revision
         self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else BUDGET)
@@ -115,16 +120,6 @@ class Decoder:
         """Where token ids go."""
         return execution_device(self.model.get_input_embeddings())
 
-    @cached_property
-    def writers(self) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-        """(attention, MLP) residual writers of each layer."""
-        return self.architecture.writers(self.model)
-
-    @cached_property
-    def blocks(self) -> list[torch.nn.Module]:
-        """The decoder blocks."""
-        return self.architecture.blocks(self.model)
-
     @property
     def layers(self) -> int:
         """Number of blocks."""
@@ -142,7 +137,14 @@ class Decoder:
 
     @cached_property
     def base(self) -> ModelIdentity:
-        """Identity of the model: name, revision, sizes and fingerprints."""
+        """Identity of the model: name, revision, sizes and fingerprints.
+
+        Read while no other thread uses the model, which may then wear an adapter.
+        """
+        with lock_of(self.model):
+            return self._read_identity()
+
+    def _read_identity(self) -> ModelIdentity:
         here = Path(self.name)
         return ModelIdentity(
             name=str(here.resolve()) if self.name != REFERENCE and here.is_dir() else self.name,

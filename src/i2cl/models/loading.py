@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -19,7 +18,7 @@ from transformers import (
 )
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 from i2cl.models.precision import Quantization, quantization_config
 
 REFERENCE = "reference"
@@ -113,8 +112,8 @@ def _placement(
         if quantized:
             raise I2CLError("a quantized model cannot be split by tensor_parallel: leave one of them out")
         return {"distributed_config": DistributedConfig(tp_plan="auto")}
-    if device_map is not None and find_spec("accelerate") is None:
-        raise I2CLError("a device map needs the package accelerate: pip install 'i2cl[hub]'")
+    if device_map is not None:
+        needs("a device map", "hub", "accelerate")
     if isinstance(device_map, dict):
         for place in {str(place) for place in device_map.values()} - {"disk"}:
             _device(f"cuda:{place}" if place.isdigit() else place)

@@ -5,7 +5,6 @@ https://huggingface.co/docs/accelerate/usage_guides/big_modeling.
 """
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 
 Quantization = Literal["8bit", "4bit"] | QuantizationConfigMixin
 """How weights are held in memory: by bitsandbytes in 8 or 4 bits, or as a config of transformers says."""
@@ -35,8 +34,7 @@ def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -
         raise I2CLError(
             f"unknown quantization {wanted!r}: choose 8bit or 4bit, or pass a transformers config"
         )
-    if not (find_spec("bitsandbytes") and find_spec("accelerate")):
-        raise I2CLError("quantization needs bitsandbytes and accelerate: pip install 'i2cl[quant]'")
+    needs("quantization", "quant", "bitsandbytes", "accelerate")
     if wanted == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     compute = None if dtype == "auto" else dtype

@@ -9,6 +9,23 @@ from pathlib import Path
 from i2cl.errors import I2CLError
 
 
+@contextmanager
+def write_errors(what: str, cure: str = "choose another place") -> Iterator[None]:
+    """Say in one line what could not be written.
+
+    Args:
+        what: such as ``to 'folder'``.
+        cure: what to do then.
+
+    Raises:
+        I2CLError: in place of any OSError of the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise I2CLError(f"cannot write {what} ({error.strerror or error}): {cure}") from None
+
+
 def require_writable(path: Path, owned: AbstractSet[str]) -> None:
     """Fail early where `new_folder` would fail later.
 
@@ -37,14 +54,10 @@ def require_new_file(path: Path) -> None:
 
 
 def _require_parent(path: Path) -> None:
-    try:
+    with write_errors(f"to {str(path.parent)!r}", "choose another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
-    except OSError as error:
-        raise I2CLError(
-            f"cannot write to {str(path.parent)!r} ({error.strerror}): choose another folder"
-        ) from None
 
 
 @contextmanager
@@ -63,12 +76,8 @@ def new_folder(path: Path, owned: AbstractSet[str]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         fresh = Path(scratch) / "new"
         fresh.mkdir()
-        try:
+        with write_errors(repr(str(path)), "free space or choose another place"):
             yield fresh
-        except OSError as error:
-            raise I2CLError(
-                f"cannot write {str(path)!r} ({error.strerror or error}): free space or choose another place"
-            ) from None
         old = Path(scratch) / "old"
         if path.is_dir():
             path.rename(old)
@@ -98,8 +107,6 @@ def new_file(path: Path) -> Iterator[Path]:
     require_new_file(path)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         fresh = Path(scratch) / path.name
-        try:
+        with write_errors(repr(str(path))):
             yield fresh
             fresh.rename(path)
-        except OSError as error:
-            raise I2CLError(f"cannot write {str(path)!r} ({error.strerror}): choose another place") from None

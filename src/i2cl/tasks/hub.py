@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from i2cl.errors import I2CLError
-from i2cl.tasks.files import LabelLookup
+from i2cl.errors import I2CLError, needs
+from i2cl.tasks.rows import LabelLookup
 from i2cl.tasks.sampling import group_by_label, sample_per_class, seeded
 from i2cl.tasks.schema import HubSource
 from i2cl.tasks.types import Example
@@ -53,10 +53,9 @@ def _read_split(source: HubSource, split: str, labels: Sequence[str]) -> list[Ex
 
 
 def _download(source: HubSource, split: str) -> "Dataset":
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise I2CLError(f"loading {source.dataset} needs: pip install 'i2cl[hub]', or {_INSTEAD}") from error
+    needs(f"loading {source.dataset}", "hub", "datasets", instead=_INSTEAD)
+    from datasets import load_dataset
+
     try:
         return load_dataset(source.dataset, source.config, split=split, revision=source.revision)
     except Exception as error:  # errors of its HTTP and file libraries come through, with no common class

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from i2cl.errors import I2CLError
-from i2cl.tasks.files import ROW_SUFFIXES, read_examples
 from i2cl.tasks.hub import load_hub
 from i2cl.tasks.registry import PAPER_TASKS, SYNTHETIC, paper_spec, reference_task, unknown_task
+from i2cl.tasks.rows import ROW_SUFFIXES, read_examples
 from i2cl.tasks.schema import FilesSource, TaskSpec, read_spec
 from i2cl.tasks.synthetic import synthetic_task
 from i2cl.tasks.types import Example, Task, Template

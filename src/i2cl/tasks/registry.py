@@ -1,9 +1,8 @@
 """The names of all known tasks: the paper's nine, the synthetic one and the bundled reference model's."""
 
-import difflib
 from importlib import resources
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, did_you_mean
 from i2cl.tasks import reference
 from i2cl.tasks.schema import TaskSpec, parse_spec
 from i2cl.tasks.synthetic import NAME as SYNTHETIC
@@ -32,10 +31,7 @@ def list_tasks() -> list[Task]:
 
 def unknown_task(name: str) -> I2CLError:
     """The error for a name that no task has, with the closest ones."""
-    known = [task.name for task in list_tasks()]
-    folded = {task.casefold(): task for task in known}
-    close = [folded[match] for match in difflib.get_close_matches(name.casefold(), folded, n=3)]
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    hint = did_you_mean(name, (task.name for task in list_tasks()))
     return I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
 
 

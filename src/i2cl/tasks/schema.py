@@ -1,6 +1,6 @@
 """The shape of a task TOML: the bundled ones and a user's own follow the same schema."""
 
-import difflib
+import io
 import tomllib
 from pathlib import Path
 from typing import Annotated, NoReturn, Self
@@ -8,8 +8,8 @@ from typing import Annotated, NoReturn, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from i2cl.errors import I2CLError
-from i2cl.tasks.files import decode_utf8, read_bytes
+from i2cl.errors import I2CLError, did_you_mean
+from i2cl.tasks.rows import decoded, opened
 from i2cl.tasks.template import Template
 from i2cl.tasks.types import Example, Task
 
@@ -100,12 +100,13 @@ class TaskSpec(_Table):
 
 def read_spec(path: Path) -> TaskSpec:
     """The task TOML at `path`. Raises I2CLError naming the file and the field, in one line."""
-    return parse_spec(read_bytes(path), str(path))
+    with opened(path) as file:
+        return parse_spec(file.read(), str(path))
 
 
 def parse_spec(data: bytes, source: str) -> TaskSpec:
     """The task TOML in `data`; `source` names it in errors."""
-    text = decode_utf8(data, source)
+    text = "".join(decoded(io.BytesIO(data), source))
     try:
         return TaskSpec.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
@@ -123,11 +124,8 @@ def _raise_first(error: ValidationError, source: str) -> NoReturn:
 def _explain(detail: ErrorDetails, name: str) -> str:
     if detail["type"] == "extra_forbidden":
         known = _known_fields(detail["loc"])
-        close = difflib.get_close_matches(str(detail["loc"][-1]), known, n=2)
-        hint = (
-            f"did you mean {' or '.join(close)}?" if close else f"remove it or use one of {', '.join(known)}"
-        )
-        return f"unknown field {name!r}: {hint}"
+        hint = did_you_mean(str(detail["loc"][-1]), known)
+        return f"unknown field {name!r}: {hint}remove it or use one of {', '.join(known)}"
     if detail["type"] == "missing":
         return f"field {name!r} is missing: add it"
     if detail["type"] == "model_type":

@@ -2,22 +2,22 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.printed import printed_for
 from i2cl.experiments.records import Record
+from i2cl.experiments.report.notes import Cell
+from i2cl.experiments.report.paper import Paper, PrintedFor
 from i2cl.experiments.report.results import Results, Setting, outcome, results_of
-from i2cl.experiments.report.tables import TABLES, Comparisons, TableData
-from i2cl.experiments.report.tables_lines import Printed
+from i2cl.experiments.report.tables import Table, tables_of
 from i2cl.experiments.store import Vectors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FIGURES: Mapping[View, str] = {
+CAPTIONS: Mapping[View, str] = {
     "bars": "Mean accuracy of each row, with the standard deviation over seeds.",
     "efficiency": "Mean accuracy against time per query and bytes kept.",
     "shots": "Mean accuracy by demonstrations per class.",
@@ -27,7 +27,10 @@ FIGURES: Mapping[View, str] = {
     "class-vectors": "t-SNE of the context vectors of each class.",
     "coefficients": "Calibrated coefficients by layer.",
 }
-"""Views that have a figure, and what it shows; known without matplotlib, to say what is lacking."""
+"""What the figure of a view shows; known without matplotlib, to say what is lacking."""
+
+FIGURE_FOLDER = "figures"
+"""Where a report keeps its figures."""
 
 PROVENANCE = {
     "i2cl": "i2cl",
@@ -44,6 +47,9 @@ PROVENANCE = {
 }
 """Parts of a record's provenance, as a report calls them; what else a record holds comes after these."""
 
+LONGEST_ERROR = 300
+"""Characters of an error that are shown."""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -53,7 +59,7 @@ class Section:
         experiment: what was asked.
         setting: model and queries, or None where there are no cells.
         anchor: name of the section, unlike any other's.
-        tables: by view.
+        tables: of all views.
         figures: by view; writing them uses them up.
         missing: what is not shown, and why, in a line each.
     """
@@ -61,7 +67,7 @@ class Section:
     experiment: Experiment
     setting: Setting | None
     anchor: str
-    tables: tuple[tuple[View, TableData], ...] = ()
+    tables: tuple[Table, ...] = ()
     figures: tuple[tuple[View, "Figure"], ...] = ()
     missing: tuple[str, ...] = ()
 
@@ -78,7 +84,7 @@ class Section:
     @property
     def under(self) -> str:
         """The setting in words."""
-        return under(self.setting) if self.setting is not None else "no results"
+        return self.setting.words if self.setting is not None else "no results"
 
     def stem(self, view: View) -> str:
         """Name of a figure's files, without an ending."""
@@ -91,22 +97,13 @@ class Report:
 
     Attributes:
         sections: at least one for every experiment, in their order.
-        failures: cells of these experiments that did not end well.
+        failures: cells of these experiments that did not end well, if any.
         provenance: name and values, most of them one value.
     """
 
     sections: tuple[Section, ...]
-    failures: tuple[Record, ...]
+    failures: Table | None
     provenance: tuple[tuple[str, tuple[str, ...]], ...]
-
-
-def under(setting: Setting) -> str:
-    """A setting in words."""
-    parts = [setting.model]
-    parts += [f"revision {setting.revision}"] if setting.revision is not None else []
-    parts += [setting.dtype] if setting.dtype is not None else []
-    queries = "all queries" if setting.limit is None else f"at most {setting.limit} queries per task"
-    return ", ".join([*parts, queries])
 
 
 def build(
@@ -114,7 +111,7 @@ def build(
     records: Iterable[Record],
     vectors: Vectors,
     *,
-    printed: Printed = printed_for,
+    printed: PrintedFor = printed_for,
     figures: bool = True,
 ) -> Report:
     """Compute every table and draw every figure.
@@ -125,18 +122,13 @@ def build(
         vectors: of a store, by the key of the cell.
         printed: finds the paper's tables.
         figures: whether to draw any.
-
-    Raises:
-        I2CLError: without the packages of the extra ``experiments``.
     """
-    if find_spec("scipy") is None:
-        raise I2CLError("reports need the package scipy: pip install 'i2cl[experiments]'")
     records = tuple(records)
     sections: list[Section] = []
     used: dict[str, Record] = {}
     for experiment in experiments:
         found, aside = _worth_showing(results_of(experiment, records))
-        used |= {record.key: record for results in found for record in results.records}
+        used |= {record.key: record for results in found for record in results.cells}
         if not found:
             hint = f"no cells in this store: `i2cl experiment run {experiment.name}` makes them"
             sections.append(Section(experiment, None, experiment.name, missing=(hint,)))
@@ -144,47 +136,46 @@ def build(
             anchor = experiment.name if number == 1 else f"{experiment.name}-{number}"
             made = _section(results, vectors, anchor, printed, draw=figures)
             sections.append(replace(made, missing=(*made.missing, *(aside if number == 1 else ()))))
-    failures = tuple(one for one in records if one.status == "failed" and _asked(experiments, one))
-    return Report(tuple(sections), failures, _provenance(list(used.values()), len(failures)))
+    rows = [row for experiment in experiments for row in experiment.rows]
+    failed = [one for one in records if one.status == "failed" and any(row.holds(one.cell) for row in rows)]
+    return Report(tuple(sections), _failures(failed), _provenance(list(used.values()), len(failed)))
 
 
-def _asked(experiments: Sequence[Experiment], record: Record) -> bool:
-    return any(row.holds(record.cell) for experiment in experiments for row in experiment.rows)
-
-
-def _section(results: Results, vectors: Vectors, anchor: str, printed: Printed, *, draw: bool) -> Section:
-    tables: list[tuple[View, TableData]] = []
+def _section(results: Results, vectors: Vectors, anchor: str, printed: PrintedFor, *, draw: bool) -> Section:
+    tables: list[Table] = []
     figures: list[tuple[View, Figure]] = []
+    experiment = results.experiment
     missing = _absent_rows(results)
     try:
-        comparisons = Comparisons(results, printed)
+        results.check_queries()
+        name = experiment.printed
+        paper = Paper(results, printed(name, results.setting.model) if name else None)
     except I2CLError as error:
-        return Section(results.experiment, results.setting, anchor, missing=(*missing, str(error)))
-    for view in results.experiment.views:
-        made = TABLES[view](comparisons) if view in TABLES else []
-        tables += [(view, table) for table in made]
+        return Section(experiment, results.setting, anchor, missing=(*missing, str(error)))
+    for view in experiment.views:
+        made = tables_of(view, results, paper)
+        tables += made
         figure = None
-        if draw and view in FIGURES:
-            try:
-                figure = _drawn(results, vectors, view)
-            except I2CLError as error:
-                missing.append(f"figure {view}: {error}")
-                continue
-            figures += [(view, figure)] if figure is not None else []
+        try:
+            figure = _drawn(results, vectors, view) if draw and view in CAPTIONS else None
+        except I2CLError as error:
+            missing.append(f"figure {view}: {error}")
+            continue
+        figures += [(view, figure)] if figure is not None else []
         if figure is None and not made:
             missing.append(f"{view}: {_reason(view, draw=draw)}")
-    return Section(results.experiment, results.setting, anchor, tuple(tables), tuple(figures), tuple(missing))
+    return Section(experiment, results.setting, anchor, tuple(tables), tuple(figures), tuple(missing))
 
 
-def _worth_showing(found: Sequence[Results]) -> tuple[list[Results], tuple[str, ...]]:
+def _worth_showing(found: Sequence[Results]) -> tuple[list[Results], list[str]]:
     """Leave out settings with less than half the rows of another: those were run for other experiments."""
     most = max((len(results.rows) for results in found), default=0)
     enough = [one for one in found if most == 1 or (len(one.rows) > 1 and 2 * len(one.rows) >= most)]
-    aside = (results for results in found if results not in enough)
-    return enough, tuple(
-        f"a section for {under(results.setting)}: only {'; '.join(row.name for row in results.rows)} there"
-        for results in aside
-    )
+    return enough, [
+        f"a section for {results.setting.words}: only {'; '.join(row.name for row in results.rows)} there"
+        for results in found
+        if results not in enough
+    ]
 
 
 def _absent_rows(results: Results) -> list[str]:
@@ -202,15 +193,26 @@ def _absent_rows(results: Results) -> list[str]:
 def _reason(view: View, *, draw: bool) -> str:
     if view == "comparison":
         return "nothing to compare, since it takes the row I2CL and another one"
-    return "figures were not asked for" if view in FIGURES and not draw else "no results for this view"
+    return "figures were not asked for" if view in CAPTIONS and not draw else "no results for this view"
 
 
 def _drawn(results: Results, vectors: Vectors, view: View) -> "Figure | None":
-    try:
-        from i2cl.experiments.report.figures import FIGURES as DRAWINGS
-    except ImportError as error:
-        raise I2CLError(f"needs the package {error.name}: pip install 'i2cl[experiments]'") from None
-    return DRAWINGS[view](results, vectors)
+    needs("a figure", "experiments", "matplotlib", "textalloc")
+    from i2cl.experiments.report.figures import FIGURES
+
+    return FIGURES[view](results, vectors)
+
+
+def _failures(records: Sequence[Record]) -> Table | None:
+    """All failed cells as a table, if there are any."""
+    columns = ("Model", "Task", "Method", "Seed", "Error")
+    rows = []
+    for cell, error in ((one.cell, " ".join((one.error or "unknown").split())) for one in records):
+        options = ", ".join(f"{name}={value}" for name, value in cell.options.items())
+        method = f"{cell.method} ({options})" if options else cell.method
+        cut = error if len(error) <= LONGEST_ERROR else f"{error[:LONGEST_ERROR]} ..."
+        rows.append([*map(Cell, (cell.model, cell.task, method, str(cell.seed), cut))])
+    return Table("Failed cells", columns, rows, words=columns) if rows else None
 
 
 def _provenance(records: Sequence[Record], failed: int) -> tuple[tuple[str, tuple[str, ...]], ...]:

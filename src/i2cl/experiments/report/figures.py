@@ -1,31 +1,79 @@
-"""Figures of the report by view. Importing it loads matplotlib, so it is imported late."""
+"""Figures of the report by view, in one style, and their files. Importing it loads matplotlib."""
 
 from collections.abc import Mapping
+from functools import wraps
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+from matplotlib import style
+from matplotlib.figure import Figure
 
 from i2cl.experiments.grid import View
-from i2cl.experiments.report.figures_base import Drawing, save
-from i2cl.experiments.report.figures_maps import (
-    class_vectors,
-    coefficient_map,
-    coefficients,
-    context_vectors,
-    matrix,
-)
-from i2cl.experiments.report.figures_scores import bars, efficiency, shots
+from i2cl.experiments.report import figures_maps, figures_scores
+from i2cl.experiments.report.figures_base import FAINT, Drawing
+from i2cl.experiments.report.results import Results
+from i2cl.experiments.store import Vectors
+
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.edgecolor": FAINT,
+    "grid.color": "#e4e4e4",
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "text.parse_math": False,  # names of tasks and label words may hold dollars
+    "svg.fonttype": "none",
+    "svg.hashsalt": "i2cl",
+}
+
+
+def _styled(draw: Drawing) -> Drawing:
+    """The same figure in the report's style, whatever matplotlib's settings, which are left as found."""
+
+    @wraps(draw)
+    def within(results: Results, vectors: Vectors) -> Figure | None:
+        with style.context(["default", _STYLE]):
+            return draw(results, vectors)
+
+    return within
+
 
 FIGURES: Mapping[View, Drawing] = MappingProxyType(
     {
-        "efficiency": efficiency,
-        "shots": shots,
-        "bars": bars,
-        "matrix": matrix,
-        "vectors": context_vectors,
-        "coefficient-map": coefficient_map,
-        "class-vectors": class_vectors,
-        "coefficients": coefficients,
+        "efficiency": _styled(figures_scores.efficiency),
+        "shots": _styled(figures_scores.shots),
+        "bars": _styled(figures_scores.bars),
+        "matrix": _styled(figures_maps.matrix),
+        "vectors": _styled(figures_maps.context_vectors),
+        "coefficient-map": _styled(figures_maps.coefficient_map),
+        "class-vectors": _styled(figures_maps.class_vectors),
+        "coefficients": _styled(figures_maps.coefficients),
     }
 )
 """What draws each view from results and vectors; None where the results hold nothing for it. Read-only."""
 
-__all__ = ["FIGURES", "Drawing", "save"]
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """Write a figure as PNG and SVG and empty it; equal figures give equal bytes.
+
+    Args:
+        figure: drawn by this package; it cannot be used afterwards.
+        stem: path without an ending; its folder is made if need be.
+
+    Returns:
+        The two paths.
+    """
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    png, svg = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
+    with style.context(["default", _STYLE]):
+        figure.savefig(png, dpi=150, metadata={"Software": None})
+        figure.savefig(svg, metadata={"Date": None})
+    figure.clear()
+    return [png, svg]

@@ -12,16 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from i2cl.errors import I2CLError
+from i2cl.errors import needs
 from i2cl.experiments.records import Record
 from i2cl.experiments.report.figures_base import (
     COLOURS,
     MARKERS,
     SIZES,
-    mean_over_tasks,
     new_figure,
     panels,
-    styled,
 )
 from i2cl.experiments.report.results import Results, outcome
 from i2cl.experiments.store import Vectors
@@ -41,8 +39,7 @@ _SYMBOLS = {
 """Names of the coefficients by the number of sites."""
 
 
-@styled
-def matrix(results: Results, vectors: Vectors) -> Figure | None:  # noqa: ARG001 - all figures are called alike
+def matrix(results: Results, _vectors: Vectors) -> Figure | None:
     """Accuracy on each task (columns) with what was fitted on another (rows), minus zero-shot."""
     tasks, gains = _gains(results)
     if not np.isfinite(gains).any():
@@ -78,27 +75,27 @@ def matrix(results: Results, vectors: Vectors) -> Figure | None:  # noqa: ARG001
 
 def _gains(results: Results) -> tuple[tuple[str, ...], Float[np.ndarray, "sources targets"]]:
     """Percentage points, NaN where either is lacking; tasks are those that anything was moved from or to."""
-    base = next((row for row in results.rows if row.method == "zero_shot" and row.study == "method"), None)
-    row = next((row for row in results.rows if row.study == "move"), None)
-    if base is None or row is None:
+    base = next(
+        (one for one in results.lines if one.row.method == "zero_shot" and one.row.study == "method"), None
+    )
+    moves = [one for one in results.moves if one.place == results.moves[0].place]
+    if base is None or not moves:
         return (), np.empty((0, 0))
-    found: dict[tuple[str, str], list[float]] = {}
-    for record in results.records:
-        if row.holds(record.cell):
-            found.setdefault((record.cell.sources[0], record.cell.task), []).append(outcome(record).accuracy)
-    names = dict.fromkeys([*results.tasks, *(source for source, _ in found)])
-    tasks = tuple(name for name in names if any(name in pair for pair in found))
+    names = dict.fromkeys([*results.tasks, *(one.source or "" for one in moves)])
+    moved = {(one.source, task) for one in moves for task in results.tasks_of(one)}
+    tasks = tuple(name for name in names if any(name in pair for pair in moved))
     gains = np.full((len(tasks), len(tasks)), np.nan)
-    zero = {task: mean_over_tasks(results, base, tasks=(task,)) for task in tasks}
-    for (source, target), values in found.items():
-        bottom = zero[target]
-        if bottom is not None:
-            gains[tasks.index(source), tasks.index(target)] = 100 * (np.mean(values) - bottom.mean)
+    for line in moves:
+        for task in results.tasks_of(line):
+            top, bottom = ([one.accuracy for one in results.outcomes(of, task)] for of in (line, base))
+            if bottom:
+                gains[tasks.index(line.source or ""), tasks.index(task)] = 100 * (
+                    np.mean(top) - np.mean(bottom)
+                )
     return tasks, gains
 
 
-@styled
-def coefficients(results: Results, vectors: Vectors) -> Figure | None:  # noqa: ARG001 - as above
+def coefficients(results: Results, _vectors: Vectors) -> Figure | None:
     """Calibrated coefficients by layer, a panel for each task: mean and standard deviation over seeds."""
     found = {task: values for task in results.tasks if len(values := _of_task(results, task))}
     if not found:
@@ -119,9 +116,8 @@ def coefficients(results: Results, vectors: Vectors) -> Figure | None:  # noqa: 
 
 
 def _of_task(results: Results, task: str) -> Float[np.ndarray, "seeds layers sites 2"]:
-    row = results.default
-    records = results.of(row, task) if row else []
-    found = [out.coefficients for out in map(outcome, records) if out.coefficients is not None]
+    outcomes = map(outcome, results.of_default(task))
+    found = [one.coefficients for one in outcomes if one.coefficients is not None]
     return np.array(found, dtype=float) if found else np.empty((0, 0, 0, 2))
 
 
@@ -148,7 +144,6 @@ MOST_NAMED = 28
 Cloud = list[tuple[str, Float[np.ndarray, "_points _features"]]]  # points of each task or class, by name
 
 
-@styled
 def context_vectors(results: Results, vectors: Vectors) -> Figure | None:
     """Context vectors, one point per task and seed."""
     return _by_task(
@@ -160,8 +155,7 @@ def context_vectors(results: Results, vectors: Vectors) -> Figure | None:
     )
 
 
-@styled
-def coefficient_map(results: Results, vectors: Vectors) -> Figure | None:  # noqa: ARG001 - called alike
+def coefficient_map(results: Results, _vectors: Vectors) -> Figure | None:
     """Calibrated coefficients, one point per task and seed."""
     return _by_task(
         (task, [np.array(out.coefficients) for out in map(outcome, records) if out.coefficients is not None])
@@ -169,7 +163,6 @@ def coefficient_map(results: Results, vectors: Vectors) -> Figure | None:  # noq
     )
 
 
-@styled
 def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
     """Context vectors of single classes, a panel for each task with one point per class and seed."""
     found = []
@@ -204,8 +197,7 @@ def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
 
 def _plain(results: Results) -> Iterable[tuple[str, list[Record]]]:
     """Records of I2CL as it is, by task."""
-    row = results.default
-    return [(task, results.of(row, task)) for task in results.tasks] if row else []
+    return [(task, results.of_default(task)) for task in results.tasks]
 
 
 def _with(vectors: Vectors, name: str, records: Iterable[Record]) -> list[Record]:
@@ -262,11 +254,10 @@ def _embedded(cloud: Cloud) -> Cloud | None:
 
 
 def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
-    try:
-        from sklearn.manifold import TSNE
-        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-    except ImportError:
-        raise I2CLError("needs the package scikit-learn: pip install 'i2cl[experiments]'") from None
+    needs("the map", "experiments", "sklearn")
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
     perplexity = min(30, (len(points) - 1) / 3)
     with threadpool_limits(1):  # sums in another order end in another map
         found = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(points)

@@ -1,194 +1,198 @@
-"""A report as Markdown, LaTeX and CSV."""
+"""A report as Markdown, and from that as LaTeX and HTML; and its raw numbers as CSV."""
 
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from itertools import takewhile
+from pathlib import Path
+from types import MappingProxyType
 
-from i2cl.experiments.records import Record
-from i2cl.experiments.report.document import FIGURES, Report, Section
-from i2cl.experiments.report.tables import VALUES, TableCell, TableData
-from i2cl.experiments.report.tables_model import listing
+import jinja2
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from markupsafe import Markup
+
+from i2cl.experiments.report.document import CAPTIONS, FIGURE_FOLDER, Report, Section
+from i2cl.experiments.report.notes import Cell
+from i2cl.experiments.report.results import listing
+from i2cl.experiments.report.tables import VALUES, Table
 
 TITLE = "Report of experiments"
 
-FAILURE_COLUMNS = ("Model", "Task", "Method", "Seed", "Error")
-
-LONGEST_ERROR = 300
-"""Characters of an error that are shown."""
-
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    '"': r"\textquotedbl{}",
-    "|": r"\textbar{}",
-    "±": r"$\pm$",
-    "−": r"$-$",
-    "–": "--",
-    "·": r"$\cdot$",
-    "†": r"\textsuperscript{\textdagger}",
-    "‡": r"\textsuperscript{\textdaggerdbl}",
-    "§": r"\textsuperscript{\S}",
-    "▲": r"$\blacktriangle$",
-    "▼": r"$\blacktriangledown$",
-}
+_PARSER = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
+_PARSER.add_render_rule("table_open", lambda *_: '<div class="box" tabindex="0">\n<table>\n')
+_PARSER.add_render_rule("table_close", lambda *_: "</table>\n</div>\n")
 
 _PREAMBLE = r"""\documentclass{article}
 \usepackage[T1]{fontenc}
 \usepackage[utf8]{inputenc}
 \usepackage[a4paper,landscape,margin=2cm]{geometry}
 \usepackage{adjustbox,amssymb,booktabs,graphicx,textcomp}
+\DeclareUnicodeCharacter{2212}{$-$}
+\DeclareUnicodeCharacter{25B2}{$\blacktriangle$}
+\DeclareUnicodeCharacter{25BC}{$\blacktriangledown$}
 \setlength{\parindent}{0pt}
+\begin{document}
 """
 
+_TEX_SIGNS = str.maketrans(
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
 
-def failure_cells(record: Record) -> tuple[str, ...]:
-    """One failed cell as the texts of `FAILURE_COLUMNS`."""
-    cell = record.cell
-    error = " ".join((record.error or "unknown").split())
-    cut = error if len(error) <= LONGEST_ERROR else f"{error[:LONGEST_ERROR]} ..."
-    options = ", ".join(f"{name}={value}" for name, value in cell.options.items())
-    method = f"{cell.method} ({options})" if options else cell.method
-    return (cell.model, cell.task, method, str(cell.seed), cut)
-
-
-def failures_table(report: Report) -> TableData | None:
-    """All failed cells as a table, if there are any."""
-    if not report.failures:
-        return None
-    rows = tuple(
-        tuple(TableCell(text, "text") for text in failure_cells(record)) for record in report.failures
-    )
-    return TableData("Failed cells", FAILURE_COLUMNS, rows)
-
-
-def code_parts(text: str) -> list[tuple[str, bool]]:
-    """A text in parts, and whether each stood between backticks."""
-    return [(part, place % 2 == 1) for place, part in enumerate(text.split("`"))]
+_TEX = {
+    "h1": r"\section*{",
+    "h2": r"\section{",
+    "h3": r"\subsection*{",
+    "heading_close": "}\n",
+    "bullet_list_open": "\\begin{itemize}\\small\n",
+    "bullet_list_close": "\\end{itemize}\n\n",
+    "list_item_open": r"\item ",
+    "list_item_close": "\n",
+    "paragraph_close": "\n\n",
+    "strong_open": r"\textbf{",
+    "strong_close": "}",
+    "em_open": r"\textit{",
+    "em_close": "}",
+    "thead_close": "\\midrule\n",
+    "tr_close": " \\\\\n",
+    "table_close": "\\bottomrule\n\\end{tabular}\n\\end{adjustbox}\n\n",
+}
+"""What a token of Markdown is in LaTeX, by its type, and headings by their tag; others are nothing."""
 
 
 def markdown(report: Report) -> str:
     """The report as GitHub's Markdown, with figures in the folder ``figures``."""
-    lines = [f"# {TITLE}", ""]
-    lines += [f"- {name}: {_md(listing(values))}" for name, values in report.provenance]
-    for section in report.sections:
-        lines += ["", *_markdown_section(section)]
-    failed = failures_table(report)
-    if failed is not None:
-        lines += ["", f"## {failed.title}", "", *_markdown_table(failed)]
-    return "\n".join(lines) + "\n"
+    parts = [_facts(report), *map(section_markdown, report.sections), _failures(report)]
+    return "\n\n".join(part for part in (f"# {TITLE}", *parts) if part) + "\n"
 
 
-def _markdown_section(section: Section) -> Iterator[str]:
+def _facts(report: Report) -> str:
+    return "\n".join(f"- {name}: {_md(listing(values))}" for name, values in report.provenance)
+
+
+def _failures(report: Report) -> str:
+    if report.failures is None:
+        return ""
+    return "\n".join((f"## {report.failures.title}", "", *_table(report.failures)))
+
+
+def section_markdown(section: Section) -> str:
+    """One section of the report."""
+    return "\n".join(_section_lines(section))
+
+
+def _section_lines(section: Section) -> Iterator[str]:
     experiment = section.experiment
     yield f"## {_md(section.heading)}"
     yield from ("", _md(experiment.measures))
     yield from ("", f"{_md(section.source)}. Experiment `{experiment.name}`: {_md(section.under)}.")
     if section.missing:
-        yield from ("", "Lacking:", "", *(f"- {_md_keeping_code(line)}" for line in section.missing))
-    for _, table in section.tables:
-        yield from ("", f"### {_md(table.title)}", "", *_markdown_table(table))
+        yield from ("", "Lacking:", "", *(f"- {_keeping_code(line)}" for line in section.missing))
+    for table in section.tables:
+        yield from ("", f"### {_md(table.title)}", "", *_table(table))
         yield from ("", *(f"- {_md(note)}" for note in table.notes))
     for view, _ in section.figures:
-        yield from ("", f"![{FIGURES[view]}](figures/{section.stem(view)}.svg)")
+        yield from ("", f"![{CAPTIONS[view]}]({FIGURE_FOLDER}/{section.stem(view)}.svg)")
 
 
-def _markdown_table(table: TableData) -> Iterator[str]:
-    texts = [[_md(name) for name in table.columns]]
-    texts += [[_markdown_cell(cell) for cell in row] for row in table.rows]
-    widths = [max(3, *(len(row[place]) for row in texts)) for place in range(len(table.columns))]
-    ruler = [
-        f"{'-' * (width - 1)}{':' if right else '-'}"
-        for width, right in zip(widths, table.numeric, strict=True)
+def _table(table: Table) -> Iterator[str]:
+    texts = [[_md(name) for name in table.columns], *([_cell(cell) for cell in row] for row in table.rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*texts, strict=True)]
+    numeric = table.numeric
+    rule = [
+        f"{'-' * (width - 1)}{':' if right else '-'}" for width, right in zip(widths, numeric, strict=True)
     ]
-    for row in (texts[0], ruler, *texts[1:]):
-        cells = (
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(row, widths, table.numeric, strict=True)
-        )
+    for row in (texts[0], rule, *texts[1:]):
+        columns = zip(row, widths, numeric, strict=True)
+        cells = (text.rjust(width) if right else text.ljust(width) for text, width, right in columns)
         yield f"| {' | '.join(cells)} |"
 
 
-def _markdown_cell(cell: TableCell) -> str:
+def _cell(cell: Cell) -> str:
     text = _md(cell.text)
     if text and (cell.bold or cell.printed):
         text = f"**{text}**" if cell.bold else f"*{text}*"
-    return f"{text} {cell.note}" if cell.note else text
+    return f"{text} {cell.mark}" if cell.mark else text
 
 
 def _md(text: str) -> str:
     """Text that Markdown shows as it is; underscores within words are harmless and stay readable."""
-    escaped = re.sub(r"\s+", " ", text)
-    return re.sub(r"[\\`*|\[\]]|<(?=[\w/!?])|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", escaped)
+    signs = r"[\\`*|\[\]]|<(?=[\w/!?])|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])"
+    return re.sub(signs, r"\\\g<0>", re.sub(r"\s+", " ", text))
 
 
-def _md_keeping_code(text: str) -> str:
-    return "".join(f"`{part}`" if code else _md(part) for part, code in code_parts(text))
+def _keeping_code(text: str) -> str:
+    parts = enumerate(text.split("`"))
+    return "".join(f"`{part}`" if place % 2 else _md(part) for place, part in parts)
 
 
 def latex(report: Report) -> str:
     """The report as a document of its own, with figures in the folder ``figures``."""
-    lines = [_PREAMBLE, r"\begin{document}", rf"\section*{{{TITLE}}}", r"\begin{itemize}"]
-    lines += [rf"\item {_tex(name)}: {_tex(listing(values))}" for name, values in report.provenance]
-    lines += [r"\end{itemize}"]
-    for section in report.sections:
-        lines += ["", *_latex_section(section)]
-    failed = failures_table(report)
-    if failed is not None:
-        lines += ["", rf"\section{{{failed.title}}}", *_latex_table(failed)]
-    return "\n".join([*lines, "", r"\end{document}", ""])
+    return "".join((_PREAMBLE, *_tex(_PARSER.parse(markdown(report))), "\\end{document}\n"))
 
 
-def _latex_section(section: Section) -> Iterator[str]:
-    experiment = section.experiment
-    yield rf"\section{{{_tex(section.heading)}}}"
-    yield from (_tex(experiment.measures), "")
-    yield f"{_tex(section.source)}. Experiment {_tex(experiment.name)}: {_tex(section.under)}."
-    if section.missing:
-        yield from ("", "Lacking:", *_latex_list(section.missing))
-    for _, table in section.tables:
-        yield from ("", rf"\subsection*{{{_tex(table.title)}}}", *_latex_table(table))
-        yield from _latex_list(table.notes)
-    for view, _ in section.figures:
-        yield from ("", rf"\subsection*{{{_tex(FIGURES[view].rstrip('.'))}}}")
-        path = f"figures/{section.stem(view)}.png"
-        yield from ("", rf"\includegraphics[max width=\textwidth,max height=0.8\textheight]{{{path}}}")
+def _tex(tokens: Sequence[Token]) -> Iterator[str]:
+    for place, token in enumerate(tokens):
+        if token.type == "inline":
+            yield from _tex(token.children or [])
+        elif token.type in {"text", "code_inline"}:
+            text = token.content.translate(_TEX_SIGNS)
+            yield text if token.type == "text" else rf"\texttt{{{text}}}"
+        elif token.type == "image":
+            path = str(token.attrs["src"]).removesuffix(".svg")
+            yield f"{token.content.translate(_TEX_SIGNS)}\n\n"
+            yield rf"\includegraphics[max width=\textwidth,max height=0.8\textheight]{{{path}.png}}"
+        elif token.type == "table_open":
+            head = takewhile(lambda one: one.type != "thead_close", tokens[place:])
+            sides = (str(one.attrs.get("style")) for one in head if one.type == "th_open")
+            columns = "".join("r" if "right" in side else "l" for side in sides)
+            yield "\\begin{adjustbox}{max width=\\textwidth}\n"
+            yield f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n"
+        elif token.type in {"th_open", "td_open"}:
+            yield "" if tokens[place - 1].type == "tr_open" else " & "
+        elif not token.hidden:
+            yield _TEX.get(token.tag if token.type == "heading_open" else token.type, "")
 
 
-def _latex_list(lines: Sequence[str]) -> Iterator[str]:
-    if lines:
-        yield from (r"\begin{itemize}\small", *map(_latex_item, lines), r"\end{itemize}")
+def html(report: Report, images: Mapping[str, str]) -> str:
+    """The report as one page without scripts or requests.
+
+    Args:
+        report: what to show.
+        images: data URI of each figure, by its stem.
+    """
+    source = (resources.files("i2cl.experiments.report") / "page.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string(source).render(
+        title=TITLE,
+        report=report,
+        facts=_html(_facts(report)),
+        sections=[(one, _html(section_markdown(one), images)) for one in report.sections],
+        failures=_html(_failures(report)),
+    )
 
 
-def _latex_item(line: str) -> str:
-    parts = (rf"\texttt{{{_tex(part)}}}" if code else _tex(part) for part, code in code_parts(line))
-    return rf"\item {''.join(parts)}"
-
-
-def _latex_table(table: TableData) -> Iterator[str]:
-    columns = "".join("r" if right else "l" for right in table.numeric)
-    yield r"\begin{adjustbox}{max width=\textwidth}"
-    yield rf"\begin{{tabular}}{{{columns}}}"
-    yield rf"\toprule {' & '.join(map(_tex, table.columns))} \\ \midrule"
-    for row in table.rows:
-        yield f"{' & '.join(map(_latex_cell, row))} \\\\"
-    yield from (r"\bottomrule", r"\end{tabular}", r"\end{adjustbox}")
-
-
-def _latex_cell(cell: TableCell) -> str:
-    text = _tex(cell.text)
-    if cell.bold or (cell.printed and text):
-        # Bold mathematics is another font; numbers are text, and only signs between them are not.
-        text = rf"\textbf{{{text}}}" if cell.bold else rf"\textit{{{text}}}"
-    return text + _tex(cell.note or "")
-
-
-def _tex(text: str) -> str:
-    return "".join(_LATEX.get(sign, sign) for sign in re.sub(r"\s+", " ", text))
+def _html(text: str, images: Mapping[str, str] = MappingProxyType({})) -> Markup:
+    """Markdown as HTML: the first cell of a line names it, and figures are part of the page."""
+    tokens = _PARSER.parse(text)
+    for before, token, after in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        if (before.type, token.type) == ("tr_open", "td_open"):
+            token.tag = "th"
+            token.attrs["scope"] = "row"
+        elif (before.tag, token.type) == ("th", "inline"):
+            after.tag = "th"
+        for image in token.children or []:
+            if image.type == "image":
+                before.tag = after.tag = "figure"
+                image.attrs["src"] = images[Path(str(image.attrs["src"])).stem]
+                caption = [Token("text", "", 0, content=image.content)]
+                token.children = [image, Token("", "figcaption", 1), *caption, Token("", "figcaption", -1)]
+    return Markup(_PARSER.renderer.render(tokens, _PARSER.options, {}))  # noqa: S704 - escaped by the parser
 
 
 def csv_text(report: Report) -> str:
@@ -199,7 +203,7 @@ def csv_text(report: Report) -> str:
     writer.writeheader()
     for section in report.sections:
         fixed = {name: getattr(section.setting, name, None) for name in setting_columns}
-        for _, table in section.tables:
+        for table in section.tables:
             for values in table.values:
                 writer.writerow({"experiment": section.experiment.name, **fixed, **values})
     return file.getvalue()

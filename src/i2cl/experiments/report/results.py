@@ -1,15 +1,26 @@
-"""A store's records, sorted into the rows and tasks of one experiment."""
+"""A store's records, sorted into the lines and tasks of one experiment, with all that is computed of them."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from jaxtyping import Bool
 
-from i2cl.experiments.grid import Experiment, GridRow
-from i2cl.experiments.records import Outcome, Record
+from i2cl.errors import I2CLError
+from i2cl.experiments.grid import Experiment, GridRow, Scale, spread
+from i2cl.experiments.records import Record, Run
+from i2cl.experiments.statistics import ALPHA, Accuracy, Difference, accuracy, difference, holm
+
+Right = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, as `i2cl.experiments.statistics` wants it
+
+PERMUTATIONS = 9999
+PERMUTATIONS_PER_COMPARISON = 60
+"""A sampled p-value is at least 2 / permutations, and must be able to survive the correction of a table."""
+
+LISTED = 6
+"""Names in one note, before "and n more"."""
 
 
 @dataclass(frozen=True)
@@ -21,65 +32,244 @@ class Setting:
     dtype: str | None
     limit: int | None
 
+    @property
+    def words(self) -> str:
+        """As shown."""
+        parts = [self.model, f"revision {self.revision}" if self.revision is not None else None, self.dtype]
+        queries = "all queries" if self.limit is None else f"at most {self.limit} queries per task"
+        return ", ".join([*(part for part in parts if part is not None), queries])
+
 
 @dataclass(frozen=True)
+class Line:
+    """A row of an experiment, or the part of it with one number of demonstrations or one source.
+
+    Attributes:
+        place: of the row in the experiment.
+        shots: demonstrations per class, where the row has several numbers of them.
+        source: task that was moved from, where the row moves.
+        row: itself.
+    """
+
+    place: int
+    shots: int | None
+    source: str | None
+    row: GridRow = field(compare=False)  # its options cannot be hashed
+
+    @property
+    def name(self) -> str:
+        """As shown."""
+        shots = f", {self.shots} per class" if self.shots is not None else ""
+        return self.row.name + shots + (f", from {self.source}" if self.source is not None else "")
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of its row, which alone can stand beside a row of the paper."""
+        return self.shots is None and self.source is None
+
+
+@dataclass(frozen=True, eq=False)
 class Results:
-    """What a store holds of one experiment under one setting.
+    """What a store holds of one experiment under one setting; what is computed of it is computed once.
 
     Attributes:
         experiment: rows and views.
         setting: model and queries.
         tasks: those with any result, in the order of first appearance.
-        records: those that ended well.
+        cells: records that ended well.
         left_out: tasks that at most half of the rows have; other experiments ran the rest of them.
     """
 
     experiment: Experiment
     setting: Setting
     tasks: tuple[str, ...]
-    records: tuple[Record, ...]
+    cells: tuple[Record, ...]
     left_out: tuple[str, ...] = ()
+    _accuracies: dict[tuple[Line, tuple[str, ...]], Accuracy | None] = field(default_factory=dict, init=False)
+    _differences: dict[tuple[Line, Line, str | None], Difference | None] = field(
+        default_factory=dict, init=False
+    )
+
+    @cached_property
+    def _records(self) -> dict[tuple[Line, str], dict[int, Record]]:
+        """By line, task and seed, without seeds beyond a row's, which another experiment may have run."""
+        found: dict[tuple[Line, str], dict[int, Record]] = defaultdict(dict)
+        # A transfer may have been run from more and from fewer tasks: the most counts.
+        for record in sorted(self.cells, key=lambda one: len(one.cell.sources)):
+            cell = record.cell
+            for place, row in enumerate(self.experiment.rows):
+                if row.holds(cell) and (row.seeds is None or cell.seed < row.seeds):
+                    source = cell.sources[0] if row.study == "move" and cell.sources else None
+                    line = Line(place, cell.shots if len(row.shots) > 1 else None, source, row)
+                    found[line, cell.task][cell.seed] = record
+        return {place: dict(sorted(seeds.items())) for place, seeds in found.items()}
+
+    @cached_property
+    def _sorted(self) -> list[Line]:
+        order = {task: number for number, task in enumerate(self.tasks)}
+        lines = {line for line, _ in self._records}
+        return sorted(
+            lines, key=lambda one: (one.place, one.shots or 0, order.get(one.source or "", len(order)))
+        )
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """Those of rows that stay on their task."""
+        return tuple(line for line in self._sorted if line.source is None)
+
+    @cached_property
+    def moves(self) -> tuple[Line, ...]:
+        """Those of rows that move, one per source."""
+        return tuple(line for line in self._sorted if line.source is not None)
 
     @property
     def rows(self) -> tuple[GridRow, ...]:
         """Rows with any result."""
-        return tuple(row for row in self.experiment.rows if any(row.holds(one.cell) for one in self.records))
+        there = {line.place for line in self._sorted}
+        return tuple(row for place, row in enumerate(self.experiment.rows) if place in there)
 
     @property
     def default(self) -> GridRow | None:
         """The row that others are tested against: "I2CL", if it is there."""
         return next((row for row in self.rows if row.name == "I2CL"), None)
 
-    @cached_property
-    def _sorted(self) -> dict[tuple[str, str, int | None], list[Record]]:
-        """Records by row, task and number of demonstrations, each in the order of seeds.
+    @property
+    def scale(self) -> Scale:
+        """The experiment's scale that asks for as many queries as there are; else the full one."""
+        full, quick = self.experiment.full, self.experiment.quick
+        return quick if self.setting.limit == quick.limit != full.limit else full
 
-        Another experiment may have run more seeds than a row has, and a transfer from fewer tasks: such
-        records are left out.
+    @property
+    def absent(self) -> list[str]:
+        """Tasks that the experiment names, and that have no result."""
+        named = self.experiment.tasks
+        wanted = () if named == "all" else spread(named, self.scale.tasks)
+        return [task for task in wanted if task not in self.tasks]
+
+    def check_queries(self) -> None:
+        """Refuse records of one task that classify different queries.
+
+        Raises:
+            I2CLError: naming two such cells.
         """
-        kept: dict[tuple[str, str, int | None], dict[tuple[int, str], Record]] = defaultdict(dict)
-        for record in sorted(self.records, key=lambda one: len(one.cell.sources)):
-            cell = record.cell
-            for row in self.experiment.rows:
-                if row.holds(cell) and (row.seeds is None or cell.seed < row.seeds):
-                    source = cell.sources[0] if row.study == "move" else ""
-                    kept[row.name, cell.task, cell.shots][cell.seed, source] = record
-        return {place: [found[one] for one in sorted(found)] for place, found in kept.items()}
+        first: dict[str, Record] = {}
+        for record in self.cells:
+            asked = first.setdefault(record.cell.task, record)
+            if outcome(asked).gold != outcome(record).gold:
+                raise I2CLError(
+                    f"cells {asked.key} and {record.key} classify different queries of task "
+                    f"{record.cell.task!r}: keep them in stores of their own"
+                )
 
-    def of(self, row: GridRow, task: str, shots: int | None = None) -> list[Record]:
-        """Records of a row on a task, in the order of seeds; one per seed, and per source where it moves.
+    def records(self, line: Line, task: str) -> Mapping[int, Record]:
+        """Records of a line on a task by seed, in the order of seeds."""
+        return self._records.get((line, task), {})
 
-        Args:
-            row: of the experiment.
-            task: target task.
-            shots: demonstrations per class, where the row has several; None for all of them.
-        """
-        curve = (shots,) if shots is not None else row.shots or (None,)
-        found = [record for count in curve for record in self._sorted.get((row.name, task, count), [])]
+    def outcomes(self, line: Line, task: str) -> list[Run]:
+        """Runs of a line on a task, in the order of seeds."""
+        return [outcome(record) for record in self.records(line, task).values()]
+
+    def of_default(self, task: str) -> list[Record]:
+        """Records of the row that others are tested against on a task, in the order of seeds."""
+        lines = [line for line in self.lines if line.row is self.default]
+        found = [record for line in lines for record in self.records(line, task).values()]
         return sorted(found, key=lambda one: one.cell.seed)
 
+    def tasks_of(self, line: Line) -> tuple[str, ...]:
+        """Tasks that a line has results on."""
+        return tuple(task for task in self.tasks if self.records(line, task))
 
-def outcome(record: Record) -> Outcome:
+    def _shared_seeds(self, line: Line, tasks: Sequence[str]) -> set[int]:
+        return set.intersection(*(set(self.records(line, task)) for task in tasks)) if tasks else set()
+
+    def _right(self, line: Line, tasks: Sequence[str], seeds: set[int]) -> Right:
+        return [right([self.records(line, task)[seed] for seed in sorted(seeds)]) for task in tasks]
+
+    def accuracy(
+        self, line: Line, task: str | None = None, *, among: tuple[str, ...] = ()
+    ) -> Accuracy | None:
+        """Accuracy on a task; without one, over all tasks of the line, for the seeds that they share.
+
+        Args:
+            line: of these results.
+            task: one, or None for the average.
+            among: only these tasks count in the average.
+
+        Returns:
+            None where there is no seed that all tasks have.
+        """
+        tasks = (task,) if task is not None else among or self.tasks_of(line)
+        if (line, tasks) not in self._accuracies:
+            seeds = self._shared_seeds(line, tasks)
+            self._accuracies[line, tasks] = accuracy(self._right(line, tasks, seeds)) if seeds else None
+        return self._accuracies[line, tasks]
+
+    def lacking(self, line: Line) -> tuple[str, ...]:
+        """What a line lacks of its experiment, in words; empty where it is complete."""
+        tasks, wanted = self.tasks_of(line), min(self.scale.seeds, line.row.seeds or self.scale.seeds)
+        absent = [task for task in self.tasks if task not in tasks]
+        short = {task: n for task in tasks if (n := len(self.records(line, task))) < wanted}
+        parts = [f"{len(tasks)} of {len(self.tasks)} tasks, not {listing(absent)}"] if absent else []
+        if short and len(set(short.values())) == 1 and len(short) == len(tasks):
+            parts.append(f"{next(iter(short.values()))} of {wanted} seeds")
+        elif short:
+            on = listing([f"{task} ({n})" for task, n in short.items()])
+            parts.append(
+                f"fewer than {wanted} seeds on {on}; averaged over the seeds that all its tasks have"
+            )
+        return tuple(parts)
+
+    def difference(self, line: Line, other: Line, task: str | None = None) -> Difference | None:
+        """Paired difference, on a task or over all tasks that both lines have; None if they share nothing."""
+        if (other.place, other.shots or 0) < (line.place, line.shots or 0):  # each pair is compared once
+            found = self.difference(other, line, task)
+            return found and replace(found, mean=0.0 - found.mean, low=0.0 - found.high, high=0.0 - found.low)
+        if (line, other, task) not in self._differences:
+            pair = self._paired(line, other, task)
+            asked = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
+            often = PERMUTATIONS if task is None else max(PERMUTATIONS, asked)
+            self._differences[line, other, task] = difference(*pair, permutations=often) if pair[0] else None
+        return self._differences[line, other, task]
+
+    def _paired(self, line: Line, other: Line, task: str | None) -> tuple[Right, Right]:
+        """What two lines got right on each task that both have, for the seeds that both have on all of these.
+
+        A line with one seed by nature keeps it: it is paired with every seed of the other.
+        """
+        theirs = self.tasks_of(other)
+        tasks = [one for one in self.tasks_of(line) if one in theirs and task in {None, one}]
+        seeds = self._shared_seeds(line, tasks), self._shared_seeds(other, tasks)
+        if 1 not in {line.row.seeds, other.row.seeds}:
+            seeds = (seeds[0] & seeds[1],) * 2
+        if not all(seeds):
+            return [], []
+        return self._right(line, tasks, seeds[0]), self._right(other, tasks, seeds[1])
+
+    def reference(self, line: Line) -> Line | None:
+        """The line that another is tested against: of the default row, with as many demonstrations."""
+        lines = [one for one in self.lines if one.row is self.default]
+        alike = [one for one in lines if one.shots == line.shots]
+        found = alike[0] if alike else lines[0] if len(lines) == 1 else None
+        return None if found == line else found
+
+    def leader(self, task: str | None = None) -> Line | None:
+        """The best line, if it can be told from every other; without a task, by average over all tasks."""
+        means = {line: got.mean for line in self.lines if (got := self.accuracy(line, task))}
+        if len(means) < 2:
+            return None
+        best, *others = sorted(means, key=lambda line: -means[line])
+        if task is None and self.tasks_of(best) != self.tasks:
+            return None
+        p_values = []
+        for other in others:  # the closest first: most often it ends the search, and tests are slow
+            found = self.difference(best, other, task)
+            if found is None or found.low <= 0 or found.p >= ALPHA or found.seeds < 2:
+                return None
+            p_values.append(found.p)
+        return best if bool((holm(p_values) < ALPHA).all()) else None
+
+
+def outcome(record: Record) -> Run:
     """The outcome of a record that ended well."""
     if record.outcome is None:
         raise ValueError(f"cell {record.key} did not end well")
@@ -88,10 +278,13 @@ def outcome(record: Record) -> Outcome:
 
 def right(records: Sequence[Record]) -> Bool[np.ndarray, "seeds queries"]:
     """Whether each query was classified rightly, by seed."""
-    if not records:
-        return np.zeros((0, 0), dtype=bool)
-    found = [np.equal(outcome(one).predictions, outcome(one).gold) for one in records]
-    return np.stack(found)
+    return np.stack([np.equal(outcome(one).predictions, outcome(one).gold) for one in records])
+
+
+def listing(names: Sequence[str]) -> str:
+    """Names with commas, cut short where there are many."""
+    more = len(names) - LISTED
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:LISTED])} and {more} more"
 
 
 def results_of(experiment: Experiment, records: Iterable[Record]) -> list[Results]:

@@ -1,15 +1,232 @@
-"""The tables of a report: which views have one, and who makes it."""
+"""The tables of a report: data and notes, whatever they are rendered to."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from i2cl.experiments.grid import View
-from i2cl.experiments.report.tables_accuracy import average_table, matrix_table, shots_table, tasks_table
-from i2cl.experiments.report.tables_comparison import comparison_tables
-from i2cl.experiments.report.tables_cost import cost_table
-from i2cl.experiments.report.tables_lines import Comparisons, Line
-from i2cl.experiments.report.tables_model import VALUES, TableCell, TableData
+from i2cl.experiments.printed import PrintedRow
+from i2cl.experiments.records import COUNTS
+from i2cl.experiments.report.notes import (
+    INCOMPLETE,
+    Cell,
+    accuracy_notes,
+    incomplete_notes,
+    number_range,
+    place_notes,
+    scale_note,
+)
+from i2cl.experiments.report.paper import AVERAGE, Paper, Values
+from i2cl.experiments.report.results import Line, Results
+from i2cl.experiments.statistics import ALPHA, Accuracy, Comparison, Difference, holm
 
-TABLES: Mapping[View, Callable[[Comparisons], list[TableData]]] = {
+NOTHING = "–"
+"""Stands where there is no result."""
+
+HIGHER, LOWER, ALIKE = "▲", "▼", "·"
+
+WIDE = 10
+"""With more tasks than this, tasks are lines and rows are columns."""
+
+VALUES = (
+    *("view", "row", "task", "origin", "against", "unit", "mean", "sd", "low", "high", "p", "q", "seeds"),
+    *("queries", "trainable_parameters", "cached_values", "cached_bytes", "fit_seconds", "ms_per_query"),
+    *("held_out", "lacking"),
+)
+"""Names of the raw numbers of a table, in the order of a file's columns; no table has all of them."""
+
+COLUMNS = {
+    "trainable_parameters": "Trained parameters",
+    "cached_values": "Values kept",
+    "cached_bytes": "Bytes kept",
+    "held_out": "Held-out examples",
+}
+"""Whole numbers of a run's cost, by the names they have in files, with the column's name."""
+
+PRINTED: dict[str, Callable[[PrintedRow], str | None]] = {
+    "Trained, thousands (paper)": lambda row: (
+        None if row.trainable_thousands is None else f"{row.trainable_thousands:,.2f}"
+    ),
+    "Values kept (paper)": lambda row: row.cached,
+}
+"""Columns of costs that the paper prints, if it does."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table.
+
+    Attributes:
+        title: what it shows.
+        columns: their names; the first one names the lines.
+        rows: as many cells each as there are columns.
+        notes: lines below.
+        values: the raw numbers behind the cells, one line per row and task.
+        words: columns that hold no numbers, beside the first.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[str] = ()
+    values: Sequence[Values] = ()
+    words: Sequence[str] = ()
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether each column holds numbers, which stand to the right."""
+        return [place > 0 and name not in self.words for place, name in enumerate(self.columns)]
+
+    def narrow(self, tasks: int) -> "Table":
+        """Lines and columns changed over, where so many tasks would be too wide."""
+        if tasks <= WIDE:
+            return self
+        names, *columns = zip(*self.rows, strict=True)
+        heads = [f"{one.text} {one.mark}".strip() for one in names]
+        rows = [(Cell(name), *cells) for name, cells in zip(self.columns[1:], columns, strict=True)]
+        return replace(self, columns=("Task", *heads), rows=rows)
+
+
+def tasks_table(found: Results, paper: Paper) -> list[Table]:
+    """Accuracy of every row on every task; printed numbers stand below the row that they belong to."""
+    averaged = len(found.tasks) > 1
+    asked = (*found.tasks, *([None] if averaged else []))
+    leaders = {task: found.leader(task) for task in asked}
+    rows: list[list[Cell]] = []
+    for line in found.lines:
+        cells = (_accuracy(found, line, task, bold=leaders[task] == line) for task in asked)
+        rows.append([Cell(line.name), *cells])
+        if paper.row(line) is not None:
+            printed = (paper.cell(line, task) for task in asked)
+            rows.append([Cell(f"{line.name} (paper)", printed=True), *printed])
+    notes = accuracy_notes(found, rows, paper.notes(rows, averaged=averaged))
+    columns = ("Row", *(task or "Average" for task in asked))
+    values = _values("tasks", found, found.lines, asked, paper)
+    return [Table("Accuracy by task", columns, rows, notes, values).narrow(len(found.tasks))]
+
+
+def average_table(found: Results, paper: Paper) -> list[Table]:
+    """Accuracy of every row, averaged over tasks."""
+    overall, beside = found.leader(), paper.averages
+    rows: list[list[Cell]] = []
+    for line in found.lines:
+        got = found.accuracy(line)
+        seeds = got.seeds if got is not None else 0
+        numbers = (_interval(got), str(len(found.tasks_of(line))), str(seeds))
+        rows.append([Cell(line.name), _accuracy(found, line, bold=overall == line), *map(Cell, numbers)])
+        rows[-1] += [paper.cell(line, None)] if beside else []
+    meaning = "The interval is for other demonstrations and other queries (bootstrap over both)."
+    notes = accuracy_notes(found, rows, paper.notes(rows, averaged=True) if beside else [], meaning)
+    columns = ("Row", "Average", "95 % interval", "Tasks", "Seeds", *(["(paper)"] if beside else []))
+    values = _values("average", found, found.lines, [None], paper)
+    return [Table("Average accuracy over tasks", columns, rows, notes, values)]
+
+
+def shots_table(found: Results, _paper: Paper) -> list[Table]:
+    """Average over tasks by demonstrations per class, of the rows that have several numbers of them."""
+    counts = sorted({line.shots for line in found.lines if line.shots is not None})
+    rows = []
+    for row in found.rows:
+        by_shots = {line.shots: _accuracy(found, line) for line in found.lines if line.row is row}
+        # A row without demonstrations is the same for every number of them.
+        cells = (by_shots.get(count) or by_shots.get(None) or Cell(NOTHING) for count in counts)
+        rows += [[Cell(row.name), *cells]] if by_shots else []
+    notes = (scale_note(found, found.lines), *incomplete_notes(found, found.lines))
+    columns = ("Demonstrations per class", *map(str, counts))
+    values = _values("shots", found, found.lines, [None])
+    return [Table("Average accuracy by demonstrations", columns, rows, notes, values)] if counts else []
+
+
+def matrix_table(found: Results, _paper: Paper) -> list[Table]:
+    """Accuracy on every task (columns) with what was fitted on every other (lines)."""
+    tables = []
+    for place in dict.fromkeys(line.place for line in found.moves):
+        lines = [line for line in found.moves if line.place == place]
+        rows = [
+            [Cell(line.source or ""), *(_accuracy(found, line, task) for task in found.tasks)]
+            for line in lines
+        ]
+        notes = (scale_note(found, lines), *incomplete_notes(found, lines))
+        title = f"{lines[0].row.name}: from the task of the line to that of the column"
+        values = _values("matrix", found, lines, found.tasks)
+        tables.append(Table(title, ("From", *found.tasks), rows, notes, values))
+    return tables
+
+
+def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
+    """Differences from I2CL of averages; and with several tasks, differences on each."""
+    pairs = [(line, other) for line in found.lines if (other := found.reference(line)) is not None]
+    if not pairs or found.default is None:
+        return []
+    against = found.default.name
+    minus = f"Row minus {against} in percentage points"
+    lacking = incomplete_notes(found, found.lines)
+    lacking += ["Incomplete rows are compared on the tasks and seeds that both have."] if lacking else []
+
+    tested = _tested(found, pairs, [None])
+    rows = [
+        [Cell(line.name, mark=_mark(found, line, other)), *map(Cell, _verdict(tested[line, None]))]
+        for line, other in pairs
+    ]
+    meaning = (
+        f"{minus}, on the same queries and seeds; the interval is for other demonstrations and other queries."
+    )
+    tests = (
+        f"p: sign-flip test over queries; q: p, corrected (Holm) over {_all(tested)} of this table. "
+        f"A difference is shown where q < {ALPHA} and the interval excludes 0."
+    )
+    title = f"Difference from {against}" + (", average over tasks" if len(found.tasks) > 1 else "")
+    columns = ("Row", "Difference", "95 % interval", "p", "q", "Verdict")
+    values = _differences(found, pairs, tested)
+    tables = [Table(title, columns, rows, (meaning, tests, *lacking), values, words=["Verdict"])]
+
+    if len(found.tasks) > 1:
+        tested = _tested(found, pairs, found.tasks)
+        rows = [
+            [Cell(line.name), *(Cell(_signed(tested[line, task])) for task in found.tasks)]
+            for line, _ in pairs
+        ]
+        legend = (
+            f"{minus}. {HIGHER} higher, {LOWER} lower (q < {ALPHA}, corrected over {_all(tested)} of this "
+            f"table, and a 95 % interval that excludes 0); {ALIKE} no difference shown."
+        )
+        title, values = f"Difference from {against} by task", _differences(found, pairs, tested)
+        tables.append(
+            Table(title, ("Row", *found.tasks), rows, (legend, *lacking), values).narrow(len(found.tasks))
+        )
+    return tables
+
+
+def cost_table(found: Results, paper: Paper) -> list[Table]:
+    """Numbers trained and kept, held-out examples and times of every row."""
+    printed = {line: row for line in found.lines if (row := paper.row(line)) is not None}
+    extra = {name: write for name, write in PRINTED.items() if any(map(write, printed.values()))}
+    rows, values = [], []
+    for line in found.lines:
+        tasks = found.tasks_of(line)
+        outcomes = [one for task in tasks for one in found.outcomes(line, task)]
+        counts = (number_range(getattr(one.cost, COUNTS[name]) for one in outcomes) for name in COLUMNS)
+        times = map(_duration, mean_times(found, line, tasks))
+        beside = (write(printed[line]) if line in printed else None for write in extra.values())
+        name = Cell(line.name, mark=_mark(found, line))
+        rows.append(
+            [name, *map(Cell, counts), *map(Cell, times), *(Cell(one or "", printed=True) for one in beside)]
+        )
+        values += [_costs(found, line, task) for task in tasks]
+    notes = [
+        "Times are means over tasks and seeds; whole numbers that differ between tasks or seeds are ranges.",
+        *place_notes(found),
+        *incomplete_notes(found, found.lines),
+    ]
+    if extra and paper.table is not None:
+        symbols = "M demonstration tokens, D width, L layers, 1/K compression rate."
+        notes.append(f"(paper): as printed in {paper.table.paper}, {paper.table.model}. {symbols}")
+    columns = ("Row", *COLUMNS.values(), "Fit, s", "Query, ms", *extra)
+    return [Table("Cost", columns, rows, notes, values)]
+
+
+TABLES: Mapping[View, Callable[[Results, Paper], list[Table]]] = {
     "tasks": tasks_table,
     "average": average_table,
     "cost": cost_table,
@@ -19,4 +236,155 @@ TABLES: Mapping[View, Callable[[Comparisons], list[TableData]]] = {
 }
 """Views that have tables: each gives a list, empty where there is no data."""
 
-__all__ = ["TABLES", "VALUES", "Comparisons", "Line", "TableCell", "TableData"]
+
+def tables_of(view: View, found: Results, paper: Paper) -> list[Table]:
+    """The tables of a view; empty where it has none, or there is no data."""
+    there = found.moves if view == "matrix" else found.lines
+    return TABLES[view](found, paper) if view in TABLES and there else []
+
+
+def mean_times(found: Results, line: Line, tasks: Iterable[str]) -> tuple[float, float]:
+    """Seconds to fit and milliseconds per query: mean over seeds, then over tasks."""
+    each = []
+    for outcomes in (found.outcomes(line, task) for task in tasks):
+        queries = [1000 * one.predict_seconds / len(one.predictions) for one in outcomes]
+        each.append((np.mean([one.fit_seconds for one in outcomes]), np.mean(queries)))
+    fit, query = np.mean(each, axis=0)
+    return float(fit), float(query)
+
+
+def _accuracy(found: Results, line: Line, task: str | None = None, *, bold: bool = False) -> Cell:
+    """Mean ± standard deviation, the mean alone where one seed has no spread; averages are marked."""
+    got = found.accuracy(line, task)
+    spread = f" ± {100 * got.sd:.1f}" if got is not None and got.seeds > 1 else ""
+    text = NOTHING if got is None else f"{100 * got.mean:.1f}{spread}"
+    return Cell(text, bold=bold, mark=_mark(found, line) if task is None else "")
+
+
+def _mark(found: Results, *lines: Line) -> str:
+    return INCOMPLETE if any(map(found.lacking, lines)) else ""
+
+
+def _measured(view: View, found: Results, task: str | None, line: Line, *others: Line) -> Values:
+    """What all raw numbers say of themselves."""
+    lacking = dict.fromkeys(part for one in (line, *others) for part in found.lacking(one))
+    return {
+        "view": view,
+        "row": line.name,
+        "task": AVERAGE if task is None else task,
+        "origin": "measured",
+        "lacking": "; ".join(lacking) or None,
+    }
+
+
+def _in_percent(got: Accuracy | Difference, *names: str) -> Values:
+    return {name: round(100 * getattr(got, name), 8) for name in names}
+
+
+def _values(
+    view: View, found: Results, lines: Iterable[Line], tasks: Sequence[str | None], paper: Paper | None = None
+) -> list[Values]:
+    """Raw accuracies on tasks, and on average for None; after each line what the paper prints."""
+    values: list[Values] = []
+    for line in lines:
+        values += [
+            {
+                **_measured(view, found, task, line),
+                **_in_percent(got, "mean", "sd", "low", "high"),
+                "unit": "percent",
+                "seeds": got.seeds,
+                "queries": got.queries,
+            }
+            for task in tasks
+            if (got := found.accuracy(line, task)) is not None
+        ]
+        values += paper.values(line, view) if paper is not None else []
+    return values
+
+
+def _costs(found: Results, line: Line, task: str) -> Values:
+    outcomes = found.outcomes(line, task)
+    fit, query = mean_times(found, line, [task])
+    counts = {name: [getattr(one.cost, COUNTS[name]) for one in outcomes] for name in COLUMNS}
+    return {
+        **_measured("cost", found, task, line),
+        **{name: got[0] if len(set(got)) == 1 else float(np.mean(got)) for name, got in counts.items()},
+        "fit_seconds": round(fit, 6),
+        "ms_per_query": round(query, 6),
+        "seeds": len(outcomes),
+        "queries": len(outcomes[0].predictions),
+    }
+
+
+Pairs = list[tuple[Line, Line]]
+"""Lines, each with the one that it is tested against."""
+
+Tested = dict[tuple[Line, str | None], Comparison | None]
+"""Comparisons by line and task; None where the two share no results."""
+
+
+def _tested(found: Results, pairs: Pairs, tasks: Sequence[str | None]) -> Tested:
+    """All lines on all tasks, on average for None, corrected over all of them."""
+    asked = {(line, task): found.difference(line, other, task) for line, other in pairs for task in tasks}
+    got = {key: difference for key, difference in asked.items() if difference is not None}
+    corrected = holm([difference.p for difference in got.values()]).tolist()
+    made = {key: Comparison(got[key], q) for key, q in zip(got, corrected, strict=True)}
+    return {key: made.get(key) for key in asked}
+
+
+def _all(tested: Tested) -> str:
+    count = sum(one is not None for one in tested.values())
+    return f"all {count} comparisons" if count > 1 else "the one comparison"
+
+
+def _verdict(comparison: Comparison | None) -> Sequence[str]:
+    if comparison is None:
+        return (*[NOTHING] * 4, "nothing shared to compare")
+    got = comparison.difference
+    verdict = "no difference shown" if got.seeds > 1 else "one seed cannot tell"
+    if comparison.distinguishable:
+        verdict = "higher" if got.mean > 0 else "lower"
+    p, q = (f"{value:.3f}" if value >= 0.001 else "< 0.001" for value in (got.p, comparison.q))
+    return _points(got.mean), _interval(got), p, q, verdict
+
+
+def _signed(comparison: Comparison | None) -> str:
+    if comparison is None:
+        return NOTHING
+    mean = comparison.difference.mean
+    mark = (HIGHER if mean > 0 else LOWER) if comparison.distinguishable else ALIKE
+    return f"{_points(mean)} {mark}"
+
+
+def _differences(found: Results, pairs: Pairs, tested: Tested) -> list[Values]:
+    against = dict(pairs)
+    return [
+        {
+            **_measured("comparison", found, task, line, against[line]),
+            **_in_percent(one.difference, "mean", "low", "high"),
+            "unit": "percentage points",
+            "against": against[line].name,
+            "p": one.difference.p,
+            "q": one.q,
+        }
+        for (line, task), one in tested.items()
+        if one is not None
+    ]
+
+
+def _points(share: float) -> str:
+    """A difference in percentage points, with its sign."""
+    text = f"{100 * share:+.1f}"
+    return "0.0" if float(text) == 0 else text.replace("-", "−")
+
+
+def _interval(got: Accuracy | Difference | None) -> str:
+    if got is None:
+        return NOTHING
+    signed = isinstance(got, Difference)
+    return " to ".join(_points(end) if signed else f"{100 * end:.1f}" for end in (got.low, got.high))
+
+
+def _duration(value: float) -> str:
+    """A time to three digits, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -6,7 +6,20 @@ from typing import Any
 import typer
 
 from i2cl.errors import I2CLError
-from i2cl.faces.cli import console, experiment, export, look, measure, share, use
+from i2cl.faces.cli import (
+    check,
+    console,
+    demo,
+    evaluate,
+    experiment,
+    export,
+    fit,
+    ls,
+    predict,
+    push,
+    report,
+    verify,
+)
 from i2cl.version import __version__
 
 NAME = "i2cl"
@@ -19,17 +32,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command()(measure.demo)
-app.command()(use.fit)
-app.command()(use.predict)
-app.command(name="eval")(measure.evaluate)
+app.command()(demo.demo)
+app.command()(fit.fit)
+app.command()(predict.predict)
+app.command(name="eval")(evaluate.evaluate)
 app.add_typer(experiment.app, name="experiment")
-app.command()(experiment.report)
+app.command()(report.report)
 app.command()(export.export)
-app.command()(export.verify)
-app.command()(share.push)
-app.command()(look.check)
-app.command()(look.ls)
+app.command()(verify.verify)
+app.command()(push.push)
+app.command()(check.check)
+app.command()(ls.ls)
 
 
 @app.callback(invoke_without_command=True)

@@ -6,12 +6,15 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from i2cl.experiments.records import Run
 
 SHORT = 20
 """Cells up to this length are never wrapped."""
@@ -104,6 +107,11 @@ class Bar:
         """Move on by one epoch of calibration."""
         self.advance()
         self.describe(f"calibrating, loss {loss:.3f}")
+
+    def run(self, run: "Run") -> None:
+        """Move on by one method fitted and scored."""
+        self.advance()
+        self.describe(f"{run.task} {run.method} seed {run.seed}: {run.accuracy:.2f}")
 
     def describe(self, what: str) -> None:
         """Say what is going on."""

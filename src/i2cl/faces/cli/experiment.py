@@ -1,4 +1,4 @@
-"""`i2cl experiment ls|run|pack|unpack` and `i2cl report`."""
+"""`i2cl experiment ls|run|pack|unpack`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from i2cl.errors import I2CLError
 from i2cl.faces.cli import console, load, options
+from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
     from i2cl.experiments.grid import Cell, Experiment, Scale
     from i2cl.experiments.records import Record
-    from i2cl.experiments.runner import CellJob
+    from i2cl.experiments.runner import GroupJob
     from i2cl.models.decoder import Decoder
 
 app = typer.Typer(
@@ -21,7 +21,6 @@ app = typer.Typer(
 )
 
 NewFolder = Annotated[Path, typer.Argument(help="New folder.")]
-StoreFolder = Annotated[Path, typer.Argument(help="Folder of a store, packed or not.")]
 
 
 @app.command()
@@ -55,8 +54,10 @@ def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
 
 
 @app.command()
+@options.expanded
 def run(
     names: Annotated[str, typer.Argument(help="Experiments with commas between, 'all', or a TOML file.")],
+    *,
     model: Annotated[
         str, typer.Option(help="'reference' (bundled), a model folder, or a hub id.")
     ] = "reference",
@@ -74,34 +75,31 @@ def run(
     ] = None,
     executor: options.Executor = "local",
     address: options.Address = None,
-    data_dir: options.DataDir = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    device_map: options.DeviceMap = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.Trust = False,
+    rows: Annotated[TaskOptions, ("data_dir",)],
+    loading: Annotated[ModelOptions, ("device", "dtype", "device_map", "revision", "trust_remote_code")],
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Run the cells that the store lacks; exit code 1 if any failed."""
     from i2cl.experiments.grid import Cell
-    from i2cl.experiments.runner import pending, run_cells
+    from i2cl.experiments.runner import pending, run_groups
     from i2cl.experiments.store import Store
 
     folder = store or Path("results") / (Path(model).name + ("-quick" if quick else ""))
-    base = Cell(model=model, revision=revision, dtype=dtype, task="")
-    cells = _cells(names, base, load.task_names(tasks or "all", model), quick, seeds, limit)
+    base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
+    cells, timed = _cells(names, base, load.task_names(tasks or "all", model), quick, seeds, limit)
     for name in {cell.task for cell in cells}:  # what is lacking is told before a model is loaded
-        load.task(name, load.TaskOptions(data_dir))
-    found = load.ModelOptions(device, dtype, device_map, revision, trust_remote_code)
-    source = partial(load.decoder, model, found)
+        load.task(name, rows)
+    data_dir = str(rows.data_dir) if rows.data_dir else None
+    source = partial(load.decoder, model, loading)
     execute = partial(_execute, source=source, workers=workers, ray=executor == "ray", address=address)
     with Store.writing(folder) if console.FIRST else Store.following(folder) as opened:
-        waiting = pending(cells, opened)
-        with console.progress(len(waiting), "running") as bar:
-            tally = run_cells(waiting, opened, execute, str(data_dir) if data_dir else None, _watch(bar))
-        failures = [opened.records[cell.key] for cell in waiting if not opened.done(cell.key)]
-    kept = len({cell.key for cell in cells}) - len(waiting)
+        waiting = pending(cells, opened, timed)
+        lacking = [cell for group in waiting for cell in group.lacking]
+        with console.progress(len(lacking), "running") as bar:
+            tally = run_groups(waiting, opened, execute, data_dir, _watch(bar))
+        failures = [opened.records[cell.key] for cell in lacking if not opened.done(cell.key)]
+    kept = len({cell.key for cell in cells}) - len(lacking)
     if json:
         console.print_json({"store": str(folder), "done": tally.done, "failed": tally.failed, "kept": kept})
     else:
@@ -112,15 +110,17 @@ def run(
 
 def _cells(
     names: str, base: "Cell", tasks: Sequence[str], quick: bool, seeds: int | None, limit: int | None
-) -> "list[Cell]":
+) -> "tuple[list[Cell], set[str]]":
+    """All cells of the experiments, and the keys of those that are timed."""
     from i2cl.experiments.library import ORDER, load_experiment
 
-    chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
-    return [
-        cell
-        for one in chosen
-        for cell in one.cells(base, tasks, _scaled(one.quick if quick else one.full, seeds, limit))
-    ]
+    cells: list[Cell] = []
+    timed: set[str] = set()
+    for one in map(load_experiment, ORDER if names == "all" else load.split(names)):
+        own = list(one.cells(base, tasks, _scaled(one.quick if quick else one.full, seeds, limit)))
+        cells += own
+        timed |= {cell.key for cell in own if one.timed}
+    return cells, timed
 
 
 def _tell(folder: Path, summary: str, failures: "Sequence[Record]") -> None:
@@ -137,13 +137,13 @@ def _scaled(scale: "Scale", seeds: int | None, limit: int | None) -> "Scale":
 
 
 def _execute(
-    jobs: "Sequence[CellJob]",
+    jobs: "Sequence[GroupJob]",
     *,
     source: "Callable[[], Decoder]",
     workers: int | None,
     ray: bool,
     address: str | None,
-) -> "Iterator[Record]":
+) -> "Iterator[list[Record]]":
     from i2cl.experiments.cluster import run_on_ray
     from i2cl.experiments.parallel import run_jobs, suggested_workers
 
@@ -154,7 +154,7 @@ def _execute(
         return
     decoder = source()
     count = workers or suggested_workers(decoder, len(jobs))
-    yield from (record for _, record in run_jobs(decoder, source, jobs, count))
+    yield from (records for _, records in run_jobs(decoder, source, jobs, count))
 
 
 def _watch(bar: console.Bar) -> "Callable[[Record], None]":
@@ -171,13 +171,17 @@ def _watch(bar: console.Bar) -> "Callable[[Record], None]":
 
 
 @app.command()
-def pack(store: StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False) -> None:
+def pack(
+    store: options.StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False
+) -> None:
     """Write a store as Parquet and one safetensors file: compact, for keeping and sharing."""
     _rewrite(store, out, "pack", as_json=json)
 
 
 @app.command()
-def unpack(store: StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False) -> None:
+def unpack(
+    store: options.StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False
+) -> None:
     """Turn a packed store back into one that runs can add to."""
     _rewrite(store, out, "unpack", as_json=json)
 
@@ -191,34 +195,3 @@ def _rewrite(store: Path, out: Path, how: Literal["pack", "unpack"], *, as_json:
         console.print_json({"store": str(out), "cells": len(opened.records)})
     else:
         console.say(f"{len(opened.records)} cells: {out}")
-
-
-def report(
-    store: StoreFolder,
-    names: Annotated[
-        str, typer.Option("--experiments", help="With commas between, TOML files, or all.")
-    ] = "all",
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="New folder; default: STORE/report.")
-    ] = None,
-    formats: Annotated[str, typer.Option(help="Some of md,tex,csv,html.")] = "md,tex,csv,html",
-    seed: options.NoSeed = 0,
-    json: options.Json = False,
-) -> None:
-    """Tables and figures of a store, beside the paper's printed numbers, without a model."""
-    from i2cl.experiments.library import ORDER, load_experiment
-    from i2cl.experiments.report.page import FORMATS, build, write
-    from i2cl.experiments.store import Store
-
-    wanted = load.split(formats)
-    if not set(wanted) <= set(FORMATS):
-        raise I2CLError(f"--formats {formats!r}: known are {', '.join(FORMATS)}")
-    opened = Store.open(store)
-    chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
-    built = build(chosen, list(opened.records.values()), opened.vectors())
-    written = write(built, out or store / "report", wanted)
-    if json:
-        console.print_json([str(path) for path in written])
-    else:
-        for path in written:
-            console.say(str(path))

@@ -2,45 +2,18 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from i2cl.errors import I2CLError
-from i2cl.faces.cli import console
+from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
-    from i2cl.experiments.evaluation import Run
+    from i2cl.core.injection import Injection
     from i2cl.methods import Method
     from i2cl.models.architectures import Architecture
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """How to load a model."""
-
-    device: str | None = None
-    dtype: str | None = None
-    device_map: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    offload_folder: Path | None = None
-    quantization: Literal["8bit", "4bit"] | None = None
-
-
-@dataclass(frozen=True)
-class TaskOptions:
-    """Where a task's rows are and how a user's own file is read."""
-
-    data_dir: Path | None = None
-    template: str | None = None
-    labels: str | None = None
-    text_column: str = "text"
-    label_column: str = "label"
-    test: Path | None = None
 
 
 def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":
@@ -86,12 +59,21 @@ def _device_map(typed: str | None) -> str | dict[str, Any] | None:
     return found
 
 
-def base_decoder(name: str, options: ModelOptions) -> "Decoder":
-    """Load the model that an injection names.
+def of_artefact(options: ModelOptions, injection: "Injection", model: str | None) -> ModelOptions:
+    """With the revision that an injection was made on, unless another one or another model is named."""
+    made_on = None if model else injection.base.revision
+    return replace(options, revision=options.revision or made_on)
+
+
+def artefact_decoder(injection: "Injection", model: str | None, options: ModelOptions) -> "Decoder":
+    """Load the model that an injection was made on, or the one that is named instead.
 
     Raises:
-        I2CLError: if it is not found there, naming the option that says where it is.
+        I2CLError: if the first is not found where it was, naming the option that says where it is.
     """
+    if model is not None:
+        return decoder(model, options)
+    name = injection.base.name
     try:
         return decoder(name, options)
     except I2CLError as error:
@@ -173,32 +155,3 @@ def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -
             raise I2CLError(f"--set {setting!r} is not NAME=VALUE: write it like --set formula=add")
         options[name.strip()] = value.strip()
     return make_methods(names, options, RECIPES[recipe])
-
-
-def run_all(
-    model: str,
-    found: ModelOptions,
-    chosen: "Sequence[Task]",
-    methods: "Sequence[Method]",
-    *,
-    seeds: Sequence[int],
-    shots: int | None,
-    limit: int | None,
-    workers: int | None,
-) -> "list[Run]":
-    """Evaluate every task, method and seed behind one progress bar, in that order."""
-    from i2cl.experiments.parallel import Cell, run_jobs, suggested_workers
-
-    for one in chosen:  # rows that are lacking are told before a model is loaded
-        one.sample(shots, seeds[0])
-        one.queries(limit)
-    cells = [Cell(one, method, seed, shots, limit) for one in chosen for method in methods for seed in seeds]
-    loaded = decoder(model, found)
-    count = workers or suggested_workers(loaded, len(cells))
-    runs: dict[int, Run] = {}
-    with console.progress(len(cells), "evaluating") as bar:
-        for place, run in run_jobs(loaded, partial(decoder, model, found), cells, count):
-            runs[place] = run
-            bar.advance()
-            bar.describe(f"{run.task} {run.method} seed {run.seed}: {run.accuracy:.2f}")
-    return [runs[place] for place in sorted(runs)]

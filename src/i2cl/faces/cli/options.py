@@ -1,62 +1,33 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, alone or in groups.
 
+A group is a frozen dataclass whose fields are options. A command that is `expanded` takes it as one argument,
+and its users see the fields.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+
 Model = Annotated[str, typer.Argument(help="'reference' (bundled), a model folder, or a hub id.")]
 TaskName = Annotated[
-    str, typer.Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL or TOML file.")
+    str, typer.Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON or TOML file.")
 ]
+Artefact = Annotated[str, typer.Argument(help="Folder made by `i2cl fit`, or a hub id.")]
+BaseName = Annotated[str | None, typer.Option(help="Base model; default: the one it was made on.")]
+Force = Annotated[bool, typer.Option("--force", help="Accept another model of the same shape.")]
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Seed = Annotated[int, typer.Option(help="Seed of demonstrations, calibration and everything random.")]
 NoSeed = Annotated[int, typer.Option(help="Accepted everywhere; nothing is random here.")]
 Shots = Annotated[int | None, typer.Option(min=1, help="Demonstrations per class; default: the task's own.")]
 Limit = Annotated[int, typer.Option(min=1, help="Queries per task.")]
-
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="I2CL_DATA_DIR", help="Folder with TASK/train.jsonl and test.jsonl, instead of the hub."
-    ),
-]
-FormatString = Annotated[
-    str | None,
-    typer.Option("--template", help="Such as 'Review: {text}\\nSentiment: {label}'; \\n is a newline."),
-]
-Labels = Annotated[str | None, typer.Option(help="Label words in the order of their ids, commas between.")]
-TextColumn = Annotated[str, typer.Option(help="Column or key that holds the text.")]
-LabelColumn = Annotated[str, typer.Option(help="Column or key that holds the label.")]
-TestFile = Annotated[Path | None, typer.Option("--test", help="File with the test rows of your own task.")]
-
-Executor = Annotated[Literal["local", "ray"], typer.Option(help="Here, or on Ray (i2cl\\[ray]).")]
-Address = Annotated[str | None, typer.Option(help="Ray cluster; default: one started here.")]
-
-Device = Annotated[
-    str | None, typer.Option(help="Such as cpu or cuda:0; default: an accelerator if there is one.")
-]
-Dtype = Annotated[
-    str | None, typer.Option(help="auto, float32, bfloat16 or float16; default: float32 on CPU, else auto.")
-]
-DeviceMap = Annotated[
-    str | None,
-    typer.Option(
-        help='auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel under '
-        "torchrun (fit, eval, experiment)."
-    ),
-]
-OffloadFolder = Annotated[
-    Path | None, typer.Option(help="Where a device map's weights on 'disk' go, if they are copied.")
-]
-Quantization = Annotated[
-    Literal["8bit", "4bit"] | None,
-    typer.Option(help="Hold weights in 8 or 4 bits (i2cl\\[quant]); default: as the checkpoint is."),
-]
-Revision = Annotated[str | None, typer.Option(help="Hub branch, tag or commit of the model.")]
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that the model repository brings.")
-]
 
 Settings = Annotated[
     list[str] | None,
@@ -66,3 +37,93 @@ Recipe = Annotated[
     Literal["paper", "released", "fast"],
     typer.Option(help="Calibrate as the paper's text says, as its released code does, or in few passes."),
 ]
+
+StoreFolder = Annotated[Path, typer.Argument(help="Folder of a store, packed or not.")]
+Executor = Annotated[Literal["local", "ray"], typer.Option(help="Here, or on Ray (i2cl\\[ray]).")]
+Address = Annotated[str | None, typer.Option(help="Ray cluster; default: one started here.")]
+
+TextColumn = Annotated[str, typer.Option(help="Column or key that holds the text.")]
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Where a task's rows are, and how a user's own file is read."""
+
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="I2CL_DATA_DIR", help="Folder with TASK/train.jsonl and test.jsonl, instead of the hub."
+        ),
+    ] = None
+    template: Annotated[
+        str | None,
+        typer.Option(help="Such as 'Review: {text}\\nSentiment: {label}'; \\n is a newline."),
+    ] = None
+    labels: Annotated[
+        str | None, typer.Option(help="Label words in the order of their ids, commas between.")
+    ] = None
+    text_column: TextColumn = "text"
+    label_column: Annotated[str, typer.Option(help="Column or key that holds the label.")] = "label"
+    test: Annotated[Path | None, typer.Option(help="File with the test rows of your own task.")] = None
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How to load a model."""
+
+    device: Annotated[
+        str | None, typer.Option(help="Such as cpu or cuda:0; default: an accelerator if there is one.")
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="auto, float32, bfloat16 or float16; default: float32 on CPU, else auto."),
+    ] = None
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            help='auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel under '
+            "torchrun (fit, eval, experiment)."
+        ),
+    ] = None
+    offload_folder: Annotated[
+        Path | None, typer.Option(help="Where a device map's weights on 'disk' go, if they are copied.")
+    ] = None
+    quantization: Annotated[
+        Literal["8bit", "4bit"] | None,
+        typer.Option(help="Hold weights in 8 or 4 bits (i2cl\\[quant]); default: as the checkpoint is."),
+    ] = None
+    revision: Annotated[str | None, typer.Option(help="Hub branch, tag or commit of the model.")] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model repository brings.")
+    ] = False
+
+
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of its arguments that are groups.
+
+    ``Annotated[ModelOptions, ("device", "dtype")]`` takes just these fields of a group.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Any, Sequence[str]]] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        group: Any
+        group, *chosen = get_args(parameter.annotation) or (parameter.annotation,)
+        if not is_dataclass(group):
+            parameters.append(parameter.replace(kind=KEYWORD_ONLY))
+            continue
+        known = {field.name: field for field in fields(group)}
+        names = chosen[0] if chosen else tuple(known)
+        groups[parameter.name] = (group, names)
+        parameters += [
+            inspect.Parameter(name, KEYWORD_ONLY, default=known[name].default, annotation=known[name].type)
+            for name in names
+        ]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for argument, (group, names) in groups.items():
+            values[argument] = group(**{name: values.pop(name) for name in names})
+        command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run

@@ -1,12 +1,9 @@
 """Implicit in-context learning as a scikit-learn classifier of texts."""
 
-from importlib.util import find_spec
+from i2cl.errors import needs
 
-from i2cl.errors import I2CLError
+needs("I2CLClassifier", "sklearn", "sklearn")
 
-if find_spec("sklearn") is None:
-    raise I2CLError("I2CLClassifier needs scikit-learn: pip install 'i2cl[sklearn]'")
-
-from i2cl.faces.sklearn.estimator import I2CLClassifier
+from i2cl.faces.sklearn.estimator import I2CLClassifier  # noqa: E402
 
 __all__ = ["I2CLClassifier"]

@@ -5,17 +5,17 @@ depend on. The same run again keeps the whole chunks that are there. OUT appears
 """
 
 import json
-import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from filelock import FileLock, Timeout
-
 from i2cl.errors import I2CLError
-from i2cl.tasks.streams import TextError
+from i2cl.storage.atomic import write_errors
+from i2cl.storage.journal import Journal, only_writer
+from i2cl.tasks.rows import RowError
 
 _NO_BREAKS = str.maketrans("\t\r\n", "   ")
 
@@ -30,9 +30,15 @@ class Output:
     """
 
     def __init__(
-        self, handle: IO[str], header: str, path: Path | None = None, kept: int = 0, *, resumes: bool = False
+        self,
+        add: Callable[[str], None],
+        header: str,
+        path: Path | None = None,
+        kept: int = 0,
+        *,
+        resumes: bool = False,
     ) -> None:
-        self._handle = handle
+        self._add = add
         self._header = header
         self._path = path
         self.kept = self.rows = kept
@@ -45,8 +51,7 @@ class Output:
             I2CLError: if a file cannot be written.
         """
         with _told(self._path):
-            self._handle.write(lines if self.rows else self._header + lines)
-            self._handle.flush()
+            self._add(lines if self.rows else self._header + lines)
         self.rows += rows
 
 
@@ -63,7 +68,7 @@ def written(
     """stdout, or a file that appears under its name only when the block ends without an error.
 
     What is no regular file, such as /dev/null or a pipe, is written to and not replaced. After an error the
-    rows are kept, unless it was a `TextError`: the texts have to change then, and the rows with them.
+    rows are kept, unless it was a `RowError`: the texts have to change then, and the rows with them.
 
     Args:
         path: the file; None for stdout.
@@ -78,18 +83,19 @@ def written(
             made with other settings.
     """
     if path is None:
-        yield Output(sys.stdout, header)
+        yield Output(partial(_pass_on, sys.stdout), header)
     elif path.exists() and not path.is_file():
         with _told(path):
             handle = path.open("w", encoding="utf-8")
         with _closing(handle, path):
-            yield Output(handle, header, path)
+            yield Output(partial(_pass_on, handle), header, path)
     else:
-        with (
-            _alone(path),
-            _growing(path, header, settings, chunk if resumes else 0, restart=restart) as output,
-        ):
-            yield output
+        with ExitStack() as stack:
+            with _told(path):
+                busy = f"another process is writing {str(path)!r}: wait for it, or choose another place"
+                stack.enter_context(only_writer(_beside(path, ".part.lock"), busy))
+            chunk = chunk if resumes else 0
+            yield stack.enter_context(_growing(path, header, settings, chunk, restart=restart))
 
 
 @contextmanager
@@ -100,18 +106,21 @@ def _growing(
     rows_file, note = _beside(path, ".part"), _beside(path, ".part.json")
     if restart:
         _discard(rows_file, note)
+    file = ExitStack()
     with _told(path):
-        kept = _taken_up(rows_file, note, json.loads(json.dumps(settings)), header, chunk)
-        handle = rows_file.open("a", encoding="utf-8", newline="\n")
-    output = Output(handle, header, path, kept, resumes=chunk > 0)
+        _require_same(rows_file, note, json.loads(json.dumps(settings)))
+        journal = file.enter_context(Journal.opened(rows_file, header.encode(), chunk))
+    output = Output(
+        lambda lines: journal.append(lines.encode()), header, path, journal.kept, resumes=chunk > 0
+    )
     try:
-        with _closing(handle, path):
+        with file:
             yield output
         with _told(path):
             rows_file.replace(path)
             note.unlink(missing_ok=True)
     except BaseException as error:
-        if isinstance(error, TextError) or not (output.resumes and output.rows):
+        if isinstance(error, RowError) or not (output.resumes and output.rows):
             _discard(rows_file, note)
         raise
 
@@ -151,14 +160,14 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_name(f".{path.name}{ending}")
 
 
-@contextmanager
-def _told(path: Path | None) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if path is None:  # a reader of stdout that went away is no error
-            raise
-        raise I2CLError(f"cannot write {str(path)!r} ({error.strerror}): choose another place") from None
+def _pass_on(handle: IO[str], lines: str) -> None:
+    handle.write(lines)
+    handle.flush()
+
+
+def _told(path: Path | None) -> AbstractContextManager[None]:
+    # A reader of stdout that went away is no error.
+    return nullcontext() if path is None else write_errors(repr(str(path)))
 
 
 @contextmanager
@@ -170,34 +179,16 @@ def _closing(handle: IO[str], path: Path) -> Iterator[None]:
             handle.close()
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    lock = _beside(path, ".part.lock")
-    with ExitStack() as stack:
-        with _told(path):
-            path.parent.resolve(strict=True)  # FileLock would make the folder
-            try:
-                stack.enter_context(FileLock(lock, timeout=0))
-            except Timeout:
-                raise I2CLError(
-                    f"another process is writing {str(path)!r}: wait for it, or choose another place"
-                ) from None
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
-
-
 def _discard(rows_file: Path, note: Path) -> None:
     rows_file.unlink(missing_ok=True)
     note.unlink(missing_ok=True)
 
 
-def _taken_up(rows_file: Path, note: Path, settings: dict[str, Any], header: str, chunk: int) -> int:
-    """How many rows are kept of a file that is cut to just these; where there is none, one is begun."""
+def _require_same(rows_file: Path, note: Path, settings: dict[str, Any]) -> None:
+    """Refuse rows that were made with other settings; where there are no rows, note these settings."""
     if not rows_file.exists() or not rows_file.stat().st_size:
         note.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        return 0
+        return
     try:
         before = json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -208,20 +199,3 @@ def _taken_up(rows_file: Path, note: Path, settings: dict[str, Any], header: str
             f"{rows_file.name} beside the output holds rows made with another {', '.join(others)} "
             f"(see {note.name}): repeat that command, or discard them with --restart"
         )
-    kept, size = _whole_chunks(rows_file, header.encode(), chunk) if chunk else (0, 0)
-    os.truncate(rows_file, size)
-    return kept
-
-
-def _whole_chunks(rows_file: Path, header: bytes, chunk: int) -> tuple[int, int]:
-    """Rows and bytes up to the end of the last whole chunk."""
-    rows = kept = end = 0
-    with rows_file.open("rb") as handle:
-        size = len(handle.read(len(header)))
-        for line in handle:
-            if not line.endswith(b"\n"):
-                break
-            rows, size = rows + 1, size + len(line)
-            if rows % chunk == 0:
-                kept, end = rows, size
-    return kept, end

@@ -18,7 +18,7 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.cluster import joined, quiet_core
 from i2cl.faces.stream.outputs import prediction_lines
 from i2cl.models.decoder import Decoder
-from i2cl.tasks.streams import TextError, TextFormat, chunks, read_texts
+from i2cl.tasks.rows import RowError, RowFormat, read_texts
 
 
 class WorkerWarning(UserWarning):
@@ -27,7 +27,7 @@ class WorkerWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Texts:
-    """Chunks of a file's texts, see `i2cl.tasks.streams.read_texts`.
+    """Chunks of a file's texts, see `i2cl.tasks.rows.read_texts`.
 
     Attributes:
         source: path, or ``-`` for stdin.
@@ -38,14 +38,15 @@ class Texts:
     """
 
     source: str
-    kind: TextFormat | None = None
+    kind: RowFormat | None = None
     column: str = "text"
     chunk: int = 512
     skip: int = 0
 
     def __iter__(self) -> Iterator[list[str]]:
-        texts = read_texts(self.source, self.kind, self.column)
-        return chunks(islice(texts, self.skip, None), self.chunk)
+        texts = islice(read_texts(self.source, self.kind, self.column), self.skip, None)
+        while chunk := list(islice(texts, self.chunk)):
+            yield chunk
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,9 @@ def _read(_row: dict[str, Any], texts: Texts) -> Iterator[dict[str, Any]]:
     """One chunk a row, as JSON, so that every block has the same plain columns."""
     try:
         for chunk in texts:
-            yield {"texts": json.dumps(chunk), "error": "", "of_texts": False}
+            yield {"texts": json.dumps(chunk), "error": "", "of_rows": False}
     except I2CLError as error:
-        yield {"texts": "[]", "error": str(error), "of_texts": isinstance(error, TextError)}
+        yield {"texts": "[]", "error": str(error), "of_rows": isinstance(error, RowError)}
 
 
 class _Worker:
@@ -159,7 +160,7 @@ class _Worker:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         texts = json.loads(row["texts"])
-        lines, error, of_texts = "", row["error"], row["of_texts"]
+        lines, error, of_rows = "", row["error"], row["of_rows"]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -167,14 +168,14 @@ class _Worker:
                     self._score = self._score or self._source()
                     lines = self._score(texts)
             except I2CLError as raised:
-                error, of_texts = str(raised), isinstance(raised, TextError)
+                error, of_rows = str(raised), isinstance(raised, RowError)
         told = [str(one.message) for one in caught if one.category.__module__.startswith("i2cl")]
         return {
             "lines": lines,
             "rows": len(texts),
             "warnings": json.dumps(told),
             "error": error,
-            "of_texts": of_texts,
+            "of_rows": of_rows,
         }
 
 
@@ -182,5 +183,5 @@ def _received(result: dict[str, Any]) -> Scored:
     for message in json.loads(result["warnings"]):
         warnings.warn(message, WorkerWarning, stacklevel=3)
     if result["error"]:
-        raise (TextError if result["of_texts"] else I2CLError)(result["error"])
+        raise (RowError if result["of_rows"] else I2CLError)(result["error"])
     return Scored(result["lines"], result["rows"])

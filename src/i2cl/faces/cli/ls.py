@@ -1,4 +1,4 @@
-"""`i2cl check` and `i2cl ls`."""
+"""`i2cl ls`."""
 
 import textwrap
 from collections.abc import Callable, Mapping
@@ -6,51 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from i2cl.errors import I2CLError
-from i2cl.faces.cli import console, load, options
-
-
-def check(
-    model: options.Model,
-    layers: Annotated[str | None, typer.Option(help="Path of the blocks in the base model.")] = None,
-    attention: Annotated[str | None, typer.Option(help="Path of the attention writer in a block.")] = None,
-    mlp: Annotated[str | None, typer.Option(help="Path of the MLP writer in a block.")] = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.Trust = False,
-    seed: options.NoSeed = 0,
-    json: options.Json = False,
-) -> None:
-    """Check that a model's blocks add exactly what its residual writers put out; exit code 1 if not."""
-    from i2cl.models.architectures import Architecture
-
-    given = None
-    if layers or attention or mlp:
-        if not (layers and attention and mlp):
-            raise I2CLError("--layers, --attention and --mlp belong together: give all three")
-        given = Architecture(model_type="custom", layers=layers, attention=attention, mlp=mlp)
-    found = load.ModelOptions(device, dtype, None, revision, trust_remote_code)
-    decoder = load.decoder(model, found, given)
-    identity = decoder.identity
-    record = {
-        "model": model,
-        "model_type": decoder.model.config.model_type,
-        "layers": decoder.layers,
-        "d_model": decoder.d_model,
-        "context": decoder.max_length,
-        "attention": decoder.architecture.attention,
-        "mlp": decoder.architecture.mlp,
-        "worst_error": identity.worst,
-        "passed": identity.passed,
-    }
-    if json:
-        console.print_json(record)
-    else:
-        for name, value in record.items():
-            console.say(f"{name:12} {value}")
-    if not identity.passed:
-        raise typer.Exit(1)
+from i2cl.faces.cli import console, options
 
 
 def ls(

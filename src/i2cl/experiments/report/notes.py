@@ -1,0 +1,91 @@
+"""Cells of a table, and what it says below its lines."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from i2cl.experiments.report.results import Line, Results, listing
+
+INCOMPLETE, OUTSIDE, CONTRADICTED = "†", "‡", "§"
+"""Marks of cells that a note explains."""
+
+WHERE = ("machine", "accelerator", "device", "dtype", "threads")
+"""Parts of a record's provenance that times depend on."""
+
+
+class Cell(NamedTuple):
+    """One cell of a table.
+
+    Attributes:
+        text: as shown.
+        bold: only for what can be told from all others.
+        printed: whether the paper printed it, as opposed to measured.
+        mark: signs that the table's notes explain.
+    """
+
+    text: str
+    bold: bool = False
+    printed: bool = False
+    mark: str = ""
+
+
+def accuracy_notes(
+    found: Results, rows: Iterable[Sequence[Cell]], printed: Iterable[str], *meaning: str
+) -> list[str]:
+    """All that stands below a table of accuracies, what is said of printed ones last."""
+    said = [scale_note(found, found.lines), *meaning]
+    if len(found.lines) > 1 and any(cell.bold for row in rows for cell in row):
+        tests = "paired tests, Holm-corrected over the other rows, and 95 % intervals that exclude 0"
+        said.append(f"Bold: the best, where it can be told from every other row ({tests}).")
+    elif len(found.lines) > 1:
+        said.append("Nothing is bold: nowhere can the best row be told from every other.")
+    return [*said, *incomplete_notes(found, found.lines), *printed]
+
+
+def scale_note(found: Results, lines: Iterable[Line]) -> str:
+    """What accuracies are made of."""
+    held = [found.outcomes(line, task) for line in lines for task in found.tasks_of(line)]
+    most = max(map(len, held))
+    span = number_range(len(outcomes[0].predictions) for outcomes in held).replace(",", "")
+    repeated = f"mean ± standard deviation over {most} seeds" if most > 1 else "one seed"
+    fixed = "; a single seed has no ±" if most > 1 and any(len(one) == 1 for one in held) else ""
+    return f"Accuracy in percent, {repeated}{fixed}. {span} queries per task."
+
+
+def incomplete_notes(found: Results, lines: Sequence[Line]) -> list[str]:
+    """One note for each way in which lines are incomplete; and the tasks that no line has."""
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        for part in found.lacking(line):
+            groups.setdefault(part, []).append(line)
+    said = [f"{INCOMPLETE} {part}: {_who(group, lines)}." for part, group in groups.items()]
+    return [*said, *([f"No results on {listing(found.absent)}."] if found.absent else [])]
+
+
+def _who(group: Sequence[Line], lines: Sequence[Line]) -> str:
+    """Names of lines; of whole rows where all of their lines are meant."""
+    if len(group) > 1 and all(line in group or line.row.seeds == 1 for line in lines):
+        return "all rows" + (" but those that no seed can change" if len(group) < len(lines) else "")
+    parts = {line.place for line in lines if line not in group}
+    return "; ".join(dict.fromkeys(line.name if line.place in parts else line.row.name for line in group))
+
+
+def place_notes(found: Results) -> list[str]:
+    """Where times were measured; a warning if not all in the same place."""
+    held = (found.records(line, task).values() for line in found.lines for task in found.tasks)
+    places = list(
+        dict.fromkeys(
+            ", ".join(f"{part} {got}" for part in WHERE if (got := record.provenance.get(part)) is not None)
+            for records in held
+            for record in records
+        )
+    )
+    if len(places) > 1:
+        told = "; ".join(places)
+        return [f"Times from different places cannot be compared; these are from {len(places)}: {told}."]
+    return [f"Measured on: {places[0]}."] if places[0] else []
+
+
+def number_range(values: Iterable[int]) -> str:
+    """A whole number, or the least and the most where there are several."""
+    found = sorted(set(values))
+    return "–".join(f"{value:,}" for value in dict.fromkeys((found[0], found[-1])))

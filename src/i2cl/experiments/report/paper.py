@@ -1,0 +1,123 @@
+"""The paper's numbers beside measured ones, and what a table must say of them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from i2cl.experiments.printed import InconsistentAverage, PrintedRow, PrintedTable, inconsistent_averages
+from i2cl.experiments.report.notes import CONTRADICTED, OUTSIDE, Cell
+from i2cl.experiments.report.results import Line, Results, listing
+from i2cl.experiments.statistics import Accuracy
+from i2cl.tasks.registry import PAPER_TASKS
+
+AVERAGE = "(average)"
+"""Stands for the task where a raw number is an average over tasks."""
+
+HALF_DIGIT = 0.005
+"""Printed numbers have two decimals: so far from an end of an interval they may still be inside."""
+
+Values = Mapping[str, str | int | float | None]
+"""Raw numbers of one row on one task, by the names of a CSV file's columns; accuracies in percent."""
+
+PrintedFor = Callable[[str, str], PrintedTable | None]
+"""Finds the paper's table by name and model, like `i2cl.experiments.printed.printed_for`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Paper:
+    """What the paper prints for an experiment.
+
+    Attributes:
+        found: our results.
+        table: the paper's table for this experiment and model, or None.
+    """
+
+    found: Results
+    table: PrintedTable | None
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What the paper averages over: where it prints no tasks, all nine."""
+        return (self.table.tasks if self.table else ()) or PAPER_TASKS
+
+    def row(self, line: Line) -> PrintedRow | None:
+        """The paper's row of that name."""
+        return self.table.rows.get(line.row.name) if self.table is not None and line.whole else None
+
+    @property
+    def averages(self) -> bool:
+        """Whether the paper prints an average of any row of ours."""
+        return any(row is not None and row.average is not None for row in map(self.row, self.found.lines))
+
+    def contradicted(self, line: Line) -> InconsistentAverage | None:
+        """What is wrong with the printed average of a row, if anything is."""
+        wrong = (one for one in inconsistent_averages() if self.row(line) and one.table == self.table)
+        return next((one for one in wrong if one.row == line.row.name), None)
+
+    def cell(self, line: Line, task: str | None) -> Cell:
+        """What the paper prints for a row on a task, or without one on average; empty if nothing."""
+        row = self.row(line)
+        if task is None and row is not None and row.average is not None:
+            alike = set(self.found.tasks_of(line)) == set(self.tasks)
+            mark = _outside(row.average, self.found.accuracy(line)) if alike else ""
+            mark += CONTRADICTED if self.contradicted(line) else ""
+            return Cell(f"{row.average:.2f}", printed=True, mark=mark)
+        if self.table is not None and row is not None and row.mean and task in self.table.tasks:
+            place = self.table.tasks.index(task)
+            spread = f" ± {row.sd[place]:.2f}" if row.sd else ""
+            mark = _outside(row.mean[place], self.found.accuracy(line, task))
+            return Cell(f"{row.mean[place]:.2f}{spread}", printed=True, mark=mark)
+        return Cell("", printed=True)
+
+    def values(self, line: Line, view: str) -> list[Values]:
+        """The raw numbers that the paper prints for a row."""
+        row = self.row(line)
+        if self.table is None or row is None:
+            return []
+        common = {"view": view, "row": line.name, "origin": "paper", "unit": "percent"}
+        spreads = row.sd or (None,) * len(row.mean)
+        tasks = self.table.tasks if view == "tasks" else ()
+        found: list[Values] = [
+            {**common, "task": task, "mean": mean, "sd": sd}
+            for task, mean, sd in zip(tasks, row.mean, spreads, strict=False)
+        ]
+        average = {**common, "task": AVERAGE, "mean": row.average}
+        return found if row.average is None else [*found, average]
+
+    def notes(self, rows: Iterable[Sequence[Cell]], *, averaged: bool) -> list[str]:
+        """What a reader must know of the printed numbers.
+
+        Args:
+            rows: of the table, with the marks that were given.
+            averaged: whether the table shows averages.
+        """
+        if self.table is None:
+            return []
+        marks = {sign for row in rows for cell in row for sign in cell.mark}
+        ours = [line for line in self.found.lines if self.row(line)]
+        names = {line.row.name for line in ours}
+        others = [name for name in self.table.rows if name not in names]
+        said = [f"(paper): as printed in {self.table.paper}, {self.table.model}."] if ours else []
+        if others:
+            said.append(f"Rows of {self.table.paper.split(':')[0]} without results here: {listing(others)}.")
+        if OUTSIDE in marks:
+            said.append(
+                f"{OUTSIDE} Printed, and outside our 95 % interval (the paper's own spread not counted)."
+            )
+        if CONTRADICTED in marks:
+            said += [
+                f"{CONTRADICTED} {one.row}: the printed average {one.printed:.2f} is not the mean "
+                f"of the row's printed accuracies, {one.recomputed:.2f}."
+                for one in map(self.contradicted, ours)
+                if one
+            ]
+        if averaged and self.averages and set(self.found.tasks) != set(self.tasks):
+            said.append(
+                f"Averages are over other tasks than the paper's: {len(self.found.tasks)} here, "
+                f"{len(self.tasks)} there. They are not compared."
+            )
+        return said
+
+
+def _outside(printed: float, ours: Accuracy | None) -> str:
+    inside = ours is None or 100 * ours.low - HALF_DIGIT <= printed <= 100 * ours.high + HALF_DIGIT
+    return "" if inside else OUTSIDE

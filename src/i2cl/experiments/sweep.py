@@ -1,0 +1,54 @@
+"""Every method on every task with every seed: what `i2cl eval` measures."""
+
+from collections.abc import Callable, Sequence
+
+from i2cl.experiments.evaluation import Evaluation
+from i2cl.experiments.parallel import DecoderSource, run_jobs, suggested_workers
+from i2cl.experiments.records import Run
+from i2cl.methods import Method
+from i2cl.tasks import Task
+
+
+def sweep(
+    source: DecoderSource,
+    tasks: Sequence[Task],
+    methods: Sequence[Method],
+    seeds: Sequence[int],
+    *,
+    shots: int | None = None,
+    limit: int | None = None,
+    workers: int | None = None,
+    watch: Callable[[Run], None] | None = None,
+) -> list[Run]:
+    """Evaluate tasks x methods x seeds, in that order; seeds go together where a method gains by it.
+
+    Args:
+        source: loads the model.
+        tasks: with their splits.
+        methods: see `i2cl.methods.make_methods`.
+        seeds: of demonstrations and methods.
+        shots: demonstrations per class; default: each task's own.
+        limit: at most so many queries per task.
+        workers: processes; default: by the model's size.
+        watch: called with each run as it ends, in any order.
+
+    Raises:
+        I2CLError: if rows are lacking, before the model is loaded; or if a method cannot be fitted.
+    """
+    for task in tasks:
+        task.sample(shots, seeds[0])
+        task.queries(limit)
+    jobs = [
+        Evaluation(task, method, group, shots, limit)
+        for task in tasks
+        for method in methods
+        for group in ([tuple(seeds)] if method.joint else [(seed,) for seed in seeds])
+    ]
+    decoder = source()
+    runs: dict[int, list[Run]] = {}
+    for place, made in run_jobs(decoder, source, jobs, workers or suggested_workers(decoder, len(jobs))):
+        runs[place] = made
+        for run in made:
+            if watch is not None:
+                watch(run)
+    return [run for place in sorted(runs) for run in runs[place]]

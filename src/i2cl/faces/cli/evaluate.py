@@ -1,0 +1,75 @@
+"""`i2cl eval`."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from i2cl.faces.cli import console, load, options
+from i2cl.faces.cli.options import ModelOptions, TaskOptions
+
+if TYPE_CHECKING:
+    from i2cl.experiments.records import Run
+
+DEFAULT_METHODS = "zero_shot,few_shot,i2cl,noise"
+
+
+@options.expanded
+def evaluate(
+    model: options.Model,
+    task: Annotated[
+        str,
+        typer.Argument(
+            help="Tasks with commas between, a file, or 'all': the model's bundled tasks, else the paper's."
+        ),
+    ],
+    *,
+    method: Annotated[str, typer.Option(help="Methods with commas between, or 'all'.")] = DEFAULT_METHODS,
+    shots: options.Shots = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, counted from --seed.")] = 1,
+    seed: options.Seed = 0,
+    limit: options.Limit = 500,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes; default: one a core for a small model on a CPU."),
+    ] = None,
+    recipe: options.Recipe = "paper",
+    settings: options.Settings = None,
+    rows: TaskOptions,
+    loading: ModelOptions,
+    json: options.Json = False,
+) -> None:
+    """Measure methods on tasks over seeds: accuracy, macro-F1, seconds and cached values."""
+    from i2cl.experiments.sweep import sweep
+    from i2cl.methods import METHODS
+
+    methods = list(METHODS) if method == "all" else load.split(method)
+    chosen = load.methods(methods, settings, recipe)
+    tasks = load.tasks(task, model, rows)
+    source = partial(load.decoder, model, loading)
+    span = range(seed, seed + seeds)
+    with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:
+        runs = sweep(source, tasks, chosen, span, shots=shots, limit=limit, workers=workers, watch=bar.run)
+    show(runs, f"{model}: mean ± standard deviation over {seeds} seed(s)", as_json=json)
+
+
+def show(runs: "Sequence[Run]", title: str, *, as_json: bool) -> None:
+    """A table of the means over seeds, or every run as JSON."""
+    from i2cl.experiments.evaluation import summarize
+
+    if as_json:
+        console.print_json([run.record() for run in runs])
+        return
+    rows: list[Mapping[str, object]] = [
+        {
+            "task": row.task,
+            "method": row.method,
+            "accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else ""),
+            "fit s": f"{row.fit_seconds:.1f}",
+            "ms/query": f"{row.milliseconds_per_query:.2f}",
+            "cached": row.cached_values,
+        }
+        for row in summarize(runs)
+    ]
+    console.print_table(title, rows)

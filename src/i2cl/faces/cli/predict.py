@@ -1,0 +1,116 @@
+"""`i2cl predict`."""
+
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.faces.cli import console, load, options
+from i2cl.faces.cli.options import ModelOptions
+from i2cl.faces.stream.outputs import Output, header_line, source_state, written
+from i2cl.tasks.rows import RowFormat
+from i2cl.version import __version__
+
+if TYPE_CHECKING:
+    from i2cl.core.injection import Injection
+    from i2cl.faces.stream.prediction import ScoredStream, Scorer
+
+
+@options.expanded
+def predict(
+    artefact: options.Artefact,
+    source: Annotated[
+        str, typer.Argument(help="Texts one a line, or CSV, TSV, JSONL, JSON; - reads stdin.")
+    ] = "-",
+    *,
+    model: options.BaseName = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write here, and not to stdout.")
+    ] = None,
+    text_format: Annotated[
+        RowFormat | None, typer.Option("--format", help="Default: by the file's ending, else lines.")
+    ] = None,
+    text_column: options.TextColumn = "text",
+    force: options.Force = False,
+    chunk: Annotated[int, typer.Option(min=1, help="Rows scored at a time.")] = 512,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard what a killed run left.")] = False,
+    executor: options.Executor = "local",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Actors on Ray; default: one a GPU, or a core without any.")
+    ] = None,
+    address: options.Address = None,
+    loading: ModelOptions,
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Classify any number of texts: the label and every label's probability, one line each.
+
+    With -o, a run that was killed goes on where it was when the same command is given again.
+    """
+    from i2cl.core.injection import Injection
+    from i2cl.faces.stream.prediction import Texts, digest, predict_here, predict_on_ray
+
+    if executor == "local" and (workers or address):
+        raise I2CLError("--workers and --address are for a cluster: add --executor ray")
+    if executor == "ray" and source == "-":
+        raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
+    injection = Injection.from_pretrained(artefact)
+    loading = load.of_artefact(loading, injection, model)
+    texts = Texts(source, text_format, text_column, chunk)
+    settings = {
+        "i2cl": __version__,
+        "artefact": digest(injection),
+        "model": [model, loading.revision],
+        "dtype": loading.dtype,
+        "quantization": loading.quantization,
+        "source": source_state(source),
+        "format": text_format,
+        "text_column": text_column,
+        "json": json,
+        "chunk": chunk,
+    }
+    load_scorer = partial(_scorer, injection, model, loading, force=force, as_json=json)
+    header = header_line(injection.task.labels, as_json=json)
+    again = {"resumes": Path(source).is_file(), "restart": restart}
+    with written(output, header, settings, chunk=chunk, **again) as out:
+        if out.kept:
+            console.note(f"{out.kept} rows of an earlier run are kept")
+        texts = replace(texts, skip=out.kept)
+        if executor == "ray":
+            scored = predict_on_ray(load_scorer, texts, address, workers)
+        else:
+            scored = predict_here(load_scorer, texts)
+        _write(scored, out, shown=output is not None)
+
+
+def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:
+    """Write what comes, with a bar unless it goes to stdout.
+
+    Raises:
+        typer.Abort: on Ctrl-C after rows that are kept, saying so.
+    """
+    try:
+        with closing(scored), console.progress(None, "predicting, rows", shown=shown) as bar:
+            bar.advance(out.rows)
+            for lines, rows in scored:
+                out.write(lines, rows)
+                bar.advance(rows)
+    except KeyboardInterrupt:
+        if not (out.resumes and out.rows):
+            raise
+        raise typer.Abort(f"{out.rows} rows are kept: the same command goes on with them") from None
+
+
+def _scorer(
+    injection: "Injection", model: str | None, loading: ModelOptions, *, force: bool, as_json: bool
+) -> "Scorer":
+    """Load the model and see that the injection belongs to it."""
+    from i2cl.faces.stream.prediction import Scorer
+
+    decoder = load.artefact_decoder(injection, model, loading)
+    injection.require_base(decoder, force=force)
+    return Scorer(injection, decoder, as_json)

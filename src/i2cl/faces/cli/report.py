@@ -1,0 +1,40 @@
+"""`i2cl report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.faces.cli import console, load, options
+
+
+def report(
+    store: options.StoreFolder,
+    names: Annotated[
+        str, typer.Option("--experiments", help="With commas between, TOML files, or all.")
+    ] = "all",
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="New folder; default: STORE/report.")
+    ] = None,
+    formats: Annotated[str, typer.Option(help="Some of md,tex,csv,html.")] = "md,tex,csv,html",
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Tables and figures of a store, beside the paper's printed numbers, without a model."""
+    from i2cl.experiments.library import ORDER, load_experiment
+    from i2cl.experiments.report.page import FORMATS, build, write
+    from i2cl.experiments.store import Store
+
+    wanted = load.split(formats)
+    if not set(wanted) <= set(FORMATS):
+        raise I2CLError(f"--formats {formats!r}: known are {', '.join(FORMATS)}")
+    opened = Store.open(store)
+    chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
+    built = build(chosen, list(opened.records.values()), opened.vectors())
+    written = write(built, out or store / "report", wanted)
+    if json:
+        console.print_json([str(path) for path in written])
+    else:
+        for path in written:
+            console.say(str(path))

@@ -1,0 +1,104 @@
+"""`i2cl verify`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.faces.cli import console, load, options
+from i2cl.faces.cli.options import ModelOptions
+
+if TYPE_CHECKING:
+    from i2cl.export import Verification
+
+
+@options.expanded
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Folder or GGUF file made by `i2cl export`.")],
+    *,
+    url: Annotated[
+        str | None, typer.Option(help="Ask this completions server and not transformers or llama.cpp.")
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="What the server calls the model; default: the first it lists.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to ask the server about; default: 20.")
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Largest relative difference; default: by dtype.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Base model of a PEFT adapter; default: the one it was made on.")
+    ] = None,
+    loading: Annotated[ModelOptions, ("device",)],
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Check that an export, or a server that runs it, answers as the injected model; exit code 1 if not."""
+    load.quiet()
+    device = loading.device
+    if url is None:
+        if model_name is not None or logprobs is not None:
+            raise I2CLError("--model-name and --logprobs are for a server: add --url")
+        outcome = _run_here(folder, model, device, tolerance)
+    else:
+        if model is not None or device is not None:
+            raise I2CLError("--model and --device are for a check without a server: leave out --url")
+        outcome = _asked(folder, url, model_name, logprobs or 20, tolerance)
+    _show(outcome, json=json)
+    if not outcome.passed:
+        raise typer.Exit(1)
+
+
+def _run_here(folder: Path, model: str | None, device: str | None, tolerance: float | None) -> "Verification":
+    from i2cl.export import verify as verified
+    from i2cl.export import verify_gguf
+    from i2cl.export.gguf_fields import is_gguf
+
+    if not is_gguf(folder):
+        return verified(folder, model=model, device=device, tolerance=tolerance)
+    if model is not None:
+        raise I2CLError("a GGUF file is a whole model: leave out --model, which is for PEFT adapters")
+    if device not in {None, "cpu"}:
+        raise I2CLError("a GGUF file is checked on the CPU: leave --device out, or ask a server (--url)")
+    return verify_gguf(folder, tolerance=tolerance)
+
+
+def _asked(
+    folder: Path, url: str, model_name: str | None, logprobs: int, tolerance: float | None
+) -> "Verification":
+    from i2cl.export import Golden, ask_server
+    from i2cl.export.server import TOLERANCE
+    from i2cl.export.verify import judged
+
+    golden = Golden.from_export(folder)
+    answers = ask_server(golden, url, model=model_name, logprobs=logprobs)
+    return judged(golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance)
+
+
+def _show(outcome: "Verification", *, json: bool) -> None:
+    if json:
+        record = {
+            "passed": outcome.passed,
+            "worst": outcome.worst,
+            "tolerance": outcome.tolerance,
+            "dropped": outcome.dropped,
+            "retokenized": outcome.retokenized,
+            "prompts": outcome.rows(),
+        }
+        console.print_json(record)
+        return
+    console.print_table("", outcome.rows())
+    word = "holds" if outcome.passed else "does not hold"
+    told = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
+    console.say(f"The export {word}: {told}.")
+    if outcome.dropped:
+        console.say(f"{outcome.dropped[0].upper()}{outcome.dropped[1:]}.")
+    if outcome.retokenized:
+        first = outcome.retokenized[0].splitlines()[0]
+        console.say(
+            f"Its tokenizer encodes {len(outcome.retokenized)} of these prompts otherwise, such as "
+            f"{first!r}: send token ids."
+        )

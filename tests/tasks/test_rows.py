@@ -1,0 +1,246 @@
+"""Rows in: the same reader for labelled rows and for texts."""
+
+import codecs
+import csv
+import io
+import itertools
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from i2cl.errors import I2CLError
+from i2cl.tasks.rows import RowError, read_examples, read_texts
+from i2cl.tasks.types import Example
+
+WORDS = ("bad", "good")
+
+
+def write(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def texts_of(path, **options):
+    return list(read_texts(str(path), **options))
+
+
+def stdin_holds(monkeypatch, content):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=content))
+
+
+def failure(path, labels=WORDS, read=read_examples, **columns):
+    limit = csv.field_size_limit()
+    with pytest.raises(I2CLError) as caught:
+        read(path, labels, **columns)
+    assert csv.field_size_limit() == limit, "the csv module is left as it was"
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+def told_of_texts(path, **options):
+    return failure(path, read=lambda *_: texts_of(path, **options))
+
+
+FORMATS = {
+    "a.csv": 'text,label\n"fine, really",good\nawful,0\n',
+    "a.tsv": "label\ttext\nGOOD\tfine, really\nbad\tawful\n",
+    "a.jsonl": '{"text": "fine, really", "label": "good"}\n\n{"text": "awful", "label": 0}\n',
+    "a.json": '[{"text": "fine, really", "label": 1},\n {"text": "awful", "label": "bad"}]\n',
+    "A.CSV": codecs.BOM_UTF8 + b'text,label\r\n"fine, really",good\r\n\r\nawful,bad\r\n',
+    "old.csv": b'text,label\r"fine, really",good\r\rawful,bad\r',
+    "spaces.csv": "\n ,\n text , label \nfine really,good\n",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_fit_and_predict_read_the_same_texts_from_every_format(tmp_path, monkeypatch, name):
+    path = write(tmp_path, name, FORMATS[name])
+    examples, words = read_examples(path, WORDS)
+    expected = [Example("fine, really", 1), Example("awful", 0)]
+    if name == "spaces.csv":
+        expected = [Example("fine really", 1)]
+    assert list(examples) == expected
+    assert words == WORDS
+    texts = [example.text for example in expected]
+    assert texts_of(path) == texts
+    kind = path.suffix[1:].lower()
+    assert texts_of(path.rename(tmp_path / "data"), kind=kind) == texts
+    stdin_holds(monkeypatch, io.BytesIO((tmp_path / "data").read_bytes()))
+    assert list(read_texts("-", kind)) == texts
+
+
+@pytest.mark.parametrize("content", ["one\ntwo\n", "one\ntwo", "one\r\ntwo\r\n", "\ufeffone\ntwo\n"])
+def test_lines(tmp_path, content):
+    assert texts_of(write(tmp_path, "t.txt", content)) == ["one", "two"]
+
+
+def test_a_line_keeps_its_spaces_and_its_other_line_separators(tmp_path):
+    path = write(tmp_path, "t.txt", " one\u2028more \ntwo\tx\n")
+    assert texts_of(path) == [" one\u2028more ", "two\tx"]
+
+
+def test_the_kind_given_wins_over_the_ending(tmp_path):
+    assert texts_of(write(tmp_path, "t.csv", "text\none\n"), kind="lines") == ["text", "one"]
+
+
+def test_input_is_read_as_it_is_needed(monkeypatch):
+    for kind, line in {"lines": b"endless\n", "csv": b"text\n", "jsonl": b'{"text": "endless"}\n'}.items():
+        stdin_holds(monkeypatch, itertools.repeat(line))
+        assert len(list(itertools.islice(read_texts("-", kind), 3))) == 3
+
+
+def test_columns_by_name(tmp_path):
+    path = write(tmp_path, "a.csv", "id,review,stars\n1,fine,good\n")
+    examples, _ = read_examples(path, WORDS, "review", "stars")
+    assert examples == (Example("fine", 1),)
+    assert texts_of(path, column="review") == ["fine"]
+
+
+def test_exact_words_win_over_other_case_and_over_ids(tmp_path):
+    cased = write(tmp_path, "a.csv", "text,label\nx,A\ny,a\n")
+    assert [example.label for example in read_examples(cased, ("a", "A"))[0]] == [1, 0]
+    stars = write(tmp_path, "b.jsonl", '{"text": "x", "label": 1}\n{"text": "y", "label": "2"}\n')
+    assert [example.label for example in read_examples(stars, ("1", "2"))[0]] == [0, 1]
+
+
+def test_words_that_differ_only_in_case_need_the_right_case(tmp_path):
+    path = write(tmp_path, "a.csv", "text,label\nx,yEs\n")
+    assert "'yEs' is not one of" in failure(path, ("yes", "Yes"))
+
+
+def test_labels_are_derived_from_words(tmp_path):
+    path = write(tmp_path, "a.csv", "text,label\nx,ham\ny,spam\nz,egg\n")
+    examples, words = read_examples(path)
+    assert words == ("egg", "ham", "spam")
+    assert [example.label for example in examples] == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", "text,label\nx,0\ny,1\n", "pass the label words"),
+        ("a.jsonl", '{"text": "x", "label": 0}', "pass the label words"),
+        ("a.csv", "text,label\nx,ham\ny,ham\n", "every label is 'ham'"),
+        ("a.csv", "text,label\nx,ham\ny,\n", "row 3: label '' is not a word"),
+    ],
+)
+def test_labels_that_cannot_be_derived(tmp_path, name, content, said):
+    assert said in failure(write(tmp_path, name, content), labels=None)
+
+
+def test_a_field_of_a_megabyte_and_the_csv_limit_afterwards(tmp_path):
+    before = csv.field_size_limit()
+    long = "word " * 200_000 + "{end}"
+    path = write(tmp_path, "a.csv", f'text,label\n"{long}",good\n')
+    assert read_examples(path, WORDS)[0][0].text == texts_of(path)[0] == long
+    assert csv.field_size_limit() == before
+    failure(write(tmp_path, "b.csv", f"text,label\n{long},good,more\n"))
+
+
+def test_line_separators_inside_json_strings_do_not_cut_lines(tmp_path):
+    text = "one\u2028two\u0085three\nfour"
+    path = write(tmp_path, "a.jsonl", json.dumps({"text": text, "label": 0}, ensure_ascii=False))
+    assert read_examples(path, WORDS)[0] == (Example(text, 0),)
+
+
+def test_newlines_and_quotes_inside_csv_cells_survive(tmp_path):
+    path = write(tmp_path, "a.csv", b'text,label\r\n"one\r\ntwo\rthree ""quoted""",good\r\n')
+    assert read_examples(path, WORDS)[0] == (Example('one\r\ntwo\rthree "quoted"', 1),)
+
+
+HALF = '{"text": "\\ud83d", "label": 0}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", "", "is empty"),
+        ("a.csv", " \n", "is empty"),
+        ("a.json", "\n", "is empty"),
+        ("a.jsonl", " \n\n", "is empty"),
+        ("a.csv", "text,label\n", "has no rows"),
+        ("a.json", "[]", "has no rows"),
+        (
+            "a.csv",
+            "sentence,label\nx,good\n",
+            "no text column 'text', the columns are sentence, label: name it",
+        ),
+        ("a.jsonl", '{"txt": "x"}\n', "line 1: no text column 'text', the columns are txt"),
+        ("a.csv", "text,label,text\nx,good,y\n", "names column 'text' twice"),
+        ("a.csv", "text,label\nfine, really,good\n", "row 2: 3 cells but the header has 2: quote a cell"),
+        ("a.csv", "label,text\ngood,x\ngood\n", "row 3: 1 cells but the header has 2: complete the row"),
+        ("a.csv", 'text,label\nx,good\n"y,good\nz,bad\n', "row 3: unexpected end of data"),
+        ("a.csv", "text,label\nx,good\n,good\n", "row 3: the text is empty"),
+        ("a.tsv", 'text\tlabel\n" "\tgood\n', "row 2: the text is empty"),
+        ("a.jsonl", '{"text": 5, "label": 0}', "line 1: the text is 5, not a string"),
+        ("a.json", f"[{HALF}]", "item 1: the text holds half a surrogate pair: repair the escape"),
+        ("a.jsonl", '{"text": "x", "label": 0}\n{"text": ', "line 2: bad JSON"),
+        ("a.jsonl", "[" * 100_000, "line 1: bad JSON (maximum recursion depth"),
+        ("a.json", "[" * 100_000, "bad JSON (maximum recursion depth"),
+        ("a.jsonl", "[1]", "line 1: [1] is not an object"),
+        ("a.json", '{"text": "x"}\n{"text": "y"}', "name the file .jsonl"),
+        ("a.json", '{"rows": []}', "holds a JSON dict: write a list of objects"),
+        (
+            "b.csv",
+            codecs.BOM_UTF8 + b"ab\xff",
+            "line 1 is not UTF-8 (byte 5 is 0xff): save the file as UTF-8",
+        ),
+        ("a.json", b"[\n\xe9]", "line 2 is not UTF-8 (byte 2 is 0xe9)"),
+    ],
+)
+def test_errors_name_the_place_and_the_cure_to_both(tmp_path, name, content, said):
+    path = write(tmp_path, name, content)
+    message = failure(path)
+    assert said in message
+    assert told_of_texts(path) == message
+    with pytest.raises(RowError):
+        texts_of(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", "text,label\nx,good\n", "cannot read files ending in '.txt': use one of .csv"),
+        ("a.csv", "text,class\nx,good\n", "no label column 'label', the columns are text, class"),
+        ("a.jsonl", '{"text": "x", "label": 0}\n{"text": "x"}', "line 2: no label column 'label'"),
+        (
+            "a.csv",
+            "text,label\nx,good\ny,great\n",
+            "row 3: label 'great' is not one of bad, good (or the ids 0 to 1)",
+        ),
+        ("a.csv", "text,label\nx,2\n", "row 2: label '2' is not one of"),
+        ("a.csv", "text,label\nx,-1\n", "row 2: label '-1' is not one of"),
+        ("a.jsonl", '{"text": "x", "label": true}', "line 1: label True is not one of"),
+        ("a.json", '[{"text": "x", "label": 1.0}]', "item 1: label 1.0 is not one of"),
+    ],
+)
+def test_errors_of_labels(tmp_path, name, content, said):
+    assert said in failure(write(tmp_path, name, content))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("", "is empty"), ("one\n  \ntwo\n", "line 2: the text is empty"), (b"a\n\xe9", "line 2 is not UTF-8")],
+)
+def test_errors_of_lines(tmp_path, content, said):
+    assert said in told_of_texts(write(tmp_path, "t.txt", content))
+
+
+def test_missing_file_and_folder(tmp_path):
+    (tmp_path / "folder.csv").mkdir()
+    for tell in (failure, told_of_texts):
+        assert "does not exist" in tell(tmp_path / "none.csv")
+        assert "is a folder" in tell(tmp_path / "folder.csv")
+    with pytest.raises(I2CLError) as caught:
+        texts_of(tmp_path / "none.csv")
+    assert not isinstance(caught.value, RowError), "it is not for its rows that it cannot be read"
+
+
+def test_a_long_bad_label_is_shown_short(tmp_path):
+    message = failure(write(tmp_path, "a.csv", f"text,label\nx,{'y' * 5000}\n"))
+    assert len(message) < 400
