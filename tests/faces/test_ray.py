@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from experiments.test_experiments import run_alone
 from i2cl import load_task
-from i2cl.experiments.runner import CellJob
 from i2cl.experiments.store import Store
 from i2cl.faces.cli import main
 from i2cl.faces.stream.prediction import Scorer
@@ -99,7 +99,7 @@ def test_it_goes_on_with_a_local_run_and_gives_the_same_bytes(folder, told):
 
 
 def test_a_bad_row_is_one_line(folder, told):
-    expected = f"error: {folder / 'bad.txt'}: text 15 is empty: remove it or give it content"
+    expected = f"error: {folder / 'bad.txt'} line 15: the text is empty: fill it in or delete the row"
     assert told[1][2:4] == [expected, "bad texts ended with 2"]
     assert not (folder / "none.tsv").exists()
 
@@ -109,7 +109,7 @@ def test_cells_are_those_that_run_here(folder, told, tmp_path):
     assert {key: json.loads(told[0])[key] for key in ("done", "failed")} == {"done": 2, "failed": 2}
     decoder = Decoder.from_pretrained("reference")
     for record in Store.open(folder / "store").records.values():
-        here = CellJob(record.cell, None, tmp_path).run(decoder)
+        here = run_alone(record.cell, decoder, tmp_path)
         assert (here.status, here.error) == (record.status, record.error)
         if here.outcome:
             assert here.outcome.predictions == record.outcome.predictions
