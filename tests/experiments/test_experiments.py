@@ -398,6 +398,7 @@ def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
         code, _, told = program.wait()
         assert code == -signal.SIGKILL, told
         assert psutil.wait_procs(started, timeout=60)[1] == []
+        assert len(started) == (workers if workers > 1 else 0) or not more
         store = Store.open(folder)
         assert survivors <= set(store.records)
         survivors = set(store.records)
