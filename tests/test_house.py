@@ -251,3 +251,17 @@ def test_what_scripts_import_is_there(path, monkeypatch):
     for folder in ("benchmarks", "scripts", "tests"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     runpy.run_path(str(path), run_name="imported")
+
+
+SUBSECTIONS = {
+    "context": "Context Vectorization",
+    "edits": "Context Injection",
+    "injection": "Context Injection",
+    "calibration": "Noisy Self-calibration",
+    "recipe": "Noisy Self-calibration",
+}
+
+
+@pytest.mark.parametrize("name", SUBSECTIONS)
+def test_the_core_names_the_subsections_of_the_paper(name):
+    assert f'"{SUBSECTIONS[name]}"' in ast.get_docstring(parsed(SOURCE / "core" / f"{name}.py"))

@@ -5,6 +5,7 @@ import io
 import re
 import sys
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 
 import numpy as np
@@ -653,6 +654,21 @@ def test_html_shows_the_same_numbers():
     assert ["Row", "sst2", "trec", "Average"] in page.rows
 
 
+def test_lines_are_named_by_their_first_cell():
+    text = html(build([experiment()], trial(), {}, figures=False), {})
+    assert '<th scope="row">I2CL</th>' in text
+    assert '<td style="text-align:right">50.0 ± 0.0</td>' in text
+
+
+def test_what_looks_like_markup_is_shown_as_it_is():
+    title = "a &lt; b_ *c* `d` [e](f) ~ ^ \\g"
+    report = build([experiment(title=title)], trial(), {}, figures=False)
+    heading = re.search("<h2>(.*) .reference.</h2>", html(report, {}))[1]
+    assert unescape(heading) == title
+    tex = re.search(r"section{(.*) .reference.}", latex(report))[1]
+    assert tex == (r"a \&lt; b\_ *c* `d` [e](f) \textasciitilde{} \textasciicircum{} \textbackslash{}g")
+
+
 def test_html_escapes_and_asks_nobody():
     text = html(odd(), {})
     page = Page(text)
@@ -719,6 +735,9 @@ def test_all_files_are_written_and_read_again(tmp_path):
     ]
     text = (tmp_path / "out" / "report.html").read_text()
     addresses = Page(text).addresses
+    caption = CAPTIONS["bars"]
+    assert f'alt="{caption}"><figcaption>{caption}</figcaption></figure>' in text
+    assert caption in (tmp_path / "out" / "report.tex").read_text()
     assert next(one for one in addresses if one[0] != "#").startswith("data:image/svg+xml;base64,")
     assert "(figures/trial-bars.svg)" in (tmp_path / "out" / "report.md").read_text()
     assert "{figures/trial-bars.png}" in (tmp_path / "out" / "report.tex").read_text()

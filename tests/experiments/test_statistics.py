@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest, norm
+from scipy.stats import binomtest, norm, permutation_test
 
 from i2cl.errors import I2CLError
 from i2cl.experiments.statistics import Comparison, Difference, accuracy, difference, holm
@@ -131,6 +131,23 @@ def test_one_seed_is_mcnemars_exact_test(better, worse):
     found = difference(ours, theirs)
     assert found.p == pytest.approx(binomtest(better, better + worse).pvalue)
     assert found.mean == pytest.approx((better - worse) / (better + worse + 30))
+
+
+@pytest.mark.parametrize(("queries", "permutations"), [((9,), 9999), ((60, 35), 999), ((400,), 1501)])
+def test_p_is_scipys_to_the_last_digit(queries, permutations):
+    rng = np.random.default_rng(len(queries))
+    ours, theirs = ([rng.random((3, n)) < share for n in queries] for share in (0.7, 0.6))
+    each = [(a.astype(float) - b).mean(0) / len(a[0]) for a, b in zip(ours, theirs, strict=True)]
+    moved = np.concatenate(each) / len(queries)
+    expected = permutation_test(
+        (moved[moved != 0],),
+        lambda values, axis: values.sum(axis).round(12),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=permutations,
+        rng=np.random.default_rng(0),
+    )
+    assert difference(ours, theirs, permutations=permutations).p == expected.pvalue
 
 
 def test_many_queries_are_sampled():

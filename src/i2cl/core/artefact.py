@@ -1,4 +1,4 @@
-"""An injection's files: tensors, description and model card."""
+"""An injection's files: tensors, description and model card. The paper keeps none; the format is ours."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""Injection: a calibrated task as a small artefact, applied to a decoder."""
+"""Injection: what context vectorization and calibration come to, applied to a decoder.
+
+Source: paper, subsection "Context Injection".
+"""
 
 import tempfile
 import warnings

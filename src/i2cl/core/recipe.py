@@ -1,4 +1,7 @@
-"""How coefficients are calibrated: the paper's recipe, its released code's, and a fast one."""
+"""How coefficients are calibrated: the paper's recipe, its released code's, and a fast one.
+
+Source: paper, subsection "Noisy Self-calibration" and appendix "Reproduction Details".
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType

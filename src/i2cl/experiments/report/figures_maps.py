@@ -1,7 +1,6 @@
 """Figures of what was fitted: where it works when moved, and the coefficients of each layer."""
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Float
@@ -13,7 +12,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from i2cl.errors import needs
-from i2cl.experiments.records import Record
 from i2cl.experiments.report.figures_base import (
     COLOURS,
     MARKERS,
@@ -26,6 +24,12 @@ from i2cl.experiments.store import Vectors
 
 MOST_PRINTED = 16
 """Tasks up to which the matrix has its values printed."""
+
+FEWEST = 5
+"""Different points below which nothing is drawn."""
+
+MOST_NAMED = 28
+"""Classes of a task beyond which a legend would be larger than its panel."""
 
 _SYMBOLS = {
     1: (r"$\lambda$ (context vector)", r"$\beta$ (own output)"),
@@ -81,17 +85,18 @@ def _gains(results: Results) -> tuple[tuple[str, ...], Float[np.ndarray, "source
     moves = [one for one in results.moves if one.place == results.moves[0].place]
     if base is None or not moves:
         return (), np.empty((0, 0))
-    names = dict.fromkeys([*results.tasks, *(one.source or "" for one in moves)])
-    moved = {(one.source, task) for one in moves for task in results.tasks_of(one)}
-    tasks = tuple(name for name in names if any(name in pair for pair in moved))
+    held = {
+        (line.source or "", task): [one.accuracy for one in results.outcomes(line, task)]
+        for line in moves
+        for task in results.tasks_of(line)
+    }
+    names = dict.fromkeys([*results.tasks, *(source for source, _ in held)])
+    tasks = tuple(name for name in names if any(name in pair for pair in held))
     gains = np.full((len(tasks), len(tasks)), np.nan)
-    for line in moves:
-        for task in results.tasks_of(line):
-            top, bottom = ([one.accuracy for one in results.outcomes(of, task)] for of in (line, base))
-            if bottom:
-                gains[tasks.index(line.source or ""), tasks.index(task)] = 100 * (
-                    np.mean(top) - np.mean(bottom)
-                )
+    for (source, target), moved in held.items():
+        zero = [one.accuracy for one in results.outcomes(base, target)]
+        if zero:
+            gains[tasks.index(source), tasks.index(target)] = 100 * (np.mean(moved) - np.mean(zero))
     return tasks, gains
 
 
@@ -115,10 +120,10 @@ def coefficients(results: Results, _vectors: Vectors) -> Figure | None:
     return figure
 
 
-def _of_task(results: Results, task: str) -> Float[np.ndarray, "seeds layers sites 2"]:
+def _of_task(results: Results, task: str) -> Float[np.ndarray, "seeds ..."]:
+    """Coefficients [seeds, layers, sites, 2]; nothing where none were calibrated."""
     outcomes = map(outcome, results.of_default(task))
-    found = [one.coefficients for one in outcomes if one.coefficients is not None]
-    return np.array(found, dtype=float) if found else np.empty((0, 0, 0, 2))
+    return np.array([one.coefficients for one in outcomes if one.coefficients is not None], dtype=float)
 
 
 def _layers(axes: Axes, values: Float[np.ndarray, "seeds layers sites 2"]) -> None:
@@ -135,50 +140,33 @@ def _layers(axes: Axes, values: Float[np.ndarray, "seeds layers sites 2"]) -> No
             axes.fill_between(layers, mean - sd, mean + sd, color=colour, alpha=0.2, lw=0)
 
 
-FEWEST = 5
-"""Different points below which nothing is drawn."""
-
-MOST_NAMED = 28
-"""Classes of a task beyond which a legend would be larger than its panel."""
-
-Cloud = list[tuple[str, Float[np.ndarray, "_points _features"]]]  # points of each task or class, by name
+Cloud = dict[str, Float[np.ndarray, "_points ..."]]  # points of each task or class, by name
 
 
 def context_vectors(results: Results, vectors: Vectors) -> Figure | None:
     """Context vectors, one point per task and seed."""
-    return _by_task(
-        (
-            task,
-            [vectors[one.key]["context_vector"] for one in _with(vectors, "context_vector", records)],
-        )
-        for task, records in _plain(results)
-    )
+    return _by_task({task: _stored(results, vectors, task, "context_vector") for task in results.tasks})
 
 
 def coefficient_map(results: Results, _vectors: Vectors) -> Figure | None:
     """Calibrated coefficients, one point per task and seed."""
-    return _by_task(
-        (task, [np.array(out.coefficients) for out in map(outcome, records) if out.coefficients is not None])
-        for task, records in _plain(results)
-    )
+    return _by_task({task: _of_task(results, task) for task in results.tasks})
 
 
 def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
     """Context vectors of single classes, a panel for each task with one point per class and seed."""
-    found = []
-    for task, records in _plain(results):
-        held = _with(vectors, "class_vectors", records)
-        if held:
-            stacked = np.stack([vectors[one.key]["class_vectors"] for one in held], axis=1)
-            flat = stacked.reshape(*stacked.shape[:2], -1).astype(np.float32)
-            cloud = list(zip(outcome(held[0]).labels, flat, strict=True))
-            if (places := _embedded(cloud)) is not None:
-                found.append((task, places))
+    found: dict[str, Cloud] = {}
+    for task in results.tasks:
+        stored = _stored(results, vectors, task, "class_vectors")
+        if len(stored):
+            labels = outcome(results.of_default(task)[0]).labels
+            places = _embedded(dict(zip(labels, stored.swapaxes(0, 1), strict=True)))
+            found |= {task: places} if places is not None else {}
     if not found:
         return None
-    most = max(len(cloud) for _, cloud in found)
+    most = max(map(len, found.values()))
     figure, cells = panels(len(found), 3.6, 3.0 if most > 9 else 2.3)
-    for axes, (task, cloud) in zip(cells, found, strict=True):
+    for axes, (task, cloud) in zip(cells, found.items(), strict=True):
         handles = _scatter(axes, cloud, size=5.0)
         axes.set_title(task)
         if len(cloud) <= MOST_NAMED:
@@ -195,18 +183,14 @@ def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
     return figure
 
 
-def _plain(results: Results) -> Iterable[tuple[str, list[Record]]]:
-    """Records of I2CL as it is, by task."""
-    return [(task, results.of_default(task)) for task in results.tasks]
+def _stored(results: Results, vectors: Vectors, task: str, name: str) -> Float[np.ndarray, "_seeds ..."]:
+    """Arrays of I2CL as it is that a store kept; nothing where there are none."""
+    held = [vectors[one.key] for one in results.of_default(task) if one.key in vectors]
+    return np.array([arrays[name] for arrays in held if name in arrays], dtype=np.float32)
 
 
-def _with(vectors: Vectors, name: str, records: Iterable[Record]) -> list[Record]:
-    return [one for one in records if one.key in vectors and name in vectors[one.key]]
-
-
-def _by_task(found: Iterable[tuple[str, list[Float[np.ndarray, "..."]]]]) -> Figure | None:
-    held = [(task, np.stack(arrays).astype(np.float32)) for task, arrays in found if arrays]
-    cloud = [(task, arrays.reshape(len(arrays), -1)) for task, arrays in held]
+def _by_task(found: Cloud) -> Figure | None:
+    cloud = {task: points for task, points in found.items() if len(points)}
     places = _embedded(cloud) if len(cloud) > 1 else None
     if places is None:
         return None
@@ -225,7 +209,7 @@ def _scatter(axes: Axes, cloud: Cloud, size: float) -> list[Line2D]:
     axes.set_yticks([])
     axes.spines[:].set_visible(True)
     handles: list[Line2D] = []
-    for number, (name, points) in enumerate(cloud):
+    for number, (name, points) in enumerate(cloud.items()):
         marker = MARKERS[number % len(MARKERS)]
         handles += axes.plot(
             points[:, 0],
@@ -245,12 +229,11 @@ def _scatter(axes: Axes, cloud: Cloud, size: float) -> list[Line2D]:
 
 def _embedded(cloud: Cloud) -> Cloud | None:
     """All points in the plane, or None if too few differ."""
-    points = np.concatenate([part for _, part in cloud])
+    points = np.concatenate([part.reshape(len(part), -1) for part in cloud.values()]).astype(np.float32)
     if len({row.tobytes() for row in points}) < FEWEST:
         return None
-    places = _tsne(points)
-    ends = np.cumsum([len(part) for _, part in cloud])[:-1]
-    return [(name, part) for (name, _), part in zip(cloud, np.split(places, ends), strict=True)]
+    ends = np.cumsum([len(part) for part in cloud.values()])[:-1]
+    return dict(zip(cloud, np.split(_tsne(points), ends), strict=True))
 
 
 def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
