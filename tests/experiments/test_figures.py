@@ -334,7 +334,7 @@ def test_no_map_of_one_task_few_points_equal_points_or_missing_vectors():
 
 
 def test_maps_say_what_they_need(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "sklearn.manifold", None)
+    monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
     found = results(I2CL)
     with pytest.raises(I2CLError, match=r"scikit-learn: pip install"):
         FIGURES["vectors"](found, vectors_of(found))
