@@ -43,7 +43,7 @@ embeddings on part of a head. `granitemoehybrid` is for its dense models with at
 | model type | attention writer | MLP writer | packs | fold |
 |---|---|---|---|---|"""
 
-FIGURES = """
+TEMPLATE = """
 Other names for some of these, or models that also take images or sound and whose language model is of such
 a type: its blocks are found inside ({wrappers}).
 
@@ -185,7 +185,7 @@ def page() -> str:
         [
             HEAD.format(count=len(ARCHITECTURES)),
             *(line(row) for row in ARCHITECTURES.values()),
-            FIGURES.format(**told),
+            TEMPLATE.format(**told),
             *(f"| {kind} | {' | '.join(row.values())} |" for kind, row in figures["types"].items()),
             REST.format(version=figures["transformers"]),
             *(f"| {reason} | {' '.join(names.split())} |" for reason, names in UNSUPPORTED.items()),

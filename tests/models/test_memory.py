@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from i2cl.errors import I2CLError
-from i2cl.models.batching import MemoryWarning, peak_memory, run_batches
+from i2cl.models.batching import MemoryWarning, peak_memory
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import label_tokens, score
 from i2cl.tasks import Template
@@ -19,10 +19,13 @@ ERRORS = [
 ]
 
 
-class Runner:
+class Runner(Decoder):
+    """A decoder without a model: what it batches is what is looked at."""
+
+    device = CPU
+
     def __init__(self, token_budget):
         self.token_budget = token_budget
-        self.device = CPU
 
 
 def rows(count):
@@ -32,9 +35,9 @@ def rows(count):
 @pytest.mark.parametrize("budget", [1, 7, 20, 1000])
 @pytest.mark.parametrize("reserve", [0, 1, 30])
 def test_batches_hold_every_row_once_within_the_budget(monkeypatch, budget, reserve):
-    monkeypatch.setattr("i2cl.models.batching.CPU_KEPT_BUDGET", 100)
+    monkeypatch.setattr("i2cl.models.decoder.CPU_KEPT_BUDGET", 100)
     ids = rows(23)
-    batches = [batch for batch, _ in run_batches(Runner(budget), ids, lambda _: 0, reserve)]
+    batches = [batch for batch, _ in Runner(budget).run_batches(ids, lambda _: 0, reserve=reserve)]
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(ids)))
     widths = [batch.input_ids.shape[1] for batch in batches]
     assert widths == sorted(widths, reverse=True)
@@ -47,10 +50,10 @@ def test_batches_hold_every_row_once_within_the_budget(monkeypatch, budget, rese
 
 
 def test_a_large_budget_makes_one_batch():
-    assert len(list(run_batches(Runner(6), [(1,), (2, 3), (4,)], len_of))) == 1
-    assert len(list(run_batches(Runner(6), [(1,), (2, 3), (4,)], len_of, reserve=30))) == 1
-    assert len(list(run_batches(Runner(6), [(1,), (2, 3), (4,)], len_of, reserve=2000))) == 2
-    assert list(run_batches(Runner(6), [], len_of)) == []
+    assert len(list(Runner(6).run_batches([(1,), (2, 3), (4,)], len_of))) == 1
+    assert len(list(Runner(6).run_batches([(1,), (2, 3), (4,)], len_of, reserve=30))) == 1
+    assert len(list(Runner(6).run_batches([(1,), (2, 3), (4,)], len_of, reserve=2000))) == 2
+    assert list(Runner(6).run_batches([], len_of)) == []
 
 
 def len_of(batch):
@@ -70,7 +73,7 @@ def test_what_exceeds_the_memory_is_halved_and_said_once(error):
     runner = Runner(1000)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        found = [row for _, done in run_batches(runner, rows(23), run) for row in done]
+        found = [row for _, done in runner.run_batches(rows(23), run) for row in done]
     assert sorted(found) == list(range(23))
     assert sum(size > 30 for size in tried) == 4  # 253, 132, 66, 33: then the budget holds for all others
     assert 15 < runner.token_budget <= 33
@@ -85,7 +88,7 @@ def test_a_single_query_that_exceeds_the_memory():
         pytest.warns(MemoryWarning),
         pytest.raises(I2CLError, match="a query of 11 tokens does not fit into memory"),
     ):
-        list(run_batches(Runner(50), rows(23), run))
+        list(Runner(50).run_batches(rows(23), run))
 
 
 def test_other_errors_are_not_hidden():
@@ -93,7 +96,7 @@ def test_other_errors_are_not_hidden():
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        list(run_batches(Runner(50), rows(3), run))
+        list(Runner(50).run_batches(rows(3), run))
 
 
 def test_scores_after_running_out_of_memory_are_the_same(monkeypatch):

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 from i2cl.methods.base import Cost, Method
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
@@ -51,12 +51,11 @@ class LinearProbe(Method):
         Raises:
             I2CLError: without scikit-learn, or if the model has no such layer.
         """
-        try:
-            from sklearn.linear_model import LogisticRegression
-            from sklearn.pipeline import make_pipeline
-            from sklearn.preprocessing import StandardScaler
-        except ImportError:
-            raise I2CLError("linear_probe needs scikit-learn: pip install 'i2cl[sklearn]'") from None
+        needs(self.name, "sklearn", "sklearn")
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
         if not -decoder.layers <= self.config.probe_layer < decoder.layers:
             raise I2CLError(f"probe_layer={self.config.probe_layer}: the model has {decoder.layers} layers")
         questions = Questions(decoder, task)

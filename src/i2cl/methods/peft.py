@@ -16,14 +16,13 @@ Source: paper, appendix "Implementation of Baseline Methods", and of each:
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from i2cl.errors import I2CLError
+from i2cl.errors import needs
 from i2cl.methods.adapters import (
     TrainedAdapter,
     adapted,
@@ -65,8 +64,7 @@ class AdapterMethod(Method):
         Raises:
             I2CLError: without the package peft, or on a loss that is not finite.
         """
-        if find_spec("peft") is None:
-            raise I2CLError(f"{self.name} needs the package peft: pip install 'i2cl[peft]'")
+        needs(self.name, "peft", "peft")
         adapter = fit_adapter(decoder, task, demonstrations, self.config(decoder), self.training, seed)
         return AdapterPredictor(decoder, task, adapter)
 

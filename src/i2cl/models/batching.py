@@ -7,19 +7,16 @@ position ids (https://huggingface.co/docs/transformers/en/attention_interface).
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-
-from i2cl.errors import I2CLError
 
 Ids = tuple[int, ...]
 
@@ -121,53 +118,7 @@ class MemoryWarning(UserWarning):
     """A batch did not fit into memory; from then on batches are smaller."""
 
 
-@runtime_checkable
-class Budgeted(Protocol):
-    """Something that runs batches on a device, such as a decoder."""
-
-    token_budget: int
-
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go."""
-        ...
-
-
-def run_batches(
-    runner: Budgeted, ids: Sequence[Ids], run: Callable[[Batch], T], reserve: int = 0
-) -> Iterator[tuple[Batch, T]]:
-    """What ``run`` returns for each batch of queries of similar length, longest first.
-
-    A batch that exceeds the memory is run again as two, and the runner's token budget is lowered, so
-    that this happens, and is told, once. The queries' order does not change what a batch holds.
-
-    Args:
-        runner: has the device and the number of padded tokens that a batch may hold.
-        ids: token ids of each query.
-        run: what to do with a batch.
-        reserve: cached tokens in front of every query: they are kept, but not run, so that they count
-            towards `KEPT_BUDGET` (`CPU_KEPT_BUDGET`) alone.
-
-    Raises:
-        I2CLError: if a single query exceeds the memory.
-    """
-    order = longest_first(ids)
-    start = 0
-    kept = CPU_KEPT_BUDGET if runner.device.type == "cpu" else KEPT_BUDGET
-    while start < len(order):
-        length = len(ids[order[start]])
-        room = max(runner.token_budget, kept) // (length + reserve)
-        rows = order[start : start + max(1, min(runner.token_budget // length, room))]
-        batch = make_batch([ids[row] for row in rows], runner.device, rows)
-        result = _unless_out_of_memory(run, batch)
-        if result is None:
-            _shrink(runner, len(rows), length, reserve)
-        else:
-            yield batch, result[0]
-            start += len(rows)
-
-
-def _unless_out_of_memory(run: Callable[[Batch], T], batch: Batch) -> tuple[T] | None:
+def unless_out_of_memory(run: Callable[[Batch], T], batch: Batch) -> tuple[T] | None:
     """What ``run`` returns, or None; the error is gone by then, with all the tensors it holds on to."""
     try:
         return (run(batch),)
@@ -180,19 +131,6 @@ def _unless_out_of_memory(run: Callable[[Batch], T], batch: Batch) -> tuple[T] |
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an accelerator or the CPU's allocator had no room."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def _shrink(runner: Budgeted, rows: int, length: int, reserve: int) -> None:
-    if rows == 1:
-        raise I2CLError(
-            f"a query of {length + reserve} tokens does not fit into memory: shorten it, or load the "
-            "model in bfloat16 or with device_map='auto'"
-        )
-    runner.token_budget = (rows + 1) // 2 * length
-    if runner.device.type == "cuda":
-        torch.cuda.empty_cache()
-    message = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
-    warnings.warn(message, MemoryWarning, stacklevel=4)
 
 
 @dataclass

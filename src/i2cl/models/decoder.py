@@ -1,5 +1,6 @@
 """Decoder: the only owner of a model and its tokenizer."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -13,7 +14,16 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError
 from i2cl.models.architectures import Architecture, architecture_of
-from i2cl.models.batching import Batch, Ids, make_batch, run_batches
+from i2cl.models.batching import (
+    CPU_KEPT_BUDGET,
+    KEPT_BUDGET,
+    Batch,
+    Ids,
+    MemoryWarning,
+    longest_first,
+    make_batch,
+    unless_out_of_memory,
+)
 from i2cl.models.borrowing import frozen, lock_of
 from i2cl.models.edits import Edit, Keep, Site
 from i2cl.models.encoding import Encoder
@@ -196,8 +206,46 @@ class Decoder:
     def run_batches(
         self, ids: Sequence[Ids], run: Callable[[Batch], T], *, reserve: int = 0
     ) -> Iterator[tuple[Batch, T]]:
-        """What ``run`` returns for each batch of queries of like length; see `batching.run_batches`."""
-        return run_batches(self, ids, run, reserve)
+        """What ``run`` returns for each batch of queries of similar length, longest first.
+
+        A batch that exceeds the memory is run again as two, and the token budget is lowered, so that this
+        happens, and is told, once. The queries' order does not change what a batch holds.
+
+        Args:
+            ids: token ids of each query.
+            run: what to do with a batch.
+            reserve: cached tokens in front of every query: they are kept, but not run, so that they count
+                towards `KEPT_BUDGET` (`CPU_KEPT_BUDGET`) alone.
+
+        Raises:
+            I2CLError: if a single query exceeds the memory.
+        """
+        order = longest_first(ids)
+        start = 0
+        kept = CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET
+        while start < len(order):
+            length = len(ids[order[start]])
+            room = max(self.token_budget, kept) // (length + reserve)
+            rows = order[start : start + max(1, min(self.token_budget // length, room))]
+            batch = make_batch([ids[row] for row in rows], self.device, rows)
+            result = unless_out_of_memory(run, batch)
+            if result is None:
+                self._shrink(len(rows), length, reserve)
+            else:
+                yield batch, result[0]
+                start += len(rows)
+
+    def _shrink(self, rows: int, length: int, reserve: int) -> None:
+        if rows == 1:
+            raise I2CLError(
+                f"a query of {length + reserve} tokens does not fit into memory: shorten it, or load the "
+                "model in bfloat16 or with device_map='auto'"
+            )
+        self.token_budget = (rows + 1) // 2 * length
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        message = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
+        warnings.warn(message, MemoryWarning, stacklevel=3)
 
     def forward(
         self,

@@ -8,7 +8,7 @@ from i2cl.errors import I2CLError, needs
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.printed import printed_for
 from i2cl.experiments.records import Record
-from i2cl.experiments.report.notes import Cell
+from i2cl.experiments.report.notes import Entry
 from i2cl.experiments.report.paper import Paper, PrintedFor
 from i2cl.experiments.report.results import Results, Setting, outcome, results_of
 from i2cl.experiments.report.tables import Table, tables_of
@@ -211,7 +211,7 @@ def _failures(records: Sequence[Record]) -> Table | None:
         options = ", ".join(f"{name}={value}" for name, value in cell.options.items())
         method = f"{cell.method} ({options})" if options else cell.method
         cut = error if len(error) <= LONGEST_ERROR else f"{error[:LONGEST_ERROR]} ..."
-        rows.append([*map(Cell, (cell.model, cell.task, method, str(cell.seed), cut))])
+        rows.append([*map(Entry, (cell.model, cell.task, method, str(cell.seed), cut))])
     return Table("Failed cells", columns, rows, words=columns) if rows else None
 
 

@@ -12,7 +12,7 @@ WHERE = ("machine", "accelerator", "device", "dtype", "threads")
 """Parts of a record's provenance that times depend on."""
 
 
-class Cell(NamedTuple):
+class Entry(NamedTuple):
     """One cell of a table.
 
     Attributes:
@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
 
 def accuracy_notes(
-    found: Results, rows: Iterable[Sequence[Cell]], printed: Iterable[str], *meaning: str
+    found: Results, rows: Iterable[Sequence[Entry]], printed: Iterable[str], *meaning: str
 ) -> list[str]:
     """All that stands below a table of accuracies, what is said of printed ones last."""
     said = [scale_note(found, found.lines), *meaning]

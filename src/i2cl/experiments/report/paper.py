@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from i2cl.experiments.printed import InconsistentAverage, PrintedRow, PrintedTable, inconsistent_averages
-from i2cl.experiments.report.notes import CONTRADICTED, OUTSIDE, Cell
+from i2cl.experiments.report.notes import CONTRADICTED, OUTSIDE, Entry
 from i2cl.experiments.report.results import Line, Results, listing
 from i2cl.experiments.statistics import Accuracy
 from i2cl.tasks.registry import PAPER_TASKS
@@ -53,20 +53,20 @@ class Paper:
         wrong = (one for one in inconsistent_averages() if self.row(line) and one.table == self.table)
         return next((one for one in wrong if one.row == line.row.name), None)
 
-    def cell(self, line: Line, task: str | None) -> Cell:
+    def cell(self, line: Line, task: str | None) -> Entry:
         """What the paper prints for a row on a task, or without one on average; empty if nothing."""
         row = self.row(line)
         if task is None and row is not None and row.average is not None:
             alike = set(self.found.tasks_of(line)) == set(self.tasks)
             mark = _outside(row.average, self.found.accuracy(line)) if alike else ""
             mark += CONTRADICTED if self.contradicted(line) else ""
-            return Cell(f"{row.average:.2f}", printed=True, mark=mark)
+            return Entry(f"{row.average:.2f}", printed=True, mark=mark)
         if self.table is not None and row is not None and row.mean and task in self.table.tasks:
             place = self.table.tasks.index(task)
             spread = f" ± {row.sd[place]:.2f}" if row.sd else ""
             mark = _outside(row.mean[place], self.found.accuracy(line, task))
-            return Cell(f"{row.mean[place]:.2f}{spread}", printed=True, mark=mark)
-        return Cell("", printed=True)
+            return Entry(f"{row.mean[place]:.2f}{spread}", printed=True, mark=mark)
+        return Entry("", printed=True)
 
     def values(self, line: Line, view: str) -> list[Values]:
         """The raw numbers that the paper prints for a row."""
@@ -83,7 +83,7 @@ class Paper:
         average = {**common, "task": AVERAGE, "mean": row.average}
         return found if row.average is None else [*found, average]
 
-    def notes(self, rows: Iterable[Sequence[Cell]], *, averaged: bool) -> list[str]:
+    def notes(self, rows: Iterable[Sequence[Entry]], *, averaged: bool) -> list[str]:
         """What a reader must know of the printed numbers.
 
         Args:

@@ -15,7 +15,7 @@ from markdown_it.token import Token
 from markupsafe import Markup
 
 from i2cl.experiments.report.document import CAPTIONS, FIGURE_FOLDER, Report, Section
-from i2cl.experiments.report.notes import Cell
+from i2cl.experiments.report.notes import Entry
 from i2cl.experiments.report.results import listing
 from i2cl.experiments.report.tables import VALUES, Table
 
@@ -111,7 +111,7 @@ def _table(table: Table) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: Entry) -> str:
     text = _md(cell.text)
     if text and (cell.bold or cell.printed):
         text = f"**{text}**" if cell.bold else f"*{text}*"

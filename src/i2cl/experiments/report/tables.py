@@ -10,7 +10,7 @@ from i2cl.experiments.printed import PrintedRow
 from i2cl.experiments.records import COUNTS
 from i2cl.experiments.report.notes import (
     INCOMPLETE,
-    Cell,
+    Entry,
     accuracy_notes,
     incomplete_notes,
     number_range,
@@ -68,7 +68,7 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[Entry]]
     notes: Sequence[str] = ()
     values: Sequence[Values] = ()
     words: Sequence[str] = ()
@@ -84,7 +84,7 @@ class Table:
             return self
         names, *columns = zip(*self.rows, strict=True)
         heads = [f"{one.text} {one.mark}".strip() for one in names]
-        rows = [(Cell(name), *cells) for name, cells in zip(self.columns[1:], columns, strict=True)]
+        rows = [(Entry(name), *cells) for name, cells in zip(self.columns[1:], columns, strict=True)]
         return replace(self, columns=("Task", *heads), rows=rows)
 
 
@@ -93,13 +93,13 @@ def tasks_table(found: Results, paper: Paper) -> list[Table]:
     averaged = len(found.tasks) > 1
     asked = (*found.tasks, *([None] if averaged else []))
     leaders = {task: found.leader(task) for task in asked}
-    rows: list[list[Cell]] = []
+    rows: list[list[Entry]] = []
     for line in found.lines:
         cells = (_accuracy(found, line, task, bold=leaders[task] == line) for task in asked)
-        rows.append([Cell(line.name), *cells])
+        rows.append([Entry(line.name), *cells])
         if paper.row(line) is not None:
             printed = (paper.cell(line, task) for task in asked)
-            rows.append([Cell(f"{line.name} (paper)", printed=True), *printed])
+            rows.append([Entry(f"{line.name} (paper)", printed=True), *printed])
     notes = accuracy_notes(found, rows, paper.notes(rows, averaged=averaged))
     columns = ("Row", *(task or "Average" for task in asked))
     values = _values("tasks", found, found.lines, asked, paper)
@@ -109,12 +109,12 @@ def tasks_table(found: Results, paper: Paper) -> list[Table]:
 def average_table(found: Results, paper: Paper) -> list[Table]:
     """Accuracy of every row, averaged over tasks."""
     overall, beside = found.leader(), paper.averages
-    rows: list[list[Cell]] = []
+    rows: list[list[Entry]] = []
     for line in found.lines:
         got = found.accuracy(line)
         seeds = got.seeds if got is not None else 0
         numbers = (_interval(got), str(len(found.tasks_of(line))), str(seeds))
-        rows.append([Cell(line.name), _accuracy(found, line, bold=overall == line), *map(Cell, numbers)])
+        rows.append([Entry(line.name), _accuracy(found, line, bold=overall == line), *map(Entry, numbers)])
         rows[-1] += [paper.cell(line, None)] if beside else []
     meaning = "The interval is for other demonstrations and other queries (bootstrap over both)."
     notes = accuracy_notes(found, rows, paper.notes(rows, averaged=True) if beside else [], meaning)
@@ -130,8 +130,8 @@ def shots_table(found: Results, _paper: Paper) -> list[Table]:
     for row in found.rows:
         by_shots = {line.shots: _accuracy(found, line) for line in found.lines if line.row is row}
         # A row without demonstrations is the same for every number of them.
-        cells = (by_shots.get(count) or by_shots.get(None) or Cell(NOTHING) for count in counts)
-        rows += [[Cell(row.name), *cells]] if by_shots else []
+        cells = (by_shots.get(count) or by_shots.get(None) or Entry(NOTHING) for count in counts)
+        rows += [[Entry(row.name), *cells]] if by_shots else []
     notes = (scale_note(found, found.lines), *incomplete_notes(found, found.lines))
     columns = ("Demonstrations per class", *map(str, counts))
     values = _values("shots", found, found.lines, [None])
@@ -144,7 +144,7 @@ def matrix_table(found: Results, _paper: Paper) -> list[Table]:
     for place in dict.fromkeys(line.place for line in found.moves):
         lines = [line for line in found.moves if line.place == place]
         rows = [
-            [Cell(line.source or ""), *(_accuracy(found, line, task) for task in found.tasks)]
+            [Entry(line.source or ""), *(_accuracy(found, line, task) for task in found.tasks)]
             for line in lines
         ]
         notes = (scale_note(found, lines), *incomplete_notes(found, lines))
@@ -166,7 +166,7 @@ def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
 
     tested = _tested(found, pairs, [None])
     rows = [
-        [Cell(line.name, mark=_mark(found, line, other)), *map(Cell, _verdict(tested[line, None]))]
+        [Entry(line.name, mark=_mark(found, line, other)), *map(Entry, _verdict(tested[line, None]))]
         for line, other in pairs
     ]
     meaning = (
@@ -184,7 +184,7 @@ def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
     if len(found.tasks) > 1:
         tested = _tested(found, pairs, found.tasks)
         rows = [
-            [Cell(line.name), *(Cell(_signed(tested[line, task])) for task in found.tasks)]
+            [Entry(line.name), *(Entry(_signed(tested[line, task])) for task in found.tasks)]
             for line, _ in pairs
         ]
         legend = (
@@ -209,9 +209,14 @@ def cost_table(found: Results, paper: Paper) -> list[Table]:
         counts = (number_range(getattr(one.cost, COUNTS[name]) for one in outcomes) for name in COLUMNS)
         times = map(_duration, mean_times(found, line, tasks))
         beside = (write(printed[line]) if line in printed else None for write in extra.values())
-        name = Cell(line.name, mark=_mark(found, line))
+        name = Entry(line.name, mark=_mark(found, line))
         rows.append(
-            [name, *map(Cell, counts), *map(Cell, times), *(Cell(one or "", printed=True) for one in beside)]
+            [
+                name,
+                *map(Entry, counts),
+                *map(Entry, times),
+                *(Entry(one or "", printed=True) for one in beside),
+            ]
         )
         values += [_costs(found, line, task) for task in tasks]
     notes = [
@@ -253,12 +258,12 @@ def mean_times(found: Results, line: Line, tasks: Iterable[str]) -> tuple[float,
     return float(fit), float(query)
 
 
-def _accuracy(found: Results, line: Line, task: str | None = None, *, bold: bool = False) -> Cell:
+def _accuracy(found: Results, line: Line, task: str | None = None, *, bold: bool = False) -> Entry:
     """Mean ± standard deviation, the mean alone where one seed has no spread; averages are marked."""
     got = found.accuracy(line, task)
     spread = f" ± {100 * got.sd:.1f}" if got is not None and got.seeds > 1 else ""
     text = NOTHING if got is None else f"{100 * got.mean:.1f}{spread}"
-    return Cell(text, bold=bold, mark=_mark(found, line) if task is None else "")
+    return Entry(text, bold=bold, mark=_mark(found, line) if task is None else "")
 
 
 def _mark(found: Results, *lines: Line) -> str:
