@@ -66,7 +66,7 @@ def special(encoder):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_never_becomes_a_control_token(encoder, text):
-    assert special(encoder) & set(encoder([text])[0]) or text == TEXTS[-1] or "[INST" in text
+    assert special(encoder) & set(encoder([text])[0])  # as it is, it holds one
     (ids,) = encoder([encoder.literal(text)])
     assert not special(encoder) & set(ids)
     assert encoder.tokenizer.decode(ids).strip() == text.strip()
