@@ -5,10 +5,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest, norm, permutation_test
+from scipy.stats import binomtest, norm, permutation_test, ttest_1samp, ttest_rel
 
 from i2cl.errors import I2CLError
-from i2cl.experiments.statistics import Comparison, Difference, accuracy, difference, holm
+from i2cl.experiments.statistics import ALPHA, Comparison, Difference, accuracy, difference, holm
 
 
 def simulated(rng, seeds=5, queries=100, *, ease=0.8, hardness=None, seed_sd=0.4):
@@ -121,7 +121,7 @@ def enumerated(ours, theirs):
 def test_p_is_that_of_all_sign_flips(number):
     rng = np.random.default_rng(number)
     ours, theirs = ([rng.random((3, n)) < share for n in (4, 7)] for share in (0.8, 0.4))
-    assert difference(ours, theirs).p == pytest.approx(enumerated(ours, theirs))
+    assert difference(ours, theirs).p_queries == pytest.approx(enumerated(ours, theirs))
 
 
 @pytest.mark.parametrize(("better", "worse"), [(7, 1), (9, 3), (2, 0), (5, 5), (0, 12)])
@@ -129,7 +129,7 @@ def test_one_seed_is_mcnemars_exact_test(better, worse):
     ours = one("1" * better + "0" * worse + "1" * 20 + "0" * 10)
     theirs = one("0" * better + "1" * worse + "1" * 20 + "0" * 10)
     found = difference(ours, theirs)
-    assert found.p == pytest.approx(binomtest(better, better + worse).pvalue)
+    assert found.p_queries == pytest.approx(binomtest(better, better + worse).pvalue)
     assert found.mean == pytest.approx((better - worse) / (better + worse + 30))
 
 
@@ -147,14 +147,14 @@ def test_p_is_scipys_to_the_last_digit(queries, permutations):
         n_resamples=permutations,
         rng=np.random.default_rng(0),
     )
-    assert difference(ours, theirs, permutations=permutations).p == expected.pvalue
+    assert difference(ours, theirs, permutations=permutations).p_queries == expected.pvalue
 
 
 def test_many_queries_are_sampled():
     ours, theirs = one("1" * 60 + "0" * 40), one("0" * 60 + "1" * 40)
     exact = binomtest(60, 100).pvalue
-    assert difference(ours, theirs, permutations=20_000).p == pytest.approx(exact, abs=0.006)
-    assert difference(one("1" * 90), one("0" * 90), permutations=999).p == pytest.approx(2 / 1000)
+    assert difference(ours, theirs, permutations=20_000).p_queries == pytest.approx(exact, abs=0.006)
+    assert difference(one("1" * 90), one("0" * 90), permutations=999).p_queries == pytest.approx(2 / 1000)
 
 
 def test_equal_methods_are_seldom_told_apart():
@@ -163,14 +163,14 @@ def test_equal_methods_are_seldom_told_apart():
     for number in range(200):
         shared = {"queries": 40, "hardness": rng.standard_normal(40), "seed_sd": 0}
         ours, theirs = ([simulated(rng, **shared)] for _ in range(2))
-        found.append(difference(ours, theirs, resamples=1, permutations=499, seed=number).p)
+        found.append(difference(ours, theirs, resamples=1, permutations=499, seed=number).p_queries)
     assert 0.01 <= np.mean(np.array(found) < 0.05) <= 0.1
     assert 0.4 <= np.mean(np.array(found) < 0.5) <= 0.6
 
 
 def test_no_difference_at_all():
     results = [np.random.default_rng(0).random((5, 40)) < 0.5]
-    assert difference(results, results) == Difference(0.0, 0.0, 0.0, 1.0, seeds=len(results[0]))
+    assert difference(results, results) == Difference(0.0, 0.0, 0.0, 1.0, 1.0, seeds=len(results[0]))
     assert difference(one("11"), one("10")).p == 1
 
 
@@ -178,7 +178,7 @@ def test_differences_that_cancel_are_no_evidence():
     """Three times 0.1 less three times 0.1 is not 0 in floating point; a tie must still count as one."""
     assert np.sum([0.1] * 3 + [-0.1] * 3) != 0
     found = difference(one("1110000000"), one("0001110000"))
-    assert (found.mean, found.p) == (0, 1)
+    assert (found.mean, found.p_queries, found.p_seeds) == (0, 1, 1)
 
 
 def test_one_seed_is_paired_with_every_seed():
@@ -208,17 +208,59 @@ def test_holm_by_hand():
     assert holm([]).tolist() == []
 
 
-def test_distinguishable_needs_test_and_interval():
-    clear = Comparison(Difference(0.1, 0.05, 0.15, 0.001, seeds=5), q=0.01)
+CLEAR = Difference(0.1, 0.05, 0.15, 0.001, 0.002, seeds=4)
+
+
+def test_distinguishable_needs_tests_and_interval():
+    clear = Comparison(CLEAR, q=0.01)
     assert clear.distinguishable
-    assert replace(clear, difference=Difference(-0.1, -0.15, -0.05, 0.001, seeds=5)).distinguishable
+    assert replace(clear, difference=replace(CLEAR, mean=-0.1, low=-0.15, high=-0.05)).distinguishable
     assert not replace(clear, q=0.05).distinguishable
-    assert not replace(clear, difference=Difference(0.1, 0.0, 0.2, 0.001, seeds=5)).distinguishable
+    assert not replace(clear, difference=replace(CLEAR, low=0.0)).distinguishable
 
 
-def test_one_seed_alone_distinguishes_nothing():
-    clear = Comparison(Difference(0.1, 0.05, 0.15, 0.001, seeds=1), q=0.01)
-    assert not clear.distinguishable
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_fewer_than_four_seeds_distinguish_nothing(seeds):
+    assert not Comparison(replace(CLEAR, seeds=seeds), q=0.01).distinguishable
+
+
+def test_p_of_seeds_is_that_of_a_paired_t_test_of_macro_averages():
+    rng = np.random.default_rng(7)
+    ours, theirs = ([rng.random((5, n)) < share for n in (30, 70)] for share in (0.8, 0.6))
+    macro = [np.mean([task.mean(1) for task in tasks], axis=0) for tasks in (ours, theirs)]
+    found = difference(ours, theirs)
+    assert found.p_seeds == pytest.approx(ttest_rel(*macro).pvalue)
+    assert found.p == max(found.p_queries, found.p_seeds)
+
+
+def test_what_every_seed_says_alike_is_left_to_the_queries():
+    found = difference(one(*["1" * 12] * 4), one(*["0" * 10 + "11"] * 4))
+    assert (found.p_seeds, found.p) == (0, found.p_queries)
+    assert difference(one("1" * 12), one("0" * 12)).p_seeds == 1  # one seed says nothing of others
+
+
+EASE = 0.8
+POINTS = norm.pdf(EASE / np.sqrt(2)) / np.sqrt(2)
+"""How much accuracy moves with the luck of a seed."""
+
+
+@pytest.mark.parametrize(("seeds", "points"), [(4, 0), (4, 4.4), (6, 4.4), (10, 0), (10, 4.4)])
+def test_a_table_of_equal_methods_shows_a_difference_in_less_than_seven_of_a_hundred(seeds, points):
+    """Each of 8 equal methods against a ninth on 500 queries; seeds differ by so many points."""
+    rng = np.random.default_rng(seeds)
+    families, false = 500, 0
+    for number in range(families):
+        hardness = rng.standard_normal(500, np.float32)
+        luck = points / 100 / POINTS * rng.standard_normal((9, seeds, 1))
+        reference, *others = EASE + luck + hardness + rng.standard_normal((9, seeds, 500), np.float32) > 0
+        accuracies = np.stack(others).mean(2) - reference.mean(1)
+        if (holm(ttest_1samp(accuracies, 0, axis=1).pvalue) >= ALPHA).all():
+            continue  # the larger p-values reject no more
+        found = [difference([other], [reference], resamples=400, permutations=999) for other in others]
+        corrected = holm([one.p for one in found]).tolist()
+        shown = [Comparison(one, q).distinguishable for one, q in zip(found, corrected, strict=True)]
+        false += any(shown)
+    assert false / families < 0.07
 
 
 def test_a_difference_of_one_lucky_seed_is_not_enough():
@@ -226,9 +268,11 @@ def test_a_difference_of_one_lucky_seed_is_not_enough():
     lucky = np.zeros((3, 100), bool)
     lucky[0] = True
     found = difference([lucky], [np.zeros((3, 100), bool)])
-    assert found.p < 0.001
+    assert found.p_queries < 0.001
+    assert found.p_seeds > 0.4
     assert found.low == 0
-    assert not Comparison(found, q=found.p).distinguishable
+    assert found.p == found.p_seeds
+    assert not Comparison(found, q=found.p_queries).distinguishable
 
 
 @pytest.mark.parametrize(

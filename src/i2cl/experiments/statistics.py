@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt16
+from scipy.stats import ttest_1samp
 
 from i2cl.errors import I2CLError
 
@@ -23,6 +24,9 @@ Cells = list[Float[np.ndarray, "_seeds _queries"]]  # per task: right or not, or
 
 ALPHA = 0.05
 """Level of every test, and what an interval leaves out."""
+
+FEWEST_SEEDS = 4
+"""With fewer, nothing is said of other demonstrations: a spread over two or three seeds is hardly known."""
 
 DECIMALS = 12  # what is equal on paper must be equal here: ties count in a test, and so does 0 in an interval
 
@@ -48,13 +52,34 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Difference:
-    """Accuracy of one method minus that of another; ``p`` is two-sided, the rest as in `Accuracy`."""
+    """Accuracy of one method minus that of another, as in `Accuracy`, with two-sided p-values.
+
+    Attributes:
+        p_queries: of chance in the queries, for these seeds.
+        p_seeds: of chance in the seeds, for these queries; 1 where there is one seed.
+    """
 
     mean: float
     low: float
     high: float
-    p: float
+    p_queries: float
+    p_seeds: float
     seeds: int
+
+    @property
+    def p(self) -> float:
+        """The larger p-value: a method is better only if neither other queries nor seeds could undo it."""
+        return max(self.p_queries, self.p_seeds)
+
+    @property
+    def decidable(self) -> bool:
+        """Whether there are seeds enough for a verdict."""
+        return self.seeds >= FEWEST_SEEDS
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the interval excludes 0."""
+        return self.low > 0 or self.high < 0
 
 
 @dataclass(frozen=True)
@@ -66,9 +91,8 @@ class Comparison:
 
     @property
     def distinguishable(self) -> bool:
-        """Whether test and interval agree that the two differ; one seed says nothing of other ones."""
-        beyond = self.difference.low > 0 or self.difference.high < 0
-        return self.q < ALPHA and beyond and self.difference.seeds > 1
+        """Whether tests and interval agree that the two differ, on seeds enough to say so."""
+        return self.q < ALPHA and self.difference.beyond and self.difference.decidable
 
 
 def accuracy(tasks: Result, *, resamples: int = 2000, seed: int = 0) -> Accuracy:
@@ -98,10 +122,12 @@ def difference(
     """Paired difference of two methods: how large it is, and whether it could be chance.
 
     The interval is for the size of the difference had other demonstrations *and* other queries been drawn: it
-    resamples seeds and queries. The p-value holds these seeds fixed: were the methods equal, each query's
-    difference, averaged over seeds, would as likely have the other sign. A claim needs both
-    (`Comparison.distinguishable`). With one seed on one task this is McNemar's exact test, up to sampling:
-    a sampled p-value is at least 2 / (``permutations`` + 1).
+    resamples seeds and queries. There are two p-values. ``p_queries`` holds the seeds fixed: were the methods
+    equal, each query's difference, averaged over seeds, would as likely have the other sign; with one seed on
+    one task this is McNemar's exact test, up to sampling: a sampled p-value is at least
+    2 / (``permutations`` + 1). ``p_seeds`` holds the queries fixed: a paired t-test over the seeds'
+    macro-averages, which are means of many queries and so near to normal. Either alone errs where the other's
+    source of chance is the larger one; a claim needs both and the interval (`Comparison.distinguishable`).
 
     Args:
         ours: one array per task.
@@ -116,7 +142,8 @@ def difference(
     """
     cells = _paired(ours, theirs)
     low, high = _interval(cells, resamples, seed)
-    return Difference(_macro(cells), low, high, _p_value(cells, permutations, seed), len(cells[0]))
+    p_queries, p_seeds = _p_queries(cells, permutations, seed), _p_seeds(cells)
+    return Difference(_macro(cells), low, high, p_queries, p_seeds, len(cells[0]))
 
 
 def holm(p_values: Sequence[float] | Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
@@ -197,7 +224,15 @@ def _counts(rng: np.random.Generator, resamples: int, n: int) -> Int[np.ndarray,
     return np.bincount(drawn.ravel(), minlength=resamples * n).reshape(resamples, n)
 
 
-def _p_value(cells: Cells, permutations: int, seed: int) -> float:
+def _p_seeds(cells: Cells) -> float:
+    """Paired t-test over seeds; what is the same for every seed is told from 0, and from 0 alone."""
+    each = np.mean([task.mean(1) for task in cells], axis=0).round(DECIMALS)
+    if len(each) < 2 or not each.any():
+        return 1.0
+    return float(ttest_1samp(each, 0).pvalue) if np.ptp(each) else 0.0
+
+
+def _p_queries(cells: Cells, permutations: int, seed: int) -> float:
     """Sign-flip test on the differences of queries, weighted so that tasks count equally.
 
     Equal to scipy's ``permutation_test`` of one sample to the last digit, and many times as fast: that one

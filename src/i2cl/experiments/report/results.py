@@ -263,7 +263,7 @@ class Results:
         p_values = []
         for other in others:  # the closest first: most often it ends the search, and tests are slow
             found = self.difference(best, other, task)
-            if found is None or found.low <= 0 or found.p >= ALPHA or found.seeds < 2:
+            if found is None or found.low <= 0 or found.p >= ALPHA or not found.decidable:
                 return None
             p_values.append(found.p)
         return best if bool((holm(p_values) < ALPHA).all()) else None

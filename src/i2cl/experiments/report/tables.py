@@ -19,7 +19,14 @@ from i2cl.experiments.report.notes import (
 )
 from i2cl.experiments.report.paper import AVERAGE, Paper, Values
 from i2cl.experiments.report.results import Line, Results
-from i2cl.experiments.statistics import ALPHA, Accuracy, Comparison, Difference, holm
+from i2cl.experiments.statistics import (
+    ALPHA,
+    FEWEST_SEEDS,
+    Accuracy,
+    Comparison,
+    Difference,
+    holm,
+)
 
 NOTHING = "–"
 """Stands where there is no result."""
@@ -30,7 +37,8 @@ WIDE = 10
 """With more tasks than this, tasks are lines and rows are columns."""
 
 VALUES = (
-    *("view", "row", "task", "origin", "against", "unit", "mean", "sd", "low", "high", "p", "q", "seeds"),
+    *("view", "row", "task", "origin", "against", "unit", "mean", "sd", "low", "high", "p"),
+    *("p_queries", "p_seeds", "q", "seeds"),
     *("queries", "trainable_parameters", "cached_values", "cached_bytes", "fit_seconds", "ms_per_query"),
     *("held_out", "lacking"),
 )
@@ -173,8 +181,9 @@ def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
         f"{minus}, on the same queries and seeds; the interval is for other demonstrations and other queries."
     )
     tests = (
-        f"p: sign-flip test over queries; q: p, corrected (Holm) over {_all(tested)} of this table. "
-        f"A difference is shown where q < {ALPHA} and the interval excludes 0."
+        "p: the larger of a sign-flip test over queries and a paired t-test over seeds; q: p, corrected "
+        f"(Holm) over {_all(tested)} of this table. A difference is shown where q < {ALPHA}, the interval "
+        f"excludes 0 and there are at least {FEWEST_SEEDS} seeds."
     )
     title = f"Difference from {against}" + (", average over tasks" if len(found.tasks) > 1 else "")
     columns = ("Row", "Difference", "95 % interval", "p", "q", "Verdict")
@@ -189,7 +198,8 @@ def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
         ]
         legend = (
             f"{minus}. {HIGHER} higher, {LOWER} lower (q < {ALPHA}, corrected over {_all(tested)} of this "
-            f"table, and a 95 % interval that excludes 0); {ALIKE} no difference shown."
+            f"table, a 95 % interval that excludes 0, and at least {FEWEST_SEEDS} seeds); {ALIKE} no "
+            "difference shown."
         )
         title, values = f"Difference from {against} by task", _differences(found, pairs, tested)
         tables.append(
@@ -346,7 +356,7 @@ def _verdict(comparison: Comparison | None) -> Sequence[str]:
     if comparison is None:
         return (*[NOTHING] * 4, "nothing shared to compare")
     got = comparison.difference
-    verdict = "no difference shown" if got.seeds > 1 else "one seed cannot tell"
+    verdict = "no difference shown" if got.decidable else f"fewer than {FEWEST_SEEDS} seeds cannot tell"
     if comparison.distinguishable:
         verdict = "higher" if got.mean > 0 else "lower"
     p, q = (f"{value:.3f}" if value >= 0.001 else "< 0.001" for value in (got.p, comparison.q))
@@ -370,6 +380,8 @@ def _differences(found: Results, pairs: Pairs, tested: Tested) -> list[Values]:
             "unit": "percentage points",
             "against": against[line].name,
             "p": one.difference.p,
+            "p_queries": one.difference.p_queries,
+            "p_seeds": one.difference.p_seeds,
             "q": one.q,
         }
         for (line, task), one in tested.items()
