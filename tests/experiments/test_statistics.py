@@ -249,7 +249,7 @@ def test_a_table_of_equal_methods_shows_a_difference_in_less_than_seven_of_a_hun
     """Each of 8 equal methods against a ninth on 500 queries; seeds differ by so many points."""
     rng = np.random.default_rng(seeds)
     families, false = 500, 0
-    for number in range(families):
+    for _ in range(families):
         hardness = rng.standard_normal(500, np.float32)
         luck = points / 100 / POINTS * rng.standard_normal((9, seeds, 1))
         reference, *others = EASE + luck + hardness + rng.standard_normal((9, seeds, 500), np.float32) > 0
