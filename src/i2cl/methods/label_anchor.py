@@ -52,11 +52,11 @@ def anchors(decoder: Decoder, task: Task, pairs: Shown, count: int) -> tuple[int
             "label_anchor needs a fast tokenizer (tokenizer.json), which knows where tokens stand"
         )
     template = task.template
-    prompt, texts = "", []
+    prompt, texts = template.opening, []
     for text, word in pairs:
         start = len(prompt) + len(template.head)
         texts.append((start, start + len(text)))
-        prompt += template.demonstration(text, word)
+        prompt += template.exchange(text, word)
     prompt += template.head
     inside = [
         any(start <= left and right <= end for start, end in texts)

@@ -67,6 +67,7 @@ class TaskSpec(_Table):
     template: str
     separator: str = "\n"
     shots: int = 5
+    instruction: str = ""
     hub: HubSource | None = None
     files: FilesSource | None = None
 
@@ -95,6 +96,7 @@ class TaskSpec(_Table):
             title=self.title or self.name,
             description=self.description,
             group=group,
+            instruction=self.instruction,
         )
 
 

@@ -2,9 +2,16 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jinja2 import TemplateError
 
 from i2cl.errors import I2CLError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TEXT_FIELD = "{text}"
 LABEL_FIELD = "{label}"
@@ -14,16 +21,18 @@ _CURE = "write it like 'Review: {text}\\nSentiment: {label}'"
 
 @dataclass(frozen=True)
 class Template:
-    r"""A prompt format such as "Review: {text}\nSentiment: {label}", and the separator after a demonstration.
+    r"""A prompt format such as "Review: {text}\nSentiment: {label}", and what stands around its exchanges.
 
-    A prompt is `head + text + middle + lead + label word`. `lead` is the whitespace before the label: a query
-    stops before it, because most tokenizers join it to the label word.
+    An exchange is `head + text + middle + lead + label word`. `lead` is the whitespace before the label: a
+    query stops before it, because most tokenizers join it to the label word. `separator` ends an exchange.
+    `opening` stands once before all exchanges of a prompt, such as an instruction or a chat's system turn.
 
     Source: paper, appendix "Prompting Templates". Raises I2CLError for a format that cannot be used.
     """
 
     format: str
     separator: str = "\n"
+    opening: str = ""
     head: str = field(init=False, repr=False, compare=False)
     middle: str = field(init=False, repr=False, compare=False)
     lead: str = field(init=False, repr=False, compare=False)
@@ -41,9 +50,39 @@ class Template:
         """The format without any words of its own, for the paper's ablation of the template."""
         return cls(f"{TEXT_FIELD} {LABEL_FIELD}")
 
+    @classmethod
+    def chat(cls, tokenizer: "PreTrainedTokenizerBase", instruction: str = "") -> "Template":
+        """The tokenizer's own chat template: text as the user's turn, label as the assistant's.
+
+        The instruction is the system's turn; where there is none that stands alone (Gemma, Llama 2), it is
+        the first words of every user's turn. Demonstrations are worded as the query is, also where the chat
+        template renders past turns in another way (Qwen 3 leaves out that there was no thinking). A BOS that
+        the tokenizer puts in front by itself is left to it.
+
+        Source: https://huggingface.co/docs/transformers/chat_templating.
+
+        Raises:
+            I2CLError: if the tokenizer has no chat template, or one without such turns.
+        """
+        if not tokenizer.chat_template:
+            raise I2CLError(
+                f"the tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat template: "
+                "leave out chat (--chat), or take an instruction-tuned model"
+            )
+        if instruction:
+            with suppress(I2CLError):  # it has no system turn
+                found = _chat(tokenizer, [{"role": "system", "content": instruction}], "")
+                if instruction in found.opening:
+                    return found
+        return _chat(tokenizer, [], f"{instruction}\n\n" if instruction else "")
+
+    def instructed(self, instruction: str) -> "Template":
+        """The same after an instruction and a newline."""
+        return Template(self.format, self.separator, f"{instruction}\n" if instruction else "")
+
     def query(self, text: str) -> str:
         """Everything before the label and its leading whitespace."""
-        return self.head + text + self.middle
+        return self.opening + self.head + text + self.middle
 
     def continuation(self, label_word: str) -> str:
         """What follows a query when the answer is `label_word`."""
@@ -51,13 +90,64 @@ class Template:
 
     def demonstration(self, text: str, label_word: str, separator: bool = True) -> str:
         """A query with its answer, ended by the separator unless told otherwise."""
+        return self.opening + self.exchange(text, label_word, separator)
+
+    def exchange(self, text: str, label_word: str, separator: bool = True) -> str:
+        """A demonstration without the opening, as it stands behind others."""
         end = self.separator if separator else ""
-        return self.query(text) + self.continuation(label_word) + end
+        return self.head + text + self.middle + self.continuation(label_word) + end
 
     def prompt(self, demonstrations: Sequence[tuple[str, str]], text: str) -> str:
         """The few-shot prompt: every (text, label word) with its separator, then the query for `text`."""
-        shown = "".join(self.demonstration(shown_text, word) for shown_text, word in demonstrations)
-        return shown + self.query(text)
+        shown = "".join(self.exchange(shown_text, word) for shown_text, word in demonstrations)
+        return self.opening + shown + self.head + text + self.middle
+
+
+_FIRST, _ANSWER, _SECOND = "FirstText", "AnswerOfAll", "SecondText"
+
+
+def _chat(tokenizer: "PreTrainedTokenizerBase", front: list[dict[str, str]], before_text: str) -> Template:
+    """Take a chat template apart by rendering two exchanges of words that it cannot hold itself."""
+
+    def rendered(*turns: str, ask: bool) -> str:
+        roles = ("user", "assistant", "user")
+        contents = [
+            before_text + turn if role == "user" else turn for role, turn in zip(roles, turns, strict=False)
+        ]
+        messages = [
+            {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
+        ]
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    front + messages, tokenize=False, add_generation_prompt=ask, enable_thinking=False
+                )
+            )
+        except TemplateError as error:
+            raise I2CLError(
+                f"the chat template refuses such turns ({error}): leave out chat (--chat)"
+            ) from None
+
+    query = rendered(_FIRST, ask=True)
+    exchange = rendered(_FIRST, _ANSWER, ask=False)
+    several = rendered(_FIRST, _ANSWER, _SECOND, ask=True)
+    try:
+        before, asked = query.split(_FIRST)
+        told, end = exchange.split(_ANSWER)
+        _, rest = several.split(_ANSWER)
+        between, _ = rest.split(_SECOND)
+    except ValueError:
+        raise I2CLError("the chat template does not show each turn once: leave out chat (--chat)") from None
+    head = between.removeprefix(end)
+    if not (between.startswith(end) and before.endswith(head)):
+        raise I2CLError("the chat template's turns are not independent: leave out chat (--chat)")
+    shown = told.split(_FIRST)[1]
+    middle = shown if shown.startswith(asked) and not shown.removeprefix(asked).strip() else asked
+    opening = before.removesuffix(head)
+    bos = tokenizer.bos_token
+    if bos and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
+        opening, head = (opening.removeprefix(bos), head) if opening else ("", head.removeprefix(bos))
+    return Template(head + TEXT_FIELD + middle + LABEL_FIELD, end, opening)
 
 
 def _check_format(text_format: str) -> None:

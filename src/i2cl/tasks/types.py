@@ -25,7 +25,8 @@ class Task:
 
     `labels[i]` is the word the model is asked to produce for class id i. `shots` is the default number of
     demonstrations per class (paper, section "Experiments": five, one for DBPedia). `group` says where the
-    task comes from: "paper", "synthetic", "reference" or "user".
+    task comes from: "paper", "synthetic", "reference" or "user". `instruction` says in a sentence what is to
+    be done: a chat opens with it, a plain template only where it is asked to.
 
     Raises I2CLError for label words or examples that do not fit together.
     """
@@ -39,6 +40,7 @@ class Task:
     title: str = ""
     description: str = ""
     group: str = "user"
+    instruction: str = ""
 
     def __post_init__(self) -> None:
         _check_labels(self.name, self.labels)
@@ -106,6 +108,7 @@ class Task:
 
     def to_dict(self) -> dict[str, object]:
         """A JSON-able description without the rows; `from_dict` reads it back."""
+        words = {"opening": self.template.opening, "instruction": self.instruction}
         return {
             "name": self.name,
             "labels": list(self.labels),
@@ -115,7 +118,7 @@ class Task:
             "title": self.title,
             "description": self.description,
             "group": self.group,
-        }
+        } | {name: text for name, text in words.items() if text}  # else as before there were these
 
     @classmethod
     def from_dict(cls, description: Mapping[str, object]) -> "Task":
@@ -132,11 +135,16 @@ class Task:
         return cls(
             name=_string(description, "name"),
             labels=tuple(labels),
-            template=Template(_string(description, "template"), _string(description, "separator", "\n")),
+            template=Template(
+                _string(description, "template"),
+                _string(description, "separator", "\n"),
+                _string(description, "opening", ""),
+            ),
             shots=shots,
             title=_string(description, "title", ""),
             description=_string(description, "description", ""),
             group=_string(description, "group", "user"),
+            instruction=_string(description, "instruction", ""),
         )
 
     def _rows(self, split: str) -> tuple[Example, ...]:

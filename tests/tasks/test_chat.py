@@ -1,0 +1,104 @@
+"""Chat templates taken apart and put together again, against `apply_chat_template` itself."""
+
+import pytest
+
+from i2cl.errors import I2CLError
+from i2cl.tasks import Template
+from tiny import tiny_tokenizer
+
+CHATML = (
+    "{% if messages[0].role != 'system' %}<|a|>system\nBe kind.<|b|>\n{% endif %}"
+    "{% for one in messages %}<|a|>{{ one.role }}\n{{ one.content }}<|b|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|a|>assistant\n{% endif %}"
+)
+TRIMMED = (
+    "{{ bos_token }}{% for one in messages %}<|h|>{{ one.role }}<|/h|>\n\n{{ one.content | trim }}<|b|>"
+    "{% endfor %}{% if add_generation_prompt %}<|h|>assistant<|/h|>\n\n{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for one in messages %}<t>{{ 'model' if one.role == 'assistant' else one.role }}\n"
+    "{{ one.content }}</t>\n{% endfor %}{% if add_generation_prompt %}<t>model\n{% endif %}"
+)
+INSIDE = (
+    "{% set at = 1 if messages[0].role == 'system' else 0 %}{% for one in messages[at:] %}"
+    "{% if one.role == 'user' %}[INST] {% if loop.first and at %}<<{{ messages[0].content }}>> {% endif %}"
+    "{{ one.content }} [/INST]{% else %} {{ one.content }} </s>{% endif %}{% endfor %}"
+)
+IGNORED = CHATML.replace("for one in messages", "for one in messages if one.role != 'system'")
+SYSTEM = {CHATML, TRIMMED}
+ALL = [CHATML, TRIMMED, NO_SYSTEM, INSIDE, IGNORED]
+NAMES = ["chatml", "trimmed", "no system", "system inside", "system ignored"]
+
+
+def tokenizer(template, bos=None):
+    found = tiny_tokenizer()
+    found.chat_template = template
+    if bos is not None:
+        found.bos_token = bos
+    return found
+
+
+def messages(template, instruction, *turns):
+    own = template in SYSTEM
+    front = [{"role": "system", "content": instruction}] if own and instruction else []
+    before = f"{instruction}\n\n" if instruction and not own else ""
+    roles = ("user", "assistant") * 2
+    for role, turn in zip(roles, turns, strict=False):
+        front.append({"role": role, "content": before + turn if role == "user" else turn})
+    return front
+
+
+@pytest.mark.parametrize("instruction", ["", "Say up or down."])
+@pytest.mark.parametrize("source", ALL, ids=NAMES)
+def test_prompts_are_those_of_the_chat_template(source, instruction):
+    made = tokenizer(source, "<|endoftext|>")
+    found = Template.chat(made, instruction)
+
+    def render(*turns, ask):
+        said = messages(source, instruction, *turns)
+        return made.apply_chat_template(said, tokenize=False, add_generation_prompt=ask)
+
+    assert found.query("It rises.") == render("It rises.", ask=True).rstrip()
+    assert found.demonstration("It rises.", "up") == render("It rises.", "up", ask=False)
+    prompt = found.prompt([("It falls.", "down")], "It rises.")
+    assert prompt == render("It falls.", "down", "It rises.", ask=True).rstrip()
+    assert (instruction in found.opening) is (source in SYSTEM or not instruction)
+
+
+def test_a_bos_that_the_tokenizer_puts_in_front_is_left_to_it():
+    made = tokenizer(TRIMMED, "<|endoftext|>")
+    assert Template.chat(made).query("x").startswith("<|endoftext|><|h|>user")
+    plain = made.__class__.__call__
+
+    class Putting(made.__class__):
+        def __call__(self, text, add_special_tokens=True, **options):
+            found = plain(self, text, add_special_tokens=False, **options)
+            return {"input_ids": [self.bos_token_id, *found["input_ids"]]} if add_special_tokens else found
+
+    made.__class__ = Putting
+    assert Template.chat(made).query("x").startswith("<|h|>user")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (None, "has no chat template: leave out chat"),
+        ("{{ raise_exception('tools only') }}", "refuses such turns .tools only.: leave out chat"),
+        ("{{ messages[-1].content }}", "does not show each turn once: leave out chat"),
+        (
+            "{% for one in messages %}{{ loop.index }}{{ one.content }}{% endfor %}",
+            "turns are not independent: leave out chat",
+        ),
+    ],
+)
+def test_what_cannot_be_a_chat_is_one_line(source, says):
+    with pytest.raises(I2CLError, match=says):
+        Template.chat(tokenizer(source), "Say it.")
+
+
+def test_an_instruction_before_a_plain_template_stands_once():
+    found = Template("Text: {text}\nLabel: {label}").instructed("Say up or down.")
+    assert found.prompt([("a", "up")], "b") == "Say up or down.\nText: a\nLabel: up\nText: b\nLabel:"
+    assert found.demonstration("a", "up") == "Say up or down.\nText: a\nLabel: up\n"
+    assert found.instructed("") == Template("Text: {text}\nLabel: {label}")
