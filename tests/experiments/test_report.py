@@ -803,3 +803,16 @@ def test_one_seed_tells_nothing_of_others():
     found = table("comparison", experiment(), made)
     assert found.rows[0][-1].text == "fewer than 4 seeds cannot tell"
     assert not any(cell.bold for row in table("tasks", experiment(), made).rows for cell in row)
+
+
+def test_what_no_single_query_could_be_asked_of_is_named_in_every_table():
+    rows = [
+        GridRow(name="Zero-shot", method="zero_shot", seeds=1),
+        GridRow(name="Zero-shot, calibrated", method="zero_shot+batch_calibration", seeds=1),
+        GridRow(name="I2CL", method="i2cl"),
+    ]
+    made = [*trial(), record("zero_shot+batch_calibration", "sst2", 0, "1" * 10)]
+    for view in ("tasks", "average", "comparison"):
+        found = table(view, experiment(rows), made)
+        assert "of balanced classes: Zero-shot, calibrated." in noted(found, "Of all queries together")
+        assert not any("together" in note for note in table(view, experiment(), trial()).notes)

@@ -1,10 +1,13 @@
 """Compared methods against a short direct computation on several families."""
 
 import math
+import re
 import threading
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -287,6 +290,33 @@ def test_linear_probe_is_logistic_regression_on_last_states(films, demonstration
     expected = regression.predict_log_proba(((new - mean) / deviation).numpy())
     scores = fit("linear_probe", decoder, films, demonstrations).scores(TEXTS)
     torch.testing.assert_close(scores, torch.from_numpy(expected).float(), atol=1e-3, rtol=1e-3)
+
+
+def test_tfidf_is_logistic_regression_on_weighted_words(films, demonstrations):
+    """Words and pairs of them, 1 + log count times the smoothed rarity, each text of length one."""
+    linear_model = pytest.importorskip("sklearn.linear_model", reason="scikit-learn is an extra")
+
+    def features(text):
+        words = re.findall(r"\w+", text.lower())
+        return [*words, *(" ".join(pair) for pair in pairwise(words))]
+
+    known = sorted({one for text, _ in SHOWN for one in features(text)})
+    seen = [sum(word in features(text) for text, _ in SHOWN) for word in known]
+    rarity = 1 + np.log((1 + len(SHOWN)) / (1 + np.array(seen)))
+
+    def row(text):
+        counts = np.array([features(text).count(word) for word in known], float)
+        weighted = np.where(counts > 0, 1 + np.log(np.maximum(counts, 1)), 0) * rarity
+        return weighted / max(np.linalg.norm(weighted), 1e-12)
+
+    texts = ["a dull film", "FUNNY and kind", "nothing of that"]
+    regression = linear_model.LogisticRegression(C=10, max_iter=10_000)
+    regression.fit([row(text) for text, _ in SHOWN], [label for _, label in SHOWN])
+    expected = regression.predict_log_proba([row(text) for text in texts])
+    found = fit("tfidf", made("llama"), films, demonstrations)
+    torch.testing.assert_close(found.scores(texts), torch.from_numpy(expected).float(), atol=1e-3, rtol=1e-3)
+    assert found.cost.trained == len(known) + 1
+    assert found.cost.cached_values == 2 * len(known) + 1
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,10 @@ ORDER = (
     "synthetic",
     "over-icl",
 )
-"""The experiments that the package brings, in the paper's order."""
+"""The paper's experiments, in its order; what `all` means."""
+
+BROUGHT = ("real", *ORDER)
+"""All that the package brings."""
 
 
 def load_experiment(name: str | Path) -> Experiment:
@@ -41,9 +44,9 @@ def load_experiment(name: str | Path) -> Experiment:
         if not path.is_file():
             raise I2CLError(f"no file {str(name)!r}: give an experiment's TOML file, or a name")
         return _parsed(path.read_bytes(), path.stem, str(path))
-    if str(name) not in ORDER:
-        known = f"known are all, {', '.join(ORDER)}, or a .toml file"
-        raise I2CLError(f"unknown experiment {str(name)!r}: {did_you_mean(str(name), ORDER)}{known}")
+    if str(name) not in BROUGHT:
+        known = f"known are all, {', '.join(BROUGHT)}, or a .toml file"
+        raise I2CLError(f"unknown experiment {str(name)!r}: {did_you_mean(str(name), BROUGHT)}{known}")
     file = resources.files("i2cl.experiments") / "builtin" / f"{name}.toml"
     return _parsed(file.read_bytes(), str(name), f"builtin/{name}.toml")
 

@@ -15,6 +15,7 @@ from i2cl.methods.label_calibration import BatchCalibration, ContextualCalibrati
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
 from i2cl.methods.task_vector import TaskVector
+from i2cl.methods.tfidf import Tfidf
 
 _ALL: tuple[type[Method], ...] = (
     ZeroShot,
@@ -33,6 +34,7 @@ _ALL: tuple[type[Method], ...] = (
     LoRA,
     IA3,
     LinearProbe,
+    Tfidf,
     ContextualCalibration,
     BatchCalibration,
     KNNPrompting,

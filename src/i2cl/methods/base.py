@@ -75,6 +75,7 @@ class Method(ABC):
         needs: what it takes, beyond the demonstrations too.
         formula: the paper's count of cached values, with D width, L layers, M demonstration tokens,
             1/K share of tokens kept.
+        transductive: whether a text's scores depend on the texts that are scored with it.
     """
 
     name: ClassVar[str]
@@ -82,6 +83,7 @@ class Method(ABC):
     row: ClassVar[str] = "-"
     needs: ClassVar[str] = "demonstrations"
     formula: ClassVar[str] = "0"
+    transductive: ClassVar[bool] = False
     settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = ()
 
     @property

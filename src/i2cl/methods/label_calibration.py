@@ -57,6 +57,7 @@ class BatchCalibration(Wrapper):
     name: ClassVar[str] = "batch_calibration"
     summary: ClassVar[str] = "another method's scores less their mean over the queries"
     needs: ClassVar[str] = "what the method below it needs, and the unlabelled queries together"
+    transductive: ClassVar[bool] = True
 
     def over(self, below: Predictor) -> "BatchPredictor":
         """Nothing more to fit: the mean is only known at prediction."""

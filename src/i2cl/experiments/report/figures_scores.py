@@ -21,8 +21,7 @@ from i2cl.experiments.report.figures_base import (
     counted,
     new_figure,
 )
-from i2cl.experiments.report.results import Line, Results
-from i2cl.experiments.report.tables import mean_times
+from i2cl.experiments.report.results import Line, Results, mean_times
 from i2cl.experiments.statistics import Accuracy
 from i2cl.experiments.store import Vectors
 

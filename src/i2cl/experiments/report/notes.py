@@ -38,7 +38,7 @@ def accuracy_notes(
         said.append(f"Bold: the best, where it can be told from every other row ({tests}).")
     elif len(found.lines) > 1:
         said.append("Nothing is bold: nowhere can the best row be told from every other.")
-    return [*said, *incomplete_notes(found, found.lines), *printed]
+    return [*said, *transductive_notes(found.lines), *incomplete_notes(found, found.lines), *printed]
 
 
 def scale_note(found: Results, lines: Iterable[Line]) -> str:
@@ -49,6 +49,12 @@ def scale_note(found: Results, lines: Iterable[Line]) -> str:
     repeated = f"mean ± standard deviation over {most} seeds" if most > 1 else "one seed"
     fixed = "; a single seed has no ±" if most > 1 and any(len(one) == 1 for one in held) else ""
     return f"Accuracy in percent, {repeated}{fixed}. {span} queries per task."
+
+
+def transductive_notes(lines: Sequence[Line]) -> list[str]:
+    """Which lines no single query could be asked of."""
+    told = list(dict.fromkeys(line.row.name for line in lines if line.transductive))
+    return [f"Of all queries together, which are of balanced classes: {'; '.join(told)}."] if told else []
 
 
 def incomplete_notes(found: Results, lines: Sequence[Line]) -> list[str]:

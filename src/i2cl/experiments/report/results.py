@@ -12,6 +12,7 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.grid import Experiment, GridRow, Scale, spread
 from i2cl.experiments.records import Record, Run
 from i2cl.experiments.statistics import ALPHA, Accuracy, Difference, accuracy, difference, holm
+from i2cl.methods import METHODS
 
 Right = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, as `i2cl.experiments.statistics` wants it
 
@@ -61,6 +62,11 @@ class Line:
         """As shown."""
         shots = f", {self.shots} per class" if self.shots is not None else ""
         return self.row.name + shots + (f", from {self.source}" if self.source is not None else "")
+
+    @property
+    def transductive(self) -> bool:
+        """Whether a query's answer depends on the other queries."""
+        return any(METHODS[part].transductive for part in self.row.method.split("+") if part in METHODS)
 
     @property
     def whole(self) -> bool:
@@ -274,6 +280,16 @@ def outcome(record: Record) -> Run:
     if record.outcome is None:
         raise ValueError(f"cell {record.key} did not end well")
     return record.outcome
+
+
+def mean_times(found: Results, line: Line, tasks: Iterable[str]) -> tuple[float, float]:
+    """Seconds to fit and milliseconds per query: mean over seeds, then over tasks."""
+    each = []
+    for outcomes in (found.outcomes(line, task) for task in tasks):
+        queries = [1000 * one.predict_seconds / len(one.predictions) for one in outcomes]
+        each.append((np.mean([one.fit_seconds for one in outcomes]), np.mean(queries)))
+    fit, query = np.mean(each, axis=0)
+    return float(fit), float(query)
 
 
 def right(records: Sequence[Record]) -> Bool[np.ndarray, "seeds queries"]:

@@ -16,9 +16,10 @@ from i2cl.experiments.report.notes import (
     number_range,
     place_notes,
     scale_note,
+    transductive_notes,
 )
 from i2cl.experiments.report.paper import AVERAGE, Paper, Values
-from i2cl.experiments.report.results import Line, Results
+from i2cl.experiments.report.results import Line, Results, mean_times
 from i2cl.experiments.statistics import (
     ALPHA,
     FEWEST_SEEDS,
@@ -171,6 +172,7 @@ def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
     minus = f"Row minus {against} in percentage points"
     lacking = incomplete_notes(found, found.lines)
     lacking += ["Incomplete rows are compared on the tasks and seeds that both have."] if lacking else []
+    lacking = [*transductive_notes(found.lines), *lacking]
 
     tested = _tested(found, pairs, [None])
     rows = [
@@ -256,16 +258,6 @@ def tables_of(view: View, found: Results, paper: Paper) -> list[Table]:
     """The tables of a view; empty where it has none, or there is no data."""
     there = found.moves if view == "matrix" else found.lines
     return TABLES[view](found, paper) if view in TABLES and there else []
-
-
-def mean_times(found: Results, line: Line, tasks: Iterable[str]) -> tuple[float, float]:
-    """Seconds to fit and milliseconds per query: mean over seeds, then over tasks."""
-    each = []
-    for outcomes in (found.outcomes(line, task) for task in tasks):
-        queries = [1000 * one.predict_seconds / len(one.predictions) for one in outcomes]
-        each.append((np.mean([one.fit_seconds for one in outcomes]), np.mean(queries)))
-    fit, query = np.mean(each, axis=0)
-    return float(fit), float(query)
 
 
 def _accuracy(found: Results, line: Line, task: str | None = None, *, bold: bool = False) -> Entry:

@@ -26,9 +26,9 @@ NewFolder = Annotated[Path, typer.Argument(help="New folder.")]
 @app.command()
 def ls(seed: options.NoSeed = 0, json: options.Json = False) -> None:
     """List the experiments: the paper's number, what they measure and what they cost."""
-    from i2cl.experiments.library import ORDER, load_experiment
+    from i2cl.experiments.library import BROUGHT, load_experiment
 
-    found = [load_experiment(name) for name in ORDER]
+    found = [load_experiment(name) for name in BROUGHT]
     rows = [
         {
             "name": one.name,

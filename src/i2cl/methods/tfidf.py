@@ -1,0 +1,94 @@
+"""TF-IDF and logistic regression: what labelled texts are worth without any language model.
+
+Source: https://scikit-learn.org/stable/modules/feature_extraction.html#text-feature-extraction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from i2cl.errors import needs
+from i2cl.methods.base import Cost, Method
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress, require_texts
+from i2cl.tasks import Example, Task
+
+
+class TfidfConfig(BaseModel):
+    """The classifier.
+
+    Attributes:
+        tfidf_words: longest run of words that counts as a feature.
+        tfidf_c: inverse strength of the L2 penalty (``C``), which is to be weak on texts of unit length.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tfidf_words: int = Field(2, ge=1)
+    tfidf_c: float = Field(10.0, gt=0)
+
+
+@dataclass(frozen=True)
+class Tfidf(Method):
+    """Words and pairs of words, weighted by how rare they are, then scikit-learn's logistic regression."""
+
+    name: ClassVar[str] = "tfidf"
+    summary: ClassVar[str] = "logistic regression on the texts' words, without the model"
+    needs: ClassVar[str] = "demonstrations, scikit-learn"
+    formula: ClassVar[str] = "(words+1) per label"
+    settings = (TfidfConfig,)
+
+    config: TfidfConfig = field(default_factory=TfidfConfig)
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> "TfidfPredictor":
+        """Fit on the demonstrations' texts; the decoder is not asked.
+
+        Raises:
+            I2CLError: without scikit-learn, or on an empty text.
+        """
+        needs(self.name, "sklearn", "sklearn")
+        from sklearn.feature_extraction.text import TfidfVectorizer
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+
+        texts = [example.text for example in demonstrations]
+        require_texts(texts)
+        words = TfidfVectorizer(
+            ngram_range=(1, self.config.tfidf_words),
+            sublinear_tf=True,
+            token_pattern=r"\w+",  # noqa: S106
+        )
+        model = make_pipeline(words, LogisticRegression(C=self.config.tfidf_c, max_iter=10_000))
+        model.fit(texts, [example.label for example in demonstrations])
+        kept = model[-1].coef_, model[-1].intercept_, words.idf_
+        values, size = sum(one.size for one in kept), sum(one.nbytes for one in kept)
+        return TfidfPredictor(model, len(task.labels), Cost(values - words.idf_.size, values, size))
+
+
+@dataclass(frozen=True)
+class TfidfPredictor:
+    """Scores by the fitted classifier."""
+
+    model: Any
+    labels: int
+    cost: Cost
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probability of each label; minus infinity for one without demonstrations.
+
+        Raises:
+            I2CLError: on an empty text.
+        """
+        require_texts(texts)
+        scores = torch.full((len(texts), self.labels), -torch.inf)
+        scores[:, self.model.classes_.tolist()] = torch.from_numpy(
+            self.model.predict_log_proba(texts)
+        ).float()
+        return scores
