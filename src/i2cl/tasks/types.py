@@ -25,7 +25,7 @@ class Task:
 
     `labels[i]` is the word the model is asked to produce for class id i. `shots` is the default number of
     demonstrations per class (paper, section "Experiments": five, one for DBPedia). `group` says where the
-    task comes from: "paper", "synthetic", "reference" or "user".
+    task comes from: "paper", "bundled", "synthetic", "reference" or "user".
 
     Raises I2CLError for label words or examples that do not fit together.
     """
