@@ -14,7 +14,7 @@ BUILTIN = Path(__file__).parent / "builtin"
 PAPER_TASKS = ("sst2", "sst5", "mr", "subj", "trec", "agnews", "dbpedia", "hate_speech18", "emoc")
 
 BUNDLED_TASKS = tuple(sorted({file.stem for file in BUILTIN.glob("*.toml")} - set(PAPER_TASKS)))
-"""Tasks whose rows ship with the package: each a TOML in `builtin` with a `[files]` table, beside its rows."""
+"""Tasks whose rows ship with the package: each a TOML with a `[files]` table in `builtin`, and its rows."""
 
 
 def builtin_spec(name: str) -> TaskSpec:
