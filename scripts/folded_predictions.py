@@ -1,4 +1,4 @@
-"""Does a folded injection predict what the hooked one does? Every bundled task, in three programs.
+"""Does a folded injection predict what the hooked one does? The bundled model's tasks in three programs.
 
 Hooks (i2cl) against the folded checkpoint in plain transformers, and the GGUF file in llama.cpp, which gets
 the same token ids, and then the bare text, which it encodes itself. Needs the extra gguf.

@@ -6,6 +6,7 @@ import pytest
 
 from i2cl.errors import I2CLError
 from i2cl.tasks import Example, Template, list_tasks, load_task
+from i2cl.tasks.registry import BUNDLED_TASKS
 
 CSV = "text,label\nx,ham\ny,spam\n"
 TEMPLATE = "Mail: {text}\nKind: {label}"
@@ -121,10 +122,12 @@ def test_reference_tasks():
 
 def test_list_tasks_names_everything_without_rows():
     tasks = list_tasks()
-    assert [task.group for task in tasks] == ["paper"] * 9 + ["synthetic"] + ["reference"] * 16
-    assert len({task.name for task in tasks}) == 26
+    count = len(BUNDLED_TASKS)
+    groups = ["paper"] * 9 + ["bundled"] * count + ["synthetic"] + ["reference"] * 16
+    assert [task.group for task in tasks] == groups
+    assert len({task.name for task in tasks}) == len(tasks)
     assert all(task.train == task.test == () for task in tasks)
-    assert all(task.title and task.description for task in tasks[:10])
+    assert all(task.title and task.description for task in tasks[: 10 + count])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from i2cl.errors import I2CLError
 from i2cl.tasks.hub import load_hub
-from i2cl.tasks.registry import PAPER_TASKS, SYNTHETIC, paper_spec, reference_task, unknown_task
+from i2cl.tasks.registry import (
+    BUILTIN,
+    BUNDLED_TASKS,
+    PAPER_TASKS,
+    SYNTHETIC,
+    builtin_spec,
+    reference_task,
+    unknown_task,
+)
 from i2cl.tasks.rows import ROW_SUFFIXES, read_examples
 from i2cl.tasks.schema import FilesSource, TaskSpec, read_spec
 from i2cl.tasks.synthetic import synthetic_task
@@ -55,8 +63,9 @@ def load_task(
 
 
 def _load_named(name: str, data_dir: StrPath | None) -> Task:
-    if name in PAPER_TASKS:
-        return _load_spec(paper_spec(name), Path(), data_dir, "paper")
+    for group, names in (("paper", PAPER_TASKS), ("bundled", BUNDLED_TASKS)):
+        if name in names:
+            return _load_spec(builtin_spec(name), BUILTIN, data_dir, group)
     if name == SYNTHETIC:
         return synthetic_task()
     task = reference_task(name)

@@ -1,4 +1,4 @@
-"""The bundled tasks, their rows made from fixed seeds on loading."""
+"""The reference model's tasks, their rows made from fixed seeds on loading."""
 
 from functools import cache
 
@@ -16,18 +16,18 @@ DEMO_TASKS = ("mood-colour-1", "job-letter-2", "place-colour-2")
 
 
 def names() -> list[str]:
-    """Names of the bundled tasks."""
+    """Names of the reference model's tasks."""
     return [spec.name for spec in TASKS]
 
 
 def describe() -> list[Task]:
-    """The bundled tasks without rows."""
+    """The reference model's tasks without rows."""
     return [_task(spec) for spec in TASKS]
 
 
 @cache
 def load(name: str) -> Task:
-    """A bundled task with its rows: the test split holds only word combinations kept out of training."""
+    """One of them with its rows: the test split holds only word combinations kept out of training."""
     spec = next(spec for spec in TASKS if spec.name == name)
     train = _rows(spec, "train", TRAIN_ROWS, TRAIN_SEED)
     return _task(spec, train, _rows(spec, "test", TEST_ROWS, TEST_SEED))

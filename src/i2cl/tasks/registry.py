@@ -1,21 +1,25 @@
-"""The names of all known tasks: the paper's nine, the synthetic one and the bundled reference model's."""
+"""The names of all known tasks: the paper's, those bundled with rows, synthetic and the reference model's."""
 
-from importlib import resources
+from pathlib import Path
 
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.tasks import reference
-from i2cl.tasks.schema import TaskSpec, parse_spec
+from i2cl.tasks.schema import TaskSpec, read_spec
 from i2cl.tasks.synthetic import NAME as SYNTHETIC
 from i2cl.tasks.synthetic import describe_synthetic
 from i2cl.tasks.types import Task
 
+BUILTIN = Path(__file__).parent / "builtin"
+
 PAPER_TASKS = ("sst2", "sst5", "mr", "subj", "trec", "agnews", "dbpedia", "hate_speech18", "emoc")
 
+BUNDLED_TASKS = tuple(sorted({file.stem for file in BUILTIN.glob("*.toml")} - set(PAPER_TASKS)))
+"""Tasks whose rows ship with the package: each a TOML with a `[files]` table in `builtin`, and its rows."""
 
-def paper_spec(name: str) -> TaskSpec:
-    """The bundled TOML of one of the paper's tasks."""
-    file = resources.files("i2cl.tasks") / "builtin" / f"{name}.toml"
-    return parse_spec(file.read_bytes(), f"builtin/{name}.toml")
+
+def builtin_spec(name: str) -> TaskSpec:
+    """The TOML of one of the paper's tasks or of those with bundled rows."""
+    return read_spec(BUILTIN / f"{name}.toml")
 
 
 def reference_task(name: str) -> Task | None:
@@ -24,9 +28,10 @@ def reference_task(name: str) -> Task | None:
 
 
 def list_tasks() -> list[Task]:
-    """Every known task without rows: the paper's nine, the synthetic one, then the reference model's."""
-    paper = [paper_spec(name).to_task(group="paper") for name in PAPER_TASKS]
-    return [*paper, describe_synthetic(), *reference.describe()]
+    """Every known task without rows: the paper's nine, those with bundled rows, then the made ones."""
+    paper = [builtin_spec(name).to_task(group="paper") for name in PAPER_TASKS]
+    bundled = [builtin_spec(name).to_task(group="bundled") for name in BUNDLED_TASKS]
+    return [*paper, *bundled, describe_synthetic(), *reference.describe()]
 
 
 def unknown_task(name: str) -> I2CLError:
@@ -35,4 +40,13 @@ def unknown_task(name: str) -> I2CLError:
     return I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
 
 
-__all__ = ["PAPER_TASKS", "SYNTHETIC", "list_tasks", "paper_spec", "reference_task", "unknown_task"]
+__all__ = [
+    "BUILTIN",
+    "BUNDLED_TASKS",
+    "PAPER_TASKS",
+    "SYNTHETIC",
+    "builtin_spec",
+    "list_tasks",
+    "reference_task",
+    "unknown_task",
+]

@@ -21,7 +21,7 @@ def evaluate(
     task: Annotated[
         str,
         typer.Argument(
-            help="Tasks with commas between, a file, or 'all': the model's bundled tasks, else the paper's."
+            help="Tasks with commas between, a file, or 'all': the reference model's own, else the paper's."
         ),
     ],
     *,

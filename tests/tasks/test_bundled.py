@@ -1,0 +1,69 @@
+"""Tasks whose rows come with the package: whatever lies in the folder has to be fit for measuring."""
+
+import re
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+from sklearn.feature_extraction.text import TfidfVectorizer
+
+from i2cl.tasks import list_tasks, load_task
+from i2cl.tasks.registry import BUILTIN, BUNDLED_TASKS, builtin_spec
+
+
+def phrases(text):
+    """Runs of five words; a shorter text is one run."""
+    words = re.findall(r"[\w']+", text.lower())
+    return {tuple(words[start : start + 5]) for start in range(max(1, len(words) - 4))}
+
+
+def test_tickets():
+    task = load_task("tickets")
+    assert task.labels == ("billing", "technical issue", "delivery", "account access")
+    assert task.template.demonstration("A", "B") == "Ticket: A\nTopic: B\n"
+    assert len(task.train) == len(task.test) == 240
+    assert all(4 <= len(one.text.split()) <= 90 for one in (*task.train, *task.test))
+
+
+def test_they_are_listed_without_rows():
+    listed = [task for task in list_tasks() if task.group == "bundled"]
+    assert [task.name for task in listed] == list(BUNDLED_TASKS)
+    assert "tickets" in BUNDLED_TASKS
+    assert all(task.description and not task.train for task in listed)
+
+
+def test_every_file_of_rows_belongs_to_a_task():
+    sources = [builtin_spec(name).files for name in BUNDLED_TASKS]
+    named = [file for source in sources if source for file in (source.train, source.test)]
+    assert sorted(file.name for file in BUILTIN.glob("*.jsonl")) == sorted(named)
+
+
+@pytest.mark.parametrize("name", BUNDLED_TASKS)
+def test_rows_are_balanced_mixed_and_on_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("I2CL_DATA_DIR", str(tmp_path / "none"))  # their rows lie in the package
+    task = load_task(name)
+    assert (task.name, task.group) == (name, "bundled")
+    for rows in (task.train, task.test):
+        counts = Counter(one.label for one in rows)
+        assert len(counts) == len(task.labels)
+        assert len(set(counts.values())) == 1
+        assert len({one.label for one in rows[: 10 * len(task.labels)]}) == len(task.labels)
+        assert all(one.text == " ".join(one.text.split()) for one in rows)
+
+
+@pytest.mark.parametrize("name", BUNDLED_TASKS)
+def test_no_two_texts_are_alike(name):
+    task = load_task(name)
+    texts = [one.text for one in (*task.train, *task.test)]
+    assert len({text.lower() for text in texts}) == len(texts)
+
+    runs = [phrases(text) for text in texts]
+    for (one, first), (other, second) in combinations(zip(texts, runs, strict=True), 2):
+        assert 2 * len(first & second) < min(len(first), len(second)), (one, other)
+
+    vectors = TfidfVectorizer(token_pattern=r"[\w']+").fit_transform(texts)
+    likeness = np.triu((vectors @ vectors.T).toarray(), k=1)
+    row, column = np.unravel_index(likeness.argmax(), likeness.shape)
+    assert likeness[row, column] < 0.8, (texts[row], texts[column])
