@@ -56,6 +56,14 @@ _ROPE_LLAMA3 = _ROPE | {
     "original_max_position_embeddings": 16,
 }
 _ROPE_YARN = _ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LIMIT = 24
+"""Tokens beyond which `LONGROPE` turns positions by other angles."""
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": LIMIT,
+    "rope_parameters": _ROPE
+    | {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.5, 3.0, 6.0, 12.0]},
+}
+"""Changes Phi-3 into one with a long context."""
 _OLDER = _CORE | {"num_attention_heads": 4, "max_position_embeddings": 1024}
 
 _CONFIGS: dict[str, dict[str, Any]] = {

@@ -10,6 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
 
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
 from i2cl.methods import make_methods
@@ -188,44 +190,101 @@ def _dummy_prompt(task, demonstrations):
     return shown_string(task) + task.template.query(task.held_out(33, demonstrations, 0)[0].text)
 
 
+@pytest.mark.parametrize("variant", ["paper", "released"])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_icv_turns_states_and_keeps_their_norm(model_type, films, demonstrations):
+def test_icv_turns_states_and_keeps_their_norm(model_type, variant, films, demonstrations):
     decoder = made(model_type)
-    predictor = fit("icv", decoder, films, demonstrations, strength=0.3)
-    found = directions(decoder, films, demonstrations)
-    difference = torch.stack(
-        [
-            block_outputs(decoder, WORDS[label])[:, -1] - block_outputs(decoder, text)[:, -1]
-            for text, label in SHOWN
-        ]
-    )
-    for layer in range(decoder.layers):
-        gram = difference[:, layer].T @ difference[:, layer]
-        strongest = torch.linalg.eigh(gram).eigenvectors[:, -1]
-        assert abs(found[layer] @ strongest) == pytest.approx(1, abs=1e-4)
-        assert (difference[:, layer].mean(0) @ found[layer]) >= 0
+    predictor = fit("icv", decoder, films, demonstrations, strength=0.3, variant=variant)
+    found = directions(decoder, films, demonstrations, variant)
+    states = [[last_states(decoder, one) for one in (WORDS[label], text)] for text, label in SHOWN]
+    expected = {"paper": direction_of_the_paper, "released": direction_of_the_released_code}[variant](
+        np.stack([(answer - sentence).reshape(-1) for answer, sentence in states])
+    ).reshape(decoder.layers, -1)
+    expected /= np.linalg.norm(expected, axis=-1, keepdims=True)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-4)
+    places = decoder.blocks if variant == "paper" else [pair[1] for pair in decoder.writers]
     handles = [
-        block.register_forward_hook(_turned(found[layer], 0.3)) for layer, block in enumerate(decoder.blocks)
+        place.register_forward_hook(_turned(found[layer], 0.3, variant)) for layer, place in enumerate(places)
     ]
     with torch.no_grad():
-        expected = [
+        scores = [
             decoder.model(torch.tensor([ids(decoder, films.template.query(text))])).logits[0, -1]
             for text in TEXTS
         ]
     for handle in handles:
         handle.remove()
-    expected = torch.stack(expected).log_softmax(-1)[:, first_tokens(decoder, films)]
-    torch.testing.assert_close(predictor.scores(TEXTS), expected, atol=1e-4, rtol=1e-4)
+    scores = torch.stack(scores).log_softmax(-1)[:, first_tokens(decoder, films)]
+    torch.testing.assert_close(predictor.scores(TEXTS), scores, atol=1e-4, rtol=1e-4)
 
 
-def _turned(direction, strength):
+def last_states(decoder, text):
+    return block_outputs(decoder, "<|endoftext|>" + text)[:, -1].double().numpy()
+
+
+def direction_of_the_paper(differences):
+    """The unit vector with the largest mean squared projection, towards the answers."""
+    strongest = np.linalg.eigh(differences.T @ differences)[1][:, -1]
+    return strongest * np.sign(strongest @ differences.mean(0))
+
+
+def direction_of_the_released_code(differences):
+    """First component of a principal component analysis, plus the mean."""
+    mean = differences.mean(0)
+    component = np.linalg.eigh(np.cov(differences.T))[1][:, -1]
+    projections = (differences - mean) @ component
+    return component * np.sign(projections[np.abs(projections).argmax()]) + mean
+
+
+def _turned(direction, strength, variant):
     def hook(_module, _args, output):
         first = output[0] if isinstance(output, tuple) else output
         norm = first.norm(dim=-1, keepdim=True)
-        turned = torch.nn.functional.normalize(first / norm + strength * direction, dim=-1) * norm
+        against = torch.nn.functional.cosine_similarity(first, -direction, dim=-1).clamp(min=0)
+        amount = strength * (1 + against[..., None]) if variant == "released" else strength
+        turned = torch.nn.functional.normalize(first / norm + amount * direction, dim=-1) * norm
         return (turned, *output[1:]) if isinstance(output, tuple) else turned
 
     return hook
+
+
+@pytest.mark.parametrize(
+    ("special", "front"),
+    [
+        ({"eos_token": "<|endoftext|>"}, (0,)),
+        ({"bos_token": "a", "eos_token": "<|endoftext|>"}, None),
+        ({}, None),
+    ],
+)
+def test_icv_runs_no_label_at_a_rows_first_place(special, front, films, demonstrations, monkeypatch):
+    """The first token's state is of its own kind: there all labels would look alike."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer().backend_tokenizer, **special)
+    decoder = Decoder(tiny_model("gpt2"), tokenizer)
+    front = front or tuple(tokenizer(special.get("bos_token", "\n"))["input_ids"])
+    ran = []
+    capture = decoder.capture
+    monkeypatch.setattr(
+        decoder, "capture", lambda batch, **more: ran.extend(rows_of(batch)) or capture(batch, **more)
+    )
+    directions(decoder, films, demonstrations)
+    alone = [word for text, label in SHOWN for word in (text, WORDS[label])]
+    assert sorted(ran) == sorted(front + tuple(ids(decoder, one)) for one in alone)
+
+
+def test_icv_adds_nothing_where_the_tokenizer_puts_a_token_in_front(films, demonstrations):
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    bare, fronted = made("gpt2"), Decoder(tiny_model("gpt2"), tokenizer)
+    assert fronted.encoder.front == (0,)
+    torch.testing.assert_close(
+        directions(fronted, films, demonstrations), directions(bare, films, demonstrations)
+    )
+
+
+def rows_of(batch):
+    lines = zip(batch.input_ids.tolist(), batch.last.tolist(), strict=True)
+    return [tuple(line[: last + 1]) for line, last in lines]
 
 
 def test_icv_searches_the_grid_or_takes_the_papers_strength(films, demonstrations):

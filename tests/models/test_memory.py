@@ -34,6 +34,7 @@ class Runner(Decoder):
     """A decoder without a model: what it batches is what is looked at."""
 
     device = CPU
+    rope_limits = ()
 
     def __init__(self, token_budget):
         self.token_budget = token_budget

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from jaxtyping import Bool, Float
@@ -343,37 +344,37 @@ class _Loss:
 
     def __call__(self, chosen: Sequence[int]) -> Float[Tensor, " runs"]:
         """Mean loss of each run over its own of these demonstrations, in nats."""
-        targets = [self.targets[row] for row in chosen]
-        queries = [self.queries[row] for row in chosen]
-        batch = _batch(self.decoder, queries, targets, behind=self.shared)
+        parts = self.decoder.together([len(self.shared) + length for length in self._lengths(chosen)])
+        found = torch.cat([self._learned([chosen[place] for place in part]) for part in parts])
+        order = torch.tensor([place for part in parts for place in part], device=found.device).argsort()
+        return -found[order].view(len(self.vectors), -1).mean(-1)
+
+    def _learned(self, chosen: Sequence[int]) -> Float[Tensor, " chosen"]:
+        """Log-probability of each one's target, in nats; of rows that may share a batch."""
+        batch = self._batch(chosen)
         edit = NoisyEdit(
             self._injection(chosen),
             active=self.coefficients.active,
             scale=self.config.noise,
             place=self.config.noise_place,
             writer_scale=self.decoder.writer_scale,
-            draw=self._draw(batch, queries, targets),
+            draw=self._draw(batch, chosen),
         )
         prefix = self.decoder.prefix(self.shared, edit=edit) if self.shared else None
-        found = sequence_log_probabilities(self.decoder, batch, targets, edit, prefix)
-        return -found.view(len(self.vectors), -1).mean(-1)
+        targets = [self.targets[row] for row in chosen]
+        return sequence_log_probabilities(self.decoder, batch, targets, edit, prefix)
 
     def mean(self, chosen: Sequence[int]) -> Tensor:
         """That of the only run, whose value and gradients repeat: each part keeps its draw of the noise."""
         self.generators[0].manual_seed(self.seed + chosen[0])
         return self(chosen)[0]
 
-    def _draw(
-        self, batch: Batch, queries: Sequence[Ids], targets: Sequence[Ids]
-    ) -> Callable[[Tensor], Tensor]:
-        runs = len(self.generators)
-        if runs == 1 or not self.config.noise:
+    def _draw(self, batch: Batch, chosen: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        if len(self.generators) == 1 or not self.config.noise:
             return draw_from(self.generators[0])
-        each = len(queries) // runs
-        parts = [slice(start, start + each) for start in range(0, len(queries), each)]
-        alone = [_batch(self.decoder, queries[part], targets[part]) for part in parts]
-        lengths = [len(query) + len(target) - 1 for query, target in zip(queries, targets, strict=True)]
-        return Draw(self.generators, alone, batch, lengths)
+        runs = {owner: list(rows) for owner, rows in groupby(chosen, self.owners.__getitem__)}
+        alone = [self._batch(rows) for rows in runs.values()]
+        return Draw([self.generators[owner] for owner in runs], alone, batch, self._lengths(chosen))
 
     def _injection(self, chosen: Sequence[int]) -> PlacedEdit:
         linear = self.coefficients.linear()
@@ -384,12 +385,16 @@ class _Loss:
         owners = torch.tensor([self.owners[row] for row in chosen], device=self.decoder.device)
         return RowsEdit(amount[..., None] * self.vectors, keep, owners, *where)
 
+    def _lengths(self, chosen: Sequence[int]) -> list[int]:
+        """Tokens of each query with all but the last of its target."""
+        return [len(self.queries[row]) + len(self.targets[row]) - 1 for row in chosen]
 
-def _batch(decoder: Decoder, queries: Sequence[Ids], targets: Sequence[Ids], *, behind: Ids = ()) -> Batch:
-    """Queries with their targets, in one row where the model can do that and it saves work.
+    def _batch(self, chosen: Sequence[int]) -> Batch:
+        """Queries with their targets, in one row where the model can do that and it saves work.
 
-    Cached tokens in front of all of them rule out packing.
-    """
-    lengths = [len(query) + len(target) - 1 for query, target in zip(queries, targets, strict=True)]
-    packs = decoder.architecture.packs and not behind and packing_pays(lengths, decoder.d_model)
-    return labelled_batch(queries, targets, decoder.device, packed=packs)
+        Cached tokens in front of all of them rule out packing.
+        """
+        packs = self.decoder.architecture.packs and not self.shared
+        packed = packs and packing_pays(self._lengths(chosen), self.decoder.d_model)
+        queries, targets = ([rows[row] for row in chosen] for rows in (self.queries, self.targets))
+        return labelled_batch(queries, targets, self.decoder.device, packed=packed)

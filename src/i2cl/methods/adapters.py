@@ -71,6 +71,7 @@ class AdaptedDecoder(Decoder):
         self.model = model  # it looks up on the bare model what it does not have
         self.virtual_tokens = virtual_tokens
         self.max_length = None if bare.max_length is None else bare.max_length - taken
+        self.rope_limits = tuple(limit - taken for limit in bare.rope_limits)
 
     def forward(
         self,
@@ -106,9 +107,13 @@ def fit_adapter(
         targets = questions.targets(demonstrations)
 
         def loss(chosen: Sequence[int]) -> Tensor:
-            rows = [targets[row] for row in chosen]
-            batch = labelled_batch([queries[row] for row in chosen], rows, wearing.device)
-            return -sequence_log_probabilities(wearing, batch, rows).mean()
+            parts = wearing.together([len(queries[row]) + len(targets[row]) - 1 for row in chosen])
+            return -torch.cat([learned([chosen[place] for place in part]) for part in parts]).mean()
+
+        def learned(rows: Sequence[int]) -> Float[Tensor, " rows"]:
+            own = [targets[row] for row in rows]
+            batch = labelled_batch([queries[row] for row in rows], own, wearing.device)
+            return sequence_log_probabilities(wearing, batch, own)
 
         parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
         batches = training.batches(len(queries), seed)

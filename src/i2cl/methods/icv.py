@@ -1,10 +1,10 @@
-"""In-context vector: the direction from sentences to their answers, added to every layer's state.
+"""In-context vector: the direction from sentences to their answers, added in every layer.
 
 Source: paper, appendix "Implementation of Baseline Methods"; Liu et al. 2024,
-https://arxiv.org/abs/2311.06668.
+https://arxiv.org/abs/2311.06668, and for ``variant="released"`` https://github.com/shengliu66/ICV.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -23,6 +23,9 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task
+
+Variant = Literal["paper", "released"]
+"""How a direction is found and added: as Liu et al. write, or as their released code does."""
 
 HELD_OUT = 32
 COARSE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -44,45 +47,57 @@ PAPER_STRENGTHS: Mapping[str, float] = MappingProxyType(
 
 
 class ICVConfig(BaseModel):
-    """Where the strength comes from.
+    """Where the direction and its strength come from.
 
     Attributes:
+        variant: ``paper`` (the first principal direction of the differences, not centred, added to block
+            outputs) or ``released`` (that of the centred differences plus their mean, added to what the MLP
+            puts out, up to twice as much the more that points the other way).
         strength: ``search`` (the paper's two-stage grid, here on held-out examples), ``paper`` (its
             table, for the paper's tasks), or a number.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    variant: Variant = "paper"
     strength: float | Literal["search", "paper"] = "search"
 
 
 class AddPreservingNorm(Edit):
     """Adds a scaled unit vector to each unit state, then gives the state its norm back."""
 
-    site = "hidden"
-
-    def __init__(self, directions: Float[Tensor, "layers d"], strength: float) -> None:
+    def __init__(
+        self, directions: Float[Tensor, "layers d"], strength: float, variant: Variant = "paper"
+    ) -> None:
         self.directions = directions
         self.strength = strength
+        self.released = variant == "released"
+        self.site = "writers" if self.released else "hidden"
 
     def output(
-        self, layer: int, _index: int, output: Float[Tensor, "batch tokens d"], _batch: Batch
-    ) -> Float[Tensor, "batch tokens d"]:
-        """The turned state, at every token of every layer."""
+        self, layer: int, index: int, output: Float[Tensor, "batch tokens d"], _batch: Batch
+    ) -> Float[Tensor, "batch tokens d"] | None:
+        """The turned block output, or the turned output of the MLP alone, at every token of every layer."""
+        if self.released and index == 0:
+            return None
         norm = output.norm(dim=-1, keepdim=True)
+        unit = output / norm.clamp(min=1e-12)
         direction = self.directions[layer].to(output.device, output.dtype)
-        turned = output / norm.clamp(min=1e-12) + self.strength * direction
+        added = self.strength * direction
+        if self.released:
+            added = added * (1 - (unit @ direction).clamp(max=0))[..., None]
+        turned = unit + added
         turned = turned / turned.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-        added: Tensor = norm * turned
-        return added
+        found: Tensor = norm * turned
+        return found
 
 
 @dataclass(frozen=True)
 class ICV(Method):
-    """The first principal direction of answer state minus sentence state, per layer."""
+    """The first principal direction of answer state minus sentence state, over all layers at once."""
 
     name: ClassVar[str] = "icv"
-    summary: ClassVar[str] = "direction from sentence to answer added to every layer, norm preserved"
+    summary: ClassVar[str] = "direction from sentence to answer added in every layer, norm preserved"
     row: ClassVar[str] = "ICV"
     needs: ClassVar[str] = f"demonstrations, {HELD_OUT} held-out examples to search the strength"
     formula: ClassVar[str] = "DL"
@@ -99,23 +114,20 @@ class ICV(Method):
             I2CLError: if too few held-out examples remain, or the paper has no strength for the task.
         """
         questions = Questions(decoder, task)
-        found = directions(decoder, task, demonstrations)
-        strength = self.config.strength
+        variant, strength = self.config.variant, self.config.strength
+        make = partial(_predictor, questions, directions(decoder, task, demonstrations, variant), variant)
         if strength == "search":
-            held_out = task.held_out(HELD_OUT, demonstrations, seed)
-            return _searched(questions, found, held_out)
+            return _searched(make, task.held_out(HELD_OUT, demonstrations, seed))
         if strength == "paper":
             if task.name not in PAPER_STRENGTHS:
                 raise I2CLError(f"the paper gives no ICV strength for {task.name!r}: use strength=search")
             strength = PAPER_STRENGTHS[task.name]
-        return _predictor(questions, found, strength)
+        return make(strength)
 
 
-def _searched(
-    questions: Questions, found: Float[Tensor, "layers d"], held_out: Sequence[Example]
-) -> PromptPredictor:
+def _searched(make: Callable[[float, int], PromptPredictor], held_out: Sequence[Example]) -> PromptPredictor:
     """Best of the coarse and the fine grid; ties go to the first tried, the smaller."""
-    tried = [_predictor(questions, found, strength, len(held_out)) for strength in COARSE + FINE]
+    tried = [make(strength, len(held_out)) for strength in COARSE + FINE]
     gold = torch.tensor([example.label for example in held_out])
     texts = [example.text for example in held_out]
     right = [int((candidate.scores(texts).argmax(-1) == gold).sum()) for candidate in tried]
@@ -123,32 +135,66 @@ def _searched(
 
 
 def _predictor(
-    questions: Questions, found: Float[Tensor, "layers d"], strength: float, held_out: int = 0
+    questions: Questions,
+    found: Float[Tensor, "layers d"],
+    variant: Variant,
+    strength: float,
+    held_out: int = 0,
 ) -> PromptPredictor:
     cost = Cost.of(found, held_out=held_out)
-    return PromptPredictor(questions, edit=AddPreservingNorm(found, strength), cost=cost)
+    return PromptPredictor(questions, edit=AddPreservingNorm(found, strength, variant), cost=cost)
 
 
-def directions(decoder: Decoder, task: Task, demonstrations: Sequence[Example]) -> Float[Tensor, "layers d"]:
-    """Unit vector per layer along which answer and sentence states differ most, pointing to the answer.
+def directions(
+    decoder: Decoder, task: Task, demonstrations: Sequence[Example], variant: Variant = "paper"
+) -> Float[Tensor, "layers d"]:
+    """Unit vector per layer along which answer and sentence states differ, pointing to the answer.
 
     The state is the block output at the last token of the sentence alone, and of the label word alone.
-    Differences are not centred: the direction maximises their mean squared projection.
+    One principal direction is sought in all layers' states put together, and cut into layers then. In the
+    paper it maximises the mean squared projection of the differences; in the released code their variance,
+    with the furthest demonstration on its positive side, and the mean is added.
     """
     texts = [example.text for example in demonstrations]
     words = [task.labels[example.label] for example in demonstrations]
     difference = _states(decoder, words) - _states(decoder, texts)  # (demonstrations, layers, d)
-    by_layer = difference.transpose(0, 1)
-    _, _, axes = torch.linalg.svd(by_layer, full_matrices=False)
-    first = axes[:, 0]
-    towards = (first * by_layer.mean(1)).sum(-1, keepdim=True).sign()
-    oriented: Tensor = first * torch.where(towards == 0, 1.0, towards)
-    return oriented
+    joint = difference.flatten(1)
+    mean = joint.mean(0)
+    if variant == "released":
+        first, projected = _first(joint - mean)
+        found = mean + first * projected[projected.abs().argmax()].sign()
+    else:
+        first, projected = _first(joint)
+        found = first if projected.sum() >= 0 else -first
+    return torch.nn.functional.normalize(found.view(difference.shape[1:]), dim=-1)
+
+
+def _first(
+    rows: Float[Tensor, "rows wide"],
+) -> tuple[Float[Tensor, " wide"], Float[Tensor, " rows"]]:
+    """First right singular vector, and how far each row goes along it."""
+    _, _, axes = torch.linalg.svd(rows, full_matrices=False)
+    return axes[0], rows @ axes[0]
 
 
 def _states(decoder: Decoder, texts: Sequence[str]) -> Float[Tensor, "texts layers d"]:
-    ids: list[Ids] = decoder.encoder.fitted(str, texts, decoder.max_length)
+    front = _front(decoder)
+    limit = None if decoder.max_length is None else decoder.max_length - len(front)
+    ids = [front + row for row in decoder.encoder.fitted(str, texts, limit)]
     states = torch.empty(len(ids), decoder.layers, decoder.d_model)
     for batch, captured in decoder.run_batches(ids, partial(decoder.capture, site="hidden")):
         states[list(batch.rows)] = captured[:, :, 0]
     return states
+
+
+def _front(decoder: Decoder) -> Ids:
+    """What stands before a text that runs alone, where the tokenizer itself puts nothing there.
+
+    The first token of a row is where attention gathers, and its state is of its own kind, a hundred times
+    longer and much the same whatever the token: that of a one-token label would tell nothing of the label.
+    """
+    encoder, tokenizer = decoder.encoder, decoder.tokenizer
+    if encoder.front:
+        return ()
+    known = [one for one in (tokenizer.bos_token_id, tokenizer.eos_token_id) if one is not None]
+    return (int(known[0]),) if known else encoder(["\n"])[0]

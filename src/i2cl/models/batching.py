@@ -4,15 +4,20 @@ Padded batches are padded on the right and run without an attention mask: under 
 token never sees what stands to its right, so padding cannot change a result, whatever the
 tokenizer's own padding side says. Packed batches hold all queries in one row, kept apart by their
 position ids (https://huggingface.co/docs/transformers/en/attention_interface).
+
+Some models turn the positions of a whole batch by its longest row (longrope). There rows on two sides of
+such a limit never share a batch, and keys cached below it are not used beyond it.
 """
 
 import sys
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -63,6 +68,42 @@ def pack_batch(ids: Sequence[Ids], device: torch.device) -> Batch:
         rows=tuple(range(len(ids))),
         position_ids=torch.tensor([[place for row in ids for place in range(len(row))]], device=device),
     )
+
+
+def behind(batch: Batch, front: Ids) -> Batch:
+    """The same padded rows, each with the tokens ``front`` before it."""
+    shared = torch.tensor([front], device=batch.input_ids.device).expand(len(batch.input_ids), -1)
+    return replace(
+        batch,
+        input_ids=torch.cat([shared, batch.input_ids], dim=1),
+        first=batch.first + len(front),
+        last=batch.last + len(front),
+    )
+
+
+def rope_limits(config: Any) -> tuple[int, ...]:
+    """Row lengths beyond which a model turns every position by other angles (longrope), rising."""
+    found = [one for one in _ropes(config) if one.get("rope_type") == "longrope"]
+    return tuple(sorted({int(one["original_max_position_embeddings"]) for one in found}))
+
+
+def rope_grows(config: Any) -> bool:
+    """Whether rows longer than the context change the angles of what runs after them (dynamic NTK)."""
+    return any("dynamic" in str(one.get("rope_type")) for one in _ropes(config))
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """What a config says of its rotary embedding, or of that of each kind of layer."""
+    own = getattr(config, "rope_parameters", None) or {}
+    return [own] if "rope_type" in own else [one for one in own.values() if isinstance(one, dict)]
+
+
+def by_side(lengths: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
+    """Places of the rows between two limits each, those of the shortest first."""
+    sides = defaultdict(list)
+    for place, length in enumerate(lengths):
+        sides[bisect_left(limits, length)].append(place)
+    return [sides[side] for side in sorted(sides)]
 
 
 def packing_pays(lengths: Sequence[int], d_model: int) -> bool:

@@ -20,8 +20,12 @@ from i2cl.models.batching import (
     Batch,
     Ids,
     MemoryWarning,
+    behind,
+    by_side,
     longest_first,
     make_batch,
+    rope_grows,
+    rope_limits,
     unless_out_of_memory,
 )
 from i2cl.models.borrowing import frozen, lock_of
@@ -57,6 +61,7 @@ class Decoder:
         blocks: the decoder blocks.
         token_budget: padded tokens a batch may hold; lowered when a batch exceeds the memory.
         max_length: context length in tokens, or None where the model has no limit.
+        rope_limits: tokens beyond which positions turn by other angles; see `i2cl.models.batching`.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class Decoder:
         self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else BUDGET)
         self.encoder = Encoder.of(tokenizer)
         self.max_length = _context_length(model, tokenizer)
+        self.rope_limits = rope_limits(model.config.get_text_config())
 
     @classmethod
     def from_pretrained(
@@ -227,6 +233,7 @@ class Decoder:
             length = len(ids[order[start]])
             room = max(self.token_budget, kept) // (length + reserve)
             rows = order[start : start + max(1, min(self.token_budget // length, room))]
+            rows = rows[: len(self.together([len(ids[row]) + reserve for row in rows])[-1])]
             batch = make_batch([ids[row] for row in rows], self.device, rows)
             result = unless_out_of_memory(run, batch)
             if result is None:
@@ -234,6 +241,10 @@ class Decoder:
             else:
                 yield batch, result[0]
                 start += len(rows)
+
+    def together(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Places of rows that may share a batch, by their tokens, cached ones included; shortest first."""
+        return by_side(lengths, self.rope_limits)
 
     def _shrink(self, rows: int, length: int, reserve: int) -> None:
         if rows == 1:
@@ -257,10 +268,17 @@ class Decoder:
     ) -> Float[Tensor, "batch positions vocab"]:
         """Next-token logits after the tokens at ``at`` (default: each row's last query token).
 
-        The LM head runs on those positions alone. Gradients flow if the caller has them on.
+        The LM head runs on those positions alone. Gradients flow if the caller has them on. Where the
+        prefix's positions turn otherwise in front of so long a batch, it runs again with every row.
+
+        Raises:
+            I2CLError: if that is so, or a window is too short, and tokens were taken out of the prefix.
         """
         rows, width = batch.input_ids.shape
         positions = batch.last[:, None] if at is None else at
+        if prefix is not None and not self._joins(prefix, width):
+            batch, positions = behind(batch, prefix.ids), positions + len(prefix.ids)
+            prefix = None
         gather = partial(_gather, positions, batch.packed)
         arguments: dict[str, Any] = {"use_cache": False}
         if batch.packed:
@@ -275,7 +293,6 @@ class Decoder:
                     "position_ids": keys[-width:].expand(rows, -1),
                 }
                 if prefix.kept is not None:
-                    self._require_window(prefix, width)
                     stack.enter_context(keys_at(self.model, self.blocks, keys))
             stack.enter_context(edit_inputs([(self.model.get_output_embeddings(), gather)]))
             stack.enter_context(self._editing(edit, batch))
@@ -313,14 +330,24 @@ class Decoder:
         with frozen(self.model):
             yield
 
-    def _require_window(self, prefix: Prefix, width: int) -> None:
-        """A window counts cached keys, so tokens taken out of the cache would shift it."""
+    def _joins(self, prefix: Prefix, width: int) -> bool:
+        """Whether the keys of a prefix are those that they are in front of ``width`` more tokens.
+
+        A window counts cached keys, so tokens taken out of the cache would shift it.
+        """
         tokens = len(prefix.ids) + width
-        if prefix.thinned and self.window is not None and tokens > self.window:
+        joins = len(self.together([len(prefix.ids), tokens])) == 1
+        short = self.window is not None and tokens > self.window
+        if prefix.thinned and (short or not joins):
+            why = f"some layers see only {self.window} at a time"
+            if not short:
+                limits = " or ".join(map(str, self.rope_limits))
+                why = f"beyond {limits} this model's rotary embedding (longrope) turns them otherwise"
             raise I2CLError(
-                f"demonstrations and query are {tokens} tokens, but some layers see only {self.window} at "
-                "a time, which a thinned-out cache cannot express: use fewer or shorter demonstrations"
+                f"demonstrations and query are {tokens} tokens, but {why}, which a thinned-out cache cannot "
+                "express: use fewer or shorter demonstrations"
             )
+        return joins
 
     @contextmanager
     def _editing(self, edit: Edit | None, batch: Batch) -> Iterator[None]:
@@ -358,6 +385,7 @@ def _context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     for field in ("max_position_embeddings", "max_seq_len"):
         length = getattr(config, field, None)
         if isinstance(length, int) and length > 0:
-            return length
+            # In rows shorter than the context transformers forgets what longer ones, run by others, changed.
+            return length - rope_grows(config)
     length = int(tokenizer.model_max_length)
     return length if length < 10**9 else None

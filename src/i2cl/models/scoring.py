@@ -299,7 +299,7 @@ def _full(
     prefix: Prefix | None,
 ) -> Iterator[Part]:
     pairs = [(row, label) for row in range(len(queries)) for label in range(len(labels[row].ids))]
-    whole = [queries[row] + labels[row].ids[label] for row, label in pairs]
+    whole = [queries[row] + labels[row].ids[label][:-1] for row, label in pairs]  # what will run
 
     def run(group: Batch) -> Tensor:
         rows, columns = zip(*[pairs[place] for place in group.rows], strict=True)

@@ -1,0 +1,188 @@
+"""Rotary embeddings whose angles depend on how long a batch is: a row's result never does."""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from i2cl import CalibrationConfig, Decoder, Example, I2CLError, InjectionPool, Task, Template
+from i2cl.core.calibration import calibrate, calibrate_many
+from i2cl.core.context import extract
+from i2cl.methods import adapters, make_methods
+from i2cl.models.batching import rope_limits
+from i2cl.models.scoring import LabelTokens, score
+from tiny import LIMIT, LONGROPE, tiny_model, tiny_tokenizer
+
+FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
+SHOWN = [
+    Example("warm", 0),
+    Example("dull and lifeless and " * 8, 1),
+    Example("so dull " * 8, 1),
+    Example("a film", 0),
+    Example("funny " * 4, 0),
+]
+TAKEN = 5
+"""Virtual tokens; one of these queries goes beyond the limit with them alone."""
+LABELS = LabelTokens(((5, 9, 7), (8,)), full=False)
+SAME = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder(tiny_model("phi3", **LONGROPE), tiny_tokenizer(), name="tiny-longrope")
+
+
+def ids(length, start=1):
+    return tuple((7 * place + start) % 290 + 1 for place in range(length))
+
+
+def by_hand(decoder, row, labels):
+    """Scores from plain rows, one for each label, without anything cached."""
+    found = []
+    for label in labels.ids:
+        wanted = label if labels.full else label[:1]
+        with torch.no_grad():
+            logits = decoder.model(torch.tensor([row + wanted[:-1]]), use_cache=False).logits[0]
+        places = logits.log_softmax(-1)[len(row) - 1 :]
+        found.append(sum(places[step, token] for step, token in enumerate(wanted)))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_query_is_scored_as_if_alone(decoder, full):
+    labels = replace(LABELS, full=full)
+    rows = [ids(length, length) for length in (2, LIMIT - 2, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 9, 70, 3)]
+    wanted = torch.stack([by_hand(decoder, row, labels) for row in rows])
+    torch.testing.assert_close(score(decoder, rows, labels), wanted, **SAME)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("cached", [1, LIMIT - 6, LIMIT - 1, LIMIT, LIMIT + 1, 50])
+def test_cached_is_uncached(decoder, cached, full):
+    labels = replace(LABELS, full=full)
+    front = ids(cached)
+    rows = [ids(length, length) for length in (1, 3, 4, 5, 6, 7, LIMIT - 1, LIMIT, 40)]
+    wanted = torch.stack([by_hand(decoder, front + row, labels) for row in rows])
+    found = score(decoder, rows, labels, prefix=decoder.prefix(front))
+    torch.testing.assert_close(found, wanted, **SAME)
+
+
+def test_few_shot_is_the_same_cached_or_not(decoder):
+    task = replace(FILMS, train=tuple(SHOWN))
+    cached, uncached = (
+        method.fit(decoder, task, SHOWN[:1], 0) for method in make_methods(["few_shot", "few_shot_uncached"])
+    )
+    assert len(cached.prefix.ids) < LIMIT
+    texts = ["dull", "dull " * 5, "a warm film " * 9]
+    torch.testing.assert_close(cached.scores(texts), uncached.scores(texts), **SAME)
+
+
+def test_a_thinned_out_cache_ends_at_the_limit(decoder):
+    prefix = decoder.prefix(ids(12), whole=True).kept_at((0, 3, 11))
+    assert score(decoder, [ids(LIMIT - 12)], LABELS, prefix=prefix).isfinite().all()
+    message = f"query are {LIMIT + 1} tokens, but beyond {LIMIT} this model's rotary embedding"
+    with pytest.raises(I2CLError, match=message):
+        score(decoder, [ids(LIMIT - 11)], LABELS, prefix=prefix)
+    beyond = decoder.prefix(ids(LIMIT + 1), whole=True).kept_at((0, 3, 11))
+    assert score(decoder, [ids(30)], LABELS, prefix=beyond).isfinite().all()
+
+
+def test_a_context_vector_is_the_mean_of_those_alone(decoder):
+    alone = torch.stack([extract(decoder, FILMS, [one]).values for one in SHOWN])
+    torch.testing.assert_close(extract(decoder, FILMS, SHOWN).values, alone.mean(0), **SAME)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_steps_loss_is_the_mean_of_those_alone(decoder, monkeypatch, packed, shown):
+    monkeypatch.setattr("i2cl.core.calibration.packing_pays", lambda *_: packed)
+    prompt = partial(FILMS.template.prompt, (("funny", "positive"),)) if shown else None
+    context = extract(decoder, FILMS, SHOWN)
+
+    def loss(rows):
+        config = CalibrationConfig(noise=0.0, epochs=1)
+        found = calibrate(decoder, FILMS, SHOWN, context, config, batches=[rows], prompt=prompt)
+        return found.history[0]
+
+    alone = [loss([row]) for row in range(len(SHOWN))]
+    assert loss([0, 1, 2, 3, 4]) == pytest.approx(sum(alone) / 5, abs=1e-5)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("packed", [True, False])
+def test_runs_together_end_where_each_ends_by_itself(decoder, monkeypatch, packed, noise):
+    monkeypatch.setattr("i2cl.core.calibration.packing_pays", lambda *_: packed)
+    config = CalibrationConfig(epochs=3, noise=noise, lr=0.05)
+    seeds, context = [3, 0, 1], extract(decoder, FILMS, SHOWN)
+    together = calibrate_many(decoder, [FILMS] * 3, [SHOWN] * 3, [context] * 3, config, seeds=seeds)
+    for seed, found in zip(seeds, together, strict=True):
+        alone = calibrate(decoder, FILMS, SHOWN, context, config, seed=seed)
+        torch.testing.assert_close(found.coefficients, alone.coefficients, rtol=1e-3, atol=1e-4)
+        assert found.history == pytest.approx(alone.history, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lora", {"lora_dropout": 0.0}),
+        ("prompt_tuning", {"virtual_tokens": TAKEN}),
+        ("prefix_tuning", {"virtual_tokens": TAKEN}),
+    ],
+)
+def test_an_adapters_loss_and_scores_are_those_alone(decoder, monkeypatch, name, options):
+    pytest.importorskip("peft", reason="peft is an extra")
+    lengths = [len(ids) for ids in decoder.encoder([FILMS.template.query(one.text) for one in SHOWN])]
+    assert {LIMIT - TAKEN < length <= LIMIT for length in lengths} == {True, False}
+    losses = []
+    every = list(range(len(SHOWN)))
+
+    def record(_parameters, loss, *_more, **_options):
+        losses.extend(loss(rows).item() for rows in [every, *([row] for row in every)])
+
+    monkeypatch.setattr(adapters, "train", record)
+    (method,) = make_methods([name], options)
+    predictor = method.fit(decoder, FILMS, SHOWN, 0)
+    assert losses[0] == pytest.approx(sum(losses[1:]) / len(SHOWN), abs=1e-5)
+    texts = [example.text for example in SHOWN]
+    alone = torch.cat([predictor.scores([text]) for text in texts])
+    torch.testing.assert_close(predictor.scores(texts), alone, **SAME)
+
+
+def test_a_pool_scores_each_text_as_if_alone(decoder):
+    context = extract(decoder, FILMS, SHOWN)
+    quick = CalibrationConfig(epochs=1)
+    made = {str(seed): calibrate(decoder, FILMS, SHOWN, context, quick, seed=seed) for seed in range(2)}
+    texts, names = [example.text for example in SHOWN], ["0", "1", "1", "0", "1"]
+    found = InjectionPool(decoder, made).scores(texts, names)
+    for text, name, row in zip(texts, names, found, strict=True):
+        torch.testing.assert_close(row, made[name].scores(decoder, [text])[0], **SAME)
+
+
+def test_limits_of_each_kind_of_layer():
+    def long(limit):
+        return {"rope_type": "longrope", "original_max_position_embeddings": limit}
+
+    ropes = {
+        "full_attention": long(64),
+        "sliding_attention": long(16),
+        "other": {"rope_type": "yarn"},
+        "no": None,
+    }
+    assert rope_limits(SimpleNamespace(rope_parameters=ropes)) == (16, 64)
+    assert rope_limits(SimpleNamespace(rope_parameters=None)) == rope_limits(SimpleNamespace()) == ()
+
+
+def test_what_ran_before_changes_nothing_where_angles_grow():
+    """Dynamic NTK keeps the angles of a longer row, until a row comes that is shorter than the context."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = tiny_model("llama", max_position_embeddings=32, rope_parameters=rope)
+    decoder = Decoder(model, tiny_tokenizer())
+    assert decoder.max_length == 31
+    rows = [ids(decoder.max_length), ids(9)]
+    before = score(decoder, rows, LABELS)
+    for tokens in (33, 90):
+        with torch.no_grad():
+            model(torch.tensor([ids(tokens)]))
+        torch.testing.assert_close(score(decoder, rows, LABELS), before, **SAME)
