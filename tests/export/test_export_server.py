@@ -26,9 +26,19 @@ def by_id(golden, values):
 
 @contextmanager
 def serving(
-    golden, *, values=lambda prompt: prompt.labels, shape=by_text, status=200, raw=None, takes=(list, str)
+    golden,
+    *,
+    values=lambda prompt: prompt.labels,
+    shape=by_text,
+    status=200,
+    raw=None,
+    takes=(list, str),
+    echo=None,
 ):
-    """Answers every golden prompt of the types it takes; yields the address and the requests that came."""
+    """Answers every golden prompt of the types it takes; yields the address and the requests that came.
+
+    ``echo`` answers requests that ask for the prompt's own tokens; nothing from it refuses them.
+    """
     seen = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -40,6 +50,10 @@ def serving(
             seen.append(body)
             if not isinstance(body["prompt"], takes):
                 self._send({"error": "Input should be another type"}, 422)
+                return
+            if body.get("echo"):
+                reply = echo(body)
+                self._send(reply or {"error": "Only no echo is supported"}, status if reply else 400)
                 return
             (prompt,) = [one for one in golden.prompts if body["prompt"] in (one.ids, one.query)]
             self._send({"choices": [{"text": "x", "logprobs": shape(golden, values(prompt))}]})

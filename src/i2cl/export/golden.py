@@ -1,7 +1,9 @@
 """What an export must answer: a few prompts and the injected model's own values for them."""
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from i2cl.export.gguf_fields import GOLDEN_FIELD, is_gguf, read_field
 from i2cl.export.upcast import Upcast
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import Questions, score
 from i2cl.storage.atomic import public_name
 from i2cl.version import __version__
 
@@ -52,7 +54,8 @@ class GoldenPrompt(pydantic.BaseModel):
         dropped: the same where the constants of some writers are left out, by `DROPPED`.
         top_ids: tokens of the largest logits.
         top_logits: those logits.
-        prediction: the label whose first token is most probable.
+        prediction: the most probable label, by whole sequences where these were scored.
+        whole: log-probability of each label's whole sequence; empty where first tokens decide.
         query: what was encoded to ``ids``; None where it was cut, or in exports of older versions.
     """
 
@@ -63,6 +66,7 @@ class GoldenPrompt(pydantic.BaseModel):
     top_ids: list[int]
     top_logits: list[float]
     prediction: str
+    whole: list[float] = []
     query: str | None = None
 
 
@@ -76,6 +80,8 @@ class Golden(pydantic.BaseModel):
         labels: label words.
         label_ids: first token of each.
         label_texts: that token as text.
+        sequences: tokens of each label where the injection scores whole sequences; empty where it does not.
+        sequence_texts: those tokens as text.
         prompts: what to ask, and what to answer.
         model_type: of the export.
         dtype: of its weights.
@@ -89,6 +95,8 @@ class Golden(pydantic.BaseModel):
     labels: list[str]
     label_ids: list[int]
     label_texts: list[str]
+    sequences: list[list[int]] = []
+    sequence_texts: list[str] = []
     prompts: list[GoldenPrompt]
     model_type: str = ""
     dtype: str = "float32"
@@ -155,21 +163,40 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     questions = Questions(decoder, task, injection.scoring)
     labels, queries = questions.labels, questions.queries(TEXTS)
     texts = [questions.prompt(text) for text in TEXTS]
-    whole = [
-        text if ids == uncut else None
-        for text, ids, uncut in zip(texts, queries, decoder.encoder(texts), strict=True)
+    uncut = [
+        text if ids == whole else None
+        for text, ids, whole in zip(texts, queries, decoder.encoder(texts), strict=True)
     ]
     first = list(labels.first)
+    sequences = labels.ids if labels.full else ()
+    scores: list[list[float]] = [[] for _ in queries]
+    if sequences:
+        with Upcast():
+            scores = score(decoder, queries, labels, edit=injection.edit()).tolist()
     return Golden(
         artefact=_published(injection),
         labels=list(task.labels),
         label_ids=first,
         label_texts=[decoder.tokenizer.decode([token]) for token in first],
+        sequences=[list(ids) for ids in sequences],
+        sequence_texts=[_text_behind(decoder, queries[0], ids) for ids in sequences],
         prompts=[
-            _prompt(decoder, injection, ids, first).model_copy(update={"query": text})
-            for ids, text in zip(queries, whole, strict=True)
+            _prompt(decoder, injection, ids, first, values).model_copy(update={"query": text})
+            for ids, text, values in zip(queries, uncut, scores, strict=True)
         ],
     )
+
+
+def most_probable(labels: Sequence[str], values: Sequence[float | None]) -> str:
+    """The label with the largest value; ``-`` where there is none."""
+    told = [(value, label) for label, value in zip(labels, values, strict=True) if value is not None]
+    return max(told, key=itemgetter(0))[1] if told else "-"
+
+
+def _text_behind(decoder: Decoder, query: Ids, ids: Ids) -> str:
+    """Tokens as the text that they are behind others: by themselves some tokenizers drop a space in front."""
+    before, whole = (decoder.tokenizer.decode(list(one)) for one in (query, query + ids))
+    return str(whole).removeprefix(str(before))
 
 
 def _published(injection: Injection) -> dict[str, Any]:
@@ -179,7 +206,9 @@ def _published(injection: Injection) -> dict[str, Any]:
     return {**described, "base_model": base | {"name": public_name(base["name"])}}
 
 
-def _prompt(decoder: Decoder, injection: Injection, ids: Ids, labels: list[int]) -> GoldenPrompt:
+def _prompt(
+    decoder: Decoder, injection: Injection, ids: Ids, labels: list[int], whole: list[float]
+) -> GoldenPrompt:
     logits = _logits(decoder, ids, injection)
     values = logits.log_softmax(-1)[labels].tolist()
     top = logits.topk(min(TOP, len(logits)))
@@ -194,7 +223,8 @@ def _prompt(decoder: Decoder, injection: Injection, ids: Ids, labels: list[int])
         dropped=dropped,
         top_ids=top.indices.tolist(),
         top_logits=top.values.tolist(),
-        prediction=injection.task.labels[values.index(max(values))],
+        prediction=most_probable(injection.task.labels, whole or values),
+        whole=whole,
     )
 
 

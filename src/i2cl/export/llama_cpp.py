@@ -17,7 +17,7 @@ from torch import Tensor
 from i2cl.errors import I2CLError
 from i2cl.export.gguf_fields import imported, reader
 from i2cl.export.golden import Golden
-from i2cl.export.verify import Answer, Verification, judged
+from i2cl.export.verify import Verification, answered, judged
 
 
 class LlamaCpp:
@@ -92,12 +92,9 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
     """
     golden = Golden.from_export(path)
     there = {tensor.name for tensor in reader(Path(path)).tensors if tensor.data.any()}
-    with LlamaCpp(path, max(len(prompt.ids) for prompt in golden.prompts)) as model:
-        answers = []
-        for prompt in golden.prompts:
-            logits = model.logits(prompt.ids)
-            values = logits.log_softmax(-1)[golden.label_ids].tolist()
-            answers.append(Answer(tuple(values), top_logits=tuple(logits[prompt.top_ids].tolist())))
+    room = max(map(len, golden.sequences), default=0)
+    with LlamaCpp(path, room + max(len(prompt.ids) for prompt in golden.prompts)) as model:
+        answers = [answered(golden, prompt, model.logits) for prompt in golden.prompts]
         others = tuple(
             prompt.query
             for prompt in golden.prompts

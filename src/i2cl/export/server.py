@@ -4,13 +4,15 @@ https://platform.openai.com/docs/api-reference/completions; vLLM, SGLang and lla
 """
 
 import json
+import math
+from dataclasses import replace
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from i2cl.errors import I2CLError
-from i2cl.export.golden import Golden
+from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.verify import Answer
 
 TOLERANCE = 0.05
@@ -21,6 +23,10 @@ def ask_server(
     golden: Golden, url: str, *, model: str | None = None, logprobs: int = 20, timeout: float = 60.0
 ) -> list[Answer]:
     """Send every golden prompt, and read the next token's log-probabilities.
+
+    Where whole label sequences count, every prompt also goes with each label behind it, and the server is
+    asked to echo it with log-probabilities. An answer has none of these where it does not, or where they
+    do not fit: the first label token's must be what the prompt alone was answered with.
 
     Prompts go as token ids; to a server that refuses these (llama-cpp-python's), as text, which it
     then encodes itself.
@@ -39,20 +45,30 @@ def ask_server(
         raise I2CLError(f"{url!r} is no address of a server: give one such as http://localhost:8000")
     root = url.rstrip("/").removesuffix("/completions").removesuffix("/v1") + "/v1"
     name = model or _first_model(root, timeout)
-    as_ids = [prompt.ids for prompt in golden.prompts]
-    as_text = [prompt.query for prompt in golden.prompts]
 
-    def ask(prompt: list[int] | str | None) -> Answer:
+    def complete(prompt: list[int] | str | None, **options: Any) -> Any:
         body = {"model": name, "prompt": prompt, "max_tokens": 1, "logprobs": logprobs, "temperature": 0}
-        return _answer(golden, _call(f"{root}/completions", body, timeout))
+        return _call(f"{root}/completions", body | options, timeout)
+
+    def ask(prompt: GoldenPrompt, *, as_text: bool = False) -> Answer:
+        query = prompt.query if as_text else prompt.ids
+        answer = _answer(golden, complete(query))
+        labels: Any = golden.sequence_texts if as_text else golden.sequences
+        if not labels:
+            return answer
+        try:
+            echoes = [complete(query + label, echo=True, logprobs=1) for label in labels]
+        except _RefusedError:
+            return answer
+        return replace(answer, whole=_whole(golden, prompt, answer, echoes))
 
     try:
-        return [ask(prompt) for prompt in as_ids]
+        return _all_or_none([ask(prompt) for prompt in golden.prompts])
     except _RefusedError as refusal:
-        if None in as_text:
+        if any(prompt.query is None for prompt in golden.prompts):
             raise
         try:
-            return [ask(prompt) for prompt in as_text]
+            return _all_or_none([ask(prompt, as_text=True) for prompt in golden.prompts])
         except _RefusedError:
             raise refusal from None
 
@@ -74,6 +90,32 @@ def _answer(golden: Golden, reply: Any) -> Answer:
         keys: tuple[int | str, ...] = (token, f"token_id:{token}", text)
         labels.append(next((told[key] for key in keys if key in told), None))
     return Answer(tuple(labels), floor=floor)
+
+
+def _whole(golden: Golden, prompt: GoldenPrompt, answer: Answer, echoes: list[Any]) -> tuple[float, ...]:
+    """Log-probability of each label's sequence, from replies that echo it; none if one does not fit."""
+    found = []
+    for ids, first, reply in zip(golden.sequences, answer.labels, echoes, strict=True):
+        try:
+            told, usage = reply["choices"][0]["logprobs"]["token_logprobs"], reply["usage"]
+            fits = usage["prompt_tokens"] == len(prompt.ids) + len(ids)
+            end = len(told) - usage["completion_tokens"]  # counted from there: some leave out BOS in front
+            values = [float(value) for value in told[end - len(ids) : end]]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return ()
+        if not fits or len(values) < len(ids) or (first is not None and not _close(values[0], first)):
+            return ()
+        found.append(math.fsum(values))
+    return tuple(found)
+
+
+def _all_or_none(answers: list[Answer]) -> list[Answer]:
+    """Without whole sequences where one prompt's do not fit: the others' may do so by chance."""
+    return answers if all(answer.whole for answer in answers) else [replace(one, whole=()) for one in answers]
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def _told(logprobs: Any) -> dict[int | str, float]:

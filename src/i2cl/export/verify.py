@@ -1,15 +1,18 @@
 """Does a folded checkpoint answer as the injected model did?"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.export.golden import Golden, GoldenPrompt
+from i2cl.export.golden import Golden, GoldenPrompt, most_probable
 from i2cl.export.peft import is_adapter, load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
 
@@ -25,11 +28,13 @@ class Answer:
         labels: log-probability of each label's first token; None where it was not told.
         floor: no token that was not told is more probable than this; None where all were.
         top_logits: of the golden prompt's top tokens, where logits are told.
+        whole: log-probability of each label's whole sequence; empty where they were not told or asked.
     """
 
     labels: tuple[float | None, ...]
     floor: float | None = None
     top_logits: tuple[float, ...] = ()
+    whole: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Verification:
     def differences(self) -> list[float]:
         """Largest relative difference of each prompt."""
         pairs = zip(self.golden.prompts, self.answers, strict=True)
-        return [_difference(prompt, prompt.labels, answer) for prompt, answer in pairs]
+        return [_difference(prompt, answer) for prompt, answer in pairs]
 
     @property
     def worst(self) -> float:
@@ -67,19 +72,33 @@ class Verification:
         """Whether the worst is within the tolerance, and all prompts have the same tokens."""
         return self.worst <= self.tolerance and not self.retokenized
 
+    @property
+    def unchecked(self) -> str | None:
+        """What the target could not be asked, if anything."""
+        if not self.golden.sequences or all(answer.whole for answer in self.answers):
+            return None
+        return (
+            "whole label sequences were not checked, and no label is named without them: the target tells no "
+            "log-probabilities of a prompt's own tokens (echo)"
+        )
+
     def rows(self) -> list[dict[str, object]]:
         """A line for each prompt."""
         return [
             {
                 "prompt": prompt.text.splitlines()[0][:40],
                 "expected": prompt.prediction,
-                "found": _prediction(self.golden.labels, answer),
+                "found": self._found(answer),
                 "difference": f"{difference:.1e}",
             }
             for prompt, answer, difference in zip(
                 self.golden.prompts, self.answers, self.differences, strict=True
             )
         ]
+
+    def _found(self, answer: Answer) -> str:
+        values = answer.whole if self.golden.sequences else answer.labels
+        return most_probable(self.golden.labels, values) if values else "-"
 
 
 def verify(
@@ -102,13 +121,14 @@ def verify(
     """
     golden = Golden.from_export(folder)
     loaded, state = _loaded(folder, model, device)
-    answers = []
-    for prompt in golden.prompts:
+
+    def logits(ids: Sequence[int]) -> Tensor:
         with torch.no_grad():
-            ids = torch.tensor([prompt.ids], device=loaded.device)
-            logits = loaded(input_ids=ids, use_cache=False).logits[0, -1].float().cpu()
-        values = logits.log_softmax(-1)[golden.label_ids].tolist()
-        answers.append(Answer(tuple(values), top_logits=tuple(logits[prompt.top_ids].tolist())))
+            batch = torch.tensor([ids], device=loaded.device)
+            found: Tensor = loaded(input_ids=batch, use_cache=False).logits[0, -1].float().cpu()
+        return found
+
+    answers = [answered(golden, prompt, logits) for prompt in golden.prompts]
     lost = golden.lost({name for name in golden.biases if name in state and state[name].any()})
     return judged(golden, answers, tolerance, lost)
 
@@ -123,6 +143,30 @@ def _loaded(
         raise I2CLError(f"{str(folder)!r} is a whole model: leave out --model, which is for PEFT adapters")
     whole, _ = load_model_and_tokenizer(str(folder), dtype="float32", device=device)
     return whole, whole.state_dict()
+
+
+def answered(
+    golden: Golden, prompt: GoldenPrompt, logits: Callable[[Sequence[int]], Float[Tensor, " vocab"]]
+) -> Answer:
+    """What a target that can be run here says after one prompt.
+
+    Args:
+        golden: which labels to ask for.
+        prompt: what to ask.
+        logits: of the token after some ids, in float32.
+    """
+    after, start = cache(logits), tuple(prompt.ids)  # labels that begin alike are run once
+
+    def whole(ids: Sequence[int]) -> float:
+        steps = (after((*start, *ids[:place])).log_softmax(-1) for place in range(len(ids)))
+        return float(sum(step[token] for step, token in zip(steps, ids, strict=True)))
+
+    first = after(start)
+    return Answer(
+        tuple(first.log_softmax(-1)[golden.label_ids].tolist()),
+        top_logits=tuple(first[prompt.top_ids].tolist()),
+        whole=tuple(map(whole, golden.sequences)),
+    )
 
 
 def judged(
@@ -151,31 +195,33 @@ def judged(
 def _as_if_dropped(found: Verification) -> str | None:
     distances = {
         name: max(
-            _difference(prompt, prompt.dropped[name], answer, logits=False)
+            _label_difference(prompt.dropped[name], answer)
             for prompt, answer in zip(found.golden.prompts, found.answers, strict=True)
         )
         for name in found.golden.prompts[0].dropped
     }
     name = min(distances, key=lambda name: distances[name])
     pairs = zip(found.golden.prompts, found.answers, strict=True)
-    distance = max(_difference(prompt, prompt.labels, answer, logits=False) for prompt, answer in pairs)
+    distance = max(_label_difference(prompt.labels, answer) for prompt, answer in pairs)
     if CLOSER * distances[name] < distance:
         return f"the target answers as if the biases of {name} were dropped"
     return None
 
 
-def _difference(
-    prompt: GoldenPrompt, expected: Sequence[float], answer: Answer, *, logits: bool = True
-) -> float:
-    """Largest difference over the largest value that was expected, at least 1."""
+def _difference(prompt: GoldenPrompt, answer: Answer) -> float:
+    """Largest difference of a prompt's values, over the largest of the same kind, at least 1."""
+    pairs = [(prompt.top_logits, answer.top_logits), (prompt.whole, answer.whole)]
+    rest = [_relative(list(zip(expected, found, strict=True))) for expected, found in pairs if found]
+    return max([_label_difference(prompt.labels, answer), *rest])
+
+
+def _label_difference(expected: Sequence[float], answer: Answer) -> float:
+    """The same of the labels' first tokens alone."""
     pairs = [
         (wanted, _least(wanted, answer.floor) if value is None else value)
         for wanted, value in zip(expected, answer.labels, strict=True)
     ]
-    worst = _relative(pairs)
-    if logits and answer.top_logits:
-        worst = max(worst, _relative(list(zip(prompt.top_logits, answer.top_logits, strict=True))))
-    return worst
+    return _relative(pairs)
 
 
 def _relative(pairs: Sequence[tuple[float, float]]) -> float:
@@ -187,11 +233,6 @@ def _relative(pairs: Sequence[tuple[float, float]]) -> float:
 def _least(wanted: float, floor: float | None) -> float:
     """The value below the floor that is closest to what was expected."""
     return wanted if floor is None else min(wanted, floor)
-
-
-def _prediction(labels: Sequence[str], answer: Answer) -> str:
-    told = {place: value for place, value in enumerate(answer.labels) if value is not None}
-    return labels[max(told, key=lambda place: told[place])] if told else "-"
 
 
 def _some(names: Sequence[str]) -> str:

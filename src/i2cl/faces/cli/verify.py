@@ -86,6 +86,7 @@ def _show(outcome: "Verification", *, json: bool) -> None:
             "tolerance": outcome.tolerance,
             "dropped": outcome.dropped,
             "retokenized": outcome.retokenized,
+            "unchecked": outcome.unchecked,
             "prompts": outcome.rows(),
         }
         console.print_json(record)
@@ -94,6 +95,8 @@ def _show(outcome: "Verification", *, json: bool) -> None:
     word = "holds" if outcome.passed else "does not hold"
     told = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
     console.say(f"The export {word}: {told}.")
+    if outcome.unchecked:
+        console.say(f"{outcome.unchecked[0].upper()}{outcome.unchecked[1:]}.")
     if outcome.dropped:
         console.say(f"{outcome.dropped[0].upper()}{outcome.dropped[1:]}.")
     if outcome.retokenized:

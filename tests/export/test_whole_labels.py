@@ -1,0 +1,214 @@
+"""Exports of a task whose labels share their first token: whole label sequences are recorded and checked."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from export.test_export import decoder_of, injection_for, run, saved
+from export.test_export_server import serving
+from i2cl.core.injection import Injection
+from i2cl.export import Golden, export_gguf, export_hf, golden, make_golden, verify, verify_gguf
+from i2cl.export.golden import GOLDEN
+from i2cl.tasks import Task, Template
+
+pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+
+SHARED = Task("films", ("best film", "best ever", "bad film"), Template("Review: {text}\nVerdict:{label}"))
+BEGUN = replace(SHARED, labels=("best", "best film", "bad"))
+"""A label that begins another one is scored with what ends it."""
+
+TEXTS = ("a warm film", "dull and long", "two hours")
+"""Without the letter that all labels begin with."""
+
+
+@pytest.fixture(autouse=True)
+def _texts(monkeypatch):
+    monkeypatch.setattr(golden, "TEXTS", TEXTS)
+
+
+def injected(decoder, task=SHARED):
+    return replace(injection_for(decoder), task=task)
+
+
+@pytest.fixture
+def export(tmp_path):
+    """A folded tiny Llama with its golden values."""
+    decoder = decoder_of("llama")
+    injection = injected(decoder)
+    export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("scoring", ["auto", "full"])
+@pytest.mark.parametrize("task", [SHARED, BEGUN], ids=["shared", "begun"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_golden_labels_are_those_of_the_injection(task, dtype, scoring):
+    decoder = decoder_of("llama", dtype)
+    injection = replace(injected(decoder, task), scoring=scoring)
+    made = make_golden(decoder, injection)
+    decoder.model.float()
+    assert [prompt.prediction for prompt in made.prompts] == injection.predict(decoder, TEXTS)
+    scores = injection.scores(decoder, TEXTS)
+    torch.testing.assert_close(torch.tensor([prompt.whole for prompt in made.prompts]), scores)
+    firsts = {task.labels[prompt.labels.index(max(prompt.labels))] for prompt in made.prompts}
+    assert {prompt.prediction for prompt in made.prompts} - firsts  # first tokens would name other labels
+
+
+def test_labels_that_differ_in_their_first_token_are_recorded_by_it():
+    decoder = decoder_of("llama")
+    made = make_golden(decoder, injected(decoder, replace(SHARED, labels=("best", "film"))))
+    assert made.sequences == []
+    assert all(prompt.whole == [] for prompt in made.prompts)
+
+
+def test_the_export_holds_and_names_the_labels(export):
+    outcome = verify(export, device="cpu")
+    assert outcome.passed
+    assert outcome.worst < 1e-5
+    assert not outcome.unchecked
+    assert len({row["found"] for row in outcome.rows()}) > 1
+    assert all(row["found"] == row["expected"] for row in outcome.rows())
+
+
+def test_a_change_that_only_later_tokens_show_is_found(export):
+    told = Golden.from_export(export)
+    first = told.label_ids[0]
+    assert not any(first in prompt.ids for prompt in told.prompts)
+    state = load_file(export / "model.safetensors")
+    state["model.embed_tokens.weight"][first] *= -1
+    save_file(state, export / "model.safetensors", metadata={"format": "pt"})
+    outcome = verify(export, device="cpu")
+    assert not outcome.passed
+    firsts = [pytest.approx(prompt.labels, rel=1e-4) for prompt in told.prompts]
+    assert [list(answer.labels) for answer in outcome.answers] == firsts
+
+
+def test_golden_values_of_first_tokens_alone_are_still_checked(export):
+    kept = json.loads((export / GOLDEN).read_text(encoding="utf-8"))
+    del kept["sequences"], kept["sequence_texts"]
+    for prompt in kept["prompts"]:
+        del prompt["whole"]
+    (export / GOLDEN).write_text(json.dumps(kept), encoding="utf-8")
+    assert verify(export, device="cpu").passed
+
+
+def test_an_adapter_holds(tmp_path, capsys):
+    pytest.importorskip("peft", reason="peft is not installed (pip install 'i2cl[peft]')")
+    _, artefact = saved(decoder_of("phi"), tmp_path)
+    replace(Injection.from_pretrained(artefact), task=SHARED).save_pretrained(artefact)
+    assert run("export", artefact, tmp_path / "out", "--to", "peft", "--device", "cpu") == 0
+    capsys.readouterr()
+    assert run("verify", tmp_path / "out", "--device", "cpu", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["worst"] < 1e-5
+    assert all(row["found"] == row["expected"] for row in told["prompts"])
+
+
+def test_llama_cpp_holds(tmp_path):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install 'i2cl[gguf]')")
+    decoder = decoder_of("llama")
+    injection = injected(decoder)
+    path = tmp_path / "out.gguf"
+    export_gguf(decoder, injection, path, golden=lambda: make_golden(decoder, injection))
+    outcome = verify_gguf(path)
+    assert outcome.passed
+    assert outcome.worst < 1e-5
+    assert all(row["found"] == row["expected"] for row in outcome.rows())
+
+
+# Servers
+
+
+class Echo:
+    """Completes with a checkpoint, and echoes a prompt's tokens with their log-probabilities.
+
+    Args:
+        folder: of the checkpoint.
+        bos: whether the first token is left out of the reply, as llama-cpp-python does with BOS.
+        generated: new tokens in the reply.
+        late: whether every token has what was predicted behind it, as llama-cpp-python has without BOS.
+    """
+
+    def __init__(self, folder, *, bos=False, generated=1, late=False):
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+        self.golden = Golden.from_export(folder)
+        self.bos, self.generated, self.late = bos, generated, late
+
+    def __call__(self, body):
+        ids = body["prompt"] if isinstance(body["prompt"], list) else self.encoded(body["prompt"])
+        with torch.no_grad():
+            told = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        behind = told if self.late else told[:-1]
+        wanted = ids if self.late else ids[1:]
+        values = behind[torch.arange(len(wanted)), wanted].tolist()
+        values = ([None, *values[1:]] if self.late else [None, *values])[self.bos :] + [-0.5] * self.generated
+        usage = {"prompt_tokens": len(ids), "completion_tokens": self.generated}
+        return {"choices": [{"text": "x", "logprobs": {"token_logprobs": values}}], "usage": usage}
+
+    def encoded(self, text):
+        prompt = next(one for one in self.golden.prompts if text.startswith(one.query))
+        rest = text.removeprefix(prompt.query)
+        return prompt.ids + self.golden.sequences[self.golden.sequence_texts.index(rest)]
+
+
+@pytest.mark.parametrize("takes", [(list, str), str], ids=["ids", "text"])
+@pytest.mark.parametrize("reply", [{}, {"generated": 0}, {"bos": True}], ids=str)
+def test_a_server_that_echoes_is_checked_by_whole_sequences(export, capsys, reply, takes):
+    with serving(Golden.from_export(export), echo=Echo(export, **reply), takes=takes) as (url, seen):
+        assert run("verify", export, "--url", url, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["worst"] < 1e-5
+    assert told["unchecked"] is None
+    assert all(row["found"] == row["expected"] for row in told["prompts"])
+    echoed = [body for body in seen if body.get("echo")]
+    assert len(echoed) == 3 * len(told["prompts"])
+    assert all(body["max_tokens"] == 1 and body["temperature"] == 0 for body in echoed)
+
+
+def test_a_server_with_another_model_is_found_out(export, capsys):
+    told = Golden.from_export(export)
+    other = Echo(export)
+    with torch.no_grad():
+        other.model.get_input_embeddings().weight[told.label_ids[0]] *= -1
+    with serving(told, echo=other) as (url, _):
+        assert run("verify", export, "--url", url, "--tolerance", "0.01") == 1
+    assert "does not hold" in capsys.readouterr().out
+
+
+def refusing(body):
+    """As llama.cpp's own server."""
+
+
+def ignoring(body):
+    """The prompt's tokens are left out."""
+    logprobs = {"token_logprobs": [-0.5]}
+    return {
+        "choices": [{"logprobs": logprobs}],
+        "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": 1},
+    }
+
+
+def miscounting(body):
+    return ignoring({"prompt": [*body["prompt"], 0]})
+
+
+def silent(body):
+    return {"choices": [{"logprobs": None}]}
+
+
+@pytest.mark.parametrize("echo", [refusing, ignoring, miscounting, silent, "late"], ids=str)
+def test_a_server_that_tells_no_sequences_names_no_label(export, capsys, echo):
+    shown = Echo(export, late=True) if echo == "late" else echo
+    with serving(Golden.from_export(export), echo=shown) as (url, _):
+        assert run("verify", export, "--url", url) == 0
+        printed = capsys.readouterr().out
+        assert "holds" in printed
+        assert run("verify", export, "--url", url, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {row["found"] for row in told["prompts"]} == {"-"}
+    assert "whole label sequences were not checked" in told["unchecked"].lower()
+    assert told["unchecked"].lower() in " ".join(printed.lower().split())
