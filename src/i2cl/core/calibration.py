@@ -69,7 +69,8 @@ def calibrate(
         progress: called after each epoch.
 
     Raises:
-        I2CLError: without demonstrations, on sizes that do not fit, or on a loss that is not finite.
+        I2CLError: without demonstrations, on a context vector of another model, on sizes that do not fit,
+            or on a loss that is not finite.
     """
     config = config or CalibrationConfig()
     questions = Questions(decoder, task, scoring)
@@ -159,7 +160,7 @@ class _Run:
             I2CLError: see `calibrate`.
         """
         require_demonstrations(self.questions.task, self.demonstrations)
-        self.context.require_sizes(self.questions.decoder)
+        self.context.require_base(self.questions.decoder)
         shape = (*self.context.values.shape[:2], 2)
         if self.start is not None and config.formula != "linear":
             raise I2CLError(
