@@ -78,7 +78,9 @@ def write_injection(folder: Path, base: Path) -> None:
         ContextVector(values, ExtractConfig(), demonstrations=10),
         coefficients,
         task,
-        ModelIdentity(str(base), None, "llama", layers, width, weights="random", tokenizer="random"),
+        ModelIdentity(
+            str(base), None, "llama", layers, width, weights="random", tokenizer="random", config={}
+        ),
     ).save_pretrained(folder)
 
 

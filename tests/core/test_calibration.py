@@ -1,6 +1,7 @@
 import copy
 import math
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 
@@ -407,12 +408,18 @@ def test_a_loss_that_is_not_finite(change):
         fit(**change)
 
 
+def test_a_context_vector_of_another_model():
+    other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
+    with pytest.raises(I2CLError, match=r"was extracted on 'llama', not 'other' \(weights .*extract it on"):
+        calibrate(other, TASK, SHOTS, context_of("llama"))
+
+
 def test_weights_that_are_not_finite():
     model = tiny_model("llama")
     with torch.no_grad():
         model.get_output_embeddings().weight[3] = math.inf
     with pytest.raises(I2CLError, match="loss became"):
-        calibrate(Decoder(model, tiny_tokenizer()), TASK, SHOTS, context_of("llama"))
+        calibrate(Decoder(model, tiny_tokenizer()), TASK, SHOTS, replace(context_of("llama"), base=None))
 
 
 def test_gradients_that_are_not_finite():

@@ -259,6 +259,28 @@ def test_vectors_that_do_not_match_are_refused(other):
         vector(1) - other
 
 
+def test_vectors_of_two_models_are_refused():
+    first, other = (
+        extract(Decoder(tiny_model("llama", seed=seed), tiny_tokenizer(), name=f"seed {seed}"), TASK, SHOTS)
+        for seed in (0, 1)
+    )
+    own = ContextVector(torch.ones_like(first.values), first.config)
+    for combine in (
+        lambda: first + other,
+        lambda: first - other,
+        lambda: sum([first, other]),
+        lambda: ContextVector.mean([first, other]),
+        lambda: ContextVector.mean([own, first, other]),
+        lambda: own + first + other,
+    ):
+        with pytest.raises(I2CLError, match="of two models, 'seed 0' and 'seed 1' \\(weights"):
+            combine()
+    base = decoder_of("llama").base
+    for made in (first * 2.0, first + first, own + first, first - own, ContextVector.mean([own, first])):
+        assert made.base.difference(base) is None
+    assert (own + own).base is None
+
+
 def alike(one, other):
     torch.testing.assert_close(one.values, other.values, atol=1e-6, rtol=1e-6)
     assert one.demonstrations == other.demonstrations
@@ -349,9 +371,9 @@ def test_the_mean_of_none_and_of_vectors_that_do_not_match():
 
 def test_sizes_are_checked_against_a_model():
     decoder = decoder_of("llama")
-    extract(decoder, TASK, SHOTS).require_sizes(decoder)
+    extract(decoder, TASK, SHOTS).require_base(decoder)
     with pytest.raises(I2CLError, match=r"\(2, 2, 4\), the model needs \(2, 2, 32\)"):
-        vector(1).require_sizes(decoder)
+        vector(1).require_base(decoder)
 
 
 @pytest.mark.parametrize("fields", [{"token": "middle"}, {"aggregate": "sum"}, {"layer": 3}])

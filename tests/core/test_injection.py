@@ -12,6 +12,7 @@ from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
+from i2cl.models import decoder as decoder_module
 from i2cl.models.batching import make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import label_tokens, score
@@ -102,8 +103,31 @@ def test_whole_sequences_on_demand():
 
 
 def test_a_decoder_of_other_sizes_is_refused():
-    with pytest.raises(I2CLError, match=r"\(layers, width\) \(2, 32\), the model has \(3, 32\)"):
-        made().scores(decoder_of("gemma2"), TEXTS)
+    for force in (False, True):
+        with pytest.raises(I2CLError, match="layers 2 and not 3"):
+            made().scores(decoder_of("gemma2"), TEXTS, force=force)
+
+
+@pytest.mark.parametrize("ask", ["scores", "predict"])
+def test_another_model_of_the_same_sizes_answers_if_forced(ask):
+    other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
+    with pytest.raises(I2CLError, match=r"made on 'tiny-llama', not 'other' \(weights .*--force"):
+        getattr(made(), ask)(other, TEXTS)
+    assert len(getattr(made(), ask)(other, TEXTS, force=True)) == len(TEXTS)
+
+
+def test_a_model_is_read_once_however_often_it_answers(monkeypatch):
+    decoder, injection, read = Decoder(tiny_model("llama"), tiny_tokenizer()), made(), []
+    once = decoder_module.weights_fingerprint
+
+    def counted(*arguments, **options):
+        read.append(arguments)
+        return once(*arguments, **options)
+
+    monkeypatch.setattr(decoder_module, "weights_fingerprint", counted)
+    for _ in range(3):
+        injection.scores(decoder, TEXTS)
+    assert len(read) == 1
 
 
 # Which model it belongs to
@@ -119,6 +143,12 @@ def test_other_weights_are_named_and_can_be_forced():
     with pytest.raises(I2CLError, match=r"made on 'tiny-llama', not 'other' \(weights .*--force"):
         made().require_base(other)
     made().require_base(other, force=True)
+
+
+def test_another_configuration_is_named():
+    other = Decoder(tiny_model("llama", rms_norm_eps=1e-5), tiny_tokenizer())
+    with pytest.raises(I2CLError, match=r"\(config.rms_norm_eps 1e-06 and not 1e-05\): .*--force"):
+        made().require_base(other)
 
 
 def test_another_tokenizer_is_named():
@@ -276,6 +306,7 @@ def test_a_malformed_description(saved, content):
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),
         ({"loss": ["low"]}, "loss.0='low': "),
         ({"base_model": {"name": "x"}}, "base_model entry is malformed"),
+        ({"format_version": 3}, "newer than this i2cl reads"),
         ({"task": {"name": "x"}}, "'labels' must be a list"),
         ({"task": {"name": "x", "labels": ["a", "b"], "template": "no fields"}}, "template 'no fields'"),
     ],

@@ -1,14 +1,25 @@
-from dataclasses import asdict, replace
+import json
+from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from i2cl.errors import I2CLError
-from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, weights_fingerprint
+from i2cl.models import fingerprint
+from i2cl.models.decoder import Decoder
+from i2cl.models.fingerprint import (
+    ModelIdentity,
+    tensors_fingerprint,
+    tokenizer_fingerprint,
+    told_config,
+    weights_fingerprint,
+)
 from tiny import tiny_model, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom"]
-BASE = ModelIdentity("here", None, "llama", 2, 32, "aa", "bb")
+BASE = ModelIdentity("here", None, "llama", 2, 32, "aa", "bb", config={"eps": 1e-6, "theta": 1e4})
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -37,13 +48,113 @@ def test_every_tensor_counts(model_type):
     assert weights_fingerprint(model) == before
 
 
-@pytest.mark.parametrize("place", [0, -1])
-def test_first_and_last_value_of_a_large_tensor_count(place):
+def test_every_single_value_counts():
+    model = tiny_model("llama")
+    matrix = model.model.layers[1].mlp.down_proj.weight.detach().view(-1)
+    before = weights_fingerprint(model)
+    for place in range(0, len(matrix), 17):
+        kept = matrix[place].clone()
+        matrix[place] = kept * 1.01
+        assert weights_fingerprint(model) != before, place
+        matrix[place] = kept
+    assert weights_fingerprint(model) == before
+
+
+@pytest.mark.parametrize("place", [0, fingerprint.PART - 1, fingerprint.PART, -1])
+def test_every_part_of_a_large_tensor_counts(place):
+    large = torch.zeros(3 * fingerprint.PART + 5)
+    before = tensors_fingerprint([("large", large)])
+    large[place] = 1
+    assert tensors_fingerprint([("large", large)]) != before
+
+
+def test_neither_the_size_of_parts_nor_the_order_in_memory_changes_it(monkeypatch):
     model = tiny_model("llama")
     before = weights_fingerprint(model)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.view(-1)[place] += 1
+    monkeypatch.setattr(fingerprint, "PART", 1000)
+    head = model.lm_head.weight
+    head.data = head.data.T.contiguous().T
+    assert weights_fingerprint(model) == before
+
+
+def test_integers_count_to_the_last_bit():
+    packed = [torch.tensor([2**20 + last], dtype=torch.int32) for last in (0, 1)]
+    assert packed[0].to(torch.bfloat16) == packed[1].to(torch.bfloat16)
+    assert len({tensors_fingerprint([("qweight", one)]) for one in packed}) == 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("deepseek_v3", "e_score_correction_bias"), ("minimax_m2", "e_score_correction_bias")],
+)
+def test_buffers_of_the_checkpoint_count(model_type, name):
+    model = tiny_model(model_type)
+    before = weights_fingerprint(model)
+    (buffer, *_) = [buffer for path, buffer in model.named_buffers() if path.endswith(name)]
+    buffer[0] += 1
     assert weights_fingerprint(model) != before
+
+
+def test_what_is_computed_and_not_stored_does_not_count():
+    model = tiny_model("llama")
+    before = weights_fingerprint(model)
+    model.model.rotary_emb.to(torch.bfloat16)
+    assert weights_fingerprint(model) == before
+
+
+# The configuration
+
+
+def identity(case="llama", **overrides):
+    return Decoder(tiny_model(case, **overrides), tiny_tokenizer()).base
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "value"),
+    [
+        ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 5e5}),
+        ("llama", "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+        ("llama", "rms_norm_eps", 1e-5),
+        ("llama", "hidden_act", "gelu"),
+        ("gemma2", "attn_logit_softcapping", 7.0),
+        ("mistral", "sliding_window", 4),
+        ("granite", "residual_multiplier", 0.5),
+        ("mixtral", "num_experts_per_tok", 1),
+    ],
+)
+def test_what_changes_results_counts(case, field, value):
+    one, other = identity(case), identity(case, **{field: value})
+    assert one.weights == other.weights
+    assert one.difference(other).startswith(f"config.{field} ")
+
+
+def test_what_does_not_change_results_does_not_count():
+    model = tiny_model("llama")
+    before = told_config(model.config)
+    changes = {"use_cache": False, "pad_token_id": 3, "eos_token_id": [1, 2], "attention_dropout": 0.5}
+    for field, value in changes.items():
+        setattr(model.config, field, value)
+    model.config.name_or_path = "elsewhere"
+    model.config.architectures = ["Other"]
+    model.set_attn_implementation("eager")
+    assert told_config(model.to(torch.bfloat16).config) == before
+
+
+@pytest.mark.parametrize("case", ["dbrx", "mpt", "granitemoehybrid", "llama4_text"])
+def test_a_configuration_survives_files(case, tmp_path):
+    config = tiny_model(case).config
+    config.save_pretrained(tmp_path)
+    told = told_config(config)
+    assert told == told_config(type(config).from_pretrained(tmp_path))
+    assert told == json.loads(json.dumps(told, allow_nan=False))
+    assert not any("dropout" in field or field.endswith("pdrop") for field in str(told).split("'"))
+
+
+def test_a_field_that_one_version_of_transformers_lacks_is_not_compared():
+    assert BASE.difference(replace(BASE, config={"eps": 1e-6, "later": 3})) is None
+
+
+# The tokenizer
 
 
 def test_the_vocabulary_counts_and_padding_does_not():
@@ -53,6 +164,53 @@ def test_the_vocabulary_counts_and_padding_does_not():
     assert tokenizer_fingerprint(tokenizer) == before
     tokenizer.add_tokens(["<extra>"])
     assert tokenizer_fingerprint(tokenizer) != before
+
+
+def rebuilt(**parts):
+    """The tiny tokenizer with other parts; its vocabulary is the same."""
+    told = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
+    told["model"] |= parts.pop("model", {})
+    backend = Tokenizer.from_str(json.dumps(told))
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+def swapped():
+    merges = json.loads(tiny_tokenizer().backend_tokenizer.to_str())["model"]["merges"]
+    return [*merges[:-2], merges[-1], merges[-2]]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": normalizers.NFC()},
+        {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)},
+        {"model": {"merges": swapped()}},
+        {"model": {"ignore_merges": True}},
+        {"post_processor": processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])},
+    ],
+)
+def test_the_tokenizers_rules_count(parts):
+    other = rebuilt(**parts)
+    assert other.get_vocab() == tiny_tokenizer().get_vocab()
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tiny_tokenizer())
+
+
+def test_what_callers_flip_does_not_count():
+    tokenizer, before = tiny_tokenizer(), tokenizer_fingerprint(tiny_tokenizer())
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    assert tokenizer_fingerprint(tokenizer) == before
+    assert tokenizer_fingerprint(rebuilt(model={"continuing_subword_prefix": ""})) == before
+
+
+def test_a_tokenizer_without_rules_in_json_is_told_by_its_vocabulary():
+    assert tokenizer_fingerprint(ByT5Tokenizer()) == tokenizer_fingerprint(ByT5Tokenizer())
+    assert tokenizer_fingerprint(ByT5Tokenizer()) != tokenizer_fingerprint(ByT5Tokenizer(extra_ids=3))
+
+
+# What is compared
 
 
 @pytest.mark.parametrize(
@@ -70,11 +228,25 @@ def test_name_and_revision_do_not_count():
     assert BASE.difference(replace(BASE, name="there", revision="main")) is None
 
 
-def test_dictionary_roundtrip():
-    assert ModelIdentity.from_dict(asdict(BASE)) == BASE
+def test_a_difference_stays_short():
+    other = replace(BASE, layers=1, d_model=1, weights="x", tokenizer="x", config={"eps": 0, "theta": 0})
+    assert BASE.difference(other).endswith("config.eps 1e-06 and not 0, 1 more")
 
 
-@pytest.mark.parametrize("fields", [{}, asdict(BASE) | {"extra": 1}])
+def test_identities_that_know_different_things_are_compared_by_what_both_know():
+    old = replace(BASE, weights="sampled", tokenizer="vocabulary", config=None)
+    assert old.difference(BASE) is BASE.difference(old) is None
+    assert old.difference(replace(BASE, layers=3)) == "layers 2 and not 3"
+    assert "weights" in old.difference(replace(old, weights="other"))
+
+
+@pytest.mark.parametrize("base", [BASE, replace(BASE, config=None)])
+def test_dictionary_roundtrip(base):
+    assert ModelIdentity.from_dict(json.loads(json.dumps(base.to_dict()))) == base
+    assert ("config" in base.to_dict()) == (not base.sampled)
+
+
+@pytest.mark.parametrize("fields", [{}, BASE.to_dict() | {"extra": 1}, BASE.to_dict() | {"config": 3}])
 def test_wrong_fields_are_refused(fields):
     with pytest.raises(I2CLError, match="base_model entry is malformed"):
         ModelIdentity.from_dict(fields)

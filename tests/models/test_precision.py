@@ -239,6 +239,25 @@ def test_quantized_weights_of_another_checkpoint_have_not(quantized, plain, tmp_
     assert foreign.base.weights != plain.base.weights
 
 
+def test_one_changed_code_is_seen(checkpoint, plain, quantized):
+    bits = quantized.base.quantization.split()[-1]
+    other = Decoder.from_pretrained(checkpoint, quantization=bits)
+    codes = other.blocks[1].mlp.up_proj.weight.data.view(-1)
+    codes[37] = codes[37] ^ 1
+    assert other.base.weights != plain.base.weights
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", ["8bit", "4bit"])
+def test_an_adapter_merged_into_codes_is_seen(checkpoint, plain, bits):
+    """Its change is far below the error of the codes themselves."""
+    peft = pytest.importorskip("peft", reason="needs peft: pip install 'i2cl[peft]'")
+    model, tokenizer = load_model_and_tokenizer(checkpoint, quantization=bits, device="cpu")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, lora_alpha=1)
+    merged = peft.get_peft_model(model, settings).merge_and_unload()
+    assert "weights" in plain.base.difference(Decoder(merged, tokenizer).base)
+
+
 def test_gradients_flow_through_codes(quantized, checkpoint):
     expected = gradients(decoded(quantized, checkpoint))
     exact = quantized.base.quantization.endswith("4bit")

@@ -19,7 +19,9 @@ from i2cl.storage.atomic import public_name
 from i2cl.storage.card import CARD, model_card
 from i2cl.tasks import Task
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 knew less of the base model (`i2cl.models.fingerprint.ModelIdentity.sampled`) and is read too."""
+
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
 FILES = frozenset({TENSORS, DESCRIPTION})
@@ -69,7 +71,7 @@ class Stored(pydantic.BaseModel):
             )
         task = Task.from_dict(self.task)
         return {
-            "context": ContextVector(values, self.extraction, self.demonstrations),
+            "context": ContextVector(values, self.extraction, self.demonstrations, base),
             "coefficients": coefficients,
             "task": task,
             "base": base,

@@ -70,7 +70,8 @@ def calibrate(
         progress: called after each epoch.
 
     Raises:
-        I2CLError: without demonstrations, on sizes that do not fit, or on a loss that is not finite.
+        I2CLError: without demonstrations, on a context vector of another model, on sizes that do not fit,
+            or on a loss that is not finite.
     """
     config = config or CalibrationConfig()
     questions = Questions(decoder, task, scoring)
@@ -91,9 +92,9 @@ def calibrate_many(
 ) -> list[Injection]:
     """What `calibrate` makes of each task, its demonstrations and its context vector, in less time.
 
-    Batches, rates and noise are those of each run by itself, so the coefficients are too, to rounding.
-    How many go together is up to the decoder's token budget, and halved where memory runs out; L-BFGS,
-    whose steps are whole line searches, takes one at a time. A run that diverges ends all.
+    Batches, rates and noise are those of each run by itself, so the coefficients are too, to rounding. As
+    many go together as the token budget and the memory have room for; L-BFGS takes one at a time. A run
+    that diverges ends all.
 
     Args:
         decoder: the frozen model.
@@ -122,9 +123,7 @@ def calibrate_many(
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
-    """What one calibration needs; see `calibrate`."""
-
+class _Run:  # what one calibration needs; see `calibrate`
     questions: Questions
     demonstrations: tuple[Example, ...]
     context: ContextVector
@@ -160,7 +159,7 @@ class _Run:
             I2CLError: see `calibrate`.
         """
         require_demonstrations(self.questions.task, self.demonstrations)
-        self.context.require_sizes(self.questions.decoder)
+        self.context.require_base(self.questions.decoder)
         shape = (*self.context.values.shape[:2], 2)
         if self.start is not None and config.formula != "linear":
             raise I2CLError(

@@ -18,6 +18,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
+from i2cl.models.fingerprint import ModelIdentity
 from i2cl.tasks import Example, Task
 from i2cl.tasks.sampling import group_by_label
 
@@ -57,17 +58,19 @@ class ContextVector:
         values: axes [layer, (mha, mlp), d]; for ``writers="hidden"`` the second axis has length 1.
         config: how they were extracted.
         demonstrations: how many examples they are the mean of.
+        base: the model they were extracted on; None for values of one's own, which go with any.
     """
 
     values: Float[Tensor, "layers sites d"]
     config: ExtractConfig = field(default_factory=ExtractConfig)
     demonstrations: int = 0
+    base: ModelIdentity | None = None
 
-    def require_sizes(self, decoder: Decoder) -> None:
-        """Refuse a decoder of other sizes.
+    def require_base(self, decoder: Decoder) -> None:
+        """Refuse a decoder of other sizes, or another one than it was extracted on.
 
         Raises:
-            I2CLError: naming both.
+            I2CLError: naming the difference.
         """
         sites = 1 if self.config.site == "hidden" else 2
         shape = (decoder.layers, sites, decoder.d_model)
@@ -76,13 +79,22 @@ class ContextVector:
                 f"the context vector has (layers, sites, width) {tuple(self.values.shape)}, "
                 f"the model needs {shape}: extract it on this model"
             )
+        if self.base is None:
+            return
+        difference = self.base.difference(decoder.base_like(self.base))
+        if difference:
+            raise I2CLError(
+                f"the context vector was extracted on {self.base.name!r}, not {decoder.name!r} "
+                f"({difference}): extract it on this model"
+            )
 
     def require_match(self, other: "ContextVector") -> None:
         """Refuse a vector that cannot be added to this one.
 
         Raises:
-            I2CLError: if shapes or writers differ.
+            I2CLError: if shapes, writers or models differ.
         """
+        _common_base([self, other])
         mine, theirs = self.config.writers, other.config.writers
         if mine != theirs or self.values.shape != other.values.shape:
             raise I2CLError(
@@ -104,7 +116,7 @@ class ContextVector:
             weights: one each, of at least 0 and not all 0; only their proportions count. Default: equal.
 
         Raises:
-            I2CLError: without vectors, on weights that make no mean, or if shapes or writers differ.
+            I2CLError: without vectors, on weights that make no mean, or if shapes, writers or models differ.
         """
         shares = torch.tensor([1.0] * len(vectors) if weights is None else list(weights), dtype=torch.float64)
         if len(shares) != len(vectors) or not (shares >= 0).all() or not 0 < shares.sum() < torch.inf:
@@ -117,14 +129,19 @@ class ContextVector:
         parts = [
             share * one.values.double() for share, one in zip(shares / shares.sum(), vectors, strict=True)
         ]
-        values = torch.stack(parts).sum(0).to(vectors[0].values.dtype)
-        return replace(vectors[0], values=values, demonstrations=sum(one.demonstrations for one in vectors))
+        return replace(
+            vectors[0],
+            values=torch.stack(parts).sum(0).to(vectors[0].values.dtype),
+            demonstrations=sum(one.demonstrations for one in vectors),
+            base=_common_base(vectors),
+        )
 
     def __add__(self, other: "ContextVector") -> "ContextVector":
         """Sum; refused as by `require_match`."""
         self.require_match(other)
         total = self.demonstrations + other.demonstrations
-        return replace(self, values=self.values + other.values, demonstrations=total)
+        values, base = self.values + other.values, self.base or other.base
+        return replace(self, values=values, demonstrations=total, base=base)
 
     def __radd__(self, zero: int) -> "ContextVector":
         """So that ``sum`` works, which starts from 0."""
@@ -190,7 +207,24 @@ def extract(
             kept.append(captured)
     if config.aggregate == "pca":
         mean = mean + _first_direction(torch.cat(kept) - mean)
-    return ContextVector(mean, config, len(demonstrations))
+    return ContextVector(mean, config, len(demonstrations), decoder.base)
+
+
+def _common_base(vectors: Sequence[ContextVector]) -> ModelIdentity | None:
+    """The model that all of them whose model is known were extracted on.
+
+    Raises:
+        I2CLError: if there are two.
+    """
+    known = [vector.base for vector in vectors if vector.base is not None]
+    for other in known[1:]:
+        difference = known[0].difference(other)
+        if difference:
+            raise I2CLError(
+                f"context vectors of two models, {known[0].name!r} and {other.name!r} ({difference}): "
+                "extract all of them on one"
+            )
+    return known[0] if known else None
 
 
 def extract_classes(

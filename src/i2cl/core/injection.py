@@ -6,7 +6,7 @@ Source: paper, subsection "Context Injection".
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ from i2cl.tasks import Task
 
 class PrecisionWarning(UserWarning):
     """An injection is used on its own model, but with weights quantized in another way."""
+
+
+class UncheckedWarning(UserWarning):
+    """An injection of an older version says too little about its model to check all of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,39 +84,48 @@ class Injection:
         *,
         scoring: Scoring | None = None,
         progress: Progress | None = None,
+        force: bool = False,
     ) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word after each text, injected.
 
+        Args:
+            decoder: the model that this was made on.
+            texts: what to classify.
+            scoring: instead of its own.
+            progress: called as texts finish.
+            force: see `require_base`, which a decoder has to pass; its identity is read once.
+
         Raises:
-            I2CLError: on an empty text, or a decoder of other sizes.
+            I2CLError: on an empty text, or another model.
         """
-        shape = (decoder.layers, decoder.d_model)
-        if (self.base.layers, self.base.d_model) != shape:
-            mine = (self.base.layers, self.base.d_model)
-            raise I2CLError(
-                f"this injection is for (layers, width) {mine}, the model has {shape}: fit it again"
-            )
+        self._check(decoder, force=force)
         questions = Questions(decoder, self.task, scoring or self.scoring)
         return questions.scores(texts, edit=self.edit(), progress=progress)
 
-    def predict(self, decoder: Decoder, texts: Sequence[str]) -> list[str]:
-        """The most probable label word of each text."""
-        return [self.task.labels[best] for best in self.scores(decoder, texts).argmax(-1).tolist()]
+    def predict(self, decoder: Decoder, texts: Sequence[str], *, force: bool = False) -> list[str]:
+        """The most probable label word of each text; arguments and errors are those of `scores`."""
+        best = self.scores(decoder, texts, force=force).argmax(-1)
+        return [self.task.labels[place] for place in best.tolist()]
 
     def require_base(self, decoder: Decoder | ModelIdentity, *, force: bool = False) -> None:
         """Refuse a decoder that is not the one this was made on.
 
         The same checkpoint in another dtype is that one. Where it is quantized in another way, a
-        `PrecisionWarning` says so: answers can differ.
+        `PrecisionWarning` says so: answers can differ. An artefact of format 1 is compared as far as it
+        tells, and an `UncheckedWarning` says what it leaves open.
 
         Args:
             decoder: the candidate, or what is known of it.
-            force: accept other weights or another tokenizer where layers and width agree.
+            force: accept other weights, configuration or tokenizer where layers and width agree.
 
         Raises:
             I2CLError: naming the difference.
         """
-        other = decoder.base if isinstance(decoder, Decoder) else decoder
+        self._check(decoder, force=force)
+
+    def _check(self, decoder: Decoder | ModelIdentity, *, force: bool) -> None:
+        """`require_base`, whose warnings are told where that, or `scores`, was called."""
+        other = decoder.base_like(self.base) if isinstance(decoder, Decoder) else decoder
         difference = self.base.difference(other)
         same_shape = (self.base.layers, self.base.d_model) == (other.layers, other.d_model)
         if difference and not (force and same_shape):
@@ -127,7 +140,13 @@ class Injection:
             message = (
                 f"this injection was made with {mine} and the model is loaded with {theirs}: fit it again"
             )
-            warnings.warn(f"{message} if answers differ", PrecisionWarning, stacklevel=2)
+            warnings.warn(f"{message} if answers differ", PrecisionWarning, stacklevel=3)
+        if self.base.sampled:
+            message = (
+                "this injection is of an older i2cl, which noted a sample of its model's weights and its "
+                "vocabulary: other weights, configuration, buffers and the tokenizer's rules were not checked"
+            )
+            warnings.warn(f"{message}; fit it again to have them checked", UncheckedWarning, stacklevel=3)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, JSON and a model card; all of it or, on an error, nothing.
@@ -201,8 +220,8 @@ class Injection:
         """What `save_pretrained` writes beside the tensors."""
         told = {"metrics": self.metrics, "command": self.command}
         return {
-            "format_version": FORMAT_VERSION,
-            "base_model": asdict(self.base),
+            "format_version": 1 if self.base.sampled else FORMAT_VERSION,
+            "base_model": self.base.to_dict(),
             "task": self.task.to_dict(),
             "demonstrations": self.context.demonstrations,
             "extraction": self.context.config.model_dump(),

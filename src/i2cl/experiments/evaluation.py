@@ -198,7 +198,7 @@ def with_metrics(
         progress: called as queries finish.
 
     Raises:
-        I2CLError: without queries, on an empty text, or a decoder of other sizes.
+        I2CLError: without queries, on an empty text, or another model than it was made on.
     """
     if not queries:
         raise I2CLError("no queries were given: at least one is needed")

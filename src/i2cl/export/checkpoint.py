@@ -16,7 +16,7 @@ from i2cl.export.golden import Golden
 from i2cl.export.sources import Source, from_files, from_memory
 from i2cl.models.checkpoint import INDEX
 from i2cl.models.decoder import Decoder
-from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint
+from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config
 from i2cl.storage.atomic import new_folder, require_writable
 
 PATTERN = "model{suffix}.safetensors"
@@ -55,7 +55,7 @@ def export_hf(
     path = Path(output)
     require_writable(path, frozenset())
     found, folding = opened(source, injection, revision)
-    injection.require_base(base_of(source, found, folding), force=force)
+    injection.require_base(base_of(source, found, folding, injection.base), force=force)
     expected = golden() if golden is not None else None
     with new_folder(path, frozenset()) as fresh:
         _write_weights(folding, fresh, max_shard_size)
@@ -120,16 +120,19 @@ def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
     return shard
 
 
-def base_of(source: Decoder | str | Path, found: Source, folding: Folding) -> ModelIdentity:
-    """Which model an opened source is."""
+def base_of(
+    source: Decoder | str | Path, found: Source, folding: Folding, like: ModelIdentity
+) -> ModelIdentity:
+    """Which model an opened source is, as far as another identity tells (`Decoder.base_like`)."""
     if isinstance(source, Decoder):
-        return source.base
+        return source.base_like(like)
     return ModelIdentity(
         name=str(source),
         revision=None,
         model_type=found.config.model_type,
         layers=found.config.num_hidden_layers,
         d_model=found.config.hidden_size,
-        weights=folding.fingerprint(),
-        tokenizer=tokenizer_fingerprint(found.tokenizer),
+        weights=folding.fingerprint(sampled=like.sampled),
+        tokenizer=tokenizer_fingerprint(found.tokenizer, sampled=like.sampled),
+        config=None if like.sampled else told_config(found.config),
     )

@@ -16,7 +16,7 @@ from i2cl.errors import I2CLError
 from i2cl.export.families import HOOKED, Linear, family_of
 from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.decoder import Decoder
-from i2cl.models.fingerprint import tensors_fingerprint
+from i2cl.models.fingerprint import named_weights, tensors_fingerprint
 from i2cl.models.precision import quantization_of
 
 
@@ -69,10 +69,9 @@ class Folding:
         self.source = source
         self._source_config = config
         empty = skeleton(self.config)
-        nothing = skeleton(config)
-        self._source_names = nothing.state_dict().keys()
-        self._source_tied = nothing.all_tied_weights_keys
-        self._parameters = sorted(name for name, _ in nothing.named_parameters())
+        self._nothing = skeleton(config)
+        self._source_names = self._nothing.state_dict().keys()
+        self._source_tied = self._nothing.all_tied_weights_keys
         tied = empty.all_tied_weights_keys
         self.shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if name not in tied}
         self.constants: dict[str, Float[Tensor, " d"]] = {}
@@ -115,9 +114,10 @@ class Folding:
         """What files call a tensor of the result."""
         return name if self.family.target else name.replace("lm_head.", f"{self.family.head}.")
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, *, sampled: bool = False) -> str:
         """That of the source's weights (see `i2cl.models.fingerprint.weights_fingerprint`)."""
-        return tensors_fingerprint((name, self._source_tensor(name)) for name in self._parameters)
+        names = [name for name, _ in named_weights(self._nothing, sampled=sampled)]
+        return tensors_fingerprint(((name, self._source_tensor(name)) for name in names), sampled=sampled)
 
     def bias_norms(self) -> dict[str, float]:
         """L2 norm of every bias that holds a constant, as it is written."""

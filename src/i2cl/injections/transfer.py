@@ -135,12 +135,12 @@ def transfer(
             "use formula='linear'"
         )
     extraction = first.context.config if first else extraction or ExtractConfig()
-    _require_alike(anchors, decoder.base, extraction.writers, calibration.positions)  # before any work
+    _require_alike(anchors, decoder, extraction.writers, calibration.positions)  # before any work
     fit = partial(calibrate, decoder, task, demonstrations, config=calibration, seed=seed, progress=progress)
     if first is None:
         first = fit(extract(decoder, task, demonstrations, extraction, seed=seed))
     else:
-        _require_first(first, task, decoder.base, calibration.positions)
+        _require_first(first, task, decoder, calibration.positions)
     weights = related(first, anchors, config)
     if not weights:
         return Transferred(first, first, weights)
@@ -157,7 +157,7 @@ def _average(
 
 
 def _require_alike(
-    anchors: Sequence[Injection], base: ModelIdentity, writers: Writers, positions: Positions
+    anchors: Sequence[Injection], base: Decoder | ModelIdentity, writers: Writers, positions: Positions
 ) -> None:
     for number, anchor in enumerate(anchors, start=1):
         what = f"anchor {number} ({anchor.task.name!r})"
@@ -169,9 +169,9 @@ def _require_alike(
             )
 
 
-def _require_first(first: Injection, task: Task, base: ModelIdentity, positions: Positions) -> None:
+def _require_first(first: Injection, task: Task, decoder: Decoder, positions: Positions) -> None:
     what = f"the first injection ({first.task.name!r})"
-    _require_base(what, first, base)
+    _require_base(what, first, decoder)
     if (first.task.labels, first.task.template) != (task.labels, task.template):
         raise I2CLError(f"{what} has other labels or another template than task {task.name!r}: leave it out")
     if first.positions != positions:
@@ -180,8 +180,9 @@ def _require_first(first: Injection, task: Task, base: ModelIdentity, positions:
         )
 
 
-def _require_base(what: str, injection: Injection, base: ModelIdentity) -> None:
-    difference = injection.base.difference(base)
+def _require_base(what: str, injection: Injection, base: Decoder | ModelIdentity) -> None:
+    known = base.base_like(injection.base) if isinstance(base, Decoder) else base
+    difference = injection.base.difference(known)
     if difference:
         raise I2CLError(
             f"{what} was made on {injection.base.name!r}, not {base.name!r} ({difference}): "

@@ -87,9 +87,17 @@ def rope_limits(config: Any) -> tuple[int, ...]:
     return tuple(sorted({int(one["original_max_position_embeddings"]) for one in found}))
 
 
-def rope_grows(config: Any) -> bool:
-    """Whether rows longer than the context change the angles of what runs after them (dynamic NTK)."""
-    return any("dynamic" in str(one.get("rope_type")) for one in _ropes(config))
+def context_length(config: Any, otherwise: float) -> int | None:
+    """Tokens that a model takes at most, or None; ``otherwise`` is what its tokenizer says.
+
+    In rows shorter than the context transformers forgets how longer ones, run by others, changed the angles
+    of a dynamic NTK; so there it is one token less.
+    """
+    for field in ("max_position_embeddings", "max_seq_len"):
+        length = getattr(config, field, None)
+        if isinstance(length, int) and length > 0:
+            return length - any("dynamic" in str(one.get("rope_type")) for one in _ropes(config))
+    return int(otherwise) if otherwise < 10**9 else None
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

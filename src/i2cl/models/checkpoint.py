@@ -1,4 +1,4 @@
-"""Weights as a checkpoint's safetensors hold them, read one tensor, or a few of its values, at a time."""
+"""Weights as a checkpoint's safetensors hold them, read one tensor at a time."""
 
 import json
 from collections.abc import Iterator
@@ -6,7 +6,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -52,19 +51,6 @@ class Files:
         path, stored = self._homes[name]
         with _readable(path), safe_open(path, "pt") as file:
             return tuple(file.get_slice(stored).get_shape())
-
-    def values(self, name: str, picks: list[int]) -> Tensor:
-        """The values at these places of one flattened tensor; only the rows that they stand in are read."""
-        path, stored = self._homes[name]
-        with _readable(path), safe_open(path, "pt") as file:
-            part = file.get_slice(stored)
-            if not part.get_shape():
-                found: Tensor = file.get_tensor(stored).view(1)
-                return found
-            width = torch.Size(part.get_shape()[1:]).numel()
-            return torch.stack(
-                [part[pick // width : pick // width + 1].view(-1)[pick % width] for pick in picks]
-            )
 
 
 def stored_weights(model: PreTrainedModel) -> Files | None:

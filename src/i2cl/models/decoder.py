@@ -22,16 +22,21 @@ from i2cl.models.batching import (
     MemoryWarning,
     behind,
     by_side,
+    context_length,
     longest_first,
     make_batch,
-    rope_grows,
     rope_limits,
     unless_out_of_memory,
 )
 from i2cl.models.borrowing import frozen, lock_of
 from i2cl.models.edits import Edit, Keep, Site
 from i2cl.models.encoding import Encoder
-from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, weights_fingerprint
+from i2cl.models.fingerprint import (
+    ModelIdentity,
+    tokenizer_fingerprint,
+    told_config,
+    weights_fingerprint,
+)
 from i2cl.models.hooks import edit_inputs, edit_outputs
 from i2cl.models.identity import ResidualIdentity, residual_identity
 from i2cl.models.loading import REFERENCE, load_model_and_tokenizer
@@ -85,7 +90,7 @@ class Decoder:
         self.revision = revision
         self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else BUDGET)
         self.encoder = Encoder.of(tokenizer)
-        self.max_length = _context_length(model, tokenizer)
+        self.max_length = context_length(model.config.get_text_config(), tokenizer.model_max_length)
         self.rope_limits = rope_limits(model.config.get_text_config())
 
     @classmethod
@@ -153,26 +158,37 @@ class Decoder:
 
     @cached_property
     def base(self) -> ModelIdentity:
-        """Identity of the model: name, revision, sizes and fingerprints.
+        """Identity of the model: name, revision, sizes, configuration and fingerprints.
 
-        Read while no other thread uses the model, which may then wear an adapter.
+        Read once, while no other thread uses the model, which may then wear an adapter. That takes about a
+        second for a billion parameters in bfloat16 and is not done again: make a new `Decoder` of a model
+        whose weights you have changed.
         """
-        with lock_of(self.model):
-            return self._read_identity()
+        return self._read_identity()
 
-    def _read_identity(self) -> ModelIdentity:
+    @cached_property
+    def _sampled_base(self) -> ModelIdentity:
+        return self._read_identity(sampled=True)
+
+    def base_like(self, other: ModelIdentity) -> ModelIdentity:
+        """Its identity as far as the other one tells: that of an artefact of format 1 told less."""
+        return self._sampled_base if other.sampled else self.base
+
+    def _read_identity(self, *, sampled: bool = False) -> ModelIdentity:
         here = Path(self.name)
-        return ModelIdentity(
-            name=str(here.resolve()) if self.name != REFERENCE and here.is_dir() else self.name,
-            revision=self.revision,
-            model_type=self.model.config.model_type,
-            layers=self.layers,
-            d_model=self.d_model,
-            weights=weights_fingerprint(self.model),
-            tokenizer=tokenizer_fingerprint(self.tokenizer),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            quantization=quantization_of(self.model.config),
-        )
+        with lock_of(self.model):
+            return ModelIdentity(
+                name=str(here.resolve()) if self.name != REFERENCE and here.is_dir() else self.name,
+                revision=self.revision,
+                model_type=self.model.config.model_type,
+                layers=self.layers,
+                d_model=self.d_model,
+                weights=weights_fingerprint(self.model, sampled=sampled),
+                tokenizer=tokenizer_fingerprint(self.tokenizer, sampled=sampled),
+                dtype=str(self.model.dtype).removeprefix("torch."),
+                quantization=quantization_of(self.model.config),
+                config=None if sampled else told_config(self.model.config),
+            )
 
     @property
     def window(self) -> int | None:
@@ -378,14 +394,3 @@ def _changed(edit: Edit, layer: int, index: int, batch: Batch, output: Tensor) -
     rows, width = batch.input_ids.shape
     changed = edit.output(layer, index, output.view(rows, width, -1), batch)  # OPT's fc2 is 2-D
     return None if changed is None else changed.view(output.shape)
-
-
-def _context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    config = model.config.get_text_config()
-    for field in ("max_position_embeddings", "max_seq_len"):
-        length = getattr(config, field, None)
-        if isinstance(length, int) and length > 0:
-            # In rows shorter than the context transformers forgets what longer ones, run by others, changed.
-            return length - rope_grows(config)
-    length = int(tokenizer.model_max_length)
-    return length if length < 10**9 else None

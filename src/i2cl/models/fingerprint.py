@@ -1,27 +1,40 @@
-"""Which model an artefact belongs to, told from the weights themselves and not from a name."""
+"""Which model an artefact belongs to, told from weights, configuration and tokenizer, and not from a name."""
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError
 from i2cl.models.checkpoint import Files, stored_weights
-from i2cl.models.precision import dequantized, offloaded_weight
+from i2cl.models.precision import dequantized, offloaded_weight, requantized
 
 SAMPLES_PER_TENSOR = 64
+"""Values of a parameter that a sampled fingerprint, that of format 1, looks at."""
 
-QUANTIZATION_ERROR = 0.3
-"""Relative error of a tensor's samples up to which 4-bit weights count as those of the checkpoint.
+PART, DEVICE_PART = 2**15, 2**22
+"""Values rounded at a time: few enough for one thread and its cache; on a device, a copy that is worth it."""
 
-The error of 4-bit codes is about 0.1; that of another checkpoint's weights is above 1.
-"""
+WITHOUT_EFFECT = re.compile(
+    r"dropout|pdrop|layerdrop|jitter|initializer|^init_|^lambda_std|aux_loss"  # of training
+    r"|_token_ids?$|^output_|^use_cache$|^return_dict$|^is_|^add_cross_attention$|^chunk_size_feed_forward$"
+    r"|id2label|label2id|^num_labels$|^problem_type$|^summary_|^classifier_|^pooling$|^task_specific_params$"
+    r"|dtype$|quantization|implementation|^pretraining_tp$|^slow_but_exact$"  # how it is held, and run
+    r"|name_or_path|version|^architectures$|^auto_map$|^tokenizer_class$"
+    r"|^tie_"  # the names of the weights tell
+)
+"""Fields of a configuration that do not change what a model in evaluation mode answers."""
+
+MOST_NAMED = 5
+"""Differences that an error spells out."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +48,11 @@ class ModelIdentity:
         layers: number of blocks.
         d_model: width of the residual stream.
         weights: fingerprint of the weights (see `weights_fingerprint`).
-        tokenizer: fingerprint of the vocabulary.
+        tokenizer: fingerprint of the tokenizer (see `tokenizer_fingerprint`).
         dtype: precision that it ran in, such as ``"bfloat16"``; None in artefacts of older versions.
         quantization: how its weights were stored in memory, such as ``"bitsandbytes 8bit"``, or None.
+        config: fields that change results (see `told_config`); None in artefacts of format 1, whose
+            fingerprints are sampled ones.
     """
 
     name: str
@@ -49,112 +64,170 @@ class ModelIdentity:
     tokenizer: str
     dtype: str | None = None
     quantization: str | None = None
+    config: dict[str, Any] | None = field(default=None, hash=False)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether it is that of an artefact of format 1, which knew less."""
+        return self.config is None
 
     def difference(self, other: "ModelIdentity") -> str | None:
-        """What sets two base models apart, in words, or None. Name, revision and precision do not count."""
-        found = [
-            f"{field} {mine!r} and not {theirs!r}"
-            for field, mine in asdict(self).items()
-            if field not in _CIRCUMSTANCES and mine != (theirs := getattr(other, field))
-        ]
-        return ", ".join(found) or None
+        """What sets two base models apart, in words, or None. Name, revision and precision do not count.
+
+        Only what both know is compared: a sampled fingerprint with another one, and fields that both
+        configurations have, since versions of transformers add some.
+        """
+        names = ["model_type", "layers", "d_model"]
+        if self.sampled == other.sampled:
+            names += ["weights", "tokenizer"]
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+        mine, theirs = self.config or {}, other.config or {}
+        shared = sorted(mine.keys() & theirs.keys() - {"model_type"})
+        pairs |= {f"config.{name}": (mine[name], theirs[name]) for name in shared}
+        found = [f"{name} {one!r} and not {two!r}" for name, (one, two) in pairs.items() if one != two]
+        more = [f"{len(found) - MOST_NAMED} more"] if len(found) > MOST_NAMED else []
+        return ", ".join(found[:MOST_NAMED] + more) or None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields for JSON; those of an artefact of format 1 are the same as they were in it."""
+        fields = asdict(self)
+        if self.sampled:
+            del fields["config"]
+        return fields
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "ModelIdentity":
-        """Inverse of ``dataclasses.asdict``.
+        """Inverse of `to_dict`.
 
         Raises:
-            I2CLError: on missing or unknown fields.
+            I2CLError: on missing or unknown fields, or a config that is no mapping.
         """
         try:
-            return cls(**fields)
+            found = cls(**fields)
         except TypeError as error:
             raise I2CLError(f"the artefact's base_model entry is malformed ({error}): fit it again") from None
+        if not isinstance(found.config, dict | None):
+            raise I2CLError("the artefact's base_model entry is malformed (config is no map): fit it again")
+        return found
 
 
-_CIRCUMSTANCES = {"name", "revision", "dtype", "quantization"}
+def told_config(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of the text model's configuration that can change what it answers, as JSON reads them."""
+
+    def telling(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in fields.items() if not WITHOUT_EFFECT.search(name)}
+
+    text = json.dumps(config.get_text_config().to_dict(), default=str)
+    found: dict[str, Any] = json.loads(text, object_hook=telling, parse_constant=str)
+    return found
 
 
-def weights_fingerprint(model: PreTrainedModel) -> str:
-    """Hash of names, shapes and evenly spaced values of all parameters, as 16 hex digits.
+def weights_fingerprint(model: PreTrainedModel, *, sampled: bool = False) -> str:
+    """Hash of names, shapes and all values of parameters and of the buffers that checkpoints hold.
 
-    It is that of the checkpoint, however it was loaded. Values are rounded to bfloat16, so float32 and
-    bfloat16 give one fingerprint. float16 and quantized weights lose what another rounding needs: their
-    values are read from the files that the model was loaded from, if those are on this machine and round
-    to what is in memory. Otherwise, as for a model made in memory, what is in memory counts. Offloaded
-    weights are read from where they are.
+    It is 16 hex digits, and that of the checkpoint, however it was loaded. Values are rounded to
+    bfloat16, so float32 and bfloat16 give one fingerprint; integers count as they are. float16 and
+    quantized weights lose what another rounding needs: their values are read from the files that the
+    model was loaded from, if those are on this machine and give what is in memory when they are rounded,
+    or quantized with the same quantizer, again. Otherwise, as for a model made in memory, what is in
+    memory counts. Offloaded weights are read from where they are.
 
-    Only the samples are read, which takes well under a second for billions of parameters, but quantized
-    tensors are dequantized one by one. A change of quantized weights that is smaller than their own error
-    is not seen. A tensor that is split over processes is put together first, so all of them are to call
-    this.
+    Tensors are read one by one, at about a gigabyte a second; quantized ones are dequantized one by one. A
+    tensor that is split over processes is put together first, so all of them are to call this.
+
+    Args:
+        model: in memory, quantized or offloaded.
+        sampled: as format 1 told it: evenly spaced values of every parameter, and no buffers.
     """
-    return _digest(_samples(model))
+    return tensors_fingerprint(_told(model, sampled), sampled=sampled)
 
 
-def tensors_fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
-    """The fingerprint of a model whose parameters come one by one, sorted by name."""
-    return _digest((name, tuple(tensor.shape), _values(tensor)) for name, tensor in named)
-
-
-def _digest(entries: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> str:
+def tensors_fingerprint(named: Iterable[tuple[str, Tensor]], *, sampled: bool = False) -> str:
+    """The fingerprint of a model whose `named_weights` come one by one."""
     digest = hashlib.sha256()
-    for name, shape, values in entries:
-        digest.update(f"{name}{shape}".encode())
-        digest.update(values.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+    for name, tensor in named:
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        flat = tensor.detach().reshape(-1)
+        if sampled:
+            flat = flat[_picks(flat.numel()).to(flat.device)]
+        for part in flat.split(PART if flat.device.type == "cpu" else DEVICE_PART):
+            held = part.to(torch.bfloat16).view(torch.int16) if part.is_floating_point() else part
+            digest.update(held.cpu().numpy())
     return digest.hexdigest()[:16]
+
+
+def named_weights(model: PreTrainedModel, *, sampled: bool = False) -> list[tuple[str, Tensor]]:
+    """What a fingerprint is made of, sorted by name."""
+    kept = () if sampled else model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    return sorted([*model.named_parameters(), *buffers], key=itemgetter(0))
 
 
 def _picks(size: int) -> Tensor:
     return torch.linspace(0, size - 1, min(SAMPLES_PER_TENSOR, size), dtype=torch.float64).long()
 
 
-def _values(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat[_picks(flat.numel()).to(flat.device)]
-
-
-def _samples(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """Name, shape and sampled values of every parameter, sorted by name."""
+def _told(model: PreTrainedModel, sampled: bool) -> Iterator[tuple[str, Tensor]]:
+    """Name and values of every weight, those of the checkpoint where they can be told."""
     stored: Files | None = None
     looked = False
-    for name, parameter in sorted(model.named_parameters(), key=lambda pair: pair[0]):
-        if parameter.is_meta and name in model.all_tied_weights_keys:
+    for name, weight in named_weights(model, sampled=sampled):
+        if weight.is_meta and name in model.all_tied_weights_keys:
             continue  # in memory it is one tensor with another name
         module = model.get_submodule(name.rpartition(".")[0])
-        whole, coded = _whole(module, name.rpartition(".")[2], parameter)
-        values, shape = _values(whole).cpu(), tuple(whole.shape)
+        whole, coded = _whole(module, name.rpartition(".")[2], weight)
         if coded or whole.dtype == torch.float16:
             if not looked:
                 stored, looked = stored_weights(model), True
-            if stored is not None and name in stored.names and stored.shape(name) == shape:
-                found = stored.values(name, _picks(whole.numel()).tolist())
-                values = found if _rounds(found, values, coded=coded) else values
-        yield name, shape, values
+            if stored is not None and name in stored.names and stored.shape(name) == whole.shape:
+                found = stored.read(name)
+                if _gives(found, whole, weight if coded else None, model):
+                    whole = found
+        yield name, whole
 
 
-def _whole(module: torch.nn.Module, name: str, parameter: Tensor) -> tuple[Tensor, bool]:
-    """A parameter's numbers, wherever and however they are held, and whether that is as codes."""
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor(), False
-    if parameter.is_meta:
+def _whole(module: torch.nn.Module, name: str, weight: Tensor) -> tuple[Tensor, bool]:
+    """A weight's numbers, wherever and however they are held, and whether that is as codes."""
+    if isinstance(weight, DTensor):
+        return weight.full_tensor(), False
+    if weight.is_meta:
         return offloaded_weight(module, name), False
-    found = dequantized(module, parameter)
-    return (parameter, False) if found is None else (found, True)
+    found = dequantized(module, weight)
+    return (weight, False) if found is None else (found, True)
 
 
-def _rounds(stored: Tensor, values: Tensor, *, coded: bool) -> bool:
+def _gives(stored: Tensor, held: Tensor, codes: Tensor | None, model: PreTrainedModel) -> bool:
     """Whether a checkpoint's values are those in memory before they were rounded, or made into codes."""
     if not stored.is_floating_point():  # the checkpoint is quantized itself
         return False
-    if not coded:
-        return torch.equal(stored.to(values.dtype), values)
-    error = torch.dist(stored.float(), values.float())
-    return bool(error <= QUANTIZATION_ERROR * stored.float().norm())
+    if codes is None:
+        return torch.equal(stored.to(held.device, held.dtype), held)
+    settings = model.config.quantization_config
+    return any(
+        again is not None and torch.equal(again, held)
+        for dtype in dict.fromkeys((model.dtype, stored.dtype))  # transformers rounds first
+        for again in (requantized(codes, stored.to(dtype), settings),)
+    )
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the vocabulary and of one probe sentence's ids, as 16 hex digits."""
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, *, sampled: bool = False) -> str:
+    """Hash of the tokenizer's whole JSON and of one probe sentence's ids, as 16 hex digits.
+
+    How it pads and cuts is left out, since callers change that. A tokenizer without such JSON, a slow one,
+    is told by its vocabulary, as all are for format 1 (``sampled``).
+    """
     probe = tokenizer("Review: a good film.\nSentiment: positive\n")["input_ids"]
-    content = json.dumps([sorted(tokenizer.get_vocab().items()), list(probe)])
+    backend = None if sampled else getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        told: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        # What is off counts as absent, since versions of the library add switches.
+        told = json.loads(backend.to_str(), object_hook=_switched_on)
+        for state in ("version", "truncation", "padding"):
+            told.pop(state, None)
+    content = json.dumps([told, list(probe)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _switched_on(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value or type(value) is int}  # an id may be 0

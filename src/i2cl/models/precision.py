@@ -77,6 +77,47 @@ def dequantized(module: Any, parameter: Any) -> Tensor | None:
     return found
 
 
+def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None:
+    """What `dequantized` gives once a parameter's quantizer has made codes of these numbers.
+
+    Args:
+        parameter: as `dequantized` takes it, and decodes it.
+        numbers: of its shape.
+        settings: the quantization config of its model.
+
+    Returns:
+        None where the config does not quantize a layer that is told by its weight alone.
+    """
+    kind, there = type(parameter).__name__, numbers.to(parameter.device)
+    found: Tensor
+    if kind == "Params4bit":
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        state = parameter.quant_state
+        codes = quantize_4bit(
+            there.to(state.dtype),
+            blocksize=state.blocksize,
+            compress_statistics=state.nested,
+            quant_type=state.quant_type,
+            quant_storage=parameter.quant_storage,
+        )
+        found = dequantize_4bit(*codes)
+    elif kind == "Int8Params":
+        from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
+
+        found = int8_vectorwise_dequant(*int8_vectorwise_quant(there.half())[:2])
+    else:
+        from torchao.quantization import quantize_
+
+        layer: Any = nn.Linear(1, 1, bias=False, device="meta")
+        layer.weight = nn.Parameter(there, requires_grad=False)
+        quantize_(layer, settings.get_apply_tensor_subclass())
+        if type(layer.weight) is nn.Parameter:
+            return None
+        found = layer.weight.dequantize()
+    return found
+
+
 def settle_4bit(model: PreTrainedModel) -> None:
     """Have bitsandbytes' 4-bit layers on a CPU compute what their codes stand for, with gradients.
 

@@ -50,7 +50,8 @@ The base model was in a local folder of this name: give the path of yours, and `
 
 {{ base_model }}
 
-An injection runs on this model alone: `require_base` compares the fingerprints of weights and vocabulary.
+An injection runs on this model alone: `require_base` compares the fingerprints of weights and tokenizer,
+and the configuration that `injection.json` holds.
 
 ## Calibration
 
@@ -91,7 +92,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         console=_fenced(f"i2cl predict {name} texts.txt", "console"),
         local=shown != base["name"],
         task=_json({key: task[key] for key in ("name", "labels", "template", "separator")}),
-        base_model=_json(base | {"name": shown}),
+        base_model=_json({key: base[key] for key in base if key != "config"} | {"name": shown}),
         demonstrations=description["demonstrations"],
         loss=_loss(description["loss"]),
         settings=_json(

@@ -108,9 +108,8 @@ def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:
 def _scorer(
     injection: "Injection", model: str | None, loading: ModelOptions, *, force: bool, as_json: bool
 ) -> "Scorer":
-    """Load the model and see that the injection belongs to it."""
+    """Load the model."""
     from i2cl.faces.stream.prediction import Scorer
 
     decoder = load.artefact_decoder(injection, model, loading)
-    injection.require_base(decoder, force=force)
-    return Scorer(injection, decoder, as_json)
+    return Scorer(injection, decoder, as_json, force)

@@ -200,7 +200,6 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         check_is_fitted(self)
         texts = as_texts(X)
         decoder = self._decoder()
-        self.injection_.require_base(decoder)
         scores: Float[np.ndarray, "n classes"] = self.injection_.scores(decoder, texts).double().numpy()
         return scores
 

@@ -57,15 +57,17 @@ class Scorer:
         injection: the task.
         decoder: its model.
         as_json: JSON Lines instead of tabs.
+        force: accept other weights of the same sizes.
     """
 
     injection: Injection
     decoder: Decoder
     as_json: bool = False
+    force: bool = False
 
     def __call__(self, texts: list[str]) -> str:
         """One line per text."""
-        probabilities = self.injection.scores(self.decoder, texts).softmax(-1).tolist()
+        probabilities = self.injection.scores(self.decoder, texts, force=self.force).softmax(-1).tolist()
         return prediction_lines(self.injection.task.labels, probabilities, as_json=self.as_json)
 
 
