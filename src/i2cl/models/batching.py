@@ -87,7 +87,7 @@ def rope_limits(config: Any) -> tuple[int, ...]:
     return tuple(sorted({int(one["original_max_position_embeddings"]) for one in found}))
 
 
-def context_length(config: Any, otherwise: float) -> int | None:
+def context_length(config: Any, otherwise: int) -> int | None:
     """Tokens that a model takes at most, or None; ``otherwise`` is what its tokenizer says.
 
     In rows shorter than the context transformers forgets how longer ones, run by others, changed the angles
@@ -97,7 +97,7 @@ def context_length(config: Any, otherwise: float) -> int | None:
         length = getattr(config, field, None)
         if isinstance(length, int) and length > 0:
             return length - any("dynamic" in str(one.get("rope_type")) for one in _ropes(config))
-    return int(otherwise) if otherwise < 10**9 else None
+    return otherwise if otherwise < 10**9 else None
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
