@@ -28,6 +28,7 @@ OUTCOME = {
     "cached_values": 4,
     "cached_bytes": 16,
     "held_out": 0,
+    "unlabelled": 0,
 }
 
 

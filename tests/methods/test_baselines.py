@@ -14,6 +14,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
+from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.methods import make_methods
 from i2cl.methods.adapters import adapted
 from i2cl.methods.i2cl import CorruptionConfig, corrupted
@@ -334,6 +335,41 @@ def test_calibrations_divide_by_a_prior(below, films, demonstrations):
     torch.testing.assert_close(
         contextual.scores(TEXTS).exp(), expected / expected.sum(-1, keepdim=True), **CLOSE
     )
+
+
+@pytest.mark.parametrize("below", ["zero_shot", "few_shot"])
+def test_a_label_prior_is_the_mean_over_unlabelled_texts_and_serves_single_queries(
+    below, films, demonstrations
+):
+    decoder = made("llama")
+    plain = fit(below, decoder, films, demonstrations)
+    found = fit(f"{below}+label_prior", decoder, films, demonstrations)
+    texts = films.unlabelled(64, demonstrations, 0)
+    assert len(set(texts)) == 64
+    assert not set(texts) & {example.text for example in demonstrations}
+    expected = plain.scores(TEXTS).softmax(-1) / plain.scores(list(texts)).softmax(-1).mean(0)
+    expected /= expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(found.scores(TEXTS).exp(), expected, **CLOSE)
+    torch.testing.assert_close(found.scores(TEXTS[:1]).exp(), expected[:1], **CLOSE)
+    assert found.cost.unlabelled == 64
+    assert found.cost.cached_values == plain.cost.cached_values + len(WORDS)
+
+
+def test_a_label_prior_of_few_texts_is_refused(films, demonstrations):
+    few = replace(films, train=films.train[:20])
+    with pytest.raises(I2CLError, match=r"needs 32 training texts .* has 20: add some"):
+        fit("zero_shot+label_prior", made("llama"), few, demonstrations)
+
+
+def test_anchored_injects_what_anchoring_finds(films, demonstrations):
+    decoder = made("llama")
+    found = fit("anchored", decoder, films, demonstrations, steps=2, tau=3)
+    context = extract(decoder, films, demonstrations)
+    expected = anchor(decoder, films, demonstrations, context, AnchoredConfig(steps=2, tau=3.0))
+    torch.testing.assert_close(found.scores(TEXTS), expected.scores(decoder, TEXTS), atol=0, rtol=0)
+    assert found.cost.trained == found.cost.cached_values == context.values.numel()
+    scalars = fit("anchored", decoder, films, demonstrations, steps=1, free="scalars")
+    assert (scalars.cost.trained, scalars.cost.cached_values) == (4 * decoder.layers, context.values.numel())
 
 
 def test_linear_probe_is_logistic_regression_on_last_states(films, demonstrations):

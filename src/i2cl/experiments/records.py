@@ -22,6 +22,7 @@ COUNTS = {
     "cached_values": "cached_values",
     "cached_bytes": "cached_bytes",
     "held_out": "held_out",
+    "unlabelled": "unlabelled",
 }
 """The numbers of a `Cost` under the names that they have in files."""
 

@@ -5,13 +5,14 @@ from types import MappingProxyType
 from typing import Any
 
 from i2cl.errors import I2CLError, did_you_mean
+from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import Cost, Method, Predictor, Wrapper
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
 from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, Noise
 from i2cl.methods.icv import ICV
 from i2cl.methods.knn_prompting import KNNPrompting
 from i2cl.methods.label_anchor import LabelAnchor
-from i2cl.methods.label_calibration import BatchCalibration, ContextualCalibration
+from i2cl.methods.label_calibration import BatchCalibration, ContextualCalibration, LabelPrior
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
 from i2cl.methods.task_vector import TaskVector
@@ -29,6 +30,7 @@ _ALL: tuple[type[Method], ...] = (
     I2CLUnseen,
     I2CLCorrupted,
     I2CLOverICL,
+    Anchored,
     PromptTuning,
     PrefixTuning,
     LoRA,
@@ -37,6 +39,7 @@ _ALL: tuple[type[Method], ...] = (
     Tfidf,
     ContextualCalibration,
     BatchCalibration,
+    LabelPrior,
     KNNPrompting,
 )
 

@@ -29,22 +29,27 @@ class Cost:
         cached_values: how many numbers are kept per task (paper, column "# cached param.").
         cached_bytes: how many bytes those take, in the precision they are kept in.
         held_out: how many labelled examples beyond the demonstrations were used.
+        unlabelled: how many texts without labels were used.
     """
 
     trained: int = 0
     cached_values: int = 0
     cached_bytes: int = 0
     held_out: int = 0
+    unlabelled: int = 0
 
     @classmethod
-    def of(cls, *kept: Tensor | Prefix | None, trained: int = 0, held_out: int = 0) -> "Cost":
+    def of(
+        cls, *kept: Tensor | Prefix | None, trained: int = 0, held_out: int = 0, unlabelled: int = 0
+    ) -> "Cost":
         """The cost of keeping these tensors and caches."""
         sizes = [
             (one.values, one.bytes) if isinstance(one, Prefix) else (one.numel(), one.nbytes)
             for one in kept
             if one is not None
         ]
-        return cls(trained, sum(values for values, _ in sizes), sum(size for _, size in sizes), held_out)
+        values, size = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
+        return cls(trained, values, size, held_out, unlabelled)
 
     def __add__(self, other: "Cost") -> "Cost":
         """Both together."""
@@ -170,18 +175,24 @@ class Wrapper(Method):
         return self.below.joint
 
     @abstractmethod
-    def over(self, below: Predictor) -> Predictor:
-        """What it makes of the method below once that is fitted."""
+    def over(self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
+        """What it makes of the method below once that is fitted.
+
+        Raises:
+            I2CLError: if it lacks something that it needs.
+        """
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
         """Fit the method below, and stand on it."""
-        return self.over(self.below.fit(decoder, task, demonstrations, seed))
+        return self.over(self.below.fit(decoder, task, demonstrations, seed), task, demonstrations, seed)
 
     def fit_many(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
     ) -> Sequence[Predictor]:
         """Fit the method below to every seed, and stand on each."""
-        return [self.over(below) for below in self.below.fit_many(decoder, task, demonstrations, seeds)]
+        fitted = self.below.fit_many(decoder, task, demonstrations, seeds)
+        each = zip(fitted, demonstrations, seeds, strict=True)
+        return [self.over(below, task, shown, seed) for below, shown, seed in each]
 
 
 def _words(annotation: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 - `ContextualCalibration`: the prior is what it says about texts without content (Zhao et al. 2021,
   https://arxiv.org/abs/2102.09690).
+- `LabelPrior`: the prior is its mean over unlabelled texts of the training split, stored: C numbers.
 - `BatchCalibration`: the prior is its mean over the queries themselves (Zhou et al. 2024,
   https://arxiv.org/abs/2309.17249).
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Predictor, Wrapper
 from i2cl.models.scoring import Progress
+from i2cl.tasks import Example, Task
 
 CONTENT_FREE = ("N/A", "[MASK]", "...")
 """Zhao et al. use "N/A", "[MASK]" and the empty string, for which the dots stand here."""
@@ -28,7 +30,9 @@ class ContextualCalibration(Wrapper):
     summary: ClassVar[str] = "another method's scores less those for content-free texts"
     needs: ClassVar[str] = "what the method below it needs"
 
-    def over(self, below: Predictor) -> "ContextualPredictor":
+    def over(
+        self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> "ContextualPredictor":
         """Score the content-free texts."""
         prior = _log_mean(below.scores(CONTENT_FREE).softmax(-1))
         return ContextualPredictor(below, prior, below.cost + Cost.of(prior))
@@ -47,6 +51,42 @@ class ContextualPredictor:
         return (self.below.scores(texts, progress).log_softmax(-1) - self.prior).log_softmax(-1)
 
 
+UNLABELLED = 64
+"""Texts that a label prior is the mean over."""
+
+FEWEST_UNLABELLED = 32
+"""With fewer, the mean is little more than chance."""
+
+
+class LabelPrior(Wrapper):
+    """Probabilities of another method, divided by its mean ones over texts without labels, once and for all.
+
+    Unlike batch calibration it serves a single query. It takes for granted that a method which says one
+    class more often than others is wrong in that, so classes are to be about equally frequent.
+    """
+
+    name: ClassVar[str] = "label_prior"
+    summary: ClassVar[str] = "another method's scores less their mean over unlabelled texts, stored"
+    needs: ClassVar[str] = "what the method below it needs, and unlabelled texts"
+
+    def over(
+        self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> "ContextualPredictor":
+        """Score unlabelled texts.
+
+        Raises:
+            I2CLError: if too few training texts remain beside the demonstrations.
+        """
+        texts = task.unlabelled(UNLABELLED, demonstrations, seed)
+        if len(texts) < FEWEST_UNLABELLED:
+            raise I2CLError(
+                f"label_prior needs {FEWEST_UNLABELLED} training texts beside the demonstrations, task "
+                f"{task.name!r} has {len(texts)}: add some, or use contextual_calibration"
+            )
+        prior = _log_mean(below.scores(texts).softmax(-1))
+        return ContextualPredictor(below, prior, below.cost + Cost.of(prior, unlabelled=len(texts)))
+
+
 class BatchCalibration(Wrapper):
     """Probabilities of another method, divided by their mean over all texts scored together.
 
@@ -59,7 +99,9 @@ class BatchCalibration(Wrapper):
     needs: ClassVar[str] = "what the method below it needs, and the unlabelled queries together"
     transductive: ClassVar[bool] = True
 
-    def over(self, below: Predictor) -> "BatchPredictor":
+    def over(
+        self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> "BatchPredictor":
         """Nothing more to fit: the mean is only known at prediction."""
         return BatchPredictor(below)
 

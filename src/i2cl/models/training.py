@@ -252,14 +252,17 @@ class Backward:
         if self.scale == 1.0:
             value.backward()
             return
+        for parameter, found in zip(self.parameters, self.gradients(value), strict=True):
+            if found is not None:
+                parameter.grad = found if parameter.grad is None else parameter.grad + found
+
+    def gradients(self, value: Tensor) -> list[Tensor | None]:
+        """Those of one value, whose graph stays for others; None for a parameter that it does not know."""
         gradients = self._scaled(value)
         while self.scale > 1.0 and value.isfinite() and not _finite(gradients):
             self.scale /= 2
             gradients = self._scaled(value)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:
-                found = gradient / self.scale
-                parameter.grad = found if parameter.grad is None else parameter.grad + found
+        return [None if one is None else one / self.scale for one in gradients]
 
     def _scaled(self, value: Tensor) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(value * self.scale, self.parameters, retain_graph=True, allow_unused=True)

@@ -102,6 +102,15 @@ class Task:
         groups = group_by_label(free, len(self.labels))
         return sample_per_class(groups, even_quotas([len(group) for group in groups], n, rng), rng)
 
+    def unlabelled(self, n: int, demonstrations: Sequence[Example], seed: int = 0) -> tuple[str, ...]:
+        """Up to `n` training texts that are not among the demonstrations, as frequent by class as they come.
+
+        Their labels are looked at by nobody. Raises I2CLError when there are no training rows.
+        """
+        used = {example.text for example in demonstrations}
+        free = [example.text for example in self._rows("train") if example.text not in used]
+        return tuple(seeded(f"unlabelled {seed}").sample(free, min(n, len(free))))
+
     def without_data(self) -> "Task":
         """The same task with empty splits."""
         return replace(self, train=(), test=())

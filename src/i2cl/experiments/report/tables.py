@@ -41,7 +41,7 @@ VALUES = (
     *("view", "row", "task", "origin", "against", "unit", "mean", "sd", "low", "high", "p"),
     *("p_queries", "p_seeds", "q", "seeds"),
     *("queries", "trainable_parameters", "cached_values", "cached_bytes", "fit_seconds", "ms_per_query"),
-    *("held_out", "lacking"),
+    *("held_out", "unlabelled", "lacking"),
 )
 """Names of the raw numbers of a table, in the order of a file's columns; no table has all of them."""
 
@@ -50,6 +50,7 @@ COLUMNS = {
     "cached_values": "Values kept",
     "cached_bytes": "Bytes kept",
     "held_out": "Held-out examples",
+    "unlabelled": "Unlabelled texts",
 }
 """Whole numbers of a run's cost, by the names they have in files, with the column's name."""
 

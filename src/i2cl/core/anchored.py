@@ -1,0 +1,360 @@
+"""Anchored calibration: as many numbers as I2CL keeps, fitted around the plain model instead of far from it.
+
+Beyond the paper. "Noisy Self-calibration" minimises cross-entropy over the whole vocabulary, which mostly
+says "some label word", from coefficients whose steps may lead anywhere. Here the labels compete among
+themselves, and the plain model is the prior's mean: the maximum a posteriori of
+
+    sum of -log p(label | query, label words) + tau/2 |(theta - theta_0) / s|^2
+
+in theta, a vector added to each writer's output (or I2CL's lambda and beta). The scale s of a vector is the
+root mean square of the context vector at its site. A step linearises the label scores in theta (one forward
+and one backward pass a label over the demonstrations) and solves for all of them in the space of the N x C
+scores, where the kernel J s^2 J' has few rows however wide the model is (Gauss-Newton with a proximal term
+that grows where a step does not pay: Levenberg-Marquardt). One step is kernel regression with the model's
+tangent kernel (https://arxiv.org/abs/2210.05643).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from i2cl.core.context import ContextVector, require_demonstrations
+from i2cl.core.edits import LinearEdit, RowsEdit
+from i2cl.core.injection import Injection
+from i2cl.core.recipe import CalibrationConfig
+from i2cl.errors import I2CLError
+from i2cl.models.batching import Batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import (
+    Questions,
+    Scoring,
+    labelled_batch,
+    score,
+    sequence_log_probabilities,
+)
+from i2cl.models.training import Backward, StepProgress
+from i2cl.tasks import Example, Task
+
+TAUS = (1.0, 10.0, 100.0, math.inf)
+"""Strengths that leave-one-out chooses among; under the last one the plain model stays as it is."""
+
+STRONGEST = 1e6
+"""Proximal factor beyond which no step pays."""
+
+NEWTON_STEPS = 50
+"""Of the tangent's optimum, at most; it takes about six."""
+
+
+class AnchoredConfig(BaseModel):
+    """How far from the plain model, and in which numbers.
+
+    Attributes:
+        free: a vector at each writer (2 x layers x d numbers), or I2CL's lambda and beta (4 x layers).
+        tau: strength of the prior; ``"loo"`` takes the one of `TAUS` under which each demonstration is
+            predicted best by the others, to first order, and a larger one within a standard error of it.
+        steps: linearisations at most.
+        tolerance: relative gain of the objective below which it ends.
+        anchored_layers: all, or a third of them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    free: Literal["vectors", "scalars"] = "vectors"
+    tau: float | Literal["loo"] = 1.0
+    steps: int = Field(8, ge=0)
+    tolerance: float = Field(1e-3, ge=0)
+    anchored_layers: Literal["all", "early", "middle", "late"] = "all"
+
+
+def anchor(
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Sequence[Example],
+    context: ContextVector,
+    config: AnchoredConfig | None = None,
+    *,
+    scoring: Scoring = "auto",
+    progress: StepProgress | None = None,
+) -> Injection:
+    """Fit an injection around the plain model. Nothing is random.
+
+    Args:
+        decoder: the frozen model.
+        task: gives template and label words.
+        demonstrations: labelled examples.
+        context: of these demonstrations or others; sets the scale, and is what lambda multiplies.
+        config: see `AnchoredConfig`.
+        scoring: a label's first token, or its whole sequence; see `i2cl.models.scoring`.
+        progress: called after each step with steps done, steps at most and the mean loss in nats.
+
+    Raises:
+        I2CLError: without demonstrations, on a context vector of another model, a tau that is not above 0,
+            or scores that are not finite.
+    """
+    config = config or AnchoredConfig()
+    if not (config.tau == "loo" or config.tau > 0):
+        raise I2CLError(f"tau={config.tau}: give a number above 0, or 'loo'")
+    require_demonstrations(task, demonstrations)
+    context.require_base(decoder)
+    fit = _Fit(Questions(decoder, task, scoring), tuple(demonstrations), context, config)
+    with decoder.frozen():
+        theta, history = fit.solved(progress)
+    vectors, coefficients = fit.linear(theta[None])
+    settings = config.model_dump(mode="json") | {"method": "anchored", "tau": fit.tau}
+    return Injection(
+        context=replace(context, values=vectors[0]),
+        coefficients=coefficients[0],
+        task=task.without_data(),
+        base=decoder.base,
+        scoring=scoring,
+        settings=settings,
+        history=history,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Point:
+    """The label scores at some theta, and how they change with it.
+
+    Attributes:
+        scores: of each label after each demonstration, in nats, up to a constant a row.
+        jacobian: their derivatives in theta / s.
+    """
+
+    scores: Float[Tensor, "n labels"]
+    jacobian: Float[Tensor, "n_labels parameters"]
+
+    @cached_property
+    def kernel(self) -> Float[Tensor, "n_labels n_labels"]:
+        """Inner products of the derivatives, in float64."""
+        found = torch.zeros(len(self.jacobian), len(self.jacobian), dtype=torch.float64)
+        for part in self.jacobian.split(2**14, dim=1):
+            wide = part.double()
+            found += wide @ wide.T
+        return found
+
+
+@dataclass(eq=False)
+class _Fit:
+    """One fit; ``tau`` is the number it ends up with."""
+
+    questions: Questions
+    demonstrations: tuple[Example, ...]
+    context: ContextVector
+    config: AnchoredConfig
+    tau: float = math.nan
+
+    def __post_init__(self) -> None:
+        decoder, texts = self.questions.decoder, [example.text for example in self.demonstrations]
+        self.queries = self.questions.queries(texts)
+        self.gold = torch.tensor([example.label for example in self.demonstrations])
+        values = self.context.values
+        layers = CalibrationConfig(layers=self.config.anchored_layers)
+        active = layers.active(decoder.layers, self.context.config.writers)[..., None]
+        if self.config.free == "vectors":
+            size = values.square().mean(-1, keepdim=True).sqrt()
+            self.start, self.scale = torch.zeros_like(values), (size * active).expand_as(values)
+        else:
+            self.start = torch.tensor([0.0, 1.0]).repeat(*values.shape[:2], 1)
+            self.scale = active.float().expand_as(self.start)
+
+    def linear(
+        self, theta: Float[Tensor, "rows layers sites size"]
+    ) -> tuple[Float[Tensor, "rows layers sites d"], Float[Tensor, "rows layers sites 2"]]:
+        """Vectors and (lambda, beta) such that an injection of them is theta's."""
+        if self.config.free == "vectors":
+            return theta, torch.ones(*theta.shape[:-1], 2)
+        return self.context.values.expand(len(theta), *self.context.values.shape), theta
+
+    def solved(
+        self, progress: StepProgress | None
+    ) -> tuple[Float[Tensor, "layers sites size"], tuple[float, ...]]:
+        """Theta, and the mean loss at the start and after each step."""
+        u = torch.zeros(self.start.numel())
+        point = self.point(u)
+        loss = self.loss(point.scores)
+        history = [loss]
+        tau = self.tau = self.chosen(point) if self.config.tau == "loo" else self.config.tau
+        most = self.config.steps if math.isfinite(tau) else 0
+        objective, factor = loss * len(self.gold), 1.0
+        for step in range(most):
+            found = self.stepped(point, u, objective, factor)
+            if found is None:
+                break
+            moved, scores, value, factor = found
+            gain, u, objective = (objective - value) / objective, moved, value
+            history.append(self.loss(scores))
+            if progress is not None:
+                progress(step + 1, most, history[-1])
+            if gain < self.config.tolerance or step == most - 1:
+                break
+            point = self.point(u)
+        return self.theta(u), tuple(history)
+
+    def stepped(
+        self, point: _Point, u: Float[Tensor, " parameters"], objective: float, factor: float
+    ) -> tuple[Float[Tensor, " parameters"], Float[Tensor, "n labels"], float, float] | None:
+        """The next u, its scores, its objective and the next proximal factor; None where no step pays."""
+        probable, curvature = _curved(point.scores)
+        slope = (probable - self.one_hot).flatten()
+        along = (point.jacobian @ u).double()
+        while factor <= STRONGEST:
+            held = self.tau * factor
+            system = held * torch.eye(len(slope), dtype=torch.float64) + curvature @ point.kernel
+            inner = torch.linalg.solve(system, curvature @ (point.kernel @ slope + self.tau * along))
+            move = point.jacobian.T @ (slope - inner).float() + self.tau * u
+            moved = u - move / held
+            scores = self.scores(moved)
+            value = self.loss(scores) * len(self.gold) + self.tau / 2 * moved.double().square().sum().item()
+            if value < objective:
+                return moved, scores, value, max(1.0, factor / 8)
+            factor *= 8
+        return None
+
+    def chosen(self, point: _Point) -> float:
+        """The tau of the best leave-one-out likelihood under the tangent at the start.
+
+        The larger is preferred within one standard error of the paired differences.
+        """
+        losses = [_left_out(point, self.gold, self.one_hot, tau) for tau in TAUS]
+        best = min(losses, key=lambda one: one.mean().item())
+        for tau, one in reversed(list(zip(TAUS, losses, strict=True))):
+            apart = one - best
+            if apart.mean() <= apart.std(correction=0) / math.sqrt(len(apart)):
+                return tau
+        raise AssertionError("the best is within its own error")
+
+    @property
+    def one_hot(self) -> Float[Tensor, "n labels"]:
+        """The right label of each demonstration."""
+        labels = len(self.questions.labels.ids)
+        return torch.nn.functional.one_hot(self.gold, labels).double()
+
+    def loss(self, scores: Float[Tensor, "n labels"]) -> float:
+        """Mean cross-entropy among the labels, in nats."""
+        value = torch.nn.functional.cross_entropy(scores, self.gold).item()
+        if not math.isfinite(value):
+            raise I2CLError(
+                f"the label scores became {value}: load the model in float32, or ask for a larger tau"
+            )
+        return value
+
+    def theta(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sites size"]:
+        """The parameters at a place in units of their scale."""
+        return self.start + self.scale * u.view_as(self.start)
+
+    def scores(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
+        """Label scores at u."""
+        questions = self.questions
+        vectors, pairs = self.linear(self.theta(u)[None])
+        edit = LinearEdit(vectors[0], pairs[0], self.context.config.site)
+        return score(questions.decoder, self.queries, questions.labels, edit=edit)
+
+    def point(self, u: Float[Tensor, " parameters"]) -> _Point:
+        """Label scores at u and their derivatives: of whole sequences row by row, else label by label."""
+        labels = self.questions.labels.ids
+        rows = [(row, slice(None)) for row in range(len(self.queries))]
+        ids = list(self.queries)
+        if self.questions.labels.full:
+            rows = [(row, slice(at, at + 1)) for row in range(len(self.queries)) for at in range(len(labels))]
+            ids = [self.queries[row] + labels[at.start][:-1] for row, at in rows]
+        scores = torch.empty(len(self.queries), len(labels))
+        jacobian = torch.empty(len(self.queries), len(labels), u.numel())
+        run = partial(self._slopes, self.theta(u), rows)
+        for batch, (values, slopes) in self.questions.decoder.run_batches(ids, run):
+            for place, value, slope in zip(batch.rows, values, slopes, strict=True):
+                row, at = rows[place]
+                scores[row, at], jacobian[row, at] = value, slope
+        return _Point(scores, jacobian.flatten(0, 1))
+
+    def _slopes(
+        self, theta: Float[Tensor, "layers sites size"], rows: Sequence[tuple[int, slice]], batch: Batch
+    ) -> tuple[Float[Tensor, "batch columns"], Float[Tensor, "batch columns parameters"]]:
+        """Every row has a theta of its own, so one backward pass tells the derivatives of all rows."""
+        decoder, labels = self.questions.decoder, self.questions.labels
+        leaf = torch.nn.Parameter(theta.to(decoder.device).repeat(len(batch.rows), 1, 1, 1))
+        backward = Backward([leaf], decoder.model.dtype)
+        with torch.enable_grad():
+            vectors, pairs = self.linear(leaf)
+            own = torch.zeros(len(rows), dtype=torch.long, device=decoder.device)
+            own[list(batch.rows)] = torch.arange(len(batch.rows), device=decoder.device)
+            amount, keep = pairs.unbind(-1)
+            edit = RowsEdit(amount[..., None] * vectors, keep, own, self.context.config.site)
+            if labels.full:
+                asked = [self.queries[rows[place][0]] for place in batch.rows]
+                targets = [labels.ids[rows[place][1].start] for place in batch.rows]
+                whole = replace(labelled_batch(asked, targets, decoder.device), rows=batch.rows)
+                values = sequence_log_probabilities(decoder, whole, targets, edit)[:, None]
+            else:
+                values = decoder.forward(batch, edit=edit)[:, 0].float()[:, list(labels.first)]
+            found = [backward.gradients(column.sum())[0] for column in values.unbind(-1)]
+        slopes = [(self.scale * one.cpu()).flatten(1) for one in found if one is not None]
+        return values.detach().cpu(), torch.stack(slopes, dim=1)
+
+
+def _curved(
+    scores: Float[Tensor, "n labels"],
+) -> tuple[Float[Tensor, "n labels"], Float[Tensor, "n_labels n_labels"]]:
+    """Probabilities among the labels, and the second derivatives of the summed loss in the scores."""
+    probable = scores.double().softmax(-1)
+    return probable, torch.block_diag(*(torch.diag(row) - torch.outer(row, row) for row in probable))
+
+
+def _left_out(
+    point: _Point, gold: Int[Tensor, " n"], one_hot: Float[Tensor, "n labels"], tau: float
+) -> Float[Tensor, " n"]:
+    """Loss of each demonstration when it is left out, under the tangent, in nats.
+
+    The tangent's optimum is found by Newton's method; a demonstration's scores without it follow to first
+    order (approximate leave-one-out: Rad and Maleki, J. R. Statist. Soc. B 82(4), 2020).
+    """
+    scores, kernel = point.scores.double(), point.kernel
+    n, labels = scores.shape
+    if math.isfinite(tau):
+        scores = _tangent_optimum(scores, kernel, gold, one_hot, tau)
+        probable, curvature = _curved(scores)
+        eye = torch.eye(n * labels, dtype=torch.float64)
+        spread = torch.linalg.solve(tau * eye + kernel @ curvature, kernel)
+        own = spread.view(n, labels, n, labels).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        bent = curvature.view(n, labels, n, labels).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        slope = (probable - one_hot)[..., None]
+        scores = scores + (own @ torch.linalg.solve(eye[:labels, :labels] - bent @ own, slope))[..., 0]
+    return torch.nn.functional.cross_entropy(scores, gold, reduction="none")
+
+
+def _tangent_optimum(
+    start: Float[Tensor, "n labels"],
+    kernel: Float[Tensor, "n_labels n_labels"],
+    gold: Int[Tensor, " n"],
+    one_hot: Float[Tensor, "n labels"],
+    tau: float,
+) -> Float[Tensor, "n labels"]:
+    """Scores that kernel logistic regression around ``start`` comes to, by damped Newton steps."""
+    weights = torch.zeros(kernel.shape[0], dtype=torch.float64)
+    eye = torch.eye(len(weights), dtype=torch.float64)
+
+    def objective(at: Tensor) -> tuple[Tensor, float]:
+        scores = start + (kernel @ at).view_as(start)
+        loss = torch.nn.functional.cross_entropy(scores, gold, reduction="sum")
+        return scores, (loss + tau / 2 * at @ kernel @ at).item()
+
+    scores, value = objective(weights)
+    for _ in range(NEWTON_STEPS):
+        probable, curvature = _curved(scores)
+        slope = (probable - one_hot).flatten() + tau * weights
+        move = torch.linalg.solve(tau * eye + curvature @ kernel, slope)
+        length = 1.0
+        while (found := objective(weights - length * move))[1] > value and length > 1e-3:
+            length /= 2
+        gain, value, scores = value - found[1], found[1], found[0]
+        weights = weights - length * move
+        if gain < 1e-9:
+            break
+    return scores

@@ -1,0 +1,40 @@
+"""Anchored calibration: an injection fitted around the plain model, among the label words.
+
+Beyond the paper; see `i2cl.core.anchored`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from i2cl.core.anchored import AnchoredConfig, anchor
+from i2cl.core.context import ExtractConfig, extract
+from i2cl.methods.base import Cost, Method
+from i2cl.methods.prompts import PromptPredictor
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Questions
+from i2cl.tasks import Example, Task
+
+
+@dataclass(frozen=True)
+class Anchored(Method):
+    """A vector at every writer, as far from the plain model as the demonstrations' labels pay for."""
+
+    name: ClassVar[str] = "anchored"
+    summary: ClassVar[str] = "a vector at every writer, fitted around the plain model among the label words"
+    formula: ClassVar[str] = "2DL"
+    settings = (ExtractConfig, AnchoredConfig)
+
+    extraction: ExtractConfig = field(default_factory=ExtractConfig)
+    anchoring: AnchoredConfig = field(default_factory=AnchoredConfig)
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> PromptPredictor:
+        """Extract, which gives the scale, and fit."""
+        context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
+        injection = anchor(decoder, task, demonstrations, context, self.anchoring)
+        scalars = self.anchoring.free == "scalars"
+        trained = injection.coefficients.numel() if scalars else injection.context.values.numel()
+        cost = Cost.of(injection.context.values, trained=trained)
+        return PromptPredictor(Questions(decoder, task), edit=injection.edit(), cost=cost)

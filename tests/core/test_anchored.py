@@ -1,0 +1,226 @@
+"""Anchored calibration against its objective, minimised and differentiated in other ways."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from i2cl import Example, I2CLError, Task, Template, extract
+from i2cl.core import anchored
+from i2cl.core.anchored import TAUS, AnchoredConfig, anchor
+from i2cl.core.edits import LinearEdit
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Questions, score
+from tiny import tiny_model, tiny_tokenizer
+
+SHOWN = tuple(
+    Example(text, label)
+    for text, label in [
+        ("a warm film", 0),
+        ("dull, dull, dull", 1),
+        ("funny and kind all the way", 0),
+        ("no", 2),
+    ]
+)
+FULL = pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+
+
+def task(full=False):
+    words = ("good film", "good grief", "bad") if full else ("good", "bad", "unsure")
+    return Task("films", words, Template("Review: {text}\nSentiment: {label}"))
+
+
+def made(model_type="llama"):
+    return Decoder(tiny_model(model_type), tiny_tokenizer(), name=model_type)
+
+
+def problem(decoder, asked, config):
+    context = extract(decoder, asked, SHOWN)
+    return anchored._Fit(Questions(decoder, asked), SHOWN, context, config, tau=float(config.tau))
+
+
+def objective(fit, u):
+    scores = fit.scores(u).double()
+    loss = torch.nn.functional.cross_entropy(scores, fit.gold, reduction="sum")
+    return (loss + fit.tau / 2 * u.double().square().sum()).item()
+
+
+@FULL
+@pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
+@pytest.mark.parametrize("free", ["vectors", "scalars"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_derivatives_are_those_of_finite_differences(model_type, free, full):
+    fit = problem(made(model_type), task(full), AnchoredConfig(free=free))
+    generator = torch.Generator().manual_seed(0)
+    u = 0.1 * torch.randn(fit.start.numel(), generator=generator)
+    along = torch.randn(fit.start.numel(), generator=generator)
+    point = fit.point(u)
+    torch.testing.assert_close(
+        point.scores.log_softmax(-1), fit.scores(u).log_softmax(-1), atol=1e-4, rtol=1e-4
+    )
+    step = 1e-2
+
+    def apart(scores):  # a constant a row is free
+        return scores - scores.mean(-1, keepdim=True)
+
+    differences = (apart(fit.scores(u + step * along)) - apart(fit.scores(u - step * along))) / (2 * step)
+    found = apart((point.jacobian @ along).view_as(differences))
+    torch.testing.assert_close(found, differences, atol=2e-2 * differences.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("free", ["vectors", "scalars"])
+def test_it_ends_where_the_objective_is_smallest(free):
+    decoder = made()
+    config = AnchoredConfig(free=free, tau=2.0, steps=60, tolerance=0)
+    fit = problem(decoder, task(), config)
+    injection = anchor(decoder, task(), SHOWN, fit.context, config)
+    end = objective_of(fit, injection)
+    assert end < 0.9 * objective(fit, torch.zeros(fit.start.numel()))
+    generator = torch.Generator().manual_seed(1)
+    u = end_of(fit, injection)
+    for _ in range(20):  # no direction leads lower
+        step = torch.randn(u.numel(), generator=generator)
+        for size in (0.03, -0.03):
+            assert objective(fit, u + size * step / step.norm()) > end - 1e-4
+    gradient = stationary(fit, u)
+    assert gradient < 0.02 * stationary(fit, torch.zeros_like(u))
+
+
+def end_of(fit, injection):
+    theta = injection.context.values if fit.config.free == "vectors" else injection.coefficients
+    return torch.where(fit.scale > 0, (theta - fit.start) / fit.scale, 0).flatten()
+
+
+def objective_of(fit, injection):
+    return objective(fit, end_of(fit, injection))
+
+
+def stationary(fit, u):
+    point = fit.point(u)
+    slope = (point.scores.double().softmax(-1) - fit.one_hot).flatten().float()
+    return (point.jacobian.T @ slope + fit.tau * u).norm().item()
+
+
+def test_history_falls_and_is_the_loss_among_labels():
+    decoder = made()
+    context = extract(decoder, task(), SHOWN)
+    told = []
+    injection = anchor(
+        decoder, task(), SHOWN, context, AnchoredConfig(steps=4), progress=lambda *at: told.append(at)
+    )
+    texts, gold = [one.text for one in SHOWN], torch.tensor([one.label for one in SHOWN])
+
+    def loss(scores):
+        return torch.nn.functional.cross_entropy(scores, gold).item()
+
+    plain = Questions(decoder, task()).scores(texts)
+    assert injection.history[0] == pytest.approx(loss(plain), abs=1e-5)
+    assert injection.history[-1] == pytest.approx(loss(injection.scores(decoder, texts)), abs=1e-5)
+    assert list(injection.history) == sorted(injection.history, reverse=True)
+    assert [at[0] for at in told] == list(range(1, len(injection.history)))
+    assert told[-1][2] == injection.history[-1]
+
+
+@pytest.mark.parametrize("config", [AnchoredConfig(tau=float("inf")), AnchoredConfig(steps=0)])
+def test_under_an_infinite_prior_it_is_the_plain_model(config):
+    decoder = made("gpt2")
+    injection = anchor(decoder, task(), SHOWN, extract(decoder, task(), SHOWN), config)
+    texts = ["fine", "so so"]
+    plain = Questions(decoder, task()).scores(texts)
+    torch.testing.assert_close(injection.scores(decoder, texts), plain, atol=0, rtol=0)
+
+
+def test_the_scale_is_that_of_the_context_vector_and_layers_can_be_left_out():
+    decoder = made()
+    context = extract(decoder, task(), SHOWN)
+    quiet = replace(context, values=context.values * torch.tensor([1.0, 0.0])[None, :, None])
+    injection = anchor(decoder, task(), SHOWN, quiet)
+    assert injection.context.values[:, 0].norm() > 0
+    assert injection.context.values[:, 1].norm() == 0
+    late = anchor(decoder, task(), SHOWN, context, AnchoredConfig(anchored_layers="late"))
+    kept = late.context.values.flatten(1).norm(dim=1) > 0
+    assert kept.tolist() == [layer >= 2 * decoder.layers // 3 for layer in range(decoder.layers)]
+
+
+def exactly_left_out(point, fit, tau):
+    """Refit the tangent without each demonstration, by plain gradient steps in float64."""
+    jacobian = point.jacobian.double().view(*point.scores.shape, -1)
+    losses = []
+    for out in range(len(fit.gold)):
+        rest = [row for row in range(len(fit.gold)) if row != out]
+        u = torch.zeros(jacobian.shape[-1], dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.LBFGS([u], max_iter=500, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+
+        def scores(rows, u=u):
+            return point.scores.double()[rows] + jacobian[rows] @ u
+
+        def closure(u=u, rest=rest, scores=scores, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(scores(rest), fit.gold[rest], reduction="sum")
+            loss = loss + tau / 2 * u.square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        losses.append(torch.nn.functional.cross_entropy(scores([out]), fit.gold[[out]]).detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("tau", [1.0, 10.0])
+def test_leaving_out_is_refitting_to_first_order(tau):
+    fit = problem(made(), task(), AnchoredConfig(tau=tau))
+    point = fit.point(torch.zeros(fit.start.numel()))
+    found = anchored._left_out(point, fit.gold, fit.one_hot, tau)
+    plain = anchored._left_out(point, fit.gold, fit.one_hot, float("inf"))
+    exact = exactly_left_out(point, fit, tau)
+    assert (found - exact).abs().max() < 0.2 * (plain - exact).abs().max()
+
+
+def test_the_prior_is_chosen_among_the_taus():
+    decoder = made()
+    injection = anchor(decoder, task(), SHOWN, extract(decoder, task(), SHOWN), AnchoredConfig(tau="loo"))
+    assert injection.settings["tau"] in TAUS
+
+
+def test_what_does_not_carry_over_is_not_learned_and_what_does_is():
+    """Of nine rows: a feature that all share tells one left out wrongly; one of its own label tells it."""
+    decoder = made()
+    shown = [Example("text", label) for label in (0, 1, 2) for _ in range(3)]
+    fit = anchored._Fit(
+        Questions(decoder, task()), tuple(shown), extract(decoder, task(), shown), AnchoredConfig()
+    )
+    common = torch.eye(3).repeat(9, 1)
+    assert fit.chosen(anchored._Point(torch.zeros(9, 3), common)) == float("inf")
+    own = torch.cat([torch.kron(fit.one_hot[row : row + 1].float(), torch.eye(3)) for row in range(9)])
+    assert fit.chosen(anchored._Point(torch.zeros(9, 3), 5 * own)) < 100
+
+
+def test_the_model_is_left_as_found():
+    decoder = made()
+    before = {name: value.clone() for name, value in decoder.model.state_dict().items()}
+    decoder.model.train()
+    asked = [parameter.requires_grad for parameter in decoder.model.parameters()]
+    anchor(decoder, task(), SHOWN, extract(decoder, task(), SHOWN), AnchoredConfig(steps=1))
+    assert decoder.model.training
+    assert asked == [parameter.requires_grad for parameter in decoder.model.parameters()]
+    assert all(torch.equal(value, before[name]) for name, value in decoder.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in decoder.model.parameters())
+    assert not any(module._forward_hooks for module in decoder.model.modules())
+
+
+@pytest.mark.parametrize(
+    ("tau", "says"), [(0.0, "number above 0"), (-1.0, "number above 0"), (float("nan"), "number above 0")]
+)
+def test_a_prior_that_is_none_is_refused(tau, says):
+    decoder = made()
+    with pytest.raises(I2CLError, match=says):
+        anchor(decoder, task(), SHOWN, extract(decoder, task(), SHOWN), AnchoredConfig(tau=tau))
+
+
+def test_scores_are_those_of_an_edit():
+    fit = problem(made(), task(), AnchoredConfig())
+    u = torch.full((fit.start.numel(),), 0.05)
+    vectors, pairs = fit.linear(fit.theta(u)[None])
+    edit = LinearEdit(vectors[0], pairs[0])
+    wanted = score(fit.questions.decoder, fit.queries, fit.questions.labels, edit=edit)
+    torch.testing.assert_close(fit.scores(u), wanted, atol=0, rtol=0)
