@@ -30,7 +30,7 @@ from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, weights_fingerprint
 from i2cl.models.hooks import edit_inputs, edit_outputs
 from i2cl.models.identity import ResidualIdentity, residual_identity
-from i2cl.models.loading import REFERENCE, load_model_and_tokenizer
+from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit
 from i2cl.models.prefix import Prefix, keys_at
 
@@ -97,7 +97,7 @@ class Decoder:
         architecture: Architecture | None = None,
         token_budget: int | None = None,
     ) -> "Decoder":
-        """Load ``"reference"``, a folder or a hub id. See `i2cl.models.loading.load_model_and_tokenizer`.
+        """Load what a name means. See `i2cl.models.loading.load_model_and_tokenizer`.
 
         Raises:
             I2CLError: if it cannot be loaded safely, or its model type is unknown.
@@ -157,7 +157,7 @@ class Decoder:
     def _read_identity(self) -> ModelIdentity:
         here = Path(self.name)
         return ModelIdentity(
-            name=str(here.resolve()) if self.name != REFERENCE and here.is_dir() else self.name,
+            name=str(here.resolve()) if self.name not in NAMES and here.exists() else self.name,
             revision=self.revision,
             model_type=self.model.config.model_type,
             layers=self.layers,
