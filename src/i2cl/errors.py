@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-_PACKAGES = {"sklearn": "scikit-learn"}
+_PACKAGES = {"llama_cpp": "llama-cpp-python", "sklearn": "scikit-learn"}
 """What a package is called where it is not called as it is imported."""
 
 _LONGEST_VALUE = 60

@@ -13,7 +13,7 @@ from export.test_export import IDS, decoder_of, hooked, injection_for, listed, r
 from export.test_export_server import by_id, serving
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.export import Golden, export_gguf, fold, gguf_fields, make_golden, verify_gguf
+from i2cl.export import Golden, export_gguf, fold, make_golden, verify_gguf
 from i2cl.export.families import FAMILIES
 from i2cl.export.gguf import Weights, neighbours
 from i2cl.export.gguf_vocabulary import Vocabulary
@@ -25,7 +25,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")
 llama_cpp = pytest.mark.skipif(
-    find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'i2cl[gguf]')"
+    find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'i2cl[llama-cpp]')"
 )
 
 LLAMAS = {"llama", "ministral", "mistral", "qwen2", "phi3", "helium"}
@@ -235,7 +235,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     with pytest.raises(I2CLError, match=r"needs the package gguf: pip install 'i2cl\[gguf\]'"):
         export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(I2CLError, match="needs the package llama_cpp"):
+    with pytest.raises(I2CLError, match="needs the package llama-cpp-python"):
         LlamaCpp(tmp_path / "out.gguf", 8)
 
 
@@ -252,7 +252,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     assert "cannot write to" in refused(capsys, *gguf_too, tmp_path / "taken.gguf" / "out.gguf")
     assert "add --to gguf" in refused(capsys, *export, tmp_path / "out", "--dtype", "float16")
     assert "add --to gguf" in refused(capsys, *export, tmp_path / "out", "--no-tokenizer")
-    assert "no file" in refused(capsys, "verify", out)
+    assert "no GGUF file" in refused(capsys, "verify", out)
     assert "is no GGUF file, or damaged" in refused(capsys, "verify", tmp_path / "taken.gguf")
     assert run(*gguf_too, out) == 0
     assert f"has no {GOLDEN}" in refused(capsys, "verify", out)
@@ -573,9 +573,3 @@ def test_the_users_model_is_left_as_found(tmp_path):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert model.training
     assert model.config.to_dict() == config
-
-
-def test_fields_are_read_from_files_alone(tmp_path):
-    assert gguf_fields.is_gguf(tmp_path / "x.gguf")
-    (tmp_path / "y.gguf").mkdir()
-    assert not gguf_fields.is_gguf(tmp_path / "y.gguf")

@@ -39,7 +39,7 @@ def export_hf(
     values where some are given.
 
     Args:
-        source: the base model: a decoder in memory, ``"reference"``, a folder, or a hub id.
+        source: the base model: a decoder in memory, or the name of one.
         injection: at all positions, into the residual writers.
         output: a folder that is new or empty.
         golden: makes what `i2cl.export.verify` compares with (`i2cl.export.make_golden`); called once

@@ -49,7 +49,7 @@ def export_gguf(
     Beside the model it holds the task's template and labels, and the golden values where some are given.
 
     Args:
-        source: the base model: a decoder in memory, ``"reference"``, a folder, or a hub id.
+        source: the base model: a decoder in memory, or the name of one.
         injection: at all positions, into the residual writers.
         output: a file that is not there yet.
         golden: makes what `i2cl.export.verify_gguf` compares with (`i2cl.export.make_golden`).

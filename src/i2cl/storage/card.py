@@ -17,7 +17,7 @@ from i2cl.storage.atomic import public_name
 from i2cl.version import __version__
 
 CARD = "README.md"
-BUNDLED = "reference"  # a name of this package, which the hub may give to another model
+BUNDLED = {"reference", "smollm2"}  # names of this package, which the hub may give to other models
 TAGS = ["i2cl", "implicit-in-context-learning", "activation-steering", "few-shot"]
 TASK_TYPE = "text-classification"
 METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
@@ -106,7 +106,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
 
 def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
     task, metrics = description["task"], description.get("metrics", {})
-    local = base == BUNDLED or base != description["base_model"]["name"]
+    local = base in BUNDLED or base != description["base_model"]["name"]
     public = not local and _is_hub_id(base)
     results = [
         EvalResult(

@@ -58,9 +58,7 @@ def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
 def run(
     names: Annotated[str, typer.Argument(help="Experiments with commas between, 'all', or a TOML file.")],
     *,
-    model: Annotated[
-        str, typer.Option(help="'reference' (bundled), a model folder, or a hub id.")
-    ] = "reference",
+    model: Annotated[str, typer.Option(help=options.MODEL_HELP)] = "reference",
     store: Annotated[
         Path | None, typer.Option(help="Folder for results; what is there is not run again.")
     ] = None,

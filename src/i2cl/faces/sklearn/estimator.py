@@ -40,7 +40,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     """Classifies texts with a frozen decoder LLM and one injection fitted to the training texts.
 
     Args:
-        model: ``"reference"``, a folder or a hub id, loaded once a process; or a `Decoder`, which clones
+        model: name, folder, GGUF file or hub id, loaded once a process; or a `Decoder`, which clones
             share; or a `ModelIdentity`, which names one and says what its fingerprint has to be.
         template: prompt format with ``{text}`` and ``{label}`` at its end, or a `Template`.
         labels: the word that the model is to say for each class. Default: the class names themselves,

