@@ -27,7 +27,7 @@ FILES = frozenset({TENSORS, DESCRIPTION})
 
 
 class Stored(pydantic.BaseModel):
-    """The JSON half of an artefact. `metrics` and `command` came later, and are not always there."""
+    """The JSON half of an artefact. `metrics`, `command` and `worth` came later, and are not always there."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -43,6 +43,7 @@ class Stored(pydantic.BaseModel):
     loss: list[float]
     metrics: dict[str, int | float] = {}
     command: str = ""
+    worth: dict[str, Any] = {}
 
     @pydantic.field_validator("format_version")
     @classmethod
@@ -80,6 +81,7 @@ class Stored(pydantic.BaseModel):
             "history": tuple(self.loss),
             "metrics": self.metrics,
             "command": self.command,
+            "worth": self.worth,
         }
 
 
