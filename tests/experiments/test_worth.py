@@ -48,6 +48,7 @@ def test_rows_are_test_rows_where_there_are_some(task):
     assert labelled_rows(task, shown, 160) == task.test
     assert labelled_rows(task, shown, 7) == task.queries(7)
     assert labelled_rows(task, shown, 0) == ()
+    assert labelled_rows(replace(task, test=(*task.test, shown[0])), shown, 160) == task.test
     with pytest.raises(I2CLError, match="-1 queries"):
         labelled_rows(task, shown, -1)
 

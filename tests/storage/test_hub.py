@@ -204,7 +204,7 @@ def test_artefacts_from_before_there_were_cards_load(tmp_path):
 
 def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    rows = [("a warm film", "good"), ("a dull film", "bad")] * 3
+    rows = [(f"film {number}", ("good", "bad")[number % 2]) for number in range(8)]
     (tmp_path / "films.jsonl").write_text(
         "".join(json.dumps({"line": text, "label": label}) + "\n" for text, label in rows), encoding="utf-8"
     )

@@ -82,7 +82,7 @@ class Worth:
 
 
 def labelled_rows(task: Task, demonstrations: Sequence[Example], limit: int) -> tuple[Example, ...]:
-    """Rows to score on: test rows or, without any, training rows whose texts are no demonstration's.
+    """Rows to score on: test rows or, without any, training rows; none whose text is a demonstration's.
 
     Args:
         task: with its splits.
@@ -96,7 +96,7 @@ def labelled_rows(task: Task, demonstrations: Sequence[Example], limit: int) -> 
         I2CLError: on a limit below 0.
     """
     shown = {example.text for example in demonstrations}
-    rows = task.test or tuple(example for example in task.train if example.text not in shown)
+    rows = tuple(example for example in task.test or task.train if example.text not in shown)
     return replace(task, test=rows).queries(limit) if rows and limit else ()
 
 
