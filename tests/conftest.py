@@ -13,6 +13,7 @@ SHAPED = (
     "experiments.evaluation",
     "experiments.report",
     "experiments.statistics",
+    "experiments.worth",
     "injections",
     "methods",
     "models.architectures",

@@ -176,6 +176,36 @@ def test_texts_come_in_many_containers(kind):
     )
 
 
+# Whether it pays
+
+
+def test_it_reports_on_the_texts_that_shots_left_over():
+    found = I2CLClassifier(reference(), shots=2, recipe="fast", settings={"passes": 20}).fit(X, Y)
+    report = found.report_
+    assert (report["rows"], report["split"]) == (len(X) - 8, "train")
+    assert list(report["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "few_shot", "i2cl"]
+    task = replace(TASK, labels=tuple(found.classes_), test=())
+    rows = [Example(text, task.labels.index(word)) for text, word in zip(X, Y, strict=True)]
+    shown = {row.text for row in replace(task, train=tuple(rows)).sample(2, 0)}
+    left = [(text, word) for text, word in zip(X, Y, strict=True) if text not in shown]
+    assert report["methods"]["i2cl"]["accuracy"] == found.score(*zip(*left, strict=True))
+    assert report["methods"]["zero_shot"]["fit_seconds"] < report["methods"]["i2cl"]["fit_seconds"]
+    assert json.dumps(report) == json.dumps(pickle.loads(pickle.dumps(found)).report_)
+
+
+def test_there_is_no_report_where_no_text_is_left_or_none_is_wanted(tmp_path):
+    assert quick(shots=None).fit(X[:12], Y[:12]).report_ is None
+    found = quick(evaluate=0).fit(X, Y)
+    assert found.report_ is None
+    found.save_pretrained(tmp_path / "out")
+    assert I2CLClassifier.from_pretrained(tmp_path / "out").report_ is None
+    assert quick(evaluate=7).fit(X, Y).report_["rows"] == 7
+    with pytest.raises(I2CLError, match="-1 queries"):
+        quick(evaluate=-1).fit(X, Y)
+    with pytest.raises(NotFittedError):
+        _ = quick().report_
+
+
 # Input that is not right
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -12,6 +13,7 @@ from typing import Annotated
 import pytest
 import torch
 import typer
+from rich.console import Console
 
 from i2cl import Decoder, Injection
 from i2cl.faces.cli import app, console, main
@@ -163,6 +165,88 @@ def test_fit_reports_what_it_saved(call, home, tmp_path):
     assert record["cached_values"] == injection.context.values.numel()
     assert injection.settings["formula"] == "add"
     assert listed(tmp_path) == ["new"]
+
+
+def test_fit_ends_with_whether_it_pays(call, home, tmp_path):
+    arguments = fit_arguments(home, tmp_path / "new")
+    told, out = (call(*arguments, *more)[1] for more in (["--json"], []))
+    record = json.loads(told)
+    worth = record["worth"]
+    assert (worth["rows"], worth["split"]) == (12, "train")  # of 16 rows, 4 are demonstrations
+    assert list(worth["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "few_shot", "i2cl"]
+    assert worth["methods"]["i2cl"]["accuracy"] == record["metrics"]["accuracy"]
+    assert worth["methods"]["i2cl"]["fit_seconds"] == record["fit_seconds"]
+    kept = Injection.from_pretrained(tmp_path / "new").worth
+    assert kept["verdict"] == worth["verdict"]  # what is timed differs
+    words = out.split()
+    assert set(words) >= {*worth["methods"], "0", str(worth["methods"]["few_shot"]["cached_bytes"])}
+    score = worth["methods"]["few_shot"]
+    assert f"{score['accuracy']:.3f} ({score['low']:.3f}–{score['high']:.3f})" in out
+    assert "on 12 training rows that are no demonstrations" in out
+    assert "answers all rows together" in out
+    assert f"Whether it pays: {worth['verdict']}." in out
+    assert kept["verdict"] in (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
+
+
+def test_fit_measures_on_test_rows_where_there_are_some(call, home, tmp_path):
+    arguments = fit_arguments(home, tmp_path / "new", "--test", str(home / "test.jsonl"), "--json")
+    worth = json.loads(call(*arguments, "--evaluate", "6")[1])["worth"]
+    assert (worth["rows"], worth["split"]) == (6, "test")
+
+
+def test_fit_without_rows_to_score_says_how_to_give_some(call, home, tmp_path):
+    arguments = fit_arguments(home, tmp_path / "new", "--shots", "8")
+    (line,) = [line for line in call(*arguments)[1].splitlines() if "no labelled rows remain" in line]
+    assert "--test FILE" in line
+    assert "--shots" in line
+    assert json.loads(call(*arguments, "--json")[1])["worth"] is None
+    assert Injection.from_pretrained(tmp_path / "new").worth == {}
+
+
+def test_fit_measures_nothing_if_asked_not_to(call, home, tmp_path):
+    arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0")
+    out = call(*arguments)[1]
+    assert "pays" not in out
+    record = json.loads(call(*arguments, "--json")[1])
+    assert (record["worth"], record["metrics"]) == (None, {})
+
+
+def test_fit_goes_on_where_few_shot_exceeds_the_context(call, home, tmp_path):
+    tiny_model("llama", max_position_embeddings=40).save_pretrained(tmp_path / "short")
+    tiny_tokenizer().save_pretrained(tmp_path / "short")
+    task = ["fit", tmp_path / "short", home / "films.jsonl", "-o", tmp_path / "new", "--template", TEMPLATE]
+    code, out, _ = call(*task, "--shots", "2", "--set", "epochs=1")
+    assert code == 0
+    assert "not run" in next(line for line in out.splitlines() if line.startswith(" few_shot"))
+    assert "few_shot was not run: one demonstration per class" in out
+    assert "holds 40" in Injection.from_pretrained(tmp_path / "new").worth["not_run"]["few_shot"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "more", "hinted"),
+    [(3.0, [], True), (0.5, [], False), (3.0, ["--json"], False), (3.0, ["--set", "optimizer=lbfgs"], False)],
+    ids=["slow", "quick", "json", "fast already"],
+)
+def test_a_slow_fit_names_the_fast_recipe_once(call, home, tmp_path, monkeypatch, seconds, more, hinted):
+    clock = count(step=seconds)
+    monkeypatch.setattr("i2cl.faces.cli.fit.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0", "--set", "epochs=60", *more)
+    code, _, err = call(*arguments)
+    assert code == 0
+    assert err == ("some 3 minutes left: --recipe fast fits several times faster\n" if hinted else "")
+
+
+def test_time_left_is_known_where_an_epoch_takes_minutes(monkeypatch):
+    clock = count(step=90.0)
+    monkeypatch.setattr(
+        console, "err", Console(file=io.StringIO(), force_terminal=True, get_time=clock.__next__)
+    )
+    with console.progress(10, "calibrating") as bar:
+        for epoch in range(3):
+            bar.epoch(epoch + 1, 10, 0.5)
+        (task,) = bar._shown.tasks
+        assert task.time_remaining
+        assert "0.500" in task.description
 
 
 def test_fit_twice_with_one_seed_saves_the_same(call, home, tmp_path):

@@ -21,7 +21,6 @@ from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evaluation import with_metrics
 from i2cl.faces.cli import main
 from i2cl.models.decoder import Decoder
 from i2cl.storage import hub
@@ -92,22 +91,31 @@ def test_the_python_of_the_card_runs(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out.replace("'", '"'))[0] in TASK.labels
 
 
-def test_metrics_become_the_hubs_results(tmp_path):
-    decoder = decoder_named()
-    queries = [Example("a warm film", 0), Example("dull", 1), Example("lifeless", 1)]
-    injection = with_metrics(made(decoder), decoder, queries)
-    best = injection.predict(decoder, [query.text for query in queries])
-    right = sum(TASK.labels[query.label] == word for query, word in zip(queries, best, strict=True))
-    assert injection.metrics["accuracy"] == pytest.approx(right / 3)
+SCORE = {"accuracy": 0.5, "low": 0.1, "high": 0.9, "fit_seconds": 2.0, "milliseconds_per_query": 3.25}
+WORTH = {
+    "rows": 2,
+    "split": "train",
+    "verdict": "no better than zero-shot on 2 rows: do not use it",
+    "methods": {"zero_shot": SCORE | {"cached_bytes": 0}, "i2cl": SCORE | {"cached_bytes": 77}},
+    "not_run": {"few_shot": "too long"},
+}
+
+
+@pytest.mark.parametrize("worth", [{}, WORTH], ids=["alone", "compared"])
+def test_metrics_become_the_hubs_results(tmp_path, worth):
+    injection = made(metrics=METRICS, worth=worth)
     injection.save_pretrained(tmp_path / "out")
     results = {result.metric_type: result for result in card_of(tmp_path / "out").data.eval_results}
-    assert results["accuracy"].metric_value == pytest.approx(right / 3, abs=1e-4)
-    assert results["accuracy"].dataset_split == "test"
-    assert results["f1"].metric_value == pytest.approx(injection.metrics["macro_f1"], abs=1e-4)
-    assert "on 3 rows" in card_of(tmp_path / "out").text
-    assert Injection.from_pretrained(tmp_path / "out").metrics == injection.metrics
-    with pytest.raises(I2CLError, match="no queries"):
-        with_metrics(made(decoder), decoder, [])
+    assert (results["accuracy"].metric_value, results["f1"].metric_value) == (0.5, 0.5)
+    assert results["accuracy"].dataset_split == ("train" if worth else "test")
+    text = card_of(tmp_path / "out").text
+    assert f"on 2 rows of the {'training' if worth else 'test'} split" in text
+    assert ("| i2cl | 0.500 | 0.100 to 0.900 | 2.0 | 3.25 | 77 |" in text) == bool(worth)
+    assert ("| few_shot | not run: too long |" in text) == bool(worth)
+    assert ("no better than zero-shot on 2 rows: do not use it" in text) == bool(worth)
+    assert ("zero_shot+batch_calibration answers all rows together" in text) == bool(worth)
+    loaded = Injection.from_pretrained(tmp_path / "out")
+    assert (loaded.metrics, loaded.worth) == (METRICS, worth)
 
 
 @pytest.mark.parametrize(
@@ -180,15 +188,13 @@ def test_a_readme_of_the_users_own_is_not_replaced(tmp_path):
 
 
 def test_artefacts_from_before_there_were_cards_load(tmp_path):
-    made(command="i2cl fit", metrics={"accuracy": 1.0, "macro_f1": 1.0, "n": 2}).save_pretrained(
-        tmp_path / "out"
-    )
+    made(command="i2cl fit", metrics=METRICS, worth=WORTH).save_pretrained(tmp_path / "out")
     (tmp_path / "out" / CARD).unlink()
     description = json.loads((tmp_path / "out" / DESCRIPTION).read_text(encoding="utf-8"))
-    del description["metrics"], description["command"]
+    del description["metrics"], description["command"], description["worth"]
     (tmp_path / "out" / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
     loaded = Injection.from_pretrained(tmp_path / "out")
-    assert loaded.metrics == {}
+    assert (loaded.metrics, loaded.worth) == ({}, {})
     assert loaded.command == ""
     assert "metrics" not in made().description()  # so that older versions read what has none
 
@@ -198,7 +204,7 @@ def test_artefacts_from_before_there_were_cards_load(tmp_path):
 
 def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    rows = [("a warm film", "good"), ("a dull film", "bad")] * 3
+    rows = [(f"film {number}", ("good", "bad")[number % 2]) for number in range(8)]
     (tmp_path / "films.jsonl").write_text(
         "".join(json.dumps({"line": text, "label": label}) + "\n" for text, label in rows), encoding="utf-8"
     )
@@ -237,14 +243,6 @@ def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, 
     assert torch.equal(first.coefficients, second.coefficients)
     assert torch.equal(first.context.values, second.context.values)
     assert first.metrics == second.metrics
-
-
-def test_evaluate_needs_test_rows(tmp_path, capsys):
-    (tmp_path / "films.csv").write_text("text,label\nwarm,good\ndull,bad\n", encoding="utf-8")
-    arguments = ["fit", "reference", tmp_path / "films.csv", "-o", tmp_path / "out", "--shots", "1"]
-    assert run(*arguments, "--template", "{text}: {label}", "--evaluate", "4") == 2
-    assert "has no test examples" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 # Down from the hub

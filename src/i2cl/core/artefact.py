@@ -29,7 +29,7 @@ FILES = frozenset({TENSORS, DESCRIPTION})
 
 
 class Stored(pydantic.BaseModel):
-    """The JSON half of an artefact. `metrics` and `command` came later, and are not always there."""
+    """The JSON half of an artefact. `metrics`, `command` and `worth` came later, and are not always there."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -45,6 +45,7 @@ class Stored(pydantic.BaseModel):
     loss: list[float]
     metrics: dict[str, int | float] = {}
     command: str = ""
+    worth: dict[str, Any] = {}
 
     @pydantic.field_validator("format_version")
     @classmethod
@@ -82,6 +83,7 @@ class Stored(pydantic.BaseModel):
             "history": tuple(self.loss),
             "metrics": self.metrics,
             "command": self.command,
+            "worth": self.worth,
         }
 
 

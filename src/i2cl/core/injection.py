@@ -50,9 +50,10 @@ class Injection:
         seed: of calibration, and of ``positions="random"``.
         settings: of calibration, JSON-able.
         history: mean calibration loss of each epoch, in nats.
-        metrics: accuracy, macro-F1 and number of test rows, where they were measured
-            (`i2cl.experiments.evaluation.with_metrics`).
+        metrics: accuracy, macro-F1 and number of rows, where they were measured
+            (`i2cl.experiments.worth.with_worth`).
         command: the command line that makes it again, where one does.
+        worth: the same beside zero-shot and few-shot, as JSON has it (`i2cl.experiments.worth.Worth`).
     """
 
     context: ContextVector
@@ -66,6 +67,7 @@ class Injection:
     history: tuple[float, ...] = ()
     metrics: dict[str, int | float] = field(default_factory=dict)
     command: str = ""
+    worth: dict[str, Any] = field(default_factory=dict)
 
     def edit(self) -> LinearEdit:
         """The edit that applies this injection to `Decoder.forward`."""
@@ -218,7 +220,7 @@ class Injection:
 
     def description(self) -> dict[str, Any]:
         """What `save_pretrained` writes beside the tensors."""
-        told = {"metrics": self.metrics, "command": self.command}
+        told = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
         return {
             "format_version": 1 if self.base.sampled else FORMAT_VERSION,
             "base_model": self.base.to_dict(),

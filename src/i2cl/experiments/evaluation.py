@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,6 @@ import transformers
 from jaxtyping import Int
 
 from i2cl.core.edits import LinearEdit
-from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.records import Run
 from i2cl.methods import Method, Predictor
@@ -184,28 +183,6 @@ class Evaluation:
             with suppress(I2CLError):  # by itself, each seed tells its own
                 return fit(shown, self.seeds)
         return (fit([own], [seed])[0] for own, seed in zip(shown, self.seeds, strict=True))
-
-
-def with_metrics(
-    injection: Injection, decoder: Decoder, queries: Sequence[Example], *, progress: Progress | None = None
-) -> Injection:
-    """The same injection, which also knows its accuracy and macro-F1 on held-out rows.
-
-    Args:
-        injection: calibrated.
-        decoder: the model.
-        queries: labelled rows that calibration did not see (`i2cl.Task.queries`).
-        progress: called as queries finish.
-
-    Raises:
-        I2CLError: without queries, on an empty text, or another model than it was made on.
-    """
-    if not queries:
-        raise I2CLError("no queries were given: at least one is needed")
-    best = injection.scores(decoder, [query.text for query in queries], progress=progress).argmax(-1).numpy()
-    gold = np.array([query.label for query in queries])
-    accuracy, f1 = float((best == gold).mean()), macro_f1(gold, best, len(injection.task.labels))
-    return replace(injection, metrics={"accuracy": accuracy, "macro_f1": f1, "n": len(queries)})
 
 
 def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: int) -> float:

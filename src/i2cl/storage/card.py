@@ -6,7 +6,7 @@ https://huggingface.co/docs/huggingface_hub/guides/model-cards.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -22,6 +22,8 @@ TAGS = ["i2cl", "implicit-in-context-learning", "activation-steering", "few-shot
 TASK_TYPE = "text-classification"
 METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
 """Measured values of `Injection.metrics`, by what the hub calls them: type and name."""
+TOGETHER = "zero_shot+batch_calibration answers all rows together: it subtracts their mean scores."
+"""What has to be known of a method that `Injection.worth` compares with."""
 
 TEMPLATE = """---
 {{ card_data }}
@@ -98,7 +100,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         settings=_json(
             {key: description[key] for key in ("extraction", "calibration", "positions", "scoring", "seed")}
         ),
-        results=_results(description.get("metrics", {})),
+        results=_results(description.get("metrics", {}), description.get("worth", {})),
         again=_again(description),
     )
     return f"{card}\n"
@@ -113,7 +115,7 @@ def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
             task_type=TASK_TYPE,
             dataset_type=task["name"],
             dataset_name=task["title"] or task["name"],
-            dataset_split="test",
+            dataset_split=description.get("worth", {}).get("split", "test"),
             metric_type=kind,
             metric_name=called,
             metric_value=round(metrics[key], 4),
@@ -160,14 +162,34 @@ def _loss(history: list[float]) -> str:
     return f"Calibration loss: {first:.3f} -> {last:.3f} nats, first round to last of {len(history)}."
 
 
-def _results(metrics: Mapping[str, float]) -> str:
+def _results(metrics: Mapping[str, float], worth: Mapping[str, Any]) -> str:
     if not metrics:
-        return "Not measured (`i2cl fit --evaluate` would)."
+        return "Not measured (`i2cl fit` does where labelled rows remain)."
     told = ", ".join(f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics)
+    split = "training" if worth.get("split") == "train" else "test"
     rows = (
-        f" on {metrics['n']} rows of the test split, of which calibration saw none" if "n" in metrics else ""
+        f" on {metrics['n']} rows of the {split} split, of which calibration saw none"
+        if "n" in metrics
+        else ""
     )
-    return f"{told or 'No accuracy'}{rows}."
+    return "\n\n".join([f"{told or 'No accuracy'}{rows}.", *(_worth(worth) if worth else ())])
+
+
+def _worth(worth: Mapping[str, Any]) -> Iterator[str]:
+    """Verdict and table."""
+    yield f"Whether it pays: {worth['verdict']}."
+    lines = [
+        "| method | accuracy | 95 % interval | fit s | ms/query | bytes |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {name} | {one['accuracy']:.3f} | {one['low']:.3f} to {one['high']:.3f} "
+        f"| {one['fit_seconds']:.1f} | {one['milliseconds_per_query']:.2f} | {one['cached_bytes']} |"
+        for name, one in worth["methods"].items()
+    ]
+    lines += [f"| {name} | not run: {why} | | | | |" for name, why in worth["not_run"].items()]
+    yield "\n".join(lines)
+    yield TOGETHER
 
 
 def _again(description: Mapping[str, Any]) -> str:

@@ -25,6 +25,9 @@ FOLDED = 20
 GAP = 3
 """Characters between two columns."""
 
+SPEED_PERIOD = 3600.0
+"""Seconds that time left is estimated from: an epoch of a large model takes minutes."""
+
 FIRST = os.environ.get("RANK", "0") == "0"
 """Of several processes that hold one model together, the first alone speaks and writes."""
 
@@ -88,7 +91,9 @@ def progress(total: float | None, what: str, *, shown: bool = True) -> Iterator[
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     off = not (shown and err.is_terminal)
-    with Progress(*columns, console=err, transient=True, disable=off) as bars:
+    with Progress(
+        *columns, console=err, transient=True, disable=off, speed_estimate_period=SPEED_PERIOD
+    ) as bars:
         yield Bar(bars, bars.add_task(_plain(what), total=total))
 
 

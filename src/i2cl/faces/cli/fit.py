@@ -2,10 +2,10 @@
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from i2cl.methods.i2cl import I2CL
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Example, Task
+
+PATIENCE = 120.0
+"""Seconds of calibration left from which on a faster recipe is named."""
+
+ACCURACY = "accuracy (95 %)"
 
 _NAMES = ("model", "task")
 """Arguments that may be paths beside those that always are."""
@@ -36,30 +41,36 @@ def fit(
     settings: options.Settings = None,
     rows: TaskOptions,
     evaluate: Annotated[
-        int | None, typer.Option(min=1, help="Also score so many test rows, for the model card.")
-    ] = None,
+        int,
+        typer.Option(
+            min=0,
+            help="Score the fit beside zero-shot and few-shot on at most so many test rows or, without any, "
+            "training rows that are no demonstrations; 0: not at all.",
+        ),
+    ] = 160,
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
     """Turn a task's labelled examples into a calibrated injection and save it."""
     from i2cl.core.artefact import own_files
+    from i2cl.experiments.worth import labelled_rows
 
     require_writable(output, own_files(output))
     method = cast("I2CL", load.methods(["i2cl"], settings, recipe)[0])
     loaded = load.task(task, rows)
     demonstrations = loaded.sample(shots, seed)
-    queries = loaded.queries(evaluate) if evaluate else ()
+    queries = labelled_rows(loaded, demonstrations, evaluate)
     decoder = load.decoder(model, loading)
     started = time.perf_counter()
-    injection = _fitted(method, decoder, loaded, demonstrations, seed)
+    injection = _fitted(method, decoder, loaded, demonstrations, seed, hints=not json)
     seconds = time.perf_counter() - started
     if queries:
-        injection = _measured(injection, decoder, queries)
+        injection = _measured(injection, decoder, loaded, demonstrations, queries, seconds)
     command = command_line(context, shots=shots or loaded.shots, seed=seed)
     injection = replace(injection, command=command)
     if console.FIRST:
         injection.save_pretrained(output)
-    _show_fit(injection, output, model, seconds, json=json)
+    _show_fit(injection, output, model, seconds, asked=evaluate > 0, json=json)
 
 
 def _fitted(
@@ -68,25 +79,67 @@ def _fitted(
     task: "Task",
     demonstrations: "Sequence[Example]",
     seed: int,
+    *,
+    hints: bool,
 ) -> "Injection":
     from i2cl.core.calibration import calibrate
     from i2cl.core.context import extract
 
-    with console.progress(max(1, method.calibration.rounds), "calibrating") as bar:
+    config = method.calibration
+    with console.progress(max(1, config.rounds), "calibrating") as bar:
         context = extract(decoder, task, demonstrations, method.extraction, seed=seed)
-        return calibrate(
-            decoder, task, demonstrations, context, method.calibration, seed=seed, progress=bar.epoch
+        slow = hints and config.optimizer != "lbfgs"
+        progress = _Patience(bar).epoch if slow else bar.epoch
+        return calibrate(decoder, task, demonstrations, context, config, seed=seed, progress=progress)
+
+
+class _Patience:
+    """Moves a bar, and names the fast recipe once where the epochs that are left will take minutes."""
+
+    def __init__(self, bar: console.Bar) -> None:
+        self._bar = bar
+        self._first: tuple[float, int] | None = None  # when the first epoch ended, which also warms up
+        self._told = False
+
+    def epoch(self, step: int, steps: int, loss: float) -> None:
+        """See `console.Bar.epoch`."""
+        self._bar.epoch(step, steps, loss)
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now, step
+            return
+        left = (now - self._first[0]) / (step - self._first[1]) * (steps - step)
+        if left > PATIENCE and not self._told:
+            self._told = True
+            console.note(f"some {left / 60:.0f} minutes left: --recipe fast fits several times faster")
+
+
+def _measured(
+    injection: "Injection",
+    decoder: "Decoder",
+    task: "Task",
+    demonstrations: "Sequence[Example]",
+    queries: "Sequence[Example]",
+    seconds: float,
+) -> "Injection":
+    from i2cl.experiments.worth import BASELINES, with_worth
+
+    with console.progress(len(queries) * (len(BASELINES) + 1), "scoring") as bar:
+        return with_worth(
+            injection,
+            decoder,
+            task,
+            demonstrations,
+            queries,
+            seconds=seconds,
+            watch=lambda method: bar.describe(f"scoring {method}"),
+            progress=bar.advance,
         )
 
 
-def _measured(injection: "Injection", decoder: "Decoder", queries: "Sequence[Example]") -> "Injection":
-    from i2cl.experiments.evaluation import with_metrics
-
-    with console.progress(len(queries), "scoring") as bar:
-        return with_metrics(injection, decoder, queries, progress=bar.advance)
-
-
-def _show_fit(injection: "Injection", output: Path, model: str, seconds: float, *, json: bool) -> None:
+def _show_fit(
+    injection: "Injection", output: Path, model: str, seconds: float, *, asked: bool, json: bool
+) -> None:
     history, count = injection.history, injection.context.demonstrations
     first, last = (history[0], history[-1]) if history else (None, None)
     if json:
@@ -102,14 +155,42 @@ def _show_fit(injection: "Injection", output: Path, model: str, seconds: float, 
             "cached_values": injection.context.values.numel(),
             "coefficients": injection.coefficients.numel(),
             "metrics": injection.metrics,
+            "worth": injection.worth or None,
         }
         console.print_json(record)
         return
     told = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
-    if injection.metrics:
-        told += f", accuracy {injection.metrics['accuracy']:.3f} on {injection.metrics['n']} test rows"
     console.say(f"Saved {output}: {injection.task.name}, {count} demonstrations, {told}, {seconds:.1f} s.")
+    if injection.worth:
+        _show_worth(injection.worth)
+    elif asked:
+        console.say(
+            "Whether it pays is not known: no labelled rows remain to score. Give some with --test FILE, "
+            "or fit with fewer --shots."
+        )
     console.say(f"Next: i2cl predict {output} FILE")
+
+
+def _show_worth(worth: Mapping[str, Any]) -> None:
+    from i2cl.storage.card import TOGETHER
+
+    rows: list[Mapping[str, object]] = [
+        {
+            "method": name,
+            ACCURACY: f"{one['accuracy']:.3f} ({one['low']:.3f}–{one['high']:.3f})",
+            "fit s": f"{one['fit_seconds']:.1f}",
+            "ms/query": f"{one['milliseconds_per_query']:.2f}",
+            "bytes": one["cached_bytes"],
+        }
+        for name, one in worth["methods"].items()
+    ]
+    rows += [dict.fromkeys(rows[0], "") | {"method": name, ACCURACY: "not run"} for name in worth["not_run"]]
+    source = "test rows" if worth["split"] == "test" else "training rows that are no demonstrations"
+    console.say(f"\nAccuracy with its 95 % interval on {worth['rows']} {source}:")
+    console.print_table("", rows)
+    for name, why in worth["not_run"].items():
+        console.say(f"{name} was not run: {why}.")
+    console.say(f"{TOGETHER}\n\nWhether it pays: {worth['verdict']}.")
 
 
 def command_line(context: typer.Context, **resolved: object) -> str:

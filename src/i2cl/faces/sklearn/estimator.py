@@ -5,6 +5,7 @@ never copied: clones share it, and a pickle holds its name and fingerprint inste
 """
 
 import copy
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from i2cl.core.context import extract
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import RECIPES, CalibrationConfig
 from i2cl.errors import I2CLError
+from i2cl.experiments.worth import labelled_rows, with_worth
 from i2cl.faces.sklearn.inputs import as_classes, as_texts, label_words
 from i2cl.faces.sklearn.shared import ModelSource, find_decoder
 from i2cl.methods import make_methods
@@ -51,11 +53,14 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             ``{"layers": "middle"}``; `i2cl ls methods` lists them.
         scoring: score a label by its first token, its whole sequence, or as the labels demand.
         random_state: of demonstrations and calibration: an int, a RandomState, or None to draw one.
+        evaluate: at most so many of the training texts that ``shots`` left over are scored for `report_`;
+            0 for none, which takes less time.
         device: such as ``"cuda:0"``, for a model given by name. Default: an accelerator if there is one.
         dtype: such as ``"bfloat16"``, for a model given by name. Default: float32 on a CPU, else its own.
 
     Attributes:
         classes_: the classes, sorted; the columns of `predict_proba`.
+        report_: how it does beside zero-shot and few-shot, on training texts that ``shots`` left over.
         injection_: what was fitted, its label words in the order of ``classes_``.
     """
 
@@ -70,6 +75,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         settings: Mapping[str, Any] | None = None,
         scoring: Scoring = "auto",
         random_state: int | np.random.RandomState | None = 0,
+        evaluate: int = 160,
         device: str | None = None,
         dtype: str | None = None,
     ) -> None:
@@ -81,6 +87,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         self.settings = settings
         self.scoring = scoring
         self.random_state = random_state
+        self.evaluate = evaluate
         self.device = device
         self.dtype = dtype
 
@@ -103,15 +110,30 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         task = Task("texts", label_words(classes, self.labels), template, train=rows)
         seed = self._seed()
         shown = rows if self.shots is None else task.sample(self.shots, seed)
+        queries = labelled_rows(task, shown, self.evaluate)
         decoder = self._decoder()
+        started = time.perf_counter()
         context = extract(decoder, task, shown, method.extraction, seed=seed)
         injection = calibrate(
             decoder, task, shown, context, method.calibration, seed=seed, scoring=self.scoring
         )
+        seconds = time.perf_counter() - started
+        if queries:
+            injection = with_worth(injection, decoder, task, shown, queries, seconds=seconds)
         stored = {STORED: {"classes": classes.tolist(), "shots": self.shots}}
         self.injection_ = replace(injection, settings=injection.settings | stored)
         self.classes_ = classes
         return self
+
+    @property
+    def report_(self) -> dict[str, Any] | None:
+        """Whether the fit pays: the fields of `i2cl.experiments.worth.Worth`; None where no texts were left.
+
+        Raises:
+            NotFittedError: before `fit`.
+        """
+        check_is_fitted(self)
+        return self.injection_.worth or None
 
     def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
         """The most probable class of each text.

@@ -1,0 +1,234 @@
+"""Whether a fit pays: its injection beside what needs no fit, on the same labelled rows.
+
+Nothing here needs scipy, so that `i2cl fit` runs without the extra ``experiments``. Unlike the intervals of
+`i2cl.experiments.statistics`, which resample seeds as well, those here are for one fit on few rows, and have
+a width also where every answer is right.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import comb, sqrt
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Bool
+
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
+from i2cl.experiments.records import Run
+from i2cl.methods import Cost, Method, make_methods
+from i2cl.methods.i2cl import I2CL
+from i2cl.methods.prompts import PromptPredictor
+from i2cl.models.batching import is_out_of_memory
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress, Questions
+from i2cl.tasks import Example, Task
+
+BASELINES = ("zero_shot", "zero_shot+batch_calibration", "few_shot")
+"""What an injection is set beside; the first is what it has to beat."""
+
+LEVEL = 0.05
+"""Of the test, and what intervals leave out."""
+
+Z = NormalDist().inv_cdf(1 - LEVEL / 2)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How one method did.
+
+    Attributes:
+        accuracy: share of the rows answered rightly.
+        low, high: its 95 % interval (`wilson`).
+        fit_seconds: from demonstrations to a predictor.
+        milliseconds_per_query: tokenisation included.
+        cached_bytes: kept per task.
+    """
+
+    accuracy: float
+    low: float
+    high: float
+    fit_seconds: float
+    milliseconds_per_query: float
+    cached_bytes: int
+
+
+@dataclass(frozen=True)
+class Worth:
+    """An injection beside the baselines, on rows that are no demonstrations.
+
+    Attributes:
+        rows: how many.
+        split: of the task that they come from.
+        verdict: whether it is better than zero-shot, in words.
+        difference: accuracy minus that of zero-shot, a share.
+        low, high: its 95 % interval (`paired_interval`).
+        p: that of a test on the same rows (`mcnemar`).
+        methods: scores by method.
+        not_run: why the other methods could not be run.
+    """
+
+    rows: int
+    split: Literal["train", "test"]
+    verdict: str
+    difference: float
+    low: float
+    high: float
+    p: float
+    methods: dict[str, Score]
+    not_run: dict[str, str]
+
+
+def labelled_rows(task: Task, demonstrations: Sequence[Example], limit: int) -> tuple[Example, ...]:
+    """Rows to score on: test rows or, without any, training rows; none whose text is a demonstration's.
+
+    Args:
+        task: with its splits.
+        demonstrations: that something was fitted to.
+        limit: at most so many, as equal in number per class as the rows allow; 0 for none.
+
+    Returns:
+        No rows where none remain.
+
+    Raises:
+        I2CLError: on a limit below 0.
+    """
+    shown = {example.text for example in demonstrations}
+    rows = tuple(example for example in task.test or task.train if example.text not in shown)
+    return replace(task, test=rows).queries(limit) if rows and limit else ()
+
+
+def with_worth(
+    injection: Injection,
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Sequence[Example],
+    queries: Sequence[Example],
+    *,
+    seconds: float,
+    watch: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> Injection:
+    """The same injection, which also knows how it does on labelled rows, beside the baselines.
+
+    These have the same demonstrations and seed. One that cannot be run, such as few-shot where the
+    demonstrations do not fit into the context, is told as such.
+
+    Args:
+        injection: calibrated.
+        decoder: the model.
+        task: with the splits.
+        demonstrations: that the injection was fitted to.
+        queries: see `labelled_rows`.
+        seconds: that the fit took.
+        watch: called with the name of each method before it runs.
+        progress: called as queries finish.
+
+    Raises:
+        I2CLError: without queries, or on an empty text.
+    """
+    if not queries:
+        raise I2CLError("no queries were given: at least one is needed")
+    shown = tuple(demonstrations)
+
+    def scored(method: Method, fit: Callable[[], Fitted]) -> Run:
+        if watch is not None:
+            watch(method.called)
+        return measure(decoder, task, fit(), queries, progress)
+
+    def baseline(method: Method) -> Run:
+        return scored(method, lambda: fit_seeds(decoder, task, method, [shown], [injection.seed])[0])
+
+    zero_shot, *others = make_methods(BASELINES)
+    runs, not_run = {zero_shot.called: baseline(zero_shot)}, {}  # where this one fails, the injection does
+    for method in others:
+        try:
+            runs[method.called] = baseline(method)
+        except I2CLError as error:
+            not_run[method.called] = str(error)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            not_run[method.called] = "out of memory"
+    runs[I2CL.name] = ours = scored(I2CL(), lambda: _fitted(injection, decoder, task, shown, seconds))
+    split: Literal["train", "test"] = "test" if task.test else "train"
+    worth = _compared(ours, runs, not_run, split)
+    metrics = {"accuracy": ours.accuracy, "macro_f1": ours.macro_f1, "n": ours.n}
+    return replace(injection, metrics=metrics, worth=asdict(worth))
+
+
+def _fitted(
+    injection: Injection, decoder: Decoder, task: Task, shown: tuple[Example, ...], seconds: float
+) -> Fitted:
+    questions = Questions(decoder, task, injection.scoring)
+    cost = Cost.of(injection.context.values)
+    predictor = PromptPredictor(questions, edit=injection.edit(), cost=cost)
+    return Fitted(I2CL(), predictor, shown, injection.seed, seconds)
+
+
+def _compared(
+    ours: Run, runs: dict[str, Run], not_run: dict[str, str], split: Literal["train", "test"]
+) -> Worth:
+    mine, theirs = _right(ours), _right(runs[BASELINES[0]])
+    better, worse = int((mine & ~theirs).sum()), int((theirs & ~mine).sum())
+    low, high = paired_interval(better, worse, ours.n)
+    difference, p = (better - worse) / ours.n, mcnemar(better, worse)
+    scores = {name: _score(run) for name, run in runs.items()}
+    told = _verdict(difference, low, high, p, ours.n)
+    return Worth(ours.n, split, told, difference, low, high, p, scores, not_run)
+
+
+def _right(run: Run) -> Bool[np.ndarray, " rows"]:
+    right: Bool[np.ndarray, " rows"] = np.array(run.gold) == np.array(run.predictions)
+    return right
+
+
+def _score(run: Run) -> Score:
+    low, high = wilson(int(_right(run).sum()), run.n)
+    milliseconds = 1000 * run.predict_seconds / run.n
+    return Score(run.accuracy, low, high, run.fit_seconds, milliseconds, run.cost.cached_bytes)
+
+
+def _verdict(difference: float, low: float, high: float, p: float, n: int) -> str:
+    rows = f"{n} row{'s' * (n != 1)}"
+    if difference <= 0:
+        return f"no better than zero-shot on {rows}: do not use it"
+    if p < LEVEL and low > 0:
+        points = f"{100 * difference:.1f} points ({100 * low:.1f} to {100 * high:.1f})"
+        return f"better than zero-shot by {points} on {rows}"
+    return f"no difference to zero-shot shown on {rows}"
+
+
+def wilson(right: int, n: int) -> tuple[float, float]:
+    """The 95 % interval of a share.
+
+    Source: Wilson, Journal of the American Statistical Association 22(158), 1927.
+    """
+    share, spread = right / n, Z * Z / n
+    half = sqrt(spread * share * (1 - share) + spread * spread / 4)
+    middle = share + spread / 2
+    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
+
+
+def mcnemar(better: int, worse: int) -> float:
+    """Two-sided p-value of a difference, exact, from the rows that one of two methods alone has right.
+
+    Were the methods equal, each of these rows would be either one's as likely: a sign test (McNemar,
+    Psychometrika 12(2), 1947).
+    """
+    n = better + worse
+    tail = sum(comb(n, k) for k in range(min(better, worse) + 1))
+    return float(min(1, 2 * tail / 2**n))
+
+
+def paired_interval(better: int, worse: int, n: int) -> tuple[float, float]:
+    """The 95 % interval of the difference of two shares of the same n rows.
+
+    Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37(4), 2012: Wald's, with one
+    row more for each method that it alone has right.
+    """
+    up, down = (better + 1) / (n + 2), (worse + 1) / (n + 2)
+    half = Z * sqrt((up + down - (up - down) ** 2) / (n + 2))
+    return max(-1.0, up - down - half), min(1.0, up - down + half)

@@ -1,0 +1,241 @@
+"""Whether a fit pays: the rows it is measured on, what it is set beside, and what may be said of it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest
+
+from i2cl import CalibrationConfig, Example, I2CLError, Injection, calibrate, extract
+from i2cl.experiments import worth
+from i2cl.experiments.evaluation import evaluate
+from i2cl.experiments.worth import (
+    BASELINES,
+    labelled_rows,
+    mcnemar,
+    paired_interval,
+    wilson,
+    with_worth,
+)
+from i2cl.methods import make_methods
+from i2cl.models.decoder import Decoder
+from tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+
+
+def fitted(decoder, task, shots=2, seed=0):
+    shown = task.sample(shots, seed)
+    context = extract(decoder, task, shown, seed=seed)
+    return shown, calibrate(decoder, task, shown, context, CalibrationConfig(epochs=2), seed=seed)
+
+
+def measured(decoder, task, limit=160, **more):
+    shown, injection = fitted(decoder, task)
+    rows = labelled_rows(task, shown, limit)
+    return with_worth(injection, decoder, task, shown, rows, seconds=7.0, **more)
+
+
+# The rows
+
+
+def test_rows_are_test_rows_where_there_are_some(task):
+    shown = task.sample(2)
+    assert labelled_rows(task, shown, 160) == task.test
+    assert labelled_rows(task, shown, 7) == task.queries(7)
+    assert labelled_rows(task, shown, 0) == ()
+    assert labelled_rows(replace(task, test=(*task.test, shown[0])), shown, 160) == task.test
+    with pytest.raises(I2CLError, match="-1 queries"):
+        labelled_rows(task, shown, -1)
+
+
+def test_rows_are_else_training_rows_of_other_texts(task):
+    twin = Example(task.train[0].text, 1 - task.train[0].label)
+    task = replace(task, train=(*task.train, twin), test=())
+    shown = (task.train[0], task.train[1])
+    rows = labelled_rows(task, shown, 160)
+    assert sorted(row.text for row in rows) == sorted(row.text for row in task.train[2:-1])
+    fewer = labelled_rows(task, shown, 8)
+    assert [row.label for row in fewer].count(0) == len(fewer) // 2 == 4
+    assert labelled_rows(task, task.train, 160) == ()
+
+
+# What is measured
+
+
+def test_all_methods_are_those_of_an_evaluation(decoder, task):
+    injection = measured(decoder, task)
+    told = injection.worth
+    assert (told["rows"], told["split"], told["not_run"]) == (16, "test", {})
+    assert list(told["methods"]) == [*BASELINES, "i2cl"]
+    names = ["zero_shot", "zero_shot+batch_calibration", "few_shot", "i2cl"]
+    runs = {
+        method.called: evaluate(decoder, task, method, shots=2)
+        for method in make_methods(names, {"epochs": 2})
+    }
+    for name, score in told["methods"].items():
+        assert score["accuracy"] == runs[name].accuracy
+        assert score["cached_bytes"] == runs[name].cost.cached_bytes
+        assert 0 <= score["low"] <= score["accuracy"] <= score["high"] <= 1
+        assert score["milliseconds_per_query"] > 0
+    assert told["methods"]["i2cl"]["fit_seconds"] == 7.0
+    assert injection.metrics == {
+        "accuracy": runs["i2cl"].accuracy,
+        "macro_f1": runs["i2cl"].macro_f1,
+        "n": 16,
+    }
+    expected = runs["i2cl"].accuracy - runs["zero_shot"].accuracy
+    assert told["difference"] == pytest.approx(expected)
+
+
+def test_left_over_training_rows_are_told_as_such(decoder, task):
+    told = measured(decoder, replace(task, test=()), limit=6).worth
+    assert (told["rows"], told["split"]) == (6, "train")
+
+
+def test_what_is_scored_is_told_with_every_row(decoder, task):
+    names, rows = [], []
+    measured(decoder, task, watch=names.append, progress=rows.append)
+    assert names == [*BASELINES, "i2cl"]
+    assert sum(rows) == 4 * 16
+
+
+def test_few_shot_that_does_not_fit_is_told_and_nothing_fails(task):
+    short = Decoder(tiny_model("llama", max_position_embeddings=64), tiny_tokenizer(), name="short")
+    told = measured(short, task).worth
+    assert list(told["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "i2cl"]
+    assert "the context holds 64" in told["not_run"]["few_shot"]
+
+
+def test_a_single_row_has_no_batch_calibration(decoder, task):
+    told = measured(decoder, task, limit=1).worth
+    assert "by itself" in told["not_run"]["zero_shot+batch_calibration"]
+    assert "on 1 row" in told["verdict"]
+    assert "1 rows" not in told["verdict"]
+
+
+def test_few_shot_that_exceeds_the_memory_is_told_and_other_errors_are_not_hidden(decoder, task, monkeypatch):
+    def fail(error):
+        def prefix(*_arguments, **_named):
+            raise error
+
+        monkeypatch.setattr(Decoder, "prefix", prefix)
+
+    fail(torch.OutOfMemoryError("no room"))
+    assert measured(decoder, task).worth["not_run"] == {"few_shot": "out of memory"}
+    fail(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        measured(decoder, task)
+
+
+def test_without_rows_nothing_can_be_said(decoder, task):
+    shown, injection = fitted(decoder, task)
+    with pytest.raises(I2CLError, match="no queries"):
+        with_worth(injection, decoder, task, shown, (), seconds=0.0)
+
+
+def test_it_is_kept_with_the_artefact_and_one_without_it_loads(decoder, task, tmp_path):
+    injection = measured(decoder, task)
+    injection.save_pretrained(tmp_path / "with")
+    loaded = Injection.from_pretrained(tmp_path / "with")
+    assert loaded.worth == injection.worth
+    replace(injection, worth={}).save_pretrained(tmp_path / "without")
+    assert "worth" not in json.loads((tmp_path / "without" / "injection.json").read_text())
+    assert Injection.from_pretrained(tmp_path / "without").worth == {}
+
+
+def test_the_model_stays_as_it_was(decoder, task):
+    before = [parameter.requires_grad for parameter in decoder.model.parameters()]
+    side = decoder.tokenizer.padding_side
+    measured(decoder, task)
+    assert [parameter.requires_grad for parameter in decoder.model.parameters()] == before
+    assert decoder.tokenizer.padding_side == side
+    assert not any(module._forward_hooks for module in decoder.model.modules())
+
+
+# What may be said
+
+
+def verdict(better, worse, n):
+    low, high = paired_interval(better, worse, n)
+    return worth._verdict((better - worse) / n, low, high, mcnemar(better, worse), n)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "said"),
+    [
+        (0, 0, "no better than zero-shot on 160 rows: do not use it"),
+        (30, 30, "no better than zero-shot on 160 rows: do not use it"),
+        (2, 40, "no better than zero-shot on 160 rows: do not use it"),
+        (5, 0, "no difference to zero-shot shown on 160 rows"),
+        (30, 20, "no difference to zero-shot shown on 160 rows"),
+        (30, 10, "better than zero-shot by 12.5 points (4.7 to 20.0) on 160 rows"),
+    ],
+)
+def test_the_verdict_is_what_a_paired_test_shows(better, worse, said):
+    assert verdict(better, worse, 160) == said
+
+
+def test_four_rows_show_nothing():
+    assert verdict(4, 0, 4) == "no difference to zero-shot shown on 4 rows"
+
+
+# Statistics
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 5), (5, 5), (1, 3), (80, 160), (159, 160)])
+def test_intervals_of_a_share_are_those_of_scipy(right, n):
+    expected = binomtest(right, n).proportion_ci(method="wilson")
+    assert wilson(right, n) == pytest.approx((expected.low, expected.high))
+
+
+@pytest.mark.parametrize(("better", "worse"), [(1, 0), (6, 0), (0, 6), (10, 3), (40, 41), (300, 200)])
+def test_the_paired_test_is_scipys_sign_test(better, worse):
+    assert mcnemar(better, worse) == pytest.approx(binomtest(better, better + worse).pvalue)
+
+
+def test_no_row_that_differs_is_no_evidence():
+    assert mcnemar(0, 0) == 1
+    low, high = paired_interval(0, 0, 10)
+    assert low == -high < 0
+
+
+@pytest.mark.parametrize("n", [16, 160])
+@pytest.mark.parametrize("chances", [(0.3, 0.1), (0.6, 0.01), (0.02, 0.02)])
+def test_the_paired_interval_covers_the_true_difference(n, chances):
+    up, down = chances
+    rng = np.random.default_rng(0)
+    drawn = rng.multinomial(n, [up, down, 1 - up - down], size=2000)
+    found = [paired_interval(int(better), int(worse), n) for better, worse, _ in drawn]
+    assert np.mean([low <= up - down <= high for low, high in found]) >= 0.93
+
+
+FIT = """
+import sys
+sys.modules.update(dict.fromkeys(("scipy", "sklearn", "duckdb", "matplotlib")))  # as if not installed
+from i2cl.faces.cli import main
+main()
+"""
+
+
+def test_fit_needs_no_extra(tmp_path):
+    options = [
+        "--recipe",
+        "fast",
+        "--set",
+        "passes=1",
+        "--shots",
+        "1",
+        "--evaluate",
+        "4",
+        "-o",
+        tmp_path / "out",
+    ]
+    words = [sys.executable, "-c", FIT, "fit", "reference", "mood-colour-1", *options]
+    told = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert Injection.from_pretrained(tmp_path / "out").worth["rows"] == 4
