@@ -388,7 +388,7 @@ def test_a_pickle_holds_no_weights(tmp_path, how):
         carried = (tmp_path / "classifier").read_bytes()
         found = joblib.load(tmp_path / "classifier")
     tensors = fitted().injection_.context.values.nbytes + fitted().injection_.coefficients.nbytes
-    assert len(carried) < tensors + 4000
+    assert len(carried) < tensors + 5000
     assert found.model == reference().base
     assert not hasattr(found, "_held")  # nothing is loaded yet
     assert np.array_equal(found.predict_proba(QUERIES), fitted().predict_proba(QUERIES))
