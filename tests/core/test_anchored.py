@@ -106,7 +106,12 @@ def test_history_falls_and_is_the_loss_among_labels():
     context = extract(decoder, task(), SHOWN)
     told = []
     injection = anchor(
-        decoder, task(), SHOWN, context, AnchoredConfig(steps=4), progress=lambda *at: told.append(at)
+        decoder,
+        task(),
+        SHOWN,
+        context,
+        AnchoredConfig(tau=1.0, steps=4),
+        progress=lambda *at: told.append(at),
     )
     texts, gold = [one.text for one in SHOWN], torch.tensor([one.label for one in SHOWN])
 
@@ -134,10 +139,10 @@ def test_the_scale_is_that_of_the_context_vector_and_layers_can_be_left_out():
     decoder = made()
     context = extract(decoder, task(), SHOWN)
     quiet = replace(context, values=context.values * torch.tensor([1.0, 0.0])[None, :, None])
-    injection = anchor(decoder, task(), SHOWN, quiet)
+    injection = anchor(decoder, task(), SHOWN, quiet, AnchoredConfig(tau=1.0))
     assert injection.context.values[:, 0].norm() > 0
     assert injection.context.values[:, 1].norm() == 0
-    late = anchor(decoder, task(), SHOWN, context, AnchoredConfig(anchored_layers="late"))
+    late = anchor(decoder, task(), SHOWN, context, AnchoredConfig(tau=1.0, anchored_layers="late"))
     kept = late.context.values.flatten(1).norm(dim=1) > 0
     assert kept.tolist() == [layer >= 2 * decoder.layers // 3 for layer in range(decoder.layers)]
 
@@ -200,7 +205,7 @@ def test_the_model_is_left_as_found():
     before = {name: value.clone() for name, value in decoder.model.state_dict().items()}
     decoder.model.train()
     asked = [parameter.requires_grad for parameter in decoder.model.parameters()]
-    anchor(decoder, task(), SHOWN, extract(decoder, task(), SHOWN), AnchoredConfig(steps=1))
+    anchor(decoder, task(), SHOWN, extract(decoder, task(), SHOWN), AnchoredConfig(tau=1.0, steps=1))
     assert decoder.model.training
     assert asked == [parameter.requires_grad for parameter in decoder.model.parameters()]
     assert all(torch.equal(value, before[name]) for name, value in decoder.model.state_dict().items())
@@ -218,7 +223,7 @@ def test_a_prior_that_is_none_is_refused(tau, says):
 
 
 def test_scores_are_those_of_an_edit():
-    fit = problem(made(), task(), AnchoredConfig())
+    fit = problem(made(), task(), AnchoredConfig(tau=1.0))
     u = torch.full((fit.start.numel(),), 0.05)
     vectors, pairs = fit.linear(fit.theta(u)[None])
     edit = LinearEdit(vectors[0], pairs[0])

@@ -67,7 +67,7 @@ class AnchoredConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     free: Literal["vectors", "scalars"] = "vectors"
-    tau: float | Literal["loo"] = 1.0
+    tau: float | Literal["loo"] = "loo"
     steps: int = Field(8, ge=0)
     tolerance: float = Field(1e-3, ge=0)
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"

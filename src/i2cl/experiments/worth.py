@@ -108,6 +108,7 @@ def with_worth(
     queries: Sequence[Example],
     *,
     seconds: float,
+    method: Method | None = None,
     watch: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> Injection:
@@ -123,6 +124,7 @@ def with_worth(
         demonstrations: that the injection was fitted to.
         queries: see `labelled_rows`.
         seconds: that the fit took.
+        method: that made the injection; default: I2CL.
         watch: called with the name of each method before it runs.
         progress: called as queries finish.
 
@@ -143,16 +145,17 @@ def with_worth(
 
     zero_shot, *others = make_methods(BASELINES)
     runs, not_run = {zero_shot.called: baseline(zero_shot)}, {}  # where this one fails, the injection does
-    for method in others:
+    for other in others:
         try:
-            runs[method.called] = baseline(method)
+            runs[other.called] = baseline(other)
         except I2CLError as error:
-            not_run[method.called] = str(error)
+            not_run[other.called] = str(error)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            not_run[method.called] = "out of memory"
-    runs[I2CL.name] = ours = scored(I2CL(), lambda: _fitted(injection, decoder, task, shown, seconds))
+            not_run[other.called] = "out of memory"
+    by = method or I2CL()
+    ours = runs[by.called] = scored(by, lambda: _fitted(injection, by, decoder, task, shown, seconds))
     split: Literal["train", "test"] = "test" if task.test else "train"
     worth = _compared(ours, runs, not_run, split)
     metrics = {"accuracy": ours.accuracy, "macro_f1": ours.macro_f1, "n": ours.n}
@@ -160,12 +163,17 @@ def with_worth(
 
 
 def _fitted(
-    injection: Injection, decoder: Decoder, task: Task, shown: tuple[Example, ...], seconds: float
+    injection: Injection,
+    by: Method,
+    decoder: Decoder,
+    task: Task,
+    shown: tuple[Example, ...],
+    seconds: float,
 ) -> Fitted:
     questions = Questions(decoder, task, injection.scoring)
     cost = Cost.of(injection.context.values)
     predictor = PromptPredictor(questions, edit=injection.edit(), cost=cost)
-    return Fitted(I2CL(), predictor, shown, injection.seed, seconds)
+    return Fitted(by, predictor, shown, injection.seed, seconds)
 
 
 def _compared(

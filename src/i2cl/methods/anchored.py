@@ -9,10 +9,12 @@ from typing import ClassVar
 
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.context import ExtractConfig, extract
+from i2cl.core.injection import Injection
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
+from i2cl.models.training import StepProgress
 from i2cl.tasks import Example, Task
 
 
@@ -28,12 +30,28 @@ class Anchored(Method):
     extraction: ExtractConfig = field(default_factory=ExtractConfig)
     anchoring: AnchoredConfig = field(default_factory=AnchoredConfig)
 
+    @property
+    def rounds(self) -> int:
+        """How often progress is told, at most."""
+        return self.anchoring.steps
+
+    def injection(
+        self,
+        decoder: Decoder,
+        task: Task,
+        demonstrations: Sequence[Example],
+        seed: int = 0,
+        progress: StepProgress | None = None,
+    ) -> Injection:
+        """Extract, which gives the scale, and fit."""
+        context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
+        return anchor(decoder, task, demonstrations, context, self.anchoring, progress=progress)
+
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> PromptPredictor:
-        """Extract, which gives the scale, and fit."""
-        context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
-        injection = anchor(decoder, task, demonstrations, context, self.anchoring)
+        """Inject what `injection` finds."""
+        injection = self.injection(decoder, task, demonstrations, seed)
         scalars = self.anchoring.free == "scalars"
         trained = injection.coefficients.numel() if scalars else injection.context.values.numel()
         cost = Cost.of(injection.context.values, trained=trained)

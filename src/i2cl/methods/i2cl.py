@@ -29,6 +29,7 @@ from i2cl.methods.prompts import PromptPredictor, Shown, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Questions
+from i2cl.models.training import StepProgress
 from i2cl.tasks import Example, Task, Template
 
 
@@ -88,6 +89,31 @@ class I2CL(InjectionMethod):
     def joint(self) -> bool:
         """Whether their steps can be taken together."""
         return self.calibration.joint
+
+    @property
+    def rounds(self) -> int:
+        """How often progress is told."""
+        return self.calibration.rounds
+
+    def injection(
+        self,
+        decoder: Decoder,
+        task: Task,
+        demonstrations: Sequence[Example],
+        seed: int = 0,
+        progress: StepProgress | None = None,
+    ) -> Injection:
+        """Extract and calibrate."""
+        plan = self.plan(decoder, task, demonstrations, seed)
+        return calibrate(
+            decoder,
+            plan.task,
+            plan.demonstrations,
+            plan.context,
+            self.calibration,
+            seed=seed,
+            progress=progress,
+        )
 
     def plan(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Plan:
         """The demonstrations, and the context vector that they make."""

@@ -3,10 +3,14 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from i2cl.errors import I2CLError
 from i2cl.tasks.sampling import even_quotas, group_by_label, sample_per_class, seeded
 from i2cl.tasks.template import Template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Example", "Task", "Template"]
 
@@ -110,6 +114,19 @@ class Task:
         used = {example.text for example in demonstrations}
         free = [example.text for example in self._rows("train") if example.text not in used]
         return tuple(seeded(f"unlabelled {seed}").sample(free, min(n, len(free))))
+
+    def chat(self, tokenizer: "PreTrainedTokenizerBase", instruction: str | None = None) -> "Task":
+        """The same task in the tokenizer's chat template (`Template.chat`), after its instruction or another.
+
+        Raises I2CLError if the tokenizer has no chat template that can be used.
+        """
+        told = self.instruction if instruction is None else instruction
+        return replace(self, template=Template.chat(tokenizer, told))
+
+    def instructed(self, instruction: str | None = None) -> "Task":
+        """The same task with its instruction, or another, before everything else."""
+        told = self.instruction if instruction is None else instruction
+        return replace(self, template=self.template.instructed(told))
 
     def without_data(self) -> "Task":
         """The same task with empty splits."""

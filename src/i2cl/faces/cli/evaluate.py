@@ -48,6 +48,9 @@ def evaluate(
     chosen = load.methods(methods, settings, recipe)
     tasks = load.tasks(task, model, rows)
     source = partial(load.decoder, model, loading)
+    if rows.chat or rows.instruction:
+        tokenizer = source().tokenizer
+        tasks = [load.worded(one, rows, tokenizer) for one in tasks]
     span = range(seed, seed + seeds)
     with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:
         runs = sweep(source, tasks, chosen, span, shots=shots, limit=limit, workers=workers, watch=bar.run)

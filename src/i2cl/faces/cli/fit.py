@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -15,6 +15,7 @@ from i2cl.storage.atomic import public_name, require_writable
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
+    from i2cl.methods.anchored import Anchored
     from i2cl.methods.i2cl import I2CL
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Example, Task
@@ -37,6 +38,10 @@ def fit(
     *,
     shots: options.Shots = None,
     seed: options.Seed = 0,
+    method: Annotated[
+        Literal["i2cl", "anchored"],
+        typer.Option(help="The paper's, or an injection fitted around the plain model among the labels."),
+    ] = "i2cl",
     recipe: options.Recipe = "paper",
     settings: options.Settings = None,
     rows: TaskOptions,
@@ -56,16 +61,17 @@ def fit(
     from i2cl.experiments.worth import labelled_rows
 
     require_writable(output, own_files(output))
-    method = cast("I2CL", load.methods(["i2cl"], settings, recipe)[0])
+    chosen = cast("I2CL | Anchored", load.methods([method], settings, recipe)[0])
     loaded = load.task(task, rows)
     demonstrations = loaded.sample(shots, seed)
     queries = labelled_rows(loaded, demonstrations, evaluate)
     decoder = load.decoder(model, loading)
+    loaded = load.worded(loaded, rows, decoder.tokenizer)
     started = time.perf_counter()
-    injection = _fitted(method, decoder, loaded, demonstrations, seed, hints=not json)
+    injection = _fitted(chosen, decoder, loaded, demonstrations, seed, hints=not json)
     seconds = time.perf_counter() - started
     if queries:
-        injection = _measured(injection, decoder, loaded, demonstrations, queries, seconds)
+        injection = _measured(injection, chosen, decoder, loaded, demonstrations, queries, seconds)
     command = command_line(context, shots=shots or loaded.shots, seed=seed)
     injection = replace(injection, command=command)
     if console.FIRST:
@@ -74,7 +80,7 @@ def fit(
 
 
 def _fitted(
-    method: "I2CL",
+    method: "I2CL | Anchored",
     decoder: "Decoder",
     task: "Task",
     demonstrations: "Sequence[Example]",
@@ -82,15 +88,12 @@ def _fitted(
     *,
     hints: bool,
 ) -> "Injection":
-    from i2cl.core.calibration import calibrate
-    from i2cl.core.context import extract
+    from i2cl.methods.i2cl import I2CL
 
-    config = method.calibration
-    with console.progress(max(1, config.rounds), "calibrating") as bar:
-        context = extract(decoder, task, demonstrations, method.extraction, seed=seed)
-        slow = hints and config.optimizer != "lbfgs"
+    with console.progress(max(1, method.rounds), "calibrating") as bar:
+        slow = hints and isinstance(method, I2CL) and method.calibration.optimizer != "lbfgs"
         progress = _Patience(bar).epoch if slow else bar.epoch
-        return calibrate(decoder, task, demonstrations, context, config, seed=seed, progress=progress)
+        return method.injection(decoder, task, demonstrations, seed, progress)
 
 
 class _Patience:
@@ -116,6 +119,7 @@ class _Patience:
 
 def _measured(
     injection: "Injection",
+    method: "I2CL | Anchored",
     decoder: "Decoder",
     task: "Task",
     demonstrations: "Sequence[Example]",
@@ -132,6 +136,7 @@ def _measured(
             demonstrations,
             queries,
             seconds=seconds,
+            method=method,
             watch=lambda method: bar.describe(f"scoring {method}"),
             progress=bar.advance,
         )

@@ -9,11 +9,16 @@ from i2cl.errors import I2CLError
 from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from i2cl.core.injection import Injection
     from i2cl.methods import Method
     from i2cl.models.architectures import Architecture
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
+
+UNWORDED = "{text} {label}"
+"""Stands where a chat's template will."""
 
 
 def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":
@@ -108,6 +113,10 @@ def task(name: str, options: TaskOptions) -> "Task":
 
     _quiet_hub()
     template = options.template.replace("\\n", "\n") if options.template else None
+    if options.chat:
+        if template is not None:
+            raise I2CLError("--chat and --template exclude each other: leave one of them out")
+        template = UNWORDED
     return load_task(
         name,
         data_dir=options.data_dir,
@@ -117,6 +126,13 @@ def task(name: str, options: TaskOptions) -> "Task":
         label_column=options.label_column,
         test_path=options.test,
     )
+
+
+def worded(task: "Task", options: TaskOptions, tokenizer: "PreTrainedTokenizerBase") -> "Task":
+    """A task as a chat, or after an instruction, where that is asked for."""
+    if options.chat:
+        return task.chat(tokenizer, options.instruction)
+    return task if options.instruction is None else task.instructed(options.instruction)
 
 
 def tasks(names: str, model: str, options: TaskOptions) -> "list[Task]":

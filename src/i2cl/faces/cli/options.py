@@ -60,6 +60,13 @@ class TaskOptions:
         str | None,
         typer.Option(help="Such as 'Review: {text}\\nSentiment: {label}'; \\n is a newline."),
     ] = None
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask in the model's own chat template, the label as its answer.")
+    ] = False
+    instruction: Annotated[
+        str | None,
+        typer.Option(help="Before everything else; of a chat, the default is the task's own: '' for none."),
+    ] = None
     labels: Annotated[
         str | None, typer.Option(help="Label words in the order of their ids, commas between.")
     ] = None

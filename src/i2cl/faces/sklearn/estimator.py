@@ -45,6 +45,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         model: name, folder, GGUF file or hub id, loaded once a process; or a `Decoder`, which clones
             share; or a `ModelIdentity`, which names one and says what its fingerprint has to be.
         template: prompt format with ``{text}`` and ``{label}`` at its end, or a `Template`.
+        chat: ask in the model's own chat template instead.
+        instruction: stands before everything else; of a chat, its system turn.
         labels: the word that the model is to say for each class. Default: the class names themselves,
             where they are strings.
         shots: demonstrations per class, drawn with ``random_state``; None takes all training texts.
@@ -69,6 +71,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         model: ModelSource = "reference",
         *,
         template: str | Template = TEMPLATE,
+        chat: bool = False,
+        instruction: str = "",
         labels: Mapping[Any, str] | None = None,
         shots: int | None = None,
         recipe: str = "paper",
@@ -81,6 +85,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     ) -> None:
         self.model = model
         self.template = template
+        self.chat = chat
+        self.instruction = instruction
         self.labels = labels
         self.shots = shots
         self.recipe = recipe
@@ -112,6 +118,10 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         shown = rows if self.shots is None else task.sample(self.shots, seed)
         queries = labelled_rows(task, shown, self.evaluate)
         decoder = self._decoder()
+        if self.chat:
+            task = task.chat(decoder.tokenizer, self.instruction)
+        elif self.instruction:
+            task = task.instructed(self.instruction)
         started = time.perf_counter()
         context = extract(decoder, task, shown, method.extraction, seed=seed)
         injection = calibrate(
