@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from i2cl.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from i2cl.core.anchored import AnchoredConfig as AnchoredConfig
+    from i2cl.core.anchored import anchor as anchor
     from i2cl.core.calibration import calibrate as calibrate
     from i2cl.core.calibration import calibrate_many as calibrate_many
     from i2cl.core.context import ContextVector as ContextVector
@@ -46,6 +48,7 @@ _HOMES = {
     "errors": "I2CLError",
     "models.architectures": "ARCHITECTURES Architecture",
     "models.decoder": "Decoder",
+    "core.anchored": "AnchoredConfig anchor",
     "core.context": "ContextVector ExtractConfig extract extract_classes",
     "core.recipe": "CalibrationConfig",
     "core.calibration": "calibrate calibrate_many",

@@ -363,9 +363,9 @@ def test_a_label_prior_of_few_texts_is_refused(films, demonstrations):
 
 def test_anchored_injects_what_anchoring_finds(films, demonstrations):
     decoder = made("llama")
-    found = fit("anchored", decoder, films, demonstrations, steps=2, tau=3)
+    found = fit("anchored", decoder, films, demonstrations, steps=2, reach=3)
     context = extract(decoder, films, demonstrations)
-    expected = anchor(decoder, films, demonstrations, context, AnchoredConfig(steps=2, tau=3.0))
+    expected = anchor(decoder, films, demonstrations, context, AnchoredConfig(steps=2, reach=3.0))
     torch.testing.assert_close(found.scores(TEXTS), expected.scores(decoder, TEXTS), atol=0, rtol=0)
     assert found.cost.trained == found.cost.cached_values == context.values.numel()
     scalars = fit("anchored", decoder, films, demonstrations, steps=1, free="scalars")

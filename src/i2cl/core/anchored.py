@@ -7,18 +7,21 @@ themselves, and the plain model is the prior's mean: the maximum a posteriori of
     sum of -log p(label | query, label words) + tau/2 |(theta - theta_0) / s|^2
 
 in theta, a vector added to each writer's output (or I2CL's lambda and beta). The scale s of a vector is the
-root mean square of the context vector at its site. A step linearises the label scores in theta (one forward
-and one backward pass a label over the demonstrations) and solves for all of them in the space of the N x C
-scores, where the kernel J s^2 J' has few rows however wide the model is (Gauss-Newton with a proximal term
-that grows where a step does not pay: Levenberg-Marquardt). One step is kernel regression with the model's
-tangent kernel (https://arxiv.org/abs/2210.05643).
+root mean square of the context vector at its site. tau follows from the reach: how far the prior lets the
+label scores of a query move apart, as a standard deviation in nats, which means the same on every model.
+
+A step linearises the label scores in theta (one forward and one backward pass a label over the
+demonstrations) and solves for all of them in the space of the N x C scores, where the kernel J s^2 J' has few
+rows however wide the model is (Gauss-Newton with a proximal term that grows where a step does not pay:
+Levenberg-Marquardt). One step is kernel regression with the model's tangent kernel
+(https://arxiv.org/abs/2210.05643).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -42,8 +45,8 @@ from i2cl.models.scoring import (
 from i2cl.models.training import Backward, StepProgress
 from i2cl.tasks import Example, Task
 
-TAUS = (1.0, 10.0, 100.0, math.inf)
-"""Strengths that leave-one-out chooses among; under the last one the plain model stays as it is."""
+REACHES = (10.0, 3.0, 1.0, 0.0)
+"""What leave-one-out chooses among, in nats; with the last one the plain model stays as it is."""
 
 STRONGEST = 1e6
 """Proximal factor beyond which no step pays."""
@@ -57,8 +60,9 @@ class AnchoredConfig(BaseModel):
 
     Attributes:
         free: a vector at each writer (2 x layers x d numbers), or I2CL's lambda and beta (4 x layers).
-        tau: strength of the prior; ``"loo"`` takes the one of `TAUS` under which each demonstration is
-            predicted best by the others, to first order, and a larger one within a standard error of it.
+        reach: standard deviation of the label scores under the prior, in nats; ``"loo"`` takes the one of
+            `REACHES` under which each demonstration is predicted best by the others, to first order, or a
+            smaller one within a standard error of it.
         steps: linearisations at most.
         tolerance: relative gain of the objective below which it ends.
         anchored_layers: all, or a third of them.
@@ -67,7 +71,7 @@ class AnchoredConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     free: Literal["vectors", "scalars"] = "vectors"
-    tau: float | Literal["loo"] = "loo"
+    reach: Annotated[float, Field(ge=0)] | Literal["loo"] = "loo"
     steps: int = Field(8, ge=0)
     tolerance: float = Field(1e-3, ge=0)
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"
@@ -95,19 +99,17 @@ def anchor(
         progress: called after each step with steps done, steps at most and the mean loss in nats.
 
     Raises:
-        I2CLError: without demonstrations, on a context vector of another model, a tau that is not above 0,
-            or scores that are not finite.
+        I2CLError: without demonstrations, on a context vector of another model, or scores that are not
+            finite.
     """
     config = config or AnchoredConfig()
-    if not (config.tau == "loo" or config.tau > 0):
-        raise I2CLError(f"tau={config.tau}: give a number above 0, or 'loo'")
     require_demonstrations(task, demonstrations)
     context.require_base(decoder)
     fit = _Fit(Questions(decoder, task, scoring), tuple(demonstrations), context, config)
     with decoder.frozen():
         theta, history = fit.solved(progress)
     vectors, coefficients = fit.linear(theta[None])
-    settings = config.model_dump(mode="json") | {"method": "anchored", "tau": fit.tau}
+    settings = config.model_dump(mode="json") | {"method": "anchored", "reach": fit.reach}
     return Injection(
         context=replace(context, values=vectors[0]),
         coefficients=coefficients[0],
@@ -140,15 +142,23 @@ class _Point:
             found += wide @ wide.T
         return found
 
+    def tau(self, reach: float) -> float:
+        """The strength of the prior that gives the label scores of a query this standard deviation."""
+        n, labels = self.scores.shape
+        blocks = self.kernel.view(n, labels, n, labels).diagonal(dim1=0, dim2=2)  # (labels, labels, n)
+        apart = blocks.diagonal(dim1=0, dim2=1).mean() - blocks.mean()  # what all labels share counts nothing
+        return apart.item() / reach**2 if reach > 0 else math.inf
+
 
 @dataclass(eq=False)
 class _Fit:
-    """One fit; ``tau`` is the number it ends up with."""
+    """One fit; ``reach`` and ``tau`` are the numbers it ends up with."""
 
     questions: Questions
     demonstrations: tuple[Example, ...]
     context: ContextVector
     config: AnchoredConfig
+    reach: float = math.nan
     tau: float = math.nan
 
     def __post_init__(self) -> None:
@@ -181,8 +191,9 @@ class _Fit:
         point = self.point(u)
         loss = self.loss(point.scores)
         history = [loss]
-        tau = self.tau = self.chosen(point) if self.config.tau == "loo" else self.config.tau
-        most = self.config.steps if math.isfinite(tau) else 0
+        self.reach = self.chosen(point) if self.config.reach == "loo" else self.config.reach
+        self.tau = point.tau(self.reach)
+        most = self.config.steps if 0 < self.tau < math.inf else 0
         objective, factor = loss * len(self.gold), 1.0
         for step in range(most):
             found = self.stepped(point, u, objective, factor)
@@ -219,16 +230,16 @@ class _Fit:
         return None
 
     def chosen(self, point: _Point) -> float:
-        """The tau of the best leave-one-out likelihood under the tangent at the start.
+        """The reach of the best leave-one-out likelihood under the tangent at the start.
 
-        The larger is preferred within one standard error of the paired differences.
+        The smaller is preferred within one standard error of the paired differences.
         """
-        losses = [_left_out(point, self.gold, self.one_hot, tau) for tau in TAUS]
+        losses = [_left_out(point, self.gold, self.one_hot, point.tau(reach)) for reach in REACHES]
         best = min(losses, key=lambda one: one.mean().item())
-        for tau, one in reversed(list(zip(TAUS, losses, strict=True))):
+        for reach, one in reversed(list(zip(REACHES, losses, strict=True))):
             apart = one - best
             if apart.mean() <= apart.std(correction=0) / math.sqrt(len(apart)):
-                return tau
+                return reach
         raise AssertionError("the best is within its own error")
 
     @property
@@ -242,7 +253,7 @@ class _Fit:
         value = torch.nn.functional.cross_entropy(scores, self.gold).item()
         if not math.isfinite(value):
             raise I2CLError(
-                f"the label scores became {value}: load the model in float32, or ask for a larger tau"
+                f"the label scores became {value}: load the model in float32, or ask for a smaller reach"
             )
         return value
 
