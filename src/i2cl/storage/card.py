@@ -31,9 +31,9 @@ TEMPLATE = """---
 
 # {{ title }}
 
-A context vector and two coefficients for each layer and residual writer of {{ base }}, which then sorts a
+{{ what }} for each layer and residual writer of {{ base }}, which then sorts a
 text into {{ classes }} classes at the cost of a prompt without examples. Method:
-[Implicit In-context Learning](https://arxiv.org/abs/2405.14660) (ICLR 2025); made with i2cl {{ version }}.
+[Implicit In-context Learning](https://arxiv.org/abs/2405.14660) (ICLR 2025){{ variant }}; made with i2cl {{ version }}.
 
 ## Use
 
@@ -83,17 +83,22 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
     base = description["base_model"]
     shown = public_name(base["name"])
     task = description["task"]
+    anchored = description["calibration"].get("method") == "anchored"
     card = ModelCard.from_template(
         _metadata(description, shown),
         template_str=TEMPLATE,
         title=" ".join(f"I2CL: {task['title'] or task['name']}".split()),
         version=__version__,
+        what="A vector" if anchored else "A context vector and two coefficients",
+        variant=", anchored: fitted around the plain model among the label words" if anchored else "",
         base=_inline(shown),
         classes=len(task["labels"]),
         python=_python(name, shown, base["revision"]),
         console=_fenced(f"i2cl predict {name} texts.txt", "console"),
         local=shown != base["name"],
-        task=_json({key: task[key] for key in ("name", "labels", "template", "separator")}),
+        task=_json(
+            {key: task[key] for key in ("name", "labels", "template", "separator", "opening") if key in task}
+        ),
         base_model=_json({key: base[key] for key in base if key != "config"} | {"name": shown}),
         demonstrations=description["demonstrations"],
         loss=_loss(description["loss"]),
