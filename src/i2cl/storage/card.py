@@ -25,6 +25,9 @@ METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
 TOGETHER = "zero_shot+batch_calibration answers all rows together: it subtracts their mean scores."
 """What has to be known of a method that `Injection.worth` compares with."""
 
+SHOWN = ("name", "labels", "template", "separator", "opening")
+"""What a card tells of a task."""
+
 TEMPLATE = """---
 {{ card_data }}
 ---
@@ -33,7 +36,8 @@ TEMPLATE = """---
 
 {{ what }} for each layer and residual writer of {{ base }}, which then sorts a
 text into {{ classes }} classes at the cost of a prompt without examples. Method:
-[Implicit In-context Learning](https://arxiv.org/abs/2405.14660) (ICLR 2025){{ variant }}; made with i2cl {{ version }}.
+[Implicit In-context Learning](https://arxiv.org/abs/2405.14660) (ICLR 2025){{ variant }}; made with i2cl
+{{ version }}.
 
 ## Use
 
