@@ -9,12 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from i2cl import Decoder
+from i2cl import AnchoredConfig, Decoder, Example, anchor, extract, load_task
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.export import export_gguf, export_hf, make_golden, verify, verify_gguf
 from i2cl.models import loading
 from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, located
+from i2cl.models.scoring import Questions
 from i2cl.tasks import Task, Template
 
 pytestmark = [
@@ -96,6 +97,54 @@ def test_the_identity_is_one_in_every_dtype_that_holds_it(decoder):
     again = Decoder.from_pretrained(located(SMOLLM2), device="cpu", dtype="bfloat16")
     assert base.difference(again.base) is None
     assert again.base.name == located(SMOLLM2)
+
+
+def test_extraction_is_what_plain_hooks_see(decoder):
+    shown = [Example("a warm film", 0), Example("dull, dull, dull", 1)]
+    kept = []
+
+    def keep(_module, _inputs, output):
+        kept.append((output[0] if isinstance(output, tuple) else output)[0, -1])
+
+    layer = decoder.model.model.layers[17]
+    modules = (layer.self_attn, layer.mlp)
+    hooks = [one.register_forward_hook(keep) for one in modules]
+    for example in shown:
+        text = TASK.template.demonstration(example.text, TASK.labels[example.label])
+        with torch.no_grad():
+            decoder.model(torch.tensor([decoder.tokenizer(text).input_ids]))
+    for hook in hooks:
+        hook.remove()
+    mean = torch.stack(kept).view(len(shown), len(modules), -1).mean(0)
+    found = extract(decoder, TASK, shown).values[17]
+    assert (found - mean).norm() < 1e-4 * mean.norm()
+
+
+@pytest.mark.parametrize("instruction", ["", "Say positive or negative."])
+def test_a_chat_is_asked_as_its_template_says(decoder, instruction):
+    chat = TASK.chat(decoder.tokenizer, instruction)
+    system = [{"role": "system", "content": instruction}] if instruction else []
+    turns = [
+        *system,
+        {"role": "user", "content": "a warm film"},
+        {"role": "assistant", "content": "positive"},
+        {"role": "user", "content": "dull"},
+    ]
+    asked = decoder.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    questions = Questions(decoder, chat)
+    prompt = chat.template.prompt([("a warm film", "positive")], "dull") + questions.labels.line
+    assert prompt == asked
+    (ids,) = questions.queries(["dull"])
+    assert ids == tuple(decoder.tokenizer(chat.template.query("dull") + questions.labels.line).input_ids)
+    assert [decoder.tokenizer.decode(list(one)) for one in questions.labels.ids] == list(TASK.labels)
+
+
+def test_a_short_fit_learns_its_demonstrations(decoder):
+    shown = load_task("tickets").sample(1, 0)
+    task = load_task("tickets")
+    config = AnchoredConfig(reach=3.0, steps=1)
+    injection = anchor(decoder, task, shown, extract(decoder, task, shown), config)
+    assert injection.history[-1] < 0.8 * injection.history[0]
 
 
 def test_its_package_is_not_imported():
