@@ -200,7 +200,9 @@ def silent(body):
     return {"choices": [{"logprobs": None}]}
 
 
-@pytest.mark.parametrize("echo", [refusing, ignoring, miscounting, silent, "late"], ids=str)
+@pytest.mark.parametrize(
+    "echo", [refusing, ignoring, miscounting, silent, "late"], ids=lambda one: getattr(one, "__name__", one)
+)
 def test_a_server_that_tells_no_sequences_names_no_label(export, capsys, echo):
     shown = Echo(export, late=True) if echo == "late" else echo
     with serving(Golden.from_export(export), echo=shown) as (url, _):
