@@ -5,7 +5,7 @@ RESULTS ?= results/reference
 READY := $(VENV)/.ready
 REAL := $(VENV)/.real
 
-.PHONY: demo demo-real test test-real bench lint format docs-results clean
+.PHONY: demo demo-real test test-real bench lint format docs-results real-results clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,12 @@ docs-results: $(READY)  ## docs/experiments (runs what the committed store lacks
 	$(VENV)/bin/i2cl report docs/experiments/store --formats md --out docs/experiments/report
 	$(VENV)/bin/python scripts/architectures_table.py --measure > docs/architectures.md.new
 	mv docs/architectures.md.new docs/architectures.md
+
+real-results: $(REAL)  ## docs/experiments/real: goes on with the committed store (hours; I2CL_DATA_DIR holds the nine tasks)
+	test -d results/real || $(VENV)/bin/i2cl experiment unpack docs/experiments/real/store results/real
+	$(VENV)/bin/i2cl experiment run real --model smollm2 --limit 100 --store results/real
+	$(VENV)/bin/i2cl experiment pack results/real docs/experiments/real/store
+	$(VENV)/bin/i2cl report docs/experiments/real/store --experiments real --formats md --out docs/experiments/real/report
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache

@@ -301,7 +301,7 @@ def test_ctrl_c_in_calibration_and_in_saving_leaves_nothing(call, home, tmp_path
     def interrupt(*_args, **_named):
         raise KeyboardInterrupt
 
-    for place in ("i2cl.core.calibration.calibrate", "i2cl.core.artefact.save_file"):
+    for place in ("i2cl.methods.i2cl.calibrate", "i2cl.core.artefact.save_file"):
         with monkeypatch.context() as patch:
             patch.setattr(place, interrupt)
             code, out, err = call(*fit(home, "-o", tmp_path / "new"))

@@ -123,7 +123,13 @@ def test_cells_are_those_that_run_here(folder, told, tmp_path):
     ],
     ids=lambda words: words[0],
 )
-def test_a_cluster_that_is_not_there(folder, tmp_path, capsys, words):
+def test_a_cluster_that_is_not_there(folder, tmp_path, capsys, monkeypatch, words):
+    """Ray says so in an error of this kind; not asked itself, since a test beside this one may run a cluster."""
+
+    def none_there(**_options):
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr("ray.init", none_there)
     filled = [word.format(folder=folder) for word in words]
     assert run(*filled, tmp_path / "new", "--executor", "ray", "--address", "auto") == 2
     told = capsys.readouterr()
