@@ -124,7 +124,7 @@ def test_cells_are_those_that_run_here(folder, told, tmp_path):
     ids=lambda words: words[0],
 )
 def test_a_cluster_that_is_not_there(folder, tmp_path, capsys, monkeypatch, words):
-    """Ray says so in an error of this kind; not asked itself, since a test beside this one may run a cluster."""
+    """Ray says so in such an error; it is not asked, since another test may have a cluster running."""
 
     def none_there(**_options):
         raise ConnectionError("Could not find any running Ray instance.")
