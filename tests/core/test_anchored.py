@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from i2cl import Example, Task, Template, extract
+from i2cl import Example, I2CLError, Task, Template, extract
 from i2cl.core import anchored
 from i2cl.core.anchored import REACHES, AnchoredConfig, anchor
 from i2cl.core.edits import LinearEdit
+from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, score
 from tiny import tiny_model, tiny_tokenizer
@@ -225,6 +226,58 @@ def test_the_model_is_left_as_found():
     assert all(torch.equal(value, before[name]) for name, value in decoder.model.state_dict().items())
     assert all(parameter.grad is None for parameter in decoder.model.parameters())
     assert not any(module._forward_hooks for module in decoder.model.modules())
+
+
+@pytest.mark.parametrize("free", ["vectors", "scalars"])
+def test_what_is_injected_lies_where_theta_does(free):
+    fit = problem(made(), task(), AnchoredConfig(free=free, reach=1.0))
+    for found in fit.linear(fit.start[None].to("meta")):
+        assert found.device.type == "meta"
+
+
+def test_a_step_that_overflows_is_damped(monkeypatch):
+    decoder = made()
+    context = extract(decoder, task(), SHOWN)
+    scores, calls = anchored._Fit.scores, []
+
+    def overflowing(fit, u):
+        calls.append(u)
+        found = scores(fit, u)
+        return found * float("nan") if len(calls) == 1 else found
+
+    monkeypatch.setattr(anchored._Fit, "scores", overflowing)
+    injection = anchor(decoder, task(), SHOWN, context, AnchoredConfig(reach=3.0, steps=1))
+    assert len(calls) > 1
+    assert injection.history[1] < injection.history[0]
+
+
+def test_a_model_that_overflows_by_itself_is_told():
+    decoder = made()
+    context = extract(decoder, task(), SHOWN)
+    with torch.no_grad():
+        decoder.model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(I2CLError, match="not finite: load the model in float32"):
+        anchor(decoder, task(), SHOWN, replace(context, base=None))
+
+
+def test_more_scores_than_a_kernel_holds_are_refused():
+    decoder = made()
+    shown = SHOWN * 400
+    context = extract(decoder, task(), SHOWN)
+    with pytest.raises(I2CLError, match=r"1600 demonstrations times 3 labels are 4800 scores.*fewer"):
+        anchor(decoder, task(), shown, context)
+
+
+@pytest.mark.parametrize("reach", [-1.0, float("inf"), float("nan")])
+def test_a_reach_that_is_none_is_refused(reach):
+    with pytest.raises(ValueError, match="reach"):
+        AnchoredConfig(reach=reach)
+
+
+def test_the_seed_is_told():
+    decoder = made()
+    (method,) = make_methods(["anchored"], {"steps": 1})
+    assert method.injection(decoder, task(), SHOWN, 7).seed == 7
 
 
 def test_scores_are_those_of_an_edit():

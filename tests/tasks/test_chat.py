@@ -102,3 +102,13 @@ def test_an_instruction_before_a_plain_template_stands_once():
     assert found.prompt([("a", "up")], "b") == "Say up or down.\nText: a\nLabel: up\nText: b\nLabel:"
     assert found.demonstration("a", "up") == "Say up or down.\nText: a\nLabel: up\n"
     assert found.instructed("") == Template("Text: {text}\nLabel: {label}")
+
+
+def test_an_instruction_with_braces_is_named():
+    with pytest.raises(I2CLError, match=r"the instruction 'Use \{a\}' holds braces"):
+        Template.chat(tokenizer(CHATML), "Use {a}")
+
+
+def test_named_chat_templates_without_a_default_are_one_line():
+    with pytest.raises(I2CLError, match="leave out chat"):
+        Template.chat(tokenizer({"tools": CHATML}), "Say it.")

@@ -48,6 +48,9 @@ from i2cl.tasks import Example, Task
 REACHES = (10.0, 3.0, 1.0, 0.0)
 """What leave-one-out chooses among, in nats; with the last one the plain model stays as it is."""
 
+MOST_SCORES = 4096
+"""Demonstrations times labels: the kernel has so many rows, and is solved as a whole."""
+
 STRONGEST = 1e6
 """Proximal factor beyond which no step pays."""
 
@@ -71,7 +74,7 @@ class AnchoredConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     free: Literal["vectors", "scalars"] = "vectors"
-    reach: Annotated[float, Field(ge=0)] | Literal["loo"] = "loo"
+    reach: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["loo"] = "loo"
     steps: int = Field(8, ge=0)
     tolerance: float = Field(1e-3, ge=0)
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"
@@ -84,6 +87,7 @@ def anchor(
     context: ContextVector,
     config: AnchoredConfig | None = None,
     *,
+    seed: int = 0,
     scoring: Scoring = "auto",
     progress: StepProgress | None = None,
 ) -> Injection:
@@ -95,16 +99,23 @@ def anchor(
         demonstrations: labelled examples.
         context: of these demonstrations or others; sets the scale, and is what lambda multiplies.
         config: see `AnchoredConfig`.
+        seed: of the demonstrations, to be told with the injection.
         scoring: a label's first token, or its whole sequence; see `i2cl.models.scoring`.
         progress: called after each step with steps done, steps at most and the mean loss in nats.
 
     Raises:
-        I2CLError: without demonstrations, on a context vector of another model, or scores that are not
-            finite.
+        I2CLError: without demonstrations or with too many, on a context vector of another model, or scores
+            that are not finite.
     """
     config = config or AnchoredConfig()
     require_demonstrations(task, demonstrations)
     context.require_base(decoder)
+    scores = len(demonstrations) * len(task.labels)
+    if scores > MOST_SCORES:
+        raise I2CLError(
+            f"{len(demonstrations)} demonstrations times {len(task.labels)} labels are {scores} scores, and "
+            f"anchored calibration takes at most {MOST_SCORES}: give fewer (--shots), or use i2cl"
+        )
     fit = _Fit(Questions(decoder, task, scoring), tuple(demonstrations), context, config)
     with decoder.frozen():
         theta, history = fit.solved(progress)
@@ -116,6 +127,7 @@ def anchor(
         task=task.without_data(),
         base=decoder.base,
         scoring=scoring,
+        seed=seed,
         settings=settings,
         history=history,
     )
@@ -180,8 +192,9 @@ class _Fit:
     ) -> tuple[Float[Tensor, "rows layers sites d"], Float[Tensor, "rows layers sites 2"]]:
         """Vectors and (lambda, beta) such that an injection of them is theta's."""
         if self.config.free == "vectors":
-            return theta, torch.ones(*theta.shape[:-1], 2)
-        return self.context.values.expand(len(theta), *self.context.values.shape), theta
+            return theta, torch.ones(*theta.shape[:-1], 2, device=theta.device)
+        values = self.context.values.to(theta.device)
+        return values.expand(len(theta), *values.shape), theta
 
     def solved(
         self, progress: StepProgress | None
@@ -223,8 +236,9 @@ class _Fit:
             move = point.jacobian.T @ (slope - inner).float() + self.tau * u
             moved = u - move / held
             scores = self.scores(moved)
-            value = self.loss(scores) * len(self.gold) + self.tau / 2 * moved.double().square().sum().item()
-            if value < objective:
+            loss = torch.nn.functional.cross_entropy(scores.double(), self.gold, reduction="sum").item()
+            value = loss + self.tau / 2 * moved.double().square().sum().item()
+            if value < objective:  # which no value that is not finite is
                 return moved, scores, value, max(1.0, factor / 8)
             factor *= 8
         return None
@@ -250,12 +264,7 @@ class _Fit:
 
     def loss(self, scores: Float[Tensor, "n labels"]) -> float:
         """Mean cross-entropy among the labels, in nats."""
-        value = torch.nn.functional.cross_entropy(scores, self.gold).item()
-        if not math.isfinite(value):
-            raise I2CLError(
-                f"the label scores became {value}: load the model in float32, or ask for a smaller reach"
-            )
-        return value
+        return torch.nn.functional.cross_entropy(scores, self.gold).item()
 
     def theta(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sites size"]:
         """The parameters at a place in units of their scale."""
@@ -283,6 +292,8 @@ class _Fit:
             for place, value, slope in zip(batch.rows, values, slopes, strict=True):
                 row, at = rows[place]
                 scores[row, at], jacobian[row, at] = value, slope
+        if not (scores.isfinite().all() and jacobian.isfinite().all()):
+            raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
         return _Point(scores, jacobian.flatten(0, 1))
 
     def _slopes(

@@ -6,6 +6,7 @@ from i2cl.experiments.evaluation import Evaluation
 from i2cl.experiments.parallel import DecoderSource, run_jobs, suggested_workers
 from i2cl.experiments.records import Run
 from i2cl.methods import Method
+from i2cl.models.decoder import Decoder
 from i2cl.tasks import Task
 
 
@@ -18,6 +19,7 @@ def sweep(
     shots: int | None = None,
     limit: int | None = None,
     workers: int | None = None,
+    word: Callable[[Task, Decoder], Task] | None = None,
     watch: Callable[[Run], None] | None = None,
 ) -> list[Run]:
     """Evaluate tasks x methods x seeds, in that order; seeds go together where a method gains by it.
@@ -30,6 +32,7 @@ def sweep(
         shots: demonstrations per class; default: each task's own.
         limit: at most so many queries per task.
         workers: processes; default: by the model's size.
+        word: gives a task other words once the model is there, such as those of its chat template.
         watch: called with each run as it ends, in any order.
 
     Raises:
@@ -38,13 +41,15 @@ def sweep(
     for task in tasks:
         task.sample(shots, seeds[0])
         task.queries(limit)
+    decoder = source()
+    if word is not None:
+        tasks = [word(task, decoder) for task in tasks]
     jobs = [
         Evaluation(task, method, group, shots, limit)
         for task in tasks
         for method in methods
         for group in ([tuple(seeds)] if method.joint else [(seed,) for seed in seeds])
     ]
-    decoder = source()
     runs: dict[int, list[Run]] = {}
     for place, made in run_jobs(decoder, source, jobs, workers or suggested_workers(decoder, len(jobs))):
         runs[place] = made

@@ -245,5 +245,6 @@ def _write_names(writer: Any, injection: Injection, *, strips: bool) -> None:
     writer.add_base_model_count(1)
     writer.add_base_model_name(0, public_name(injection.base.name))
     writer.add_string("i2cl.task", injection.task.name)
-    writer.add_string("i2cl.template", injection.task.template.format)
+    template = injection.task.template
+    writer.add_string("i2cl.template", template.opening + template.format)
     writer.add_array("i2cl.labels", list(injection.task.labels))

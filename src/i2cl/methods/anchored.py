@@ -45,7 +45,7 @@ class Anchored(Method):
     ) -> Injection:
         """Extract, which gives the scale, and fit."""
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
-        return anchor(decoder, task, demonstrations, context, self.anchoring, progress=progress)
+        return anchor(decoder, task, demonstrations, context, self.anchoring, seed=seed, progress=progress)
 
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int

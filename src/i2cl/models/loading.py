@@ -4,6 +4,7 @@ import importlib
 import io
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from functools import cache
@@ -138,7 +139,7 @@ def _from_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, dict[str, Any]
     if file.get_field("tokenizer.ggml.tokens") is None:
         raise I2CLError(f"{str(path)!r} holds no tokenizer: give a GGUF file that does, or a folder")
     # Where there is nothing else: files beside it, such as a tokenizer.json, may be another model's.
-    with tempfile.TemporaryDirectory() as nowhere, _read_once(path, file), _converted(path):
+    with tempfile.TemporaryDirectory() as nowhere, _CONVERTING, _read_once(path, file), _converted(path):
         named = {"gguf_file": str(path.resolve())}
         tokenizer: Any = AutoTokenizer.from_pretrained(nowhere, **named)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -183,6 +184,10 @@ def _require_whole(revision: Any, quantization: Any, device_map: Any, offload_fo
         raise I2CLError(
             "a GGUF file is loaded as a whole: leave out tensor_parallel, 'disk' and the offload folder"
         )
+
+
+_CONVERTING = threading.Lock()
+"""What follows changes the package gguf, and where stderr goes, for the whole process."""
 
 
 @contextmanager

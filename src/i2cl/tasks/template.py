@@ -57,13 +57,17 @@ class Template:
         The instruction is the system's turn; where there is none that stands alone (Gemma, Llama 2), it is
         the first words of every user's turn. Demonstrations are worded as the query is, also where the chat
         template renders past turns in another way (Qwen 3 leaves out that there was no thinking). A BOS that
-        the tokenizer puts in front by itself is left to it.
+        the tokenizer puts in front by itself is left to it, and does not come again between turns (Llama 2).
 
         Source: https://huggingface.co/docs/transformers/chat_templating.
 
         Raises:
             I2CLError: if the tokenizer has no chat template, or one without such turns.
         """
+        if "{" in instruction or "}" in instruction:
+            raise I2CLError(
+                f"the instruction {instruction!r} holds braces, which mark fields: leave them out"
+            )
         if not tokenizer.chat_template:
             raise I2CLError(
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat template: "
@@ -103,7 +107,7 @@ class Template:
         return self.opening + shown + self.head + text + self.middle
 
 
-_FIRST, _ANSWER, _SECOND = "FirstText", "AnswerOfAll", "SecondText"
+_FIRST, _ANSWER, _SECOND = "\ufdd1FirstText", "\ufdd2AnswerOfAll", "\ufdd3SecondText"
 
 
 def _chat(tokenizer: "PreTrainedTokenizerBase", front: list[dict[str, str]], before_text: str) -> Template:
@@ -123,7 +127,7 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", front: list[dict[str, str]], bef
                     front + messages, tokenize=False, add_generation_prompt=ask, enable_thinking=False
                 )
             )
-        except TemplateError as error:
+        except (TemplateError, ValueError) as error:
             raise I2CLError(
                 f"the chat template refuses such turns ({error}): leave out chat (--chat)"
             ) from None

@@ -25,7 +25,9 @@ PASSES = 20
 
 
 def demo(
-    limit: options.Limit = 100,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Queries per task; default: 100, of the real model 60.")
+    ] = None,
     seed: options.Seed = 0,
     real: Annotated[
         bool, typer.Option("--real", help="SmolLM2 on support tickets, some minutes, instead.")
@@ -40,7 +42,7 @@ def demo(
 
     model, names = (SMOLLM2, ("tickets",)) if real else (REFERENCE, DEMO_TASKS)
     tasks = load.tasks(",".join(names), model, TaskOptions())
-    limit = min(limit, REAL_LIMIT) if real else limit
+    limit = limit or (REAL_LIMIT if real else 100)
     if not json:
         console.say(
             f"{tasks[0].shots} labelled examples per class, {limit} queries per task, {_where(real)}\n"

@@ -48,12 +48,19 @@ def evaluate(
     chosen = load.methods(methods, settings, recipe)
     tasks = load.tasks(task, model, rows)
     source = partial(load.decoder, model, loading)
-    if rows.chat or rows.instruction:
-        tokenizer = source().tokenizer
-        tasks = [load.worded(one, rows, tokenizer) for one in tasks]
     span = range(seed, seed + seeds)
     with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:
-        runs = sweep(source, tasks, chosen, span, shots=shots, limit=limit, workers=workers, watch=bar.run)
+        runs = sweep(
+            source,
+            tasks,
+            chosen,
+            span,
+            shots=shots,
+            limit=limit,
+            workers=workers,
+            word=lambda one, decoder: load.worded(one, rows, decoder.tokenizer),
+            watch=bar.run,
+        )
     show(runs, f"{model}: mean ± standard deviation over {seeds} seed(s)", as_json=json)
 
 

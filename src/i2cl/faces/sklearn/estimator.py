@@ -116,7 +116,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         task = Task("texts", label_words(classes, self.labels), template, train=rows)
         seed = self._seed()
         shown = rows if self.shots is None else task.sample(self.shots, seed)
-        queries = labelled_rows(task, shown, self.evaluate)
+        # The baselines score labels as they demand, so another scoring would not be set beside its like.
+        queries = labelled_rows(task, shown, self.evaluate) if self.scoring == "auto" else ()
         decoder = self._decoder()
         if self.chat:
             task = task.chat(decoder.tokenizer, self.instruction)
