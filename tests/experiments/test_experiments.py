@@ -23,12 +23,13 @@ from i2cl import (
 from i2cl.experiments.evaluation import fit_seeds
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.library import BROUGHT, ORDER, load_experiment
-from i2cl.experiments.runner import Group, GroupJob, pending
+from i2cl.experiments.runner import Group, GroupJob, pending, run_groups
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, plain, run_study, worst_group
 from i2cl.faces.cli import main
 from i2cl.injections.transfer import transfer
 from i2cl.methods import make_methods
+from i2cl.methods.few_shot import FewShot
 from i2cl.methods.i2cl import I2CL
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.scoring import Questions
@@ -65,7 +66,7 @@ def cell(**changes):
 
 def run_alone(cell, decoder, folder):
     """The record of a cell that is run by itself."""
-    (record,) = GroupJob(Group((cell,), (cell,)), None, folder).run(decoder)
+    (record,) = GroupJob((Group((cell,), (cell,)),), None, folder).run(decoder)
     return record
 
 
@@ -252,11 +253,11 @@ def test_a_group_is_fitted_whole_also_where_only_a_part_is_lacking(decoder, tmp_
     cells = tuple(quick(seed) for seed in range(3))
     with Store.writing(tmp_path / "store") as store:
         (whole,) = pending(cells, store)
-        straight = {one.key: one for one in GroupJob(whole, None, tmp_path).run(decoder)}
+        straight = {one.key: one for one in GroupJob((whole,), None, tmp_path).run(decoder)}
         store.append(straight[cells[1].key])  # as if a kill had come then
         (rest,) = pending(cells, store)
         assert rest == Group(cells, (cells[0], cells[2]))
-        again = GroupJob(rest, None, tmp_path).run(decoder)
+        again = GroupJob((rest,), None, tmp_path).run(decoder)
         assert pending(cells, store, {cells[1].key}) == [
             Group((cells[0], cells[2]), (cells[0], cells[2])),
             *single(cells[1]),  # its seconds are a share
@@ -285,10 +286,47 @@ def test_a_seed_that_fails_fails_no_other(decoder, tmp_path, monkeypatch):
         return plan(self, decoder, task, demonstrations, seed)
 
     monkeypatch.setattr(I2CL, "plan", refuse)
-    records = GroupJob(Group(cells, cells), None, tmp_path).run(decoder)
+    records = GroupJob((Group(cells, cells),), None, tmp_path).run(decoder)
     assert [one.status for one in records] == ["done", "failed", "done"]
     assert records[1].error == "I2CLError: not this one"
     assert {one.outcome.together for one in (records[0], records[2])} == {1}
+
+
+def test_cells_that_stand_on_the_same_fit_are_one_job(decoder, tmp_path, monkeypatch):
+    def asked(method, **changes):
+        return cell(method=method, **{"limit": 40} | changes)
+
+    skewed = asked("few_shot+label_prior", skew=3)
+    cells = [
+        asked("zero_shot"),
+        asked("few_shot"),
+        asked("contextual_calibration"),
+        skewed,
+        asked("few_shot", seed=1),
+    ]
+    fits, jobs = [], []
+
+    def execute(given):
+        jobs.extend([[one.key for group in job.groups for one in group.lacking] for job in given])
+        yield from (job.run(decoder) for job in given)
+
+    def counted(self, *arguments, fit=FewShot.fit):
+        fits.append(1)
+        return fit(self, *arguments)
+
+    monkeypatch.setattr(FewShot, "fit", counted)
+    with Store.writing(tmp_path) as store:
+        run_groups(pending(cells, store), store, execute, None)
+        found = dict(store.records)
+    zero, few, over, prior, other = (one.key for one in cells)
+    assert jobs == [[zero], [few, over, prior], [other]]
+    assert len(fits) == 2
+    for one in cells:
+        by_itself = run_alone(one, decoder, tmp_path / "alone")
+        assert kept(found[one.key]) == kept(by_itself)
+    assert found[over].outcome.fit_seconds > found[few].outcome.fit_seconds
+    gold = found[prior].outcome.gold
+    assert sorted(map(gold.count, set(gold))) != sorted(map(found[few].outcome.gold.count, set(gold)))
 
 
 def test_grids_that_show_costs_are_timed():
@@ -393,12 +431,13 @@ def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
         wanted = (lines(folder) or 0) + more
         while program.process.is_alive() and (lines(folder) is None or lines(folder) < wanted):
             time.sleep(0.001)
-        started = psutil.Process(program.process.pid).children(recursive=True)
+        process = psutil.Process(program.process.pid)
+        started, own = process.children(recursive=True), process.children()  # a worker may be asking git
         program.process.kill()
         code, _, told = program.wait()
         assert code == -signal.SIGKILL, told
         assert psutil.wait_procs(started, timeout=60)[1] == []
-        assert len(started) == (workers if workers > 1 else 0) or not more
+        assert len(own) == (workers if workers > 1 else 0) or not more
         store = Store.open(folder)
         assert survivors <= set(store.records)
         survivors = set(store.records)

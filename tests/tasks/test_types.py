@@ -169,3 +169,14 @@ def test_bad_descriptions(key, value, said):
     with pytest.raises(I2CLError) as caught:
         Task.from_dict({**task().to_dict(), key: value})
     assert said in str(caught.value)
+
+
+def test_every_other_class_can_be_rarer():
+    whole = task(train=(12, 12, 12), test=(12, 12, 12))
+    rarer = whole.skewed(3, limit=14)
+    assert counts(rarer.train) == {0: 12, 1: 4, 2: 12}
+    assert counts(rarer.queries(14)) == counts(rarer.test) == {0: 6, 1: 2, 2: 6}
+    assert counts(whole.skewed(3, limit=60).test) == {0: 12, 1: 8, 2: 12}  # as far as there are rows
+    assert counts(whole.skewed(4).test) == {0: 12, 1: 3, 2: 12}
+    assert rarer == whole.skewed(3, limit=14)
+    assert sorted(whole.skewed(1).train, key=whole.train.index) == list(whole.train)

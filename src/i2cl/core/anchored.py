@@ -10,10 +10,10 @@ in theta, a vector added to each writer's output (or I2CL's lambda and beta). Th
 root mean square of the context vector at its site. tau follows from the reach: how far the prior lets the
 label scores of a query move apart, as a standard deviation in nats, which means the same on every model.
 
-A step linearises the label scores in theta (one forward and one backward pass a label over the
-demonstrations) and solves for all of them in the space of the N x C scores, where the kernel J s^2 J' has few
-rows however wide the model is (Gauss-Newton with a proximal term that grows where a step does not pay:
-Levenberg-Marquardt). One step is kernel regression with the model's tangent kernel
+A step linearises the label scores in theta (one forward pass over the demonstrations, and a backward pass
+for each label but the first) and solves for all of them in the space of the N x C scores, where the kernel
+J s^2 J' has few rows however wide the model is (Gauss-Newton with a proximal term that grows where a step
+does not pay: Levenberg-Marquardt). One step is kernel regression with the model's tangent kernel
 (https://arxiv.org/abs/2210.05643).
 """
 
@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+from torch.nn.functional import pad
 
 from i2cl.core.context import ContextVector, require_demonstrations
 from i2cl.core.edits import LinearEdit, RowsEdit
@@ -139,7 +140,7 @@ class _Point:
 
     Attributes:
         scores: of each label after each demonstration, in nats, up to a constant a row.
-        jacobian: their derivatives in theta / s.
+        jacobian: their derivatives in theta / s, up to what all labels of a row share.
     """
 
     scores: Float[Tensor, "n labels"]
@@ -316,9 +317,11 @@ class _Fit:
                 values = sequence_log_probabilities(decoder, whole, targets, edit)[:, None]
             else:
                 values = decoder.forward(batch, edit=edit)[:, 0].float()[:, list(labels.first)]
-            found = [backward.gradients(column.sum())[0] for column in values.unbind(-1)]
-        slopes = [(self.scale * one.cpu()).flatten(1) for one in found if one is not None]
-        return values.detach().cpu(), torch.stack(slopes, dim=1)
+            # Softmax sees differences alone: of several labels the first needs no pass of its own.
+            wanted = values[:, 1:] - values[:, :1] if values.shape[1] > 1 else values
+            found = [backward.gradients(column.sum())[0] for column in wanted.unbind(-1)]
+        slopes = torch.stack([(self.scale * one.cpu()).flatten(1) for one in found if one is not None], dim=1)
+        return values.detach().cpu(), pad(slopes, (0, 0, values.shape[1] - len(found), 0))
 
 
 def _curved(

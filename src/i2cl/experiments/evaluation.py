@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
 from i2cl.experiments.records import Run
 from i2cl.methods import Method, Predictor
+from i2cl.methods.base import Wrapper
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.precision import quantization_of
@@ -70,6 +71,18 @@ def fit_seeds(
         Fitted(method, predictor, tuple(shown), seed, seconds, len(seeds))
         for predictor, shown, seed in zip(predictors, demonstrations, seeds, strict=True)
     ]
+
+
+def stand_on(method: Wrapper, below: Fitted, task: Task) -> Fitted:
+    """A wrapper on top of what the method below it was fitted to; its seconds are those of both.
+
+    Raises:
+        I2CLError: if it lacks something that it needs.
+    """
+    started = time.perf_counter()
+    predictor = method.over(below.predictor, task, below.demonstrations, below.seed)
+    seconds = below.seconds + time.perf_counter() - started
+    return replace(below, method=method, predictor=predictor, seconds=seconds)
 
 
 def measure(

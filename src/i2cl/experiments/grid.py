@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -54,6 +54,8 @@ class Cell(_Frozen):
         sources: other tasks that the study uses.
         seed: of demonstrations and method.
         limit: queries of the task.
+        skew: how many times as frequent as the others classes with an even id are, among queries and
+            unlabelled texts.
     """
 
     model: str
@@ -68,6 +70,7 @@ class Cell(_Frozen):
     sources: tuple[str, ...] = ()
     seed: int = 0
     limit: int | None = None
+    skew: int = Field(1, ge=1)
 
     @property
     def key(self) -> str:
@@ -115,7 +118,7 @@ class GridRow(_Frozen):
                 yield cell
 
     def holds(self, cell: Cell) -> bool:
-        """Whether a cell belongs to this row, whatever its model, task, seed and limit."""
+        """Whether a cell belongs to this row, whatever its model, task, seed and queries."""
         mine = (self.study, self.method, self.options, self.demonstrations)
         theirs = (cell.study, cell.method, cell.options, cell.demonstrations)
         return mine == theirs and cell.shots in (self.shots or (None,))
@@ -147,6 +150,7 @@ class Experiment(_Frozen):
         measures: what is measured, in a sentence.
         tasks: names, or "all" for the tasks that belong to the model.
         rows: what is compared; the first one named "I2CL" is what others are tested against.
+        skews: see `Cell`; for each, all rows once.
         views: what the report shows, in this order.
         printed: name of the paper's printed tables to set beside (`i2cl.experiments.printed`).
         full: scale of the paper.
@@ -159,6 +163,7 @@ class Experiment(_Frozen):
     measures: str
     tasks: Literal["all"] | tuple[str, ...] = "all"
     rows: tuple[GridRow, ...] = Field(min_length=1)
+    skews: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
     views: tuple[View, ...] = ("tasks", "comparison")
     printed: str | None = None
     full: Scale = Scale()
@@ -178,8 +183,8 @@ class Experiment(_Frozen):
             scale: seeds, queries and share of the tasks.
         """
         chosen = spread(tasks if self.tasks == "all" else self.tasks, scale.tasks)
-        for seed in range(scale.seeds):
-            common = base.model_copy(update={"seed": seed, "limit": scale.limit})
+        for seed, skew in itertools.product(range(scale.seeds), self.skews):
+            common = base.model_copy(update={"seed": seed, "limit": scale.limit, "skew": skew})
             for row in self.rows:
                 if row.seeds is None or seed < row.seeds:
                     yield from row.cells(common, chosen, scale.shots)

@@ -29,7 +29,7 @@ ORDER = (
 )
 """The paper's experiments, in its order; what `all` means."""
 
-BROUGHT = ("real", *ORDER)
+BROUGHT = ("real", "skewed", *ORDER)
 """All that the package brings."""
 
 

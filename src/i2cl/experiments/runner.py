@@ -19,7 +19,7 @@ from i2cl.experiments.evaluation import software
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record
 from i2cl.experiments.store import Store
-from i2cl.experiments.studies import Bench, FittedCell, fit_cells, is_joint, plain, run_study
+from i2cl.experiments.studies import Bench, FittedCell, fit_cells, fit_key, is_joint, plain, run_study
 from i2cl.models.batching import peak_memory
 from i2cl.models.decoder import Decoder
 
@@ -40,22 +40,26 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupJob:
-    """A group, with all that a worker needs beside the model."""
+    """Groups that stand on the same fit, with all that a worker needs beside the model."""
 
-    group: Group
+    groups: tuple[Group, ...]
     data_dir: str | None
     vectors: Path
 
     def run(self, decoder: Decoder) -> list[Record]:
         """Records of what is lacking; what goes wrong with a cell becomes part of its record."""
         bench = Bench(decoder, self.data_dir, self.vectors)
-        started, memory = datetime.now(UTC).isoformat(timespec="seconds"), 0
-        fitted: dict[str, FittedCell] = {}
-        if len(self.group.cells) > 1:
-            with peak_memory(decoder.device) as peak, suppress(Exception):  # told by the cell it comes from
-                fitted = {one.cell.key: one for one in fit_cells(bench, self.group.cells)}
-            memory = peak.bytes
-        return [_recorded(bench, cell, fitted.get(cell.key), started, memory) for cell in self.group.lacking]
+        return [record for group in self.groups for record in _records(bench, group)]
+
+
+def _records(bench: Bench, group: Group) -> list[Record]:
+    started, memory = datetime.now(UTC).isoformat(timespec="seconds"), 0
+    fitted: dict[str, FittedCell] = {}
+    if len(group.cells) > 1:
+        with peak_memory(bench.decoder.device) as peak, suppress(Exception):  # told by the cell it comes from
+            fitted = {one.cell.key: one for one in fit_cells(bench, group.cells)}
+        memory = peak.bytes
+    return [_recorded(bench, cell, fitted.get(cell.key), started, memory) for cell in group.lacking]
 
 
 def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str, memory: int) -> Record:
@@ -152,7 +156,11 @@ def run_groups(
         data_dir: of the tasks.
         watch: called with every record.
     """
-    jobs = [GroupJob(group, data_dir, store.vectors_folder.resolve()) for group in groups]
+    same: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        same[fit_key(group.cells[0])].append(group)
+    vectors = store.vectors_folder.resolve()
+    jobs = [GroupJob(tuple(standing), data_dir, vectors) for standing in same.values()]
     done = failed = 0
     for record in chain.from_iterable(execute(jobs)):
         store.append(record)

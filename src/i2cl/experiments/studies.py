@@ -4,7 +4,7 @@ Each is a `Method`, so that everything is measured alike by `i2cl.experiments.ev
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from i2cl.core.context import ContextVector, extract_classes
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
+from i2cl.experiments.evaluation import Fitted, fit_seeds, measure, stand_on
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Run
 from i2cl.experiments.store import save_vectors
 from i2cl.injections.transfer import transfer
 from i2cl.methods import Cost, Method, make_methods
+from i2cl.methods.base import Wrapper
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
@@ -42,11 +43,13 @@ class Bench:
         decoder: the model.
         data_dir: folder of the tasks' rows, or None.
         vectors: folder that keeps what plain I2CL cells were fitted to, for other cells and for figures.
+        fits: what was fitted here, by `fit_key`; cells that stand on the same fit find it here.
     """
 
     decoder: Decoder
     data_dir: str | None
     vectors: Path
+    fits: dict[str, list[Fitted]] = field(default_factory=dict)
 
     def task(self, name: str) -> Task:
         """A task with its rows, read once per process."""
@@ -118,7 +121,7 @@ class FittedCell:
     def run(self) -> Run:
         """Score it, and keep the vectors of plain I2CL."""
         bench, cell, fitted = self.bench, self.cell, self.fitted
-        task = bench.task(cell.task)
+        task = _asked(bench, cell)
         run = measure(bench.decoder, task, fitted, task.queries(cell.limit))
         if cell.study == "method":
             bench.keep(cell, fitted)
@@ -134,16 +137,45 @@ def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
         I2CLError: if the task, the method or the demonstrations of one of them do not allow it.
     """
     first = cells[0]
-    task = bench.task(first.task)
-    task.queries(first.limit)  # none are told before anything is fitted
+    _asked(bench, first).queries(first.limit)  # none are told before anything is fitted
     drawn = [_demonstrations(bench, cell) for cell in cells]
     method = STUDIES[first.study](bench, first)
-    shown, seeds = [shown for shown, _ in drawn], [cell.seed for cell in cells]
-    found = fit_seeds(bench.decoder, task, method, shown, seeds)
+    found = _fitted(bench, cells, method, [shown for shown, _ in drawn])
     return [
         FittedCell(bench, cell, fitted, judged)
         for cell, fitted, (_, judged) in zip(cells, found, drawn, strict=True)
     ]
+
+
+def _fitted(
+    bench: Bench, cells: Sequence[Cell], method: Method, shown: Sequence[Sequence[Example]]
+) -> list[Fitted]:
+    if isinstance(method, Wrapper):
+        task = _asked(bench, cells[0])
+        return [stand_on(method, below, task) for below in _fitted(bench, cells, method.below, shown)]
+    key = " ".join(fit_key(cell) for cell in cells)
+    if key not in bench.fits:
+        task, seeds = bench.task(cells[0].task), [cell.seed for cell in cells]
+        bench.fits[key] = fit_seeds(bench.decoder, task, method, shown, seeds)
+    return bench.fits[key]
+
+
+def fit_key(cell: Cell) -> str:
+    """The same for cells whose method, wrappers taken off, is fitted to the same: they differ in queries."""
+    try:
+        method = _method(cell) if cell.study == "method" else None
+    except I2CLError:  # running the cell tells what is wrong with its method
+        return cell.key
+    while isinstance(method, Wrapper):
+        method = method.below
+    lowest = {"method": method.called} if method is not None else {}
+    return cell.model_copy(update={**lowest, "limit": None, "skew": 1}).key
+
+
+def _asked(bench: Bench, cell: Cell) -> Task:
+    """The cell's task with its queries and unlabelled texts as frequent by class as the cell says."""
+    task = bench.task(cell.task)
+    return task if cell.skew == 1 else task.skewed(cell.skew, cell.limit)
 
 
 def run_study(bench: Bench, cell: Cell) -> Run:

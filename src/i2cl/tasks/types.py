@@ -115,6 +115,26 @@ class Task:
         free = [example.text for example in self._rows("train") if example.text not in used]
         return tuple(seeded(f"unlabelled {seed}").sample(free, min(n, len(free))))
 
+    def skewed(self, times: int, limit: int | None = None, seed: int = 0) -> "Task":
+        """The same task where classes with an odd id are rarer: for what takes equal frequencies for granted.
+
+        Of their training rows one in `times` is kept. Test rows: about `limit` in all, of every class with an
+        even id `times` as many as of one with an odd id, or fewer where it has not as many; None: as training
+        rows.
+        """
+        weights = [1 if label % 2 else times for label in range(len(self.labels))]
+        train, test = (group_by_label(rows, len(weights)) for rows in (self.train, self.test))
+        quotas = [
+            [len(group) * weight // times for group, weight in zip(groups, weights, strict=True)]
+            for groups in (train, test)
+        ]
+        if limit is not None:
+            each = zip(test, weights, strict=True)
+            quotas[1] = [min(len(group), limit * weight // sum(weights)) for group, weight in each]
+        rng = seeded(f"skewed {seed}")
+        kept = [sample_per_class(groups, of, rng) for groups, of in zip((train, test), quotas, strict=True)]
+        return replace(self, train=kept[0], test=kept[1])
+
     def chat(self, tokenizer: "PreTrainedTokenizerBase", instruction: str | None = None) -> "Task":
         """The same task in the tokenizer's chat template (`Template.chat`), after its instruction or another.
 

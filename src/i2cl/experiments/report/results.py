@@ -32,13 +32,15 @@ class Setting:
     revision: str | None
     dtype: str | None
     limit: int | None
+    skew: int
 
     @property
     def words(self) -> str:
         """As shown."""
         parts = [self.model, f"revision {self.revision}" if self.revision is not None else None, self.dtype]
         queries = "all queries" if self.limit is None else f"at most {self.limit} queries per task"
-        return ", ".join([*(part for part in parts if part is not None), queries])
+        skew = f"every other class {self.skew} times as frequent" if self.skew > 1 else None
+        return ", ".join(part for part in (*parts, queries, skew) if part is not None)
 
 
 @dataclass(frozen=True)
@@ -313,10 +315,11 @@ def results_of(experiment: Experiment, records: Iterable[Record]) -> list[Result
     for record in records:
         cell = record.cell
         wanted = cell.task != "synthetic" if experiment.tasks == "all" else cell.task in experiment.tasks
+        wanted = wanted and cell.skew in experiment.skews
         if record.status == "done" and wanted and any(row.holds(cell) for row in experiment.rows):
-            groups[Setting(cell.model, cell.revision, cell.dtype, cell.limit)].append(record)
+            groups[Setting(cell.model, cell.revision, cell.dtype, cell.limit, cell.skew)].append(record)
     found = [_shared(experiment, setting, group) for setting, group in groups.items()]
-    return sorted(found, key=lambda one: -(one.setting.limit or 10**9))
+    return sorted(found, key=lambda one: (-(one.setting.limit or 10**9), one.setting.skew))
 
 
 def _shared(experiment: Experiment, setting: Setting, records: Sequence[Record]) -> Results:
