@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import one_hot
 
 from i2cl import Example, I2CLError, Task, Template, extract
 from i2cl.core import anchored
 from i2cl.core.anchored import REACHES, AnchoredConfig, anchor
 from i2cl.core.edits import LinearEdit
+from i2cl.core.tangent import Point, left_out_losses
 from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, score
@@ -100,7 +102,7 @@ def objective_of(fit, injection):
 
 def stationary(fit, u):
     point = fit.point(u)
-    slope = (point.scores.double().softmax(-1) - fit.one_hot).flatten().float()
+    slope = (point.scores.double().softmax(-1) - one_hot(fit.gold, point.scores.shape[1])).flatten().float()
     return (point.jacobian.T @ slope + fit.tau * u).norm().item()
 
 
@@ -179,10 +181,43 @@ def test_leaving_out_is_refitting_to_first_order(reach):
     fit = problem(made(), task(), AnchoredConfig(reach=reach))
     point = fit.point(torch.zeros(fit.start.numel()))
     tau = fit.tau
-    found = anchored._left_out(point, fit.gold, fit.one_hot, tau)
-    plain = anchored._left_out(point, fit.gold, fit.one_hot, float("inf"))
+    found = left_out_losses(point, fit.gold, tau)
+    plain = left_out_losses(point, fit.gold, float("inf"))
     exact = exactly_left_out(point, fit, tau)
     assert (found - exact).abs().max() < 0.2 * (plain - exact).abs().max()
+
+
+@pytest.mark.parametrize("free", ["vectors", "scalars"])
+def test_left_out_scores_are_near_those_of_refits(free):
+    """Refits without each demonstration, under the same prior."""
+    decoder, config = made(), AnchoredConfig(free=free, reach=1.0, tolerance=1e-7, steps=20)
+    context = extract(decoder, task(), SHOWN)
+    injection = anchor(decoder, task(), SHOWN, context, config)
+    found = anchored.left_out_scores(decoder, task(), SHOWN, context, injection)
+    seen = injection.scores(decoder, [example.text for example in SHOWN]).softmax(-1)
+    refit = torch.empty_like(seen)
+    for out in range(len(SHOWN)):
+        rest = tuple(example for row, example in enumerate(SHOWN) if row != out)
+        fit = anchored._Fit(Questions(decoder, task()), rest, context, config)
+        fit.tau = injection.settings["tau"]
+        u, point = torch.zeros(fit.start.numel()), fit.point(torch.zeros(fit.start.numel()))
+        value, factor = fit.loss(point.scores) * len(rest), 1.0
+        while step := fit.stepped(point, u, value, factor):
+            u, _, value, factor = step
+            point = fit.point(u)
+        vectors, pairs = fit.linear(fit.theta(u)[None])
+        edit = LinearEdit(vectors[0], pairs[0], context.config.site)
+        refit[out] = fit.questions.scores([SHOWN[out].text], edit=edit).softmax(-1)[0]
+    assert (found.softmax(-1) - refit).abs().sum() < 0.4 * (seen - refit).abs().sum()
+
+
+def test_left_out_of_a_plain_model_is_the_plain_model():
+    decoder = made()
+    context = extract(decoder, task(), SHOWN)
+    injection = anchor(decoder, task(), SHOWN, context, AnchoredConfig(reach=0))
+    found = anchored.left_out_scores(decoder, task(), SHOWN, context, injection)
+    plain = Questions(decoder, task()).scores([example.text for example in SHOWN])
+    torch.testing.assert_close(found.log_softmax(-1), plain.log_softmax(-1), atol=1e-4, rtol=1e-4)
 
 
 def test_the_prior_is_chosen_among_the_reaches():
@@ -195,7 +230,7 @@ def test_the_prior_is_chosen_among_the_reaches():
 def test_reach_is_the_spread_of_label_scores_under_the_prior_whatever_the_model(size):
     generator = torch.Generator().manual_seed(0)
     jacobian = size * torch.randn(4 * 3, 50, generator=generator)
-    point = anchored._Point(torch.zeros(4, 3), jacobian)
+    point = Point(torch.zeros(4, 3), jacobian)
     drawn = torch.randn(50, 20_000, generator=generator) / point.tau(2.0) ** 0.5
     moved = (jacobian @ drawn).view(4, 3, -1)
     spread = (moved - moved.mean(1, keepdim=True)).square().mean().sqrt()
@@ -210,9 +245,9 @@ def test_what_does_not_carry_over_is_not_learned_and_what_does_is():
         Questions(decoder, task()), tuple(shown), extract(decoder, task(), shown), AnchoredConfig()
     )
     common = torch.eye(3).repeat(9, 1)
-    assert fit.chosen(anchored._Point(torch.zeros(9, 3), common)) == 0
-    own = torch.cat([torch.kron(fit.one_hot[row : row + 1].float(), torch.eye(3)) for row in range(9)])
-    assert fit.chosen(anchored._Point(torch.zeros(9, 3), own)) >= 3
+    assert fit.chosen(Point(torch.zeros(9, 3), common)) == 0
+    own = torch.cat([torch.kron(torch.eye(3)[fit.gold[row : row + 1]], torch.eye(3)) for row in range(9)])
+    assert fit.chosen(Point(torch.zeros(9, 3), own)) >= 3
 
 
 def test_the_model_is_left_as_found():

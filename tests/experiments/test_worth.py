@@ -19,10 +19,12 @@ from i2cl.experiments.worth import (
     mcnemar,
     paired_interval,
     wilson,
+    with_left_out,
     with_worth,
 )
 from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Questions
 from tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
@@ -155,6 +157,52 @@ def test_the_model_stays_as_it_was(decoder, task):
     assert [parameter.requires_grad for parameter in decoder.model.parameters()] == before
     assert decoder.tokenizer.padding_side == side
     assert not any(module._forward_hooks for module in decoder.model.modules())
+
+
+@pytest.fixture
+def left_out(decoder, task):
+    (method,) = make_methods(["anchored"], {"steps": 2, "reach": 1.0})
+    shown = task.sample(3, 0)
+    injection = method.injection(decoder, task, shown, 5)
+    names, rows = [], []
+    watch = {"watch": names.append, "progress": rows.append}
+    found = with_left_out(injection, decoder, task, shown, method, seconds=7.0, **watch)
+    assert names == ["zero_shot", "few_shot", "anchored"]
+    assert sum(rows) == 3 * len(shown)
+    return shown, method, injection, found
+
+
+def test_without_rows_each_demonstration_is_left_out_of_what_answers_it(decoder, task, left_out):
+    shown, method, injection, found = left_out
+    told = found.worth
+    assert (told["rows"], told["split"]) == (len(shown), "demonstrations")
+    gold = torch.tensor([one.label for one in shown])
+
+    def share(scores):
+        return (scores.argmax(-1) == gold).float().mean().item()
+
+    texts = [one.text for one in shown]
+    plain = Questions(decoder, task).scores(texts)
+    (few_shot,) = make_methods(["few_shot"])
+    rest = [[other for other in shown if other is not one] for one in shown]
+    each = [
+        few_shot.fit(decoder, task, others, 0).scores([text])
+        for others, text in zip(rest, texts, strict=True)
+    ]
+    ours = method.left_out_scores(decoder, task, shown, injection)
+    expected = {"zero_shot": plain, "few_shot": torch.cat(each), "anchored": ours}
+    for name, scores in expected.items():
+        assert told["methods"][name]["accuracy"] == pytest.approx(share(scores))
+    assert told["methods"]["anchored"]["fit_seconds"] == 7.0
+    assert found.metrics == {}  # a card is not to publish it as an evaluation
+
+
+def test_many_demonstrations_are_too_many_for_few_shot_without_each(decoder, task, left_out, monkeypatch):
+    monkeypatch.setattr(worth, "MOST_LEFT_OUT", 3)
+    shown, method, injection, _ = left_out
+    told = with_left_out(injection, decoder, task, shown, method, seconds=0.0).worth
+    assert list(told["methods"]) == ["zero_shot", "anchored"]
+    assert told["not_run"] == {"few_shot": f"it would run again without each of {len(shown)} demonstrations"}
 
 
 # What may be said

@@ -20,19 +20,20 @@ does not pay: Levenberg-Marquardt). One step is kernel regression with the model
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, one_hot, pad
 
 from i2cl.core.context import ContextVector, require_demonstrations
 from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
+from i2cl.core.tangent import Point, curved, left_out_losses, without_each
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
@@ -54,9 +55,6 @@ MOST_SCORES = 4096
 
 STRONGEST = 1e6
 """Proximal factor beyond which no step pays."""
-
-NEWTON_STEPS = 50
-"""Of the tangent's optimum, at most; it takes about six."""
 
 
 class AnchoredConfig(BaseModel):
@@ -121,7 +119,8 @@ def anchor(
     with decoder.frozen():
         theta, history = fit.solved(progress)
     vectors, coefficients = fit.linear(theta[None])
-    settings = config.model_dump(mode="json") | {"method": "anchored", "reach": fit.reach}
+    tau = fit.tau if math.isfinite(fit.tau) else None
+    settings = config.model_dump(mode="json") | {"method": "anchored", "reach": fit.reach, "tau": tau}
     return Injection(
         context=replace(context, values=vectors[0]),
         coefficients=coefficients[0],
@@ -134,33 +133,34 @@ def anchor(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Point:
-    """The label scores at some theta, and how they change with it.
+def left_out_scores(
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Sequence[Example],
+    context: ContextVector,
+    injection: Injection,
+) -> Float[Tensor, "n labels"]:
+    """Label scores of each demonstration as if the fit had not seen it, to first order.
 
-    Attributes:
-        scores: of each label after each demonstration, in nats, up to a constant a row.
-        jacobian: their derivatives in theta / s, up to what all labels of a row share.
+    They cost one more step, not one fit a demonstration: see `i2cl.core.tangent.without_each`. The reach is
+    that of all demonstrations.
+
+    Args:
+        decoder: the model.
+        task: with template and label words.
+        demonstrations: that the injection was fitted to.
+        context: what gave the scale then.
+        injection: what `anchor` made of them.
     """
-
-    scores: Float[Tensor, "n labels"]
-    jacobian: Float[Tensor, "n_labels parameters"]
-
-    @cached_property
-    def kernel(self) -> Float[Tensor, "n_labels n_labels"]:
-        """Inner products of the derivatives, in float64."""
-        found = torch.zeros(len(self.jacobian), len(self.jacobian), dtype=torch.float64)
-        for part in self.jacobian.split(2**14, dim=1):
-            wide = part.double()
-            found += wide @ wide.T
-        return found
-
-    def tau(self, reach: float) -> float:
-        """The strength of the prior that gives the label scores of a query this standard deviation."""
-        n, labels = self.scores.shape
-        blocks = self.kernel.view(n, labels, n, labels).diagonal(dim1=0, dim2=2)  # (labels, labels, n)
-        apart = blocks.diagonal(dim1=0, dim2=1).mean() - blocks.mean()  # what all labels share counts nothing
-        return apart.item() / reach**2 if reach > 0 else math.inf
+    names = AnchoredConfig.model_fields
+    config = AnchoredConfig(**{name: injection.settings[name] for name in names})
+    fit = _Fit(Questions(decoder, task, injection.scoring), tuple(demonstrations), context, config)
+    theta = injection.context.values if config.free == "vectors" else injection.coefficients
+    u = ((theta - fit.start) / fit.scale).nan_to_num(0.0).flatten()  # 0 / 0 where a layer is left out
+    with decoder.frozen():
+        point = fit.point(u)
+    tau = injection.settings["tau"]
+    return point.scores if tau is None else without_each(point.scores, point.kernel, fit.gold, tau).float()
 
 
 @dataclass(eq=False)
@@ -224,11 +224,11 @@ class _Fit:
         return self.theta(u), tuple(history)
 
     def stepped(
-        self, point: _Point, u: Float[Tensor, " parameters"], objective: float, factor: float
+        self, point: Point, u: Float[Tensor, " parameters"], objective: float, factor: float
     ) -> tuple[Float[Tensor, " parameters"], Float[Tensor, "n labels"], float, float] | None:
         """The next u, its scores, its objective and the next proximal factor; None where no step pays."""
-        probable, curvature = _curved(point.scores)
-        slope = (probable - self.one_hot).flatten()
+        probable, curvature = curved(point.scores)
+        slope = (probable - one_hot(self.gold, probable.shape[1])).flatten()
         along = (point.jacobian @ u).double()
         while factor <= STRONGEST:
             held = self.tau * factor
@@ -237,19 +237,19 @@ class _Fit:
             move = point.jacobian.T @ (slope - inner).float() + self.tau * u
             moved = u - move / held
             scores = self.scores(moved)
-            loss = torch.nn.functional.cross_entropy(scores.double(), self.gold, reduction="sum").item()
+            loss = cross_entropy(scores.double(), self.gold, reduction="sum").item()
             value = loss + self.tau / 2 * moved.double().square().sum().item()
             if value < objective:  # which no value that is not finite is
                 return moved, scores, value, max(1.0, factor / 8)
             factor *= 8
         return None
 
-    def chosen(self, point: _Point) -> float:
+    def chosen(self, point: Point) -> float:
         """The reach of the best leave-one-out likelihood under the tangent at the start.
 
         The smaller is preferred within one standard error of the paired differences.
         """
-        losses = [_left_out(point, self.gold, self.one_hot, point.tau(reach)) for reach in REACHES]
+        losses = [left_out_losses(point, self.gold, point.tau(reach)) for reach in REACHES]
         best = min(losses, key=lambda one: one.mean().item())
         for reach, one in reversed(list(zip(REACHES, losses, strict=True))):
             apart = one - best
@@ -257,15 +257,9 @@ class _Fit:
                 return reach
         raise AssertionError("the best is within its own error")
 
-    @property
-    def one_hot(self) -> Float[Tensor, "n labels"]:
-        """The right label of each demonstration."""
-        labels = len(self.questions.labels.ids)
-        return torch.nn.functional.one_hot(self.gold, labels).double()
-
     def loss(self, scores: Float[Tensor, "n labels"]) -> float:
         """Mean cross-entropy among the labels, in nats."""
-        return torch.nn.functional.cross_entropy(scores, self.gold).item()
+        return cross_entropy(scores, self.gold).item()
 
     def theta(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sites size"]:
         """The parameters at a place in units of their scale."""
@@ -278,7 +272,7 @@ class _Fit:
         edit = LinearEdit(vectors[0], pairs[0], self.context.config.site)
         return score(questions.decoder, self.queries, questions.labels, edit=edit)
 
-    def point(self, u: Float[Tensor, " parameters"]) -> _Point:
+    def point(self, u: Float[Tensor, " parameters"]) -> Point:
         """Label scores at u and their derivatives: of whole sequences row by row, else label by label."""
         labels = self.questions.labels.ids
         rows = [(row, slice(None)) for row in range(len(self.queries))]
@@ -295,7 +289,7 @@ class _Fit:
                 scores[row, at], jacobian[row, at] = value, slope
         if not (scores.isfinite().all() and jacobian.isfinite().all()):
             raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
-        return _Point(scores, jacobian.flatten(0, 1))
+        return Point(scores, jacobian.flatten(0, 1))
 
     def _slopes(
         self, theta: Float[Tensor, "layers sites size"], rows: Sequence[tuple[int, slice]], batch: Batch
@@ -322,64 +316,3 @@ class _Fit:
             found = [backward.gradients(column.sum())[0] for column in wanted.unbind(-1)]
         slopes = torch.stack([(self.scale * one.cpu()).flatten(1) for one in found if one is not None], dim=1)
         return values.detach().cpu(), pad(slopes, (0, 0, values.shape[1] - len(found), 0))
-
-
-def _curved(
-    scores: Float[Tensor, "n labels"],
-) -> tuple[Float[Tensor, "n labels"], Float[Tensor, "n_labels n_labels"]]:
-    """Probabilities among the labels, and the second derivatives of the summed loss in the scores."""
-    probable = scores.double().softmax(-1)
-    return probable, torch.block_diag(*(torch.diag(row) - torch.outer(row, row) for row in probable))
-
-
-def _left_out(
-    point: _Point, gold: Int[Tensor, " n"], one_hot: Float[Tensor, "n labels"], tau: float
-) -> Float[Tensor, " n"]:
-    """Loss of each demonstration when it is left out, under the tangent, in nats.
-
-    The tangent's optimum is found by Newton's method; a demonstration's scores without it follow to first
-    order (approximate leave-one-out: Rad and Maleki, J. R. Statist. Soc. B 82(4), 2020).
-    """
-    scores, kernel = point.scores.double(), point.kernel
-    n, labels = scores.shape
-    if math.isfinite(tau):
-        scores = _tangent_optimum(scores, kernel, gold, one_hot, tau)
-        probable, curvature = _curved(scores)
-        eye = torch.eye(n * labels, dtype=torch.float64)
-        spread = torch.linalg.solve(tau * eye + kernel @ curvature, kernel)
-        own = spread.view(n, labels, n, labels).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        bent = curvature.view(n, labels, n, labels).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        slope = (probable - one_hot)[..., None]
-        scores = scores + (own @ torch.linalg.solve(eye[:labels, :labels] - bent @ own, slope))[..., 0]
-    return torch.nn.functional.cross_entropy(scores, gold, reduction="none")
-
-
-def _tangent_optimum(
-    start: Float[Tensor, "n labels"],
-    kernel: Float[Tensor, "n_labels n_labels"],
-    gold: Int[Tensor, " n"],
-    one_hot: Float[Tensor, "n labels"],
-    tau: float,
-) -> Float[Tensor, "n labels"]:
-    """Scores that kernel logistic regression around ``start`` comes to, by damped Newton steps."""
-    weights = torch.zeros(kernel.shape[0], dtype=torch.float64)
-    eye = torch.eye(len(weights), dtype=torch.float64)
-
-    def objective(at: Tensor) -> tuple[Tensor, float]:
-        scores = start + (kernel @ at).view_as(start)
-        loss = torch.nn.functional.cross_entropy(scores, gold, reduction="sum")
-        return scores, (loss + tau / 2 * at @ kernel @ at).item()
-
-    scores, value = objective(weights)
-    for _ in range(NEWTON_STEPS):
-        probable, curvature = _curved(scores)
-        slope = (probable - one_hot).flatten() + tau * weights
-        move = torch.linalg.solve(tau * eye + curvature @ kernel, slope)
-        length = 1.0
-        while (found := objective(weights - length * move))[1] > value and length > 1e-3:
-            length /= 2
-        gain, value, scores = value - found[1], found[1], found[0]
-        weights = weights - length * move
-        if gain < 1e-9:
-            break
-    return scores

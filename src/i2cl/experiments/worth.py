@@ -5,20 +5,24 @@ Nothing here needs scipy, so that `i2cl fit` runs without the extra ``experiment
 a width also where every answer is right.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import comb, sqrt
 from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
 from i2cl.experiments.records import Run
 from i2cl.methods import Cost, Method, make_methods
+from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import is_out_of_memory
@@ -31,6 +35,11 @@ BASELINES = ("zero_shot", "zero_shot+batch_calibration", "few_shot")
 
 LEVEL = 0.05
 """Of the test, and what intervals leave out."""
+
+MOST_LEFT_OUT = 32
+"""Demonstrations up to which few-shot is run again without each of them."""
+
+Split = Literal["train", "test", "demonstrations"]
 
 Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 
@@ -57,11 +66,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Worth:
-    """An injection beside the baselines, on rows that are no demonstrations.
+    """An injection beside the baselines, on rows that it was not fitted to.
 
     Attributes:
         rows: how many.
-        split: of the task that they come from.
+        split: of the task that they come from; or the demonstrations, each left out of what answers it.
         verdict: whether it is better than zero-shot, in words.
         difference: accuracy minus that of zero-shot, a share.
         low, high: its 95 % interval (`paired_interval`).
@@ -71,7 +80,7 @@ class Worth:
     """
 
     rows: int
-    split: Literal["train", "test"]
+    split: Split
     verdict: str
     difference: float
     low: float
@@ -133,52 +142,131 @@ def with_worth(
     """
     if not queries:
         raise I2CLError("no queries were given: at least one is needed")
-    shown = tuple(demonstrations)
+    shown, by = tuple(demonstrations), method or I2CL()
 
-    def scored(method: Method, fit: Callable[[], Fitted]) -> Run:
+    questions = Questions(decoder, task, injection.scoring)
+    cost = Cost.of(injection.context.values)
+    predictor = PromptPredictor(questions, edit=injection.edit(), cost=cost)
+    ours = Fitted(by, predictor, shown, injection.seed, seconds)
+    fits = _fits(make_methods(BASELINES), decoder, task, shown, injection.seed) | {by.called: lambda: ours}
+    split: Split = "test" if task.test else "train"
+    return _told(injection, fits, split, decoder, task, queries, watch, progress)
+
+
+def with_left_out(
+    injection: Injection,
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Sequence[Example],
+    method: Anchored,
+    *,
+    seconds: float,
+    watch: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> Injection:
+    """`with_worth` where no other labelled rows remain: each demonstration is left out of what answers it.
+
+    Zero-shot knows none of them. Few-shot runs again without each, where they are at most `MOST_LEFT_OUT`.
+    The injection's scores follow from one more step, to first order. So few rows show large differences only.
+    """
+    shown, seed = tuple(demonstrations), injection.seed
+    zero_shot, few_shot = make_methods(["zero_shot", "few_shot"])
+
+    def without_each() -> Fitted:
+        if len(shown) > MOST_LEFT_OUT:
+            raise I2CLError(f"it would run again without each of {len(shown)} demonstrations")
+        return Fitted(few_shot, _WithoutEach(few_shot, decoder, task, shown, seed, Cost()), shown, seed, 0.0)
+
+    def ours() -> Fitted:
+        known = _Known(
+            method.left_out_scores(decoder, task, shown, injection), Cost.of(injection.context.values)
+        )
+        return Fitted(method, known, shown, seed, seconds)
+
+    fits = _fits([zero_shot], decoder, task, shown, seed)
+    fits |= {few_shot.called: without_each, method.called: ours}
+    return _told(injection, fits, "demonstrations", decoder, task, shown, watch, progress)
+
+
+def _fits(
+    methods: Sequence[Method], decoder: Decoder, task: Task, shown: tuple[Example, ...], seed: int
+) -> dict[str, Callable[[], Fitted]]:
+    def fit(method: Method) -> Fitted:
+        return fit_seeds(decoder, task, method, [shown], [seed])[0]
+
+    return {method.called: partial(fit, method) for method in methods}
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Scores that are there already."""
+
+    known: Float[Tensor, "texts labels"]
+    cost: Cost
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Those of just these texts."""
+        if progress is not None:
+            progress(len(texts))
+        return self.known
+
+
+@dataclass(frozen=True)
+class _WithoutEach:
+    """A method fitted once for each demonstration, to all others."""
+
+    method: Method
+    decoder: Decoder
+    task: Task
+    shown: tuple[Example, ...]
+    seed: int
+    cost: Cost
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Of the demonstrations' texts."""
+        found = []
+        for out, text in enumerate(texts):
+            rest = [*self.shown[:out], *self.shown[out + 1 :]]
+            found.append(self.method.fit(self.decoder, self.task, rest, self.seed).scores([text], progress))
+        return torch.cat(found)
+
+
+def _told(
+    injection: Injection,
+    fits: Mapping[str, Callable[[], Fitted]],
+    split: Split,
+    decoder: Decoder,
+    task: Task,
+    queries: Sequence[Example],
+    watch: Callable[[str], None] | None,
+    progress: Progress | None,
+) -> Injection:
+    """Every method scored, the first one and the last, which is the injection's, in any case."""
+    runs: dict[str, Run] = {}
+    not_run: dict[str, str] = {}
+    required = {next(iter(fits)), list(fits)[-1]}
+    for name, fit in fits.items():
         if watch is not None:
-            watch(method.called)
-        return measure(decoder, task, fit(), queries, progress)
-
-    def baseline(method: Method) -> Run:
-        return scored(method, lambda: fit_seeds(decoder, task, method, [shown], [injection.seed])[0])
-
-    zero_shot, *others = make_methods(BASELINES)
-    runs, not_run = {zero_shot.called: baseline(zero_shot)}, {}  # where this one fails, the injection does
-    for other in others:
+            watch(name)
         try:
-            runs[other.called] = baseline(other)
+            runs[name] = measure(decoder, task, fit(), queries, progress)
         except I2CLError as error:
-            not_run[other.called] = str(error)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if name in required:
                 raise
-            not_run[other.called] = "out of memory"
-    by = method or I2CL()
-    ours = runs[by.called] = scored(by, lambda: _fitted(injection, by, decoder, task, shown, seconds))
-    split: Literal["train", "test"] = "test" if task.test else "train"
+            not_run[name] = str(error)
+        except RuntimeError as error:
+            if name in required or not is_out_of_memory(error):
+                raise
+            not_run[name] = "out of memory"
+    ours = list(runs.values())[-1]
     worth = _compared(ours, runs, not_run, split)
+    if split == "demonstrations":  # no measurement to publish
+        return replace(injection, worth=asdict(worth))
     metrics = {"accuracy": ours.accuracy, "macro_f1": ours.macro_f1, "n": ours.n}
     return replace(injection, metrics=metrics, worth=asdict(worth))
 
 
-def _fitted(
-    injection: Injection,
-    by: Method,
-    decoder: Decoder,
-    task: Task,
-    shown: tuple[Example, ...],
-    seconds: float,
-) -> Fitted:
-    questions = Questions(decoder, task, injection.scoring)
-    cost = Cost.of(injection.context.values)
-    predictor = PromptPredictor(questions, edit=injection.edit(), cost=cost)
-    return Fitted(by, predictor, shown, injection.seed, seconds)
-
-
-def _compared(
-    ours: Run, runs: dict[str, Run], not_run: dict[str, str], split: Literal["train", "test"]
-) -> Worth:
+def _compared(ours: Run, runs: dict[str, Run], not_run: dict[str, str], split: Split) -> Worth:
     mine, theirs = _right(ours), _right(runs[BASELINES[0]])
     better, worse = int((mine & ~theirs).sum()), int((theirs & ~mine).sum())
     low, high = paired_interval(better, worse, ours.n)

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from i2cl.core.anchored import AnchoredConfig, anchor
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.core.anchored import AnchoredConfig, anchor, left_out_scores
 from i2cl.core.context import ExtractConfig, extract
 from i2cl.core.injection import Injection
 from i2cl.methods.base import Cost, Method
@@ -46,6 +49,13 @@ class Anchored(Method):
         """Extract, which gives the scale, and fit."""
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         return anchor(decoder, task, demonstrations, context, self.anchoring, seed=seed, progress=progress)
+
+    def left_out_scores(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], injection: Injection
+    ) -> Float[Tensor, "n labels"]:
+        """Label scores of each demonstration as if `injection` had been made without it, to first order."""
+        context = extract(decoder, task, demonstrations, self.extraction, seed=injection.seed)
+        return left_out_scores(decoder, task, demonstrations, context, injection)
 
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int

@@ -25,6 +25,13 @@ METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
 TOGETHER = "zero_shot+batch_calibration answers all rows together: it subtracts their mean scores."
 """What has to be known of a method that `Injection.worth` compares with."""
 
+SCORED = {
+    "test": "test rows",
+    "train": "training rows that are no demonstrations",
+    "demonstrations": "demonstrations, each left out of what answers it (of the injection to first order)",
+}
+"""What `Injection.worth` was measured on, by its split."""
+
 SHOWN = ("name", "labels", "template", "separator", "opening")
 """What a card tells of a task."""
 
@@ -172,21 +179,17 @@ def _loss(history: list[float]) -> str:
 
 
 def _results(metrics: Mapping[str, float], worth: Mapping[str, Any]) -> str:
-    if not metrics:
+    if not metrics and not worth:
         return "Not measured (`i2cl fit` does where labelled rows remain)."
     told = ", ".join(f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics)
-    split = "training" if worth.get("split") == "train" else "test"
-    rows = (
-        f" on {metrics['n']} rows of the {split} split, of which calibration saw none"
-        if "n" in metrics
-        else ""
-    )
-    return "\n\n".join([f"{told or 'No accuracy'}{rows}.", *(_worth(worth) if worth else ())])
+    rows = f" on {metrics['n']} {SCORED[worth.get('split', 'test')]}" if "n" in metrics else ""
+    return "\n\n".join([*([f"{told}{rows}."] if told else []), *(_worth(worth) if worth else ())])
 
 
 def _worth(worth: Mapping[str, Any]) -> Iterator[str]:
     """Verdict and table."""
     yield f"Whether it pays: {worth['verdict']}."
+    yield f"Accuracy on {worth['rows']} {SCORED[worth['split']]}:"
     lines = [
         "| method | accuracy | 95 % interval | fit s | ms/query | bytes |",
         "|---|---:|---:|---:|---:|---:|",
@@ -198,7 +201,8 @@ def _worth(worth: Mapping[str, Any]) -> Iterator[str]:
     ]
     lines += [f"| {name} | not run: {why} | | | | |" for name, why in worth["not_run"].items()]
     yield "\n".join(lines)
-    yield TOGETHER
+    if any("batch_calibration" in name for name in worth["methods"]):
+        yield TOGETHER
 
 
 def _again(description: Mapping[str, Any]) -> str:

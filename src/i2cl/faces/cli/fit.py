@@ -50,7 +50,8 @@ def fit(
         typer.Option(
             min=0,
             help="Score the fit beside zero-shot and few-shot on at most so many test rows or, without any, "
-            "training rows that are no demonstrations; 0: not at all.",
+            "training rows that are no demonstrations; without those either anchored leaves out each "
+            "demonstration in turn; 0: not at all.",
         ),
     ] = 160,
     loading: ModelOptions,
@@ -70,7 +71,7 @@ def fit(
     started = time.perf_counter()
     injection = _fitted(chosen, decoder, loaded, demonstrations, seed, hints=not json)
     seconds = time.perf_counter() - started
-    if queries:
+    if evaluate:
         injection = _measured(injection, chosen, decoder, loaded, demonstrations, queries, seconds)
     command = command_line(context, shots=shots or loaded.shots, seed=seed)
     injection = replace(injection, command=command)
@@ -126,20 +127,21 @@ def _measured(
     queries: "Sequence[Example]",
     seconds: float,
 ) -> "Injection":
-    from i2cl.experiments.worth import BASELINES, with_worth
+    from i2cl.experiments.worth import BASELINES, with_left_out, with_worth
+    from i2cl.methods.anchored import Anchored
 
-    with console.progress(len(queries) * (len(BASELINES) + 1), "scoring") as bar:
-        return with_worth(
-            injection,
-            decoder,
-            task,
-            demonstrations,
-            queries,
-            seconds=seconds,
-            method=method,
-            watch=lambda method: bar.describe(f"scoring {method}"),
-            progress=bar.advance,
-        )
+    if not queries and not isinstance(method, Anchored):
+        return injection  # without each demonstration it would have to be calibrated anew
+    rows = len(queries) * (len(BASELINES) + 1) or 3 * len(demonstrations)
+    with console.progress(rows, "scoring") as bar:
+        watched: Any = {
+            "seconds": seconds,
+            "watch": lambda method: bar.describe(f"scoring {method}"),
+            "progress": bar.advance,
+        }
+        if not queries and isinstance(method, Anchored):
+            return with_left_out(injection, decoder, task, demonstrations, method, **watched)
+        return with_worth(injection, decoder, task, demonstrations, queries, method=method, **watched)
 
 
 def _show_fit(
@@ -170,14 +172,14 @@ def _show_fit(
         _show_worth(injection.worth)
     elif asked:
         console.say(
-            "Whether it pays is not known: no labelled rows remain to score. Give some with --test FILE, "
-            "or fit with fewer --shots."
+            "Whether it pays is not known: no labelled rows remain to score. Give some with --test FILE, fit "
+            "with fewer --shots, or take --method anchored, which can leave out each demonstration."
         )
     console.say(f"Next: i2cl predict {output} FILE")
 
 
 def _show_worth(worth: Mapping[str, Any]) -> None:
-    from i2cl.storage.card import TOGETHER
+    from i2cl.storage.card import SCORED, TOGETHER
 
     rows: list[Mapping[str, object]] = [
         {
@@ -190,12 +192,13 @@ def _show_worth(worth: Mapping[str, Any]) -> None:
         for name, one in worth["methods"].items()
     ]
     rows += [dict.fromkeys(rows[0], "") | {"method": name, ACCURACY: "not run"} for name in worth["not_run"]]
-    source = "test rows" if worth["split"] == "test" else "training rows that are no demonstrations"
-    console.say(f"\nAccuracy with its 95 % interval on {worth['rows']} {source}:")
+    console.say(f"\nAccuracy with its 95 % interval on {worth['rows']} {SCORED[worth['split']]}:")
     console.print_table("", rows)
     for name, why in worth["not_run"].items():
         console.say(f"{name} was not run: {why}.")
-    console.say(f"{TOGETHER}\n\nWhether it pays: {worth['verdict']}.")
+    if any("batch_calibration" in name for name in worth["methods"]):
+        console.say(TOGETHER)
+    console.say(f"\nWhether it pays: {worth['verdict']}.")
 
 
 def command_line(context: typer.Context, **resolved: object) -> str:
