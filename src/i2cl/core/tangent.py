@@ -81,7 +81,9 @@ def left_out_losses(point: Point, gold: Int[Tensor, " n"], tau: float) -> Float[
     """Loss of each demonstration when it is left out, at the tangent's optimum, in nats."""
     scores: Float[Tensor, "n labels"] = point.scores.double()
     if math.isfinite(tau):
-        scores = without_each(optimum(scores, point.kernel, gold, tau), point.kernel, gold, tau)
+        weights = optimum(scores, point.kernel, gold, tau)
+        best = scores + (point.kernel @ weights).view_as(scores)
+        scores = without_each(best, point.kernel, gold, tau)
     return cross_entropy(scores, gold, reduction="none")
 
 
@@ -90,8 +92,11 @@ def optimum(
     kernel: Float[Tensor, "n_labels n_labels"],
     gold: Int[Tensor, " n"],
     tau: float,
-) -> Float[Tensor, "n labels"]:
-    """Scores that kernel logistic regression around ``start`` comes to, by damped Newton steps."""
+) -> Float[Tensor, " n_labels"]:
+    """Weights ``a`` at which kernel logistic regression, ``start + kernel a``, is best: damped Newton steps.
+
+    The parameters that they stand for are the Jacobian's transpose times ``a``.
+    """
     weights = torch.zeros(kernel.shape[0], dtype=torch.float64)
     eye = torch.eye(len(weights), dtype=torch.float64)
 
@@ -108,8 +113,10 @@ def optimum(
         length = 1.0
         while (found := objective(weights - length * move))[1] > value and length > 1e-3:
             length /= 2
+        if found[1] > value:
+            break
         gain, value, scores = value - found[1], found[1], found[0]
         weights = weights - length * move
         if gain < 1e-9:
             break
-    return scores
+    return weights
