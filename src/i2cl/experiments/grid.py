@@ -149,7 +149,8 @@ class Experiment(_Frozen):
         paper: number of the table or figure in the paper, or "-".
         measures: what is measured, in a sentence.
         tasks: names, or "all" for the tasks that belong to the model.
-        rows: what is compared; the first one named "I2CL" is what others are tested against.
+        rows: what is compared.
+        against: name of the row that others are tested against.
         skews: see `Cell`; for each, all rows once.
         views: what the report shows, in this order.
         printed: name of the paper's printed tables to set beside (`i2cl.experiments.printed`).
@@ -163,6 +164,7 @@ class Experiment(_Frozen):
     measures: str
     tasks: Literal["all"] | tuple[str, ...] = "all"
     rows: tuple[GridRow, ...] = Field(min_length=1)
+    against: str = "I2CL"
     skews: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
     views: tuple[View, ...] = ("tasks", "comparison")
     printed: str | None = None

@@ -138,8 +138,8 @@ class Results:
 
     @property
     def default(self) -> GridRow | None:
-        """The row that others are tested against: "I2CL", if it is there."""
-        return next((row for row in self.rows if row.name == "I2CL"), None)
+        """The row that others are tested against, if it is there."""
+        return next((row for row in self.rows if row.name == self.experiment.against), None)
 
     @property
     def scale(self) -> Scale:
