@@ -111,16 +111,17 @@ def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
 
 
 @pytest.mark.filterwarnings("ignore:labels share their first token")
+@pytest.mark.parametrize(("budget", "sizes"), [(1024, [2, 1, 1]), (4096, [2, 2])])
 @pytest.mark.parametrize("pays", [True, False])
-def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays):
-    """First tokens with first tokens, whole sequences with whole ones."""
+def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, sizes):
+    """First tokens with first tokens, whole ones with whole ones: a step of two is 2 x 2 x 4 rows."""
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     moods = Task("moods", ("positive", "poor", "negative", "odd"), FILMS.template)
-    sizes = Task("sizes", ("poorest", "poorer"), BOOKS.template)
+    grades = Task("grades", ("poorest", "poorer"), BOOKS.template)
     runs = [
         *RUNS[:2],
         (moods, shots(5, 4, "dull"), 2),
-        (sizes, shots(5, 2, "a novel of many pages"), 5),
+        (grades, shots(5, 2, "a novel of many pages"), 5),
     ]
     config = QUIET.model_copy(update={"noise": 0.05, "loss": "labels"})
     groups = []
@@ -129,9 +130,9 @@ def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays):
         CalibrationLoss, "__init__", lambda self, *at: groups.append(len(at[1])) or make(self, *at)
     )
     decoder = decoder_of("llama")
-    decoder.token_budget = 4096  # a step of both whole ones is 2 x 2 x 4 rows
+    decoder.token_budget = budget
     together, alone = both(decoder, config, runs=runs)
-    assert groups == [2, 2, 1, 1, 1, 1]
+    assert groups == [*sizes, 1, 1, 1, 1]
     for one, other in zip(together, alone, strict=True):
         same(one, other)
 

@@ -118,7 +118,7 @@ def test_the_loss_among_labels_falls(task, change):
 @pytest.mark.parametrize("shown", [False, True])
 def test_behind_demonstrations_and_where_angles_grow_a_steps_loss_is_the_mean_of_those_alone(task, shown):
     decoder = decoder_of("phi3", **LONGROPE)
-    rows = [Example("warm", 0), Example("dull and lifeless and " * 8, 1), Example("so dull " * 8, 1)]
+    rows = [Example("dull and lifeless and " * 8, 1), Example("warm", 0), Example("so dull " * 8, 1)]
     context = extract(decoder, task, rows)
 
     def prompt(text):
@@ -131,19 +131,19 @@ def test_behind_demonstrations_and_where_angles_grow_a_steps_loss_is_the_mean_of
 
 
 @tasks
-@pytest.mark.parametrize("budget", [1, 4096])
-def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task, budget):
+def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task):
     decoder = decoder_of("llama")
     context = extract(decoder, task, SHOTS)
     config = QUIET.model_copy(update={"optimizer": "lbfgs", "passes": 5})
     wanted = calibrate(decoder, task, SHOTS, context, config).history
-    forward, rows = Decoder.forward, []
-    monkeypatch.setattr(
-        Decoder,
-        "forward",
-        lambda self, batch, **more: rows.append(len(batch.rows)) or forward(self, batch, **more),
-    )
-    decoder.token_budget = budget
+    forward, tokens = Decoder.forward, []
+
+    def counted(self, batch, **more):
+        tokens.append(batch.input_ids.numel())
+        return forward(self, batch, **more)
+
+    monkeypatch.setattr(Decoder, "forward", counted)
+    decoder.token_budget = 3 * max(len(encode(TEMPLATE.query(text))) for text in TEXTS)
     assert calibrate(decoder, task, SHOTS, context, config).history == pytest.approx(wanted, rel=1e-3)
-    each = len(task.labels) if task is WHOLE else 1
-    assert set(rows) == {each if budget == 1 else each * len(SHOTS)}
+    assert max(tokens) <= 1.5 * decoder.token_budget  # which counts queries without labels
+    assert len(tokens) > config.passes  # several parts a pass
