@@ -258,6 +258,7 @@ SUBSECTIONS = {
     "edits": "Context Injection",
     "injection": "Context Injection",
     "calibration": "Noisy Self-calibration",
+    "loss": "Noisy Self-calibration",
     "recipe": "Noisy Self-calibration",
 }
 

@@ -200,7 +200,7 @@ def test_noise_goes_where_the_injection_goes(monkeypatch, place):
         edits.append(NoisyEdit(*args, **kwargs))
         return edits[-1]
 
-    monkeypatch.setattr("i2cl.core.calibration.NoisyEdit", watched)
+    monkeypatch.setattr("i2cl.core.loss.NoisyEdit", watched)
     fit("granite", layers=(1,), noise=0.02, noise_place=place, positions="first", batches=[[0], [1]])
     assert len(edits) == 2
     for edit in edits:
@@ -310,7 +310,7 @@ def test_random_batches(monkeypatch, draw, batch_size, steps, each_once):
         seen.append(list(queries))
         return labelled_batch(queries, *given, **options)
 
-    monkeypatch.setattr("i2cl.core.calibration.labelled_batch", watched)
+    monkeypatch.setattr("i2cl.models.training.labelled_batch", watched)
     done = []
     fit(draw=draw, batch_size=batch_size, epochs=3, progress=lambda *state: done.append(state))
     assert len(seen) == 3 * steps
@@ -444,6 +444,7 @@ def test_gradients_that_are_not_finite():
         {"epochs": -1},
         {"batch_size": 0},
         {"draw": "once"},
+        {"loss": "words"},
         {"lr": 0},
         {"lr_final": -1e-5},
         {"warmup": 1.0},

@@ -6,6 +6,7 @@ import torch
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, calibrate_many, extract
 from i2cl.core.context import ExtractConfig
 from i2cl.core.edits import RowsEdit
+from i2cl.core.loss import CalibrationLoss
 from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
 from tiny import tiny_model, tiny_tokenizer
@@ -31,14 +32,14 @@ def decoder_of(case):
     return Decoder(tiny_model(case), tiny_tokenizer(), name=case)
 
 
-def both(decoder, config, extraction=None, **options):
+def both(decoder, config, extraction=None, runs=RUNS, **options):
     """Injections of all runs together, and of each by itself."""
-    tasks, demonstrations, seeds = zip(*RUNS, strict=True)
-    contexts = [extract(decoder, task, examples, extraction) for task, examples, _ in RUNS]
+    tasks, demonstrations, seeds = zip(*runs, strict=True)
+    contexts = [extract(decoder, task, examples, extraction) for task, examples, _ in runs]
     together = calibrate_many(decoder, tasks, demonstrations, contexts, config, seeds=seeds, **options)
     alone = [
         calibrate(decoder, task, examples, context, config, seed=seed)
-        for (task, examples, seed), context in zip(RUNS, contexts, strict=True)
+        for (task, examples, seed), context in zip(runs, contexts, strict=True)
     ]
     return together, alone
 
@@ -63,7 +64,7 @@ def test_many_end_where_each_ends_by_itself(case):
 @pytest.mark.parametrize("pays", [True, False])
 def test_packed_or_padded_is_the_same(monkeypatch, case, pays):
     packed = []
-    monkeypatch.setattr("i2cl.core.calibration.packing_pays", lambda *_: pays)
+    monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     rows = RowsEdit.injected
     monkeypatch.setattr(RowsEdit, "injected", lambda *at: packed.append(at[-1].packed) or rows(*at))
     for one, other in zip(*both(decoder_of(case), QUIET), strict=True):
@@ -99,7 +100,7 @@ def test_a_small_budget_makes_more_groups_of_the_same():
 @pytest.mark.parametrize("pays", [True, False, None])
 def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
     if pays is not None:
-        monkeypatch.setattr("i2cl.core.calibration.packing_pays", lambda *_: pays)
+        monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     decoder = decoder_of("llama")
     noisy = QUIET.model_copy(update={"noise": 0.05, "noise_place": place})
     together, alone = both(decoder, noisy)
@@ -107,6 +108,33 @@ def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
     for one, other, still in zip(together, alone, quiet, strict=True):
         same(one, other)
         assert (one.coefficients - still.coefficients).abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:labels share their first token")
+@pytest.mark.parametrize(("budget", "sizes"), [(1024, [2, 1, 1]), (4096, [2, 2])])
+@pytest.mark.parametrize("pays", [True, False])
+def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, sizes):
+    """First tokens with first tokens, whole ones with whole ones: a step of two is 2 x 2 x 4 rows."""
+    monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
+    moods = Task("moods", ("positive", "poor", "negative", "odd"), FILMS.template)
+    grades = Task("grades", ("poorest", "poorer"), BOOKS.template)
+    runs = [
+        *RUNS[:2],
+        (moods, shots(5, 4, "dull"), 2),
+        (grades, shots(5, 2, "a novel of many pages"), 5),
+    ]
+    config = QUIET.model_copy(update={"noise": 0.05, "loss": "labels"})
+    groups = []
+    make = CalibrationLoss.__init__
+    monkeypatch.setattr(
+        CalibrationLoss, "__init__", lambda self, *at: groups.append(len(at[1])) or make(self, *at)
+    )
+    decoder = decoder_of("llama")
+    decoder.token_budget = budget
+    together, alone = both(decoder, config, runs=runs)
+    assert groups == [*sizes, 1, 1, 1, 1]
+    for one, other in zip(together, alone, strict=True):
+        same(one, other)
 
 
 def test_twins_stay_twins_and_seeds_differ():

@@ -115,6 +115,7 @@ WRONG = {
     "bad value": ([*fit(Path("{}")), "-o", "{new}", "--set", "epochs=many"], "epochs='many'"),
     "value out of range": ([*fit(Path("{}")), "-o", "{new}", "--set", "epochs=-1"], "epochs='-1'"),
     "bad choice": ([*fit(Path("{}")), "-o", "{new}", "--set", "formula=mul"], "formula='mul'"),
+    "unknown loss": ([*fit(Path("{}")), "-o", "{new}", "--set", "loss=words"], "'vocabulary' or 'labels'"),
     "unknown layer": ([*fit(Path("{}")), "-o", "{new}", "--set", "layers=9"], "0 to 1"),
     "unknown dtype": ([*fit(Path("{}")), "-o", "{new}", "--dtype", "int3"], "unknown dtype 'int3'"),
     "unknown device": ([*fit(Path("{}")), "-o", "{new}", "--device", "abacus"], "cannot use device 'abacus'"),

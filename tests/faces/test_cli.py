@@ -273,6 +273,14 @@ def test_the_released_recipe_and_single_options_reach_calibration(call, home, tm
     assert (settings["warmup"], settings["epochs"]) == (0.5, 2)
 
 
+def test_the_loss_among_labels_is_asked_for_by_name(call, home, tmp_path):
+    code, _, _ = call(*fit_arguments(home, tmp_path / "new", "--set", "loss=labels"))
+    assert code == 0
+    found, paper = (Injection.from_pretrained(where) for where in (tmp_path / "new", home / "artefact"))
+    assert (found.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
+    assert max(found.history) < min(paper.history)
+
+
 def written_as(kind, path):
     if kind == "lines":
         path.write_text("\n".join(TEXTS), encoding="utf-8")

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
 from i2cl.core.anchored import AnchoredConfig, anchor
-from i2cl.methods import make_methods
+from i2cl.methods import adapters, make_methods
 from i2cl.methods.adapters import adapted
 from i2cl.methods.i2cl import CorruptionConfig, corrupted
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, directions
@@ -440,6 +440,31 @@ def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films,
     assert not any("lora" in key or "ia3" in key for key, _ in decoder.model.named_parameters())
 
 
+@pytest.mark.filterwarnings("ignore:labels share their first token")
+@pytest.mark.parametrize("words", [WORDS, ("positive", "poor", "negative")], ids=["first", "whole"])
+@pytest.mark.parametrize("name", ["lora", "ia3", "prompt_tuning", "prefix_tuning"])
+def test_adapters_learn_among_the_labels(name, words, demonstrations, monkeypatch):
+    pytest.importorskip("peft", reason="peft is an extra")
+    decoder, task = made("llama"), Task("films", words, Template("Review: {text}\nSentiment:{label}"))
+    texts, gold = zip(*SHOWN, strict=True)
+
+    def loss(predictor):
+        return torch.nn.functional.cross_entropy(predictor.scores(texts), torch.tensor(gold)).item()
+
+    def fitted(**options):
+        return fit(name, decoder, task, demonstrations, loss="labels", **options)
+
+    assert loss(fitted(epochs=10, lr=0.05)) < loss(fitted(epochs=0)) - 0.1
+    told = []
+
+    def record(_parameters, loss, *_more, **_options):
+        told.append(loss(range(len(SHOWN))).item())
+
+    monkeypatch.setattr(adapters, "train", record)
+    untrained = fitted()
+    assert told == [pytest.approx(loss(untrained), rel=1e-5)]
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -526,7 +551,7 @@ def test_i2cl_over_icl_learns_from_whole_prompts(model_type, films, demonstratio
     """Demonstrations run once a step; coefficients move as if they ran in front of every query."""
     options = {"epochs": 2, "noise": 0.0}
     shared = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
-    monkeypatch.setattr("i2cl.core.calibration.shared_front", lambda _queries: ())
+    monkeypatch.setattr("i2cl.core.loss.shared_front", lambda _queries: ())
     whole = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
     assert not torch.equal(whole.edit.coefficients, torch.tensor([0.1, 1.0]).expand(2, 2, 2))
     torch.testing.assert_close(shared.edit.coefficients, whole.edit.coefficients, atol=1e-4, rtol=1e-4)

@@ -339,6 +339,10 @@ def test_methods_are_made_by_name_with_the_options_they_know():
     zero, ours = make_methods(["zero_shot", "i2cl"], {"epochs": "7", "formula": "balance"})
     assert (zero.name, ours.calibration.epochs, ours.calibration.formula) == ("zero_shot", 7, "balance")
     assert ours.calibration.lr == CalibrationConfig().lr
+    made = make_methods(
+        ["i2cl", "noise", "lora", "ia3", "prompt_tuning", "prefix_tuning"], {"loss": "labels"}
+    )
+    assert {getattr(one, "calibration", getattr(one, "training", None)).loss for one in made} == {"labels"}
     assert set(METHODS["i2cl"].options()) == {*ExtractConfig.model_fields, *CalibrationConfig.model_fields}
     assert METHODS["zero_shot"].options() == {}
 
@@ -351,6 +355,8 @@ def test_methods_are_made_by_name_with_the_options_they_know():
         (["zero_shot"], {"epochs": 3}, "known are none"),
         (["i2cl"], {"epochs": "many"}, "option epochs='many'"),
         (["i2cl"], {"token": "middle"}, "option token='middle'"),
+        (["lora"], {"loss": "words"}, "option loss='words': Input should be 'vocabulary' or 'labels'"),
+        (["anchored"], {"loss": "labels"}, "no chosen method has the option 'loss'"),
         (["i2cl+zero_shot"], {}, "'zero_shot' cannot stand on 'i2cl'"),
     ],
 )

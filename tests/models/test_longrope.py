@@ -97,7 +97,7 @@ def test_a_context_vector_is_the_mean_of_those_alone(decoder):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("shown", [False, True])
 def test_a_steps_loss_is_the_mean_of_those_alone(decoder, monkeypatch, packed, shown):
-    monkeypatch.setattr("i2cl.core.calibration.packing_pays", lambda *_: packed)
+    monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
     prompt = partial(FILMS.template.prompt, (("funny", "positive"),)) if shown else None
     context = extract(decoder, FILMS, SHOWN)
 
@@ -113,7 +113,7 @@ def test_a_steps_loss_is_the_mean_of_those_alone(decoder, monkeypatch, packed, s
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("packed", [True, False])
 def test_runs_together_end_where_each_ends_by_itself(decoder, monkeypatch, packed, noise):
-    monkeypatch.setattr("i2cl.core.calibration.packing_pays", lambda *_: packed)
+    monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
     config = CalibrationConfig(epochs=3, noise=noise, lr=0.05)
     seeds, context = [3, 0, 1], extract(decoder, FILMS, SHOWN)
     together = calibrate_many(decoder, [FILMS] * 3, [SHOWN] * 3, [context] * 3, config, seeds=seeds)

@@ -18,8 +18,8 @@ from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Questions, labelled_batch, sequence_log_probabilities
-from i2cl.models.training import TrainConfig, train
+from i2cl.models.scoring import Questions
+from i2cl.models.training import LabelLikelihood, TrainConfig, train
 from i2cl.tasks import Example, Task
 
 if TYPE_CHECKING:
@@ -104,16 +104,16 @@ def fit_adapter(
     with torch.random.fork_rng(), adapted(decoder, config, seed=seed) as wearing:
         questions = Questions(wearing, task)
         queries = questions.queries([example.text for example in demonstrations])
-        targets = questions.targets(demonstrations)
+        likelihood = LabelLikelihood(
+            wearing,
+            queries,
+            [questions.labels] * len(queries),
+            [example.label for example in demonstrations],
+            among_labels=training.loss == "labels",
+        )
 
         def loss(chosen: Sequence[int]) -> Tensor:
-            parts = wearing.together([len(queries[row]) + len(targets[row]) - 1 for row in chosen])
-            return -torch.cat([learned([chosen[place] for place in part]) for part in parts]).mean()
-
-        def learned(rows: Sequence[int]) -> Float[Tensor, " rows"]:
-            own = [targets[row] for row in rows]
-            batch = labelled_batch([queries[row] for row in rows], own, wearing.device)
-            return sequence_log_probabilities(wearing, batch, own)
+            return -likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows))).mean()
 
         parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
         batches = training.batches(len(queries), seed)

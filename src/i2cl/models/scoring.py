@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids, make_batch, pack_batch
@@ -339,3 +340,32 @@ def sequence_log_probabilities(
     padded = padded.to(logits.device)
     chosen = logits.float().log_softmax(-1).gather(-1, padded.clamp(min=0)[..., None])[..., 0]
     return chosen.where(padded >= 0, 0.0).sum(-1)
+
+
+def label_log_probabilities(
+    decoder: Decoder,
+    batch: Batch,
+    labels: Sequence[Ids],
+    gold: Sequence[int],
+    edit: Edit | None = None,
+    prefix: Prefix | None = None,
+) -> Float[Tensor, " batch"]:
+    """Log-probability of each row's right label among its own labels, in nats. Gradients flow if on.
+
+    Args:
+        decoder: the model.
+        batch: a query each.
+        labels: the first token of each label, for every row; rows may differ in how many they have.
+        gold: the right one of these.
+        edit: applied to every layer while the queries run.
+        prefix: demonstrations run once beforehand.
+    """
+    logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float()
+    return right_among([row[list(own)] for row, own in zip(logits, labels, strict=True)], gold)
+
+
+def right_among(scores: Sequence[Tensor], gold: Sequence[int]) -> Float[Tensor, " queries"]:
+    """Log-probability of each query's right label, from the scores of its own labels, up to a constant."""
+    padded = pad_sequence(list(scores), batch_first=True, padding_value=-torch.inf)
+    right = torch.tensor(gold, device=padded.device)
+    return padded.log_softmax(-1).gather(-1, right[:, None])[:, 0]

@@ -1,9 +1,10 @@
-"""One training loop and one schedule for everything that is trained, from coefficients to adapters."""
+"""One loss, one training loop and one schedule for all that is trained, from coefficients to adapters."""
 
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -12,6 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
+from i2cl.models.batching import Batch, Ids
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.prefix import Prefix
+from i2cl.models.scoring import (
+    LabelTokens,
+    label_log_probabilities,
+    labelled_batch,
+    right_among,
+    sequence_log_probabilities,
+)
 
 StepProgress = Callable[[int, int, float], None]
 """Called after each epoch with steps done, steps in all and the epoch's mean loss in nats."""
@@ -31,6 +43,8 @@ class TrainConfig(BaseModel):
         lr_final: the rate that the cosine ends at.
         warmup: share of the steps over which the rate first rises from 0 (released code).
         weight_decay: of AdamW (the paper is silent; released code).
+        loss: what a label competes with: the whole vocabulary (the paper), or the task's other labels, as
+            prediction has it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,6 +56,7 @@ class TrainConfig(BaseModel):
     lr_final: float = Field(1e-5, ge=0)
     warmup: float = Field(0.0, ge=0, lt=1)
     weight_decay: float = Field(1e-3, ge=0)
+    loss: Literal["vocabulary", "labels"] = "vocabulary"
 
     def rate(self, step: int, steps: int) -> float:
         """Learning rate at an optimiser step: warm-up if any, then a cosine over all steps."""
@@ -64,6 +79,81 @@ class TrainConfig(BaseModel):
                 picker.shuffle(order)
                 for start in range(0, count, self.batch_size):
                     yield order[start : start + self.batch_size]
+
+
+class LabelLikelihood:
+    """Log-probability of the right label after each of some queries: what training raises.
+
+    What runs are rows: each query with its label, or, where whole labels compete, with one label a row.
+
+    Attributes:
+        rows: the rows of each query.
+        lengths: tokens of each row, those of a prefix apart.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        queries: Sequence[Ids],
+        labels: Sequence[LabelTokens],
+        gold: Sequence[int],
+        *,
+        among_labels: bool,
+    ) -> None:
+        """Say what is to be learnt.
+
+        Args:
+            decoder: the model.
+            queries: token ids of each query, without a prefix.
+            labels: each query's own.
+            gold: the right one of these.
+            among_labels: whether labels compete with each other, and not with the whole vocabulary.
+        """
+        self.decoder, self.labels, self.gold = decoder, labels, gold
+        self.whole = among_labels and any(own.full for own in labels)
+        self.first = among_labels and not self.whole
+        told = zip(labels, gold, strict=True)
+        asked = [range(len(own.ids)) if self.whole else [right] for own, right in told]
+        pairs = [(place, label) for place, own in enumerate(asked) for label in own]
+        self.queries = [queries[place] for place, _ in pairs]
+        self.targets = [labels[place].target(label) for place, label in pairs]
+        self.lengths = [len(ids) + len(own) - 1 for ids, own in zip(self.queries, self.targets, strict=True)]
+        self.rows = [range(*ends) for ends in pairwise([0, *accumulate(map(len, asked))])]
+
+    def __call__(
+        self, chosen: Sequence[int], run: Callable[[Sequence[int]], Float[Tensor, " rows"]], reserve: int = 0
+    ) -> Float[Tensor, " chosen"]:
+        """That of the chosen queries, in nats.
+
+        Args:
+            chosen: places of queries.
+            run: `of_rows` of rows that may share a batch.
+            reserve: tokens of a prefix in front of every row.
+        """
+        rows = [row for place in chosen for row in self.rows[place]]
+        parts = self.decoder.together([reserve + self.lengths[row] for row in rows])
+        found = torch.cat([run([rows[place] for place in part]) for part in parts])
+        order = torch.tensor([place for part in parts for place in part], device=found.device).argsort()
+        if not self.whole:
+            return found[order]
+        scores = found[order].split([len(self.rows[place]) for place in chosen])
+        return right_among(scores, [self.gold[place] for place in chosen])
+
+    def batch(self, rows: Sequence[int], *, packed: bool = False) -> Batch:
+        """These rows, to be run; see `labelled_batch`."""
+        queries, targets = ([each[row] for row in rows] for each in (self.queries, self.targets))
+        return labelled_batch(queries, targets, self.decoder.device, packed=packed)
+
+    def of_rows(
+        self, rows: Sequence[int], batch: Batch, edit: Edit | None = None, prefix: Prefix | None = None
+    ) -> Float[Tensor, " rows"]:
+        """Log-probability of what each row ends in, in nats; gradients flow if on."""
+        if self.first:
+            labels, gold = [self.labels[row].first for row in rows], [self.gold[row] for row in rows]
+            return label_log_probabilities(self.decoder, batch, labels, gold, edit, prefix)
+        return sequence_log_probabilities(
+            self.decoder, batch, [self.targets[row] for row in rows], edit, prefix
+        )
 
 
 def train(

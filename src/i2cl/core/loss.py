@@ -1,0 +1,213 @@
+"""What calibration minimises: the loss of some runs that take their steps together, and what it is of.
+
+Source: paper, subsection "Noisy Self-calibration".
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from i2cl.core.context import ContextVector, require_demonstrations
+from i2cl.core.edits import Draw, LinearEdit, NoisyEdit, PlacedEdit, RowsEdit, draw_from
+from i2cl.core.recipe import CalibrationConfig
+from i2cl.errors import I2CLError
+from i2cl.models.batching import Batch, Ids, packing_pays, shared_front
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Questions
+from i2cl.models.training import LabelLikelihood
+from i2cl.tasks import Example
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationRun:
+    """What one calibration needs; see `i2cl.core.calibration.calibrate`."""
+
+    questions: Questions
+    demonstrations: tuple[Example, ...]
+    context: ContextVector
+    seed: int
+    start: Float[Tensor, "layers sites 2"] | None = None
+    batches: Sequence[Sequence[int]] | None = None
+    prompt: Callable[[str], str] | None = None
+
+    @cached_property
+    def whole(self) -> list[Ids]:
+        """Token ids of each demonstration's query."""
+        return self.questions.queries([example.text for example in self.demonstrations], self.prompt)
+
+    @cached_property
+    def shared(self) -> Ids:
+        """What a prompt with demonstrations has in front of every query."""
+        return shared_front(self.whole) if self.prompt else ()
+
+    @cached_property
+    def queries(self) -> list[Ids]:
+        """The rest of each query."""
+        return [ids[len(self.shared) :] for ids in self.whole]
+
+    def rows(self, config: CalibrationConfig) -> int:
+        """Rows that a demonstration takes in a batch: one a label where whole labels compete, else one."""
+        labels = self.questions.labels
+        return len(labels.ids) if config.loss == "labels" and labels.full else 1
+
+    def require_fit(self, config: CalibrationConfig) -> None:
+        """Refuse what cannot be calibrated, before any work.
+
+        Raises:
+            I2CLError: see `i2cl.core.calibration.calibrate`.
+        """
+        require_demonstrations(self.questions.task, self.demonstrations)
+        self.context.require_base(self.questions.decoder)
+        shape = (*self.context.values.shape[:2], 2)
+        if self.start is not None and config.formula != "linear":
+            raise I2CLError(
+                f"start coefficients are linear, but formula={config.formula!r}: use formula='linear'"
+            )
+        if self.start is not None and self.start.shape != shape:
+            raise I2CLError(
+                f"start coefficients have shape {tuple(self.start.shape)}, but {shape} is needed: "
+                "take those of an injection into this model"
+            )
+        count = len(self.demonstrations)
+        if self.batches is not None and config.optimizer == "lbfgs":
+            raise I2CLError(
+                "optimizer='lbfgs' takes all demonstrations at once: leave batches out, or use adamw"
+            )
+        if not all(rows and set(rows) <= set(range(count)) for rows in self.batches or ()):
+            raise I2CLError(f"batches are to hold demonstration indices, each 0 to {count - 1}")
+
+    def kind(self, place: int, config: CalibrationConfig) -> tuple[object, ...]:
+        """What has to agree for runs to go together; their place, where nothing else may."""
+        alone = config.optimizer == "lbfgs" or self.batches is not None or self.prompt is not None
+        drawn = self.seed if config.positions == "random" else 0
+        kind = len(self.demonstrations), self.context.config.writers, drawn, self.rows(config) > 1
+        return (*kind, place) if alone else kind
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest row."""
+        targets = self.questions.targets(self.demonstrations)
+        return max(len(query) + len(target) for query, target in zip(self.whole, targets, strict=True))
+
+
+class Coefficients:
+    """The trained scalars of some runs in their formula's own form, and the linear form that is injected."""
+
+    def __init__(
+        self,
+        config: CalibrationConfig,
+        active: Bool[Tensor, "layers sites"],
+        starts: Sequence[Float[Tensor, "layers sites 2"] | None],
+        device: torch.device,
+    ) -> None:
+        self.formula = config.formula
+        self.active = active
+        fixed = torch.tensor([0.0, 1.0]).expand(*active.shape, 2)
+        first = torch.tensor([config.init_lambda, 1.0 if config.formula == "add" else config.init_beta])
+        values = torch.stack([first.expand_as(fixed) if one is None else one.float().cpu() for one in starts])
+        self.base = torch.where(active[..., None], values, fixed).to(device)
+        trained = active[..., None].repeat(1, 1, 2)
+        if config.formula == "add":
+            trained[..., 1] = False
+        self.trained = trained.expand_as(self.base).contiguous().to(device)
+        self.free = torch.nn.Parameter(self.base[self.trained].clone())
+
+    def linear(self) -> Float[Tensor, "runs layers sites 2"]:
+        """(lambda, beta) such that every formula reads ``lambda v + beta a``."""
+        values = self.base.masked_scatter(self.trained, self.free)
+        amount, scale = values.unbind(-1)
+        if self.formula == "add":
+            amount = amount.relu()
+        elif self.formula == "balance":
+            scale = scale.relu()
+            amount, scale = amount * scale, (1 - amount) * scale
+        return torch.stack([amount, scale], dim=-1)
+
+
+class CalibrationLoss:
+    """Cross-entropy of the labels of each run, under its own injection and its own noise.
+
+    Where a query runs once a label, each of these rows draws its own noise.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        group: Sequence[CalibrationRun],
+        config: CalibrationConfig,
+        coefficients: Coefficients,
+    ) -> None:
+        self.decoder = decoder
+        self.config = config
+        self.coefficients = coefficients
+        self.shared = group[0].shared
+        self.likelihood = LabelLikelihood(
+            decoder,
+            [query for run in group for query in run.queries],
+            [run.questions.labels for run in group for _ in run.queries],
+            [example.label for run in group for example in run.demonstrations],
+            among_labels=config.loss == "labels",
+        )
+        owners = (place for place, run in enumerate(group) for _ in run.queries)
+        self.owners = [owner for owner, rows in zip(owners, self.likelihood.rows, strict=True) for _ in rows]
+        self.vectors = torch.stack([run.context.values for run in group]).to(decoder.device)
+        self.site = group[0].context.config.site
+        self.seed = group[0].seed
+        self.generators = [torch.Generator(decoder.device).manual_seed(run.seed) for run in group]
+
+    def __call__(self, chosen: Sequence[int]) -> Float[Tensor, " runs"]:
+        """Mean loss of each run over its own of these demonstrations, in nats."""
+        found = self.likelihood(chosen, self._learned, reserve=len(self.shared))
+        return -found.view(len(self.vectors), -1).mean(-1)
+
+    def _learned(self, rows: Sequence[int]) -> Float[Tensor, " rows"]:
+        """What `LabelLikelihood` asks of rows that may share a batch."""
+        batch = self._batch(rows)
+        edit = NoisyEdit(
+            self._injection(rows),
+            active=self.coefficients.active,
+            scale=self.config.noise,
+            place=self.config.noise_place,
+            writer_scale=self.decoder.writer_scale,
+            draw=self._draw(batch, rows),
+        )
+        prefix = self.decoder.prefix(self.shared, edit=edit) if self.shared else None
+        return self.likelihood.of_rows(rows, batch, edit, prefix)
+
+    def mean(self, chosen: Sequence[int]) -> Tensor:
+        """That of the only run, whose value and gradients repeat: each part keeps its draw of the noise."""
+        self.generators[0].manual_seed(self.seed + chosen[0])
+        return self(chosen)[0]
+
+    def _draw(self, batch: Batch, rows: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        if len(self.generators) == 1 or not self.config.noise:
+            return draw_from(self.generators[0])
+        runs = {owner: list(own) for owner, own in groupby(rows, self.owners.__getitem__)}
+        alone = [self._batch(own) for own in runs.values()]
+        return Draw([self.generators[owner] for owner in runs], alone, batch, self._lengths(rows))
+
+    def _injection(self, rows: Sequence[int]) -> PlacedEdit:
+        linear = self.coefficients.linear()
+        where = self.site, self.config.positions, self.seed
+        if len(linear) == 1:
+            return LinearEdit(self.vectors[0], linear[0], *where)
+        amount, keep = linear.unbind(-1)
+        owners = torch.tensor([self.owners[row] for row in rows], device=self.decoder.device)
+        return RowsEdit(amount[..., None] * self.vectors, keep, owners, *where)
+
+    def _lengths(self, rows: Sequence[int]) -> list[int]:
+        return [self.likelihood.lengths[row] for row in rows]
+
+    def _batch(self, rows: Sequence[int]) -> Batch:
+        """Queries with their targets, in one row where the model can do that and it saves work.
+
+        Cached tokens in front of all of them rule out packing.
+        """
+        packs = self.decoder.architecture.packs and not self.shared
+        packed = packs and packing_pays(self._lengths(rows), self.decoder.d_model)
+        return self.likelihood.batch(rows, packed=packed)

@@ -1,0 +1,149 @@
+"""The loss among the task's labels: what prediction compares is what calibration learns."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
+from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
+from i2cl.models.scoring import Questions
+from tiny import LONGROPE, tiny_model, tiny_tokenizer
+
+TEMPLATE = Template("Review: {text}\nSentiment:{label}")
+FIRST = Task("films", ("positive", "negative"), TEMPLATE)
+WHOLE = Task("moods", ("positive", "poor", "negative"), TEMPLATE)
+"""Two of its labels share their first token, so whole sequences are scored."""
+SHOTS = (
+    Example("a warm film", 0),
+    Example("dull", 1),
+    Example("a funny, warm and funny film", 0),
+    Example("a lifeless film", 1),
+    Example("funny", 0),
+)
+GOLD = torch.tensor([shot.label for shot in SHOTS])
+TEXTS = [shot.text for shot in SHOTS]
+QUIET = CalibrationConfig(loss="labels", noise=0.0, epochs=1, passes=1, batch_size=len(SHOTS))
+
+pytestmark = pytest.mark.filterwarnings("ignore:labels share their first token")
+tasks = pytest.mark.parametrize("task", [FIRST, WHOLE], ids=["first", "whole"])
+cases = pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
+
+
+def decoder_of(case, **overrides):
+    return Decoder(tiny_model(case, **overrides), tiny_tokenizer(), name=case)
+
+
+def encode(text):
+    return tuple(tiny_tokenizer()(text)["input_ids"])
+
+
+@tasks
+@cases
+@pytest.mark.parametrize("change", [{}, {"optimizer": "lbfgs"}, {"positions": "last"}])
+def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
+    decoder, config = decoder_of(case), QUIET.model_copy(update=change)
+    context = extract(decoder, task, SHOTS)
+    start = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"epochs": 0, "passes": 0}))
+    found = calibrate(decoder, task, SHOTS, context, config)
+    wanted = cross_entropy(start.scores(decoder, TEXTS), GOLD).item()
+    assert found.history == (pytest.approx(wanted, rel=1e-5),)
+    paper = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"loss": "vocabulary"}))
+    assert paper.history[0] > wanted + 0.1  # the label has fewer rivals than that
+    assert (found.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
+
+
+def by_hand(decoder, task, values, coefficients):
+    """Mean loss among the labels: a plain row for each label of each text, under hooks of its own."""
+    whole, scores = task is WHOLE, []
+
+    def hook(layer, index):
+        def change(_module, _args, output):
+            old = output[0] if isinstance(output, tuple) else output
+            amount, keep = coefficients[layer, index]
+            new = amount * values[layer, index] + keep * old
+            return (new, *output[1:]) if isinstance(output, tuple) else new
+
+        return change
+
+    with ExitStack() as stack:
+        for layer, pair in enumerate(decoder.writers):
+            for index, module in enumerate(pair):
+                stack.callback(module.register_forward_hook(hook(layer, index)).remove)
+        for text in TEXTS:
+            query = encode(TEMPLATE.query(text))
+            for word in task.labels:
+                label = encode(word)[: None if whole else 1]
+                row = torch.tensor([query + label])
+                logits = decoder.model(row, use_cache=False).logits[0].log_softmax(-1)
+                places = range(len(query) - 1, len(query) + len(label) - 1)
+                scores.append(sum(logits[place, token] for place, token in zip(places, label, strict=True)))
+    return cross_entropy(torch.stack(scores).view(len(TEXTS), -1), GOLD)
+
+
+@tasks
+@cases
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_are_those_by_hand(monkeypatch, case, task, packed):
+    monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
+    decoder, config = decoder_of(case), QUIET
+    context = extract(decoder, task, SHOTS)
+    run = CalibrationRun(Questions(decoder, task), SHOTS, context, seed=0)
+    active = config.active(decoder.layers, "both")
+    coefficients = Coefficients(config, active, [None], decoder.device)
+    with decoder.frozen():
+        loss = CalibrationLoss(decoder, [run], config, coefficients)(range(len(SHOTS)))
+        loss.sum().backward()
+    first = torch.tensor([0.1, 1.0]).repeat(decoder.layers, 2, 1).requires_grad_()
+    wanted = by_hand(decoder, task, context.values, first)
+    (gradient,) = torch.autograd.grad(wanted, first)
+    assert loss.tolist() == [pytest.approx(wanted.item(), rel=1e-5)]
+    assert gradient.abs().min() > 1e-5
+    torch.testing.assert_close(coefficients.free.grad.view_as(gradient), gradient, rtol=1e-3, atol=1e-5)
+
+
+@tasks
+@pytest.mark.parametrize("change", [{"epochs": 10}, {"optimizer": "lbfgs", "passes": 10}, {"dtype": "half"}])
+def test_the_loss_among_labels_falls(task, change):
+    change = {"epochs": 10, "noise": 1e-3} | change
+    decoder = decoder_of("llama", dtype=torch.float16 if change.pop("dtype", "") else torch.float32)
+    config = QUIET.model_copy(update=change)
+    context = extract(decoder, task, SHOTS)
+    history = calibrate(decoder, task, SHOTS, context, config, seed=1).history
+    assert min(history) < history[0] - 0.02
+
+
+@tasks
+@pytest.mark.parametrize("shown", [False, True])
+def test_behind_demonstrations_and_where_angles_grow_a_steps_loss_is_the_mean_of_those_alone(task, shown):
+    decoder = decoder_of("phi3", **LONGROPE)
+    rows = [Example("dull and lifeless and " * 8, 1), Example("warm", 0), Example("so dull " * 8, 1)]
+    context = extract(decoder, task, rows)
+
+    def prompt(text):
+        return TEMPLATE.prompt((("funny", "positive"),) if shown else (), text)
+
+    def loss(batch):
+        return calibrate(decoder, task, rows, context, QUIET, batches=[batch], prompt=prompt).history[0]
+
+    assert loss([0, 1, 2]) == pytest.approx(sum(loss([row]) for row in range(3)) / 3, abs=1e-5)
+
+
+@tasks
+def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task):
+    decoder = decoder_of("llama")
+    context = extract(decoder, task, SHOTS)
+    config = QUIET.model_copy(update={"optimizer": "lbfgs", "passes": 5})
+    wanted = calibrate(decoder, task, SHOTS, context, config).history
+    forward, tokens = Decoder.forward, []
+
+    def counted(self, batch, **more):
+        tokens.append(batch.input_ids.numel())
+        return forward(self, batch, **more)
+
+    monkeypatch.setattr(Decoder, "forward", counted)
+    decoder.token_budget = 3 * max(len(encode(TEMPLATE.query(text))) for text in TEXTS)
+    assert calibrate(decoder, task, SHOTS, context, config).history == pytest.approx(wanted, rel=1e-3)
+    assert max(tokens) <= 1.5 * decoder.token_budget  # which counts queries without labels
+    assert len(tokens) > config.passes  # several parts a pass
