@@ -165,7 +165,7 @@ def matrix_table(found: Results, _paper: Paper) -> list[Table]:
 
 
 def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
-    """Differences from the row that others are tested against: of averages and, with several tasks, on each."""
+    """Differences from the row that others are tested against: of averages; with several tasks, on each."""
     pairs = [(line, other) for line in found.lines if (other := found.reference(line)) is not None]
     if not pairs or found.default is None:
         return []
