@@ -172,6 +172,14 @@ def test_texts_that_cannot_be_read(refused, home, tmp_path, case):
     assert message in refused("predict", home / "artefact", tmp_path / name, "-o", tmp_path / "out.tsv")
 
 
+def test_predictions_do_not_replace_what_they_are_made_from(refused, home, tmp_path):
+    artefact = shutil.copytree(home / "artefact", tmp_path / "artefact")
+    (tmp_path / "t.txt").write_text("one\n")
+    for output in ("t.txt", "artefact/injection.json"):
+        line = refused("predict", artefact, tmp_path / "t.txt", "-o", tmp_path / output)
+        assert "is what is read: choose another output" in line
+
+
 def test_a_text_of_a_megabyte_is_cut_with_one_warning(call, home, tmp_path):
     (tmp_path / "long.txt").write_text("word " * 200_000 + "\nshort\n", encoding="utf-8")
     code, out, err = call("predict", home / "artefact", tmp_path / "long.txt")
