@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from i2cl.errors import I2CLError
-from i2cl.storage.atomic import new_file, new_folder, require_writable
+from i2cl.storage.atomic import new_file, new_folder, require_writable, system_cause, write_errors
 
 MARKER = "marker.json"
 OWNED = {MARKER, "data"}
@@ -66,7 +66,7 @@ def test_a_failing_rename_puts_the_older_folder_back(tmp_path, monkeypatch):
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(I2CLError, match=r"cannot write .*no space left"):
         write(path)
     assert contents(path) == {MARKER: "old", "data": "old"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
@@ -134,3 +134,14 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
         write_and_fail(tmp_path / "out", full)
     assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [("a", "old")]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_the_system_refused_is_told_by_errors_of_many_kinds():
+    assert system_cause(OSError(errno.EFBIG, "File too large")) == "File too large"
+    rust = "Error while serializing: I/O error: File too large (os error 27)"
+    assert system_cause(Exception(rust)) == "File too large"
+    assert system_cause(OSError("9216 requested and 7048 written")).endswith("; is the disk full?")
+    for other in (ValueError("size (3)"), I2CLError(rust), BrokenPipeError(errno.EPIPE, "Broken pipe")):
+        assert system_cause(other) is None
+    with pytest.raises(ValueError, match="size"), write_errors("here"):
+        raise ValueError("size")

@@ -1,5 +1,6 @@
 """Writing that leaves either everything or nothing, and names that may be published."""
 
+import re
 import tempfile
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -8,9 +9,15 @@ from pathlib import Path
 
 from i2cl.errors import I2CLError
 
+_TOLD_BY_RUST = re.compile(r"([^:]+) \(os error \d+\)")
+
+
+class WriteError(I2CLError):
+    """What is asked for cannot be written anywhere near: no more of it should be tried."""
+
 
 @contextmanager
-def write_errors(what: str, cure: str = "choose another place") -> Iterator[None]:
+def write_errors(what: str, cure: str = "free space or choose another place") -> Iterator[None]:
     """Say in one line what could not be written.
 
     Args:
@@ -18,12 +25,28 @@ def write_errors(what: str, cure: str = "choose another place") -> Iterator[None
         cure: what to do then.
 
     Raises:
-        I2CLError: in place of any OSError of the block.
+        WriteError: in place of any error of the block that `system_cause` knows.
     """
     try:
         yield
-    except OSError as error:
-        raise I2CLError(f"cannot write {what} ({error.strerror or error}): {cure}") from None
+    except Exception as error:
+        cause = system_cause(error)
+        if cause is None:
+            raise
+        raise WriteError(f"cannot write {what} ({cause}): {cure}") from None
+
+
+def system_cause(error: Exception) -> str | None:
+    """What the system refused, in its words; None for an error of another kind, or a reader that went away.
+
+    Libraries in Rust (safetensors, tokenizers) tell it in the text of errors of their own.
+    """
+    if isinstance(error, BrokenPipeError):
+        return None
+    if isinstance(error, OSError):
+        return error.strerror or f"{error}; is the disk full?"  # NumPy says how much it wrote, and not why
+    told = None if isinstance(error, I2CLError) else _TOLD_BY_RUST.search(str(error))
+    return told and told[1].strip()
 
 
 def require_writable(path: Path, owned: AbstractSet[str]) -> None:
@@ -73,12 +96,11 @@ def new_folder(path: Path, owned: AbstractSet[str]) -> Iterator[Path]:
     """
     path = path.resolve()
     require_writable(path, owned)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        fresh = Path(scratch) / "new"
+    with write_errors(repr(str(path))), _scratch(path) as scratch:
+        fresh = scratch / "new"
         fresh.mkdir()
-        with write_errors(repr(str(path)), "free space or choose another place"):
-            yield fresh
-        old = Path(scratch) / "old"
+        yield fresh
+        old = scratch / "old"
         if path.is_dir():
             path.rename(old)
         try:
@@ -105,8 +127,14 @@ def new_file(path: Path) -> Iterator[Path]:
     """
     path = path.resolve()
     require_new_file(path)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        fresh = Path(scratch) / path.name
-        with write_errors(repr(str(path))):
-            yield fresh
-            fresh.rename(path)
+    with write_errors(repr(str(path))), _scratch(path) as scratch:
+        fresh = scratch / path.name
+        yield fresh
+        fresh.rename(path)
+
+
+@contextmanager
+def _scratch(path: Path) -> Iterator[Path]:
+    """A folder beside ``path``, so that a rename suffices, for as long as the block runs."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+        yield Path(folder)

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from i2cl.storage.atomic import write_errors
+
 if TYPE_CHECKING:
     from i2cl.experiments.records import Run
 
@@ -39,13 +41,16 @@ def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     if not FIRST:
         return
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    with write_errors("stdout"):
+        json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+        sys.stdout.write("\n")
+        sys.stdout.flush()
 
 
 def say(text: str) -> None:
     """Plain text on stdout."""
-    out.print(text, markup=False, soft_wrap=True)
+    with write_errors("stdout"):
+        out.print(text, markup=False, soft_wrap=True)
 
 
 def note(text: str) -> None:
@@ -77,7 +82,8 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
         table.add_row(*(_plain(str(value)) for value in row.values()))
     if needed > out.width:
         table.width = needed
-    out.print(table, crop=False)
+    with write_errors("stdout"):
+        out.print(table, crop=False)
 
 
 @contextmanager

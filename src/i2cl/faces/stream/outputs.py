@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -111,8 +111,13 @@ def _growing(
         _discard(rows_file, note)
     file = ExitStack()
     with _told(path):
-        _require_same(rows_file, note, json.loads(json.dumps(settings)))
-        journal = file.enter_context(Journal.opened(rows_file, header.encode(), chunk))
+        try:
+            _require_same(rows_file, note, json.loads(json.dumps(settings)))
+            journal = file.enter_context(Journal.opened(rows_file, header.encode(), chunk))
+        except OSError:
+            if not _has_rows(rows_file):
+                _discard(rows_file, note)
+            raise
     output = Output(
         lambda lines: journal.append(lines.encode()), header, path, journal.kept, resumes=chunk > 0
     )
@@ -185,8 +190,7 @@ def _pass_on(handle: IO[str], lines: str) -> None:
 
 
 def _told(path: Path | None) -> AbstractContextManager[None]:
-    # A reader of stdout that went away is no error.
-    return nullcontext() if path is None else write_errors(repr(str(path)))
+    return write_errors("stdout" if path is None else repr(str(path)))
 
 
 @contextmanager
@@ -203,9 +207,13 @@ def _discard(rows_file: Path, note: Path) -> None:
     note.unlink(missing_ok=True)
 
 
+def _has_rows(rows_file: Path) -> bool:
+    return rows_file.exists() and rows_file.stat().st_size > 0
+
+
 def _require_same(rows_file: Path, note: Path, settings: dict[str, Any]) -> None:
     """Refuse rows that were made with other settings; where there are no rows, note these settings."""
-    if not rows_file.exists() or not rows_file.stat().st_size:
+    if not _has_rows(rows_file):
         note.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return
     try:
