@@ -1,10 +1,11 @@
 """Writing that leaves either everything or nothing, and names that may be published."""
 
+import itertools
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from i2cl.errors import I2CLError
@@ -83,32 +84,58 @@ def _require_parent(path: Path) -> None:
             pass
 
 
+Owned = AbstractSet[str] | Callable[[Path], AbstractSet[str]]
+"""Names of files in a folder that may be replaced; a function says so of the folder as it then is."""
+
+
 @contextmanager
-def new_folder(path: Path, owned: AbstractSet[str]) -> Iterator[Path]:
+def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
     """A temporary folder that takes the place of ``path`` when the block ends without an error.
+
+    Of several writers each comes after another: the later replaces what the earlier wrote, or is refused.
 
     Args:
         path: where the folder goes.
-        owned: names of files; an existing folder is only replaced if it holds nothing else.
+        owned: an existing folder is only replaced if it holds nothing else.
 
     Raises:
         I2CLError: if ``path`` holds something else or cannot be written.
     """
     path = path.resolve()
-    require_writable(path, owned)
+    _require_owned(path, owned)
     with write_errors(repr(str(path))), _scratch(path) as scratch:
         fresh = scratch / "new"
         fresh.mkdir()
         yield fresh
-        old = scratch / "old"
-        if path.is_dir():
-            path.rename(old)
-        try:
-            fresh.rename(path)
-        except BaseException:
-            if old.is_dir():
+        _replace(path, fresh, owned)
+
+
+def _require_owned(path: Path, owned: Owned) -> None:
+    require_writable(path, owned(path) if callable(owned) else owned)
+
+
+def _replace(path: Path, fresh: Path, owned: Owned) -> None:
+    """Give a folder its name; what has it meanwhile goes, if it may, and comes back if this fails."""
+    old = fresh
+    try:
+        for attempt in itertools.count():
+            if path.is_dir():
+                _require_owned(path, owned)
+                old = fresh.with_name(f"old-{attempt}")
+                with suppress(FileNotFoundError):  # another writer has moved it
+                    path.rename(old)
+            try:
+                fresh.rename(path)
+            except OSError:
+                if not path.is_dir():  # by another writer, this moment
+                    raise
+            else:
+                return
+    except BaseException:
+        if old != fresh and old.is_dir():
+            with suppress(OSError):  # there is another writer's folder
                 old.rename(path)
-            raise
+        raise
 
 
 def public_name(name: str) -> str:
@@ -130,7 +157,13 @@ def new_file(path: Path) -> Iterator[Path]:
     with write_errors(repr(str(path))), _scratch(path) as scratch:
         fresh = scratch / path.name
         yield fresh
-        fresh.rename(path)
+        try:
+            path.hardlink_to(fresh)  # which, unlike a rename, replaces nothing
+        except FileExistsError:
+            require_new_file(path)
+            raise
+        except OSError:  # not every file system has hard links
+            fresh.rename(path)
 
 
 @contextmanager
