@@ -28,7 +28,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import is_progress_bar_enabled
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, needs, require_whole
 from i2cl.models.precision import Quantization, quantization_config
 
 REFERENCE = "reference"
@@ -90,6 +90,7 @@ def load_model_and_tokenizer(
         I2CLError: a path or id that holds no such model, pickle weights, damaged or incomplete weights,
             a GGUF file that transformers does not read in full, or a package that is lacking.
     """
+    require_whole(name, "the model's name")
     source = located(name)
     if is_gguf(Path(source)):
         _require_whole(revision, quantization, device_map, offload_folder)

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, require_whole
 
 _TOLD_BY_RUST = re.compile(r"([^:]+) \(os error \d+\)")
 
@@ -78,6 +78,7 @@ def require_new_file(path: Path) -> None:
 
 
 def _require_parent(path: Path) -> None:
+    require_whole(str(path.resolve()), "the path")  # safetensors writes to others, and reads none of them
     with write_errors(f"to {str(path.parent)!r}", "choose another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

@@ -7,7 +7,6 @@ Files of any length take the same memory, JSON aside, which is one value. `fit` 
 import csv
 import io
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from i2cl.errors import I2CLError
+from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.tasks.types import Example
 
 RowFormat = Literal["lines", "csv", "tsv", "jsonl", "json"]
@@ -29,7 +28,6 @@ ROW_SUFFIXES = tuple(f".{name}" for name in get_args(RowFormat)[1:])
 STDIN = "-"
 MAX_FIELD = 2**31 - 1
 _SHOWN = 60
-_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class RowError(I2CLError):
@@ -259,7 +257,7 @@ def _text(row: Row) -> str:
         raise RowError(f"{row.place}: the text is {_show(text)}, not a string: put it in quotes")
     if not text.strip():
         raise RowError(f"{row.place}: the text is empty: fill it in or delete the row")
-    if _SURROGATES.search(text):
+    if HALF_PAIR.search(text):
         cure = "repair the escape or delete the row"
         raise RowError(f"{row.place}: the text holds half a surrogate pair: {cure}")
     return text

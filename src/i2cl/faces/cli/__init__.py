@@ -61,6 +61,7 @@ def top(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
+    console.escape()
     code = _run(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.stdout.flush()

@@ -1,5 +1,7 @@
 """What the command line prints: tables, progress bars, errors. Results go to stdout, the rest to stderr."""
 
+import codecs
+import io
 import json
 import os
 import sys
@@ -33,8 +35,28 @@ SPEED_PERIOD = 3600.0
 FIRST = os.environ.get("RANK", "0") == "0"
 """Of several processes that hold one model together, the first alone speaks and writes."""
 
+ESCAPED = "i2cl.escaped"
+"""Name of the way in which streams treat what they cannot show."""
+
 out = Console(highlight=False, quiet=not FIRST)
 err = Console(stderr=True, highlight=False, quiet=not FIRST)
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """What an encoding cannot hold, as JSON escapes it."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error(ESCAPED, _escaped)
+
+
+def escape() -> None:
+    """Let stdout and stderr escape what they cannot show, such as a label on a terminal of ASCII alone."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ESCAPED)
 
 
 def print_json(value: Any) -> None:

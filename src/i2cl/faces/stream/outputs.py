@@ -214,7 +214,7 @@ def _has_rows(rows_file: Path) -> bool:
 def _require_same(rows_file: Path, note: Path, settings: dict[str, Any]) -> None:
     """Refuse rows that were made with other settings; where there are no rows, note these settings."""
     if not _has_rows(rows_file):
-        note.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        note.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         return
     try:
         before = json.loads(note.read_text(encoding="utf-8"))
