@@ -246,7 +246,7 @@ def _told(what: str) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise I2CLError(f"{what} has damaged weights ({error}): download or copy them again") from None
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RecursionError) as error:
         if "trust_remote_code" in str(error):
             raise I2CLError(
                 f"{what} brings its own code: if you trust it, pass trust_remote_code (--trust-remote-code)"

@@ -170,5 +170,5 @@ def new_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
     """A folder beside ``path``, so that a rename suffices, for as long as the block runs."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:20]}-") as folder:
         yield Path(folder)

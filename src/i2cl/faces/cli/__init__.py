@@ -80,7 +80,9 @@ def _run(arguments: list[str]) -> int:
         return 2
     except OSError as error:  # where no command expects one: there is no temporary folder, say
         what = f"use {str(error.filename)!r}" if error.filename else "go on"
-        console.print_error(f"cannot {what} ({system_cause(error)}): free space or choose another place")
+        console.print_error(
+            f"cannot {what} ({system_cause(error)}): free space or choose another place or name"
+        )
         return 2
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else NAME

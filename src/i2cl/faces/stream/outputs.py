@@ -218,7 +218,7 @@ def _require_same(rows_file: Path, note: Path, settings: dict[str, Any]) -> None
         return
     try:
         before = json.loads(note.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         before = {}
     others = [name for name in settings if name not in before or before[name] != settings[name]]
     if others:
