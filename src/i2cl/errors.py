@@ -1,6 +1,7 @@
 """The one exception a user is meant to read, and the sentences that many modules say with it."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from importlib.util import find_spec
 
@@ -9,12 +10,27 @@ _PACKAGES = {"llama_cpp": "llama-cpp-python", "sklearn": "scikit-learn"}
 
 _LONGEST_VALUE = 60
 
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+"""Half a surrogate pair, which no UTF-8 can hold. Python puts some into file names that are not UTF-8."""
+
 
 class I2CLError(ValueError):
     """Bad input or an impossible request, in one line that names the cure.
 
     The command line prints the message without a traceback and exits with code 2.
     """
+
+
+def require_whole(text: str, what: str) -> None:
+    """Go on only if a text can be written as UTF-8.
+
+    Raises:
+        I2CLError: otherwise, naming ``what`` it is.
+    """
+    if HALF_PAIR.search(text):
+        raise I2CLError(
+            f"{what} {text!a} holds half a surrogate pair or is not UTF-8: rename it or correct it"
+        )
 
 
 def needs(what: str, extra: str, *modules: str, instead: str = "") -> None:

@@ -135,7 +135,7 @@ def test_a_users_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("rows = [", "is no TOML"),
+        ("rows = [", "is not valid TOML"),
         ('title = "T"\nmeasures = "M"\nrows = []\n', "rows: .*at least 1"),
         ('title = "T"\nmeasures = "M"\nrows = [{ name = "a", metod = "i2cl" }]\n', "rows.0.metod"),
         ('title = "T"\nmeasures = "M"\nviews = ["pie"]\nrows = [{ name = "a" }]\n', "views.0"),

@@ -45,6 +45,9 @@ def home(tmp_path_factory):
     saved(tiny_model("llama", hidden_size=48), folder / "wider")
     saved(tiny_model("llama", max_position_embeddings=24), folder / "short")
     jsonl(folder / "films.jsonl", GOOD)
+    (folder / "deep.toml").write_text("name = " + "[" * 5000 + "]" * 5000)
+    head = 'name = "mood"\nlabels = ["bad", "good"]\ntemplate = "{text}: {label}"\n'
+    (folder / "null.toml").write_text(head + '[files]\ntrain = "a\\u0000.csv"\n')
     with pytest.raises(SystemExit) as stop:
         main(fit(folder, "-o", str(folder / "artefact")))
     assert stop.value.code == 0
@@ -133,6 +136,20 @@ WRONG = {
     "no task": (["fit", "{model}"], "see i2cl fit --help"),
     "no test rows": (["eval", "{model}", "{films}", "--template", TEMPLATE, "--shots", "2"], "no test"),
     "half an architecture": (["check", "{model}", "--mlp", "mlp"], "belong together"),
+    "a deep device map": (["predict", "{artefact}", "{films}", "--device-map", "[" * 5000], "is no JSON"),
+    "a name too long for a task": (["fit", "{model}", "x" * 5000, "-o", "{new}"], "name too long"),
+    "a name too long for a file": (["fit", "{model}", "x" * 5000 + ".csv", "-o", "{new}"], "name too long"),
+    "a name too long for a model": (["check", "x" * 5000], "name too long"),
+    "a name too long for an artefact": (["predict", "x" * 5000, "{films}"], "name too long"),
+    "a name too long for a store": (["report", "x" * 5000], "name too long"),
+    "a name too long for an output": (
+        ["predict", "{artefact}", "{films}", "-o", "x" * 255],
+        "name too long",
+    ),
+    "a name too long for a folder": ([*fit(Path("{}")), "-o", "x" * 256], "name too long"),
+    "a deep grid": (["experiment", "run", "{home}/deep.toml"], "is not valid TOML"),
+    "a deep task": (["fit", "{model}", "{home}/deep.toml", "-o", "{new}"], "is not valid TOML"),
+    "a file with a null byte": (["fit", "{model}", "{home}/null.toml", "-o", "{new}"], "null byte"),
     "chunk of nothing": (["predict", "{artefact}", "{films}", "--chunk", "0"], "--chunk"),
     "no such model": ([*fit(Path("{}"), model="./none"), "-o", "{new}"], "'./none' does not exist"),
     "no such artefact": (["predict", "./none/at/all", "{films}"], "no injection at"),
@@ -147,6 +164,7 @@ def test_wrong_arguments(refused, home, tmp_path, monkeypatch, case):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     arguments, message = WRONG[case]
     names = {"{model}": "model", "{artefact}": "artefact", "{films}": "films.jsonl"}
+    names |= {f"{{home}}/{name}.toml": f"{name}.toml" for name in ("deep", "null")}
     places = {name: str(home / path) for name, path in names.items()} | {"{new}": str(tmp_path / "new")}
     filled = [places.get(part, part.replace("{}", str(home))) for part in arguments]
     assert message in refused(*filled)
@@ -171,6 +189,14 @@ def test_texts_that_cannot_be_read(refused, home, tmp_path, case):
     name, content, message = TEXTS[case]
     (tmp_path / name).write_bytes(content)
     assert message in refused("predict", home / "artefact", tmp_path / name, "-o", tmp_path / "out.tsv")
+
+
+def test_predictions_do_not_replace_what_they_are_made_from(refused, home, tmp_path):
+    artefact = shutil.copytree(home / "artefact", tmp_path / "artefact")
+    (tmp_path / "t.txt").write_text("one\n")
+    for output in ("t.txt", "artefact/injection.json"):
+        line = refused("predict", artefact, tmp_path / "t.txt", "-o", tmp_path / output)
+        assert "is what is read: choose another output" in line
 
 
 def test_a_text_of_a_megabyte_is_cut_with_one_warning(call, home, tmp_path):
@@ -199,6 +225,8 @@ def spoiled_model(home, folder, how, tmp_path):
         (folder / "config.json").unlink()
     elif how == "broken config":
         (folder / "config.json").write_text("{")
+    elif how == "deep config":
+        (folder / "config.json").write_text('{"model_type": ' + "[" * 5000 + "]" * 5000 + "}")
     elif how == "other sizes":
         shutil.copy(home / "wider" / "config.json", folder)
     elif how == "unknown type":
@@ -219,6 +247,7 @@ def spoiled_model(home, folder, how, tmp_path):
     [
         ("no config", "it has no config.json"),
         ("broken config", "cannot load"),
+        ("deep config", "cannot load"),
         ("other sizes", "one of the two files is of another model"),
         ("unknown type", "abacus"),
         ("no tokenizer", "cannot load the tokenizer"),

@@ -8,7 +8,7 @@ import pytest
 from filelock import FileLock
 
 from i2cl import I2CLError
-from i2cl.faces.stream.outputs import header_line, prediction_lines, source_state, written
+from i2cl.faces.stream.outputs import header_line, prediction_lines, require_other, source_state, written
 from i2cl.tasks.rows import RowError
 
 HEADER = "label\n"
@@ -122,6 +122,54 @@ def test_rows_of_another_run_are_refused_until_they_are_discarded(tmp_path):
         out.write("new\n", 1)
     assert path.read_text() == HEADER + "new\n"
     assert listed(tmp_path) == ["out.tsv"]
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_an_older_output_stays_until_the_new_one_is_whole(tmp_path, resumes):
+    path = tmp_path / "out.tsv"
+    path.write_text("older\n")
+    stopped(path, resumes=resumes)
+    assert path.read_text() == "older\n"
+    with writing(path, resumes=resumes) as out:
+        out.write("".join(f"{row}\n" for row in range(out.kept, 6)), 6 - out.kept)
+        assert path.read_text() == "older\n"
+    assert path.read_text() == HEADER + "0\n1\n2\n3\n4\n5\n"
+    assert listed(tmp_path) == ["out.tsv"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_written_through_and_stays(tmp_path, there):
+    (tmp_path / "far").mkdir()
+    target, link = tmp_path / "far" / "out.tsv", tmp_path / "link"
+    link.symlink_to(target)
+    if there:
+        target.write_text("older\n")
+    with writing(link) as out:
+        with pytest.raises(I2CLError, match="another process is writing"), writing(target):
+            pass
+        out.write("0\n", 1)
+    assert link.is_symlink()
+    assert target.read_text() == HEADER + "0\n"
+    assert listed(tmp_path) + listed(tmp_path / "far") == ["far", "link", "out.tsv"]
+
+
+def test_what_is_read_is_not_written_over(tmp_path, monkeypatch):
+    texts, other = tmp_path / "texts.txt", tmp_path / "other.txt"
+    texts.write_text("one\n")
+    other.write_text("two\n")
+    (tmp_path / "link").symlink_to(texts)
+    (tmp_path / "hard").hardlink_to(texts)
+    monkeypatch.chdir(tmp_path)
+    for output in (texts, *map(Path, ("texts.txt", "link", "hard", f"../{tmp_path.name}/texts.txt"))):
+        with pytest.raises(I2CLError, match=r"is what is read: choose another output"):
+            require_other(output, str(texts))
+    with texts.open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with pytest.raises(I2CLError, match="is what is read"):
+            require_other(Path("link"), "-")
+        require_other(other, "-")
+    for output, source in ((None, "texts.txt"), (other, "texts.txt"), (Path("new"), "none"), (other, "-")):
+        require_other(output, source)
 
 
 def test_the_state_of_a_source_tells_when_it_changed(tmp_path):

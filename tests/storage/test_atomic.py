@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from i2cl.errors import I2CLError
-from i2cl.storage.atomic import new_file, new_folder, require_writable
+from i2cl.storage.atomic import new_file, new_folder, require_writable, system_cause, write_errors
 
 MARKER = "marker.json"
 OWNED = {MARKER, "data"}
@@ -66,7 +66,7 @@ def test_a_failing_rename_puts_the_older_folder_back(tmp_path, monkeypatch):
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(I2CLError, match=r"cannot write .*no space left"):
         write(path)
     assert contents(path) == {MARKER: "old", "data": "old"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
@@ -134,3 +134,71 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
         write_and_fail(tmp_path / "out", full)
     assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [("a", "old")]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_the_system_refused_is_told_by_errors_of_many_kinds():
+    assert system_cause(OSError(errno.EFBIG, "File too large")) == "File too large"
+    rust = "Error while serializing: I/O error: File too large (os error 27)"
+    assert system_cause(Exception(rust)) == "File too large"
+    assert system_cause(OSError("9216 requested and 7048 written")).endswith("; is the disk full?")
+    for other in (ValueError("size (3)"), I2CLError(rust), BrokenPipeError(errno.EPIPE, "Broken pipe")):
+        assert system_cause(other) is None
+    with pytest.raises(ValueError, match="size"), write_errors("here"):
+        raise ValueError("size")
+
+
+# Two writers
+
+
+def write_when_another_does(path, owned, monkeypatch, step):
+    """Write to a folder while another writer does so too, all of it before one of the renames."""
+    rename, left = Path.rename, [step]
+
+    def disturbed(self, target):
+        left[0] -= 1
+        if left[0] == -1:
+            with new_folder(path, owned) as fresh:
+                (fresh / "data").write_text("other")
+        return rename(self, target)
+
+    with new_folder(path, owned) as fresh:
+        (fresh / "data").write_text("new")
+        monkeypatch.setattr(Path, "rename", disturbed)
+    assert left[0] < 0
+
+
+def write_file_when_another_does(path):
+    with new_file(path) as fresh:
+        fresh.write_text("new")
+        path.write_text("other")
+
+
+@pytest.mark.parametrize(("older", "step"), [(False, 0), (True, 0), (True, 1)])
+def test_the_later_of_two_writers_replaces_the_earlier_where_it_may(tmp_path, monkeypatch, older, step):
+    path = tmp_path / "out"
+    if older:
+        write(path, "old")
+    write_when_another_does(path, lambda _folder: OWNED, monkeypatch, step)
+    assert contents(path) == {"data": "new"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_later_of_two_writers_is_refused_where_nothing_may_be_replaced(tmp_path, monkeypatch):
+    path = tmp_path / "out"
+    with pytest.raises(I2CLError, match=r"out' holds other files \(data\)"):
+        write_when_another_does(path, frozenset(), monkeypatch, 0)
+    assert contents(path) == {"data": "other"}
+    with pytest.raises(I2CLError, match=r"file' is there already"):
+        write_file_when_another_does(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "other"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_new_file_needs_no_hard_links(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refused)
+    with new_file(tmp_path / "file") as fresh:
+        fresh.write_text("new")
+    assert contents(tmp_path) == {"file": "new"}

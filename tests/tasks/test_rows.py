@@ -142,6 +142,39 @@ def test_a_field_of_a_megabyte_and_the_csv_limit_afterwards(tmp_path):
     failure(write(tmp_path, "b.csv", f"text,label\n{long},good,more\n"))
 
 
+def test_files_that_are_read_in_turns_leave_the_csv_limit_alone(tmp_path):
+    path = write(tmp_path, "a.csv", "text\n" + f"{'long ' * 100_000}\n" * 3)
+    before = csv.field_size_limit()
+    first, second = (read_texts(str(path)) for _ in range(2))
+    next(first)
+    assert csv.field_size_limit() == before
+    next(second)
+    assert len(list(first)) == len(list(second)) == 2
+    assert csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", '{"text": "one"}\n{"text": "two"}\n'),
+        ("a.ndjson", '\ufeff{"text": "one"}\n'),
+        ("a", '[{"text": "one"},\n'),
+        ("a.log", "[\n"),
+        ("a.yaml", "- one\n"),
+        ("a.XML", "<one/>\n"),
+    ],
+)
+def test_what_looks_like_rows_of_another_format_is_not_read_as_lines(tmp_path, name, content):
+    path = write(tmp_path, name, content)
+    assert "name its --format" in told_of_texts(path)
+    assert texts_of(path, kind="lines")[0] == content.removeprefix("\ufeff").splitlines()[0]
+
+
+@pytest.mark.parametrize("line", ["{text} is no JSON", "[music] and more", "[1, 2]", '"quoted"', "{}x"])
+def test_lines_that_only_begin_like_json_are_texts(tmp_path, line):
+    assert texts_of(write(tmp_path, "a.txt", f"{line}\n")) == [line]
+
+
 def test_line_separators_inside_json_strings_do_not_cut_lines(tmp_path):
     text = "one\u2028two\u0085three\nfour"
     path = write(tmp_path, "a.jsonl", json.dumps({"text": text, "label": 0}, ensure_ascii=False))

@@ -40,6 +40,9 @@ def test_a_task_of_a_user():
         (HEAD + HUB + "keep_labels = [0, 1, 2]\n", "keep_labels must hold 2 different ids"),
         (HEAD + HUB + "keep_labels = [1, 1]\n", "keep_labels must hold 2 different ids"),
         ("name = \n", "is not valid TOML"),
+        pytest.param("name = " + "[" * 5000 + "]" * 5000, "is not valid TOML", id="lists in lists"),
+        pytest.param("name = " + "{a=" * 5000 + "1" + "}" * 5000, "is not valid TOML", id="tables in tables"),
+        pytest.param("name = " + "9" * 5000, "is not valid TOML", id="a number of 5000 digits"),
     ],
 )
 def test_errors_name_file_and_field_in_one_line(content, said):

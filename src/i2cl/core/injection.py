@@ -159,7 +159,7 @@ class Injection:
             I2CLError: if the folder cannot be written or holds something else.
         """
         path = Path(folder)
-        with new_folder(path, own_files(path)) as fresh:
+        with new_folder(path, own_files) as fresh:
             self._write(fresh, path.resolve().name, shared=False)
 
     def push_to_hub(

@@ -94,7 +94,7 @@ def run_on_ray(
         workers: actors; default: one per GPU of the cluster, or per core without any.
 
     Raises:
-        I2CLError: if the package ray is lacking, or no cluster answers.
+        I2CLError: if the package ray is lacking, no cluster answers, or a store cannot be written.
     """
     with joined(address) as cluster:
         import ray
@@ -103,7 +103,12 @@ def run_on_ray(
         count = min(workers or cluster.workers, len(jobs))
         actor = ray.remote(**cluster.share)(_Worker)
         pool = ActorPool([actor.remote(source) for _ in range(count)])
-        yield from pool.map_unordered(lambda one, job: one.run.remote(job), list(jobs))
+        try:
+            yield from pool.map_unordered(lambda one, job: one.run.remote(job), list(jobs))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, I2CLError):  # alone, it is one line
+                raise error.cause from None
+            raise
 
 
 class _Worker:

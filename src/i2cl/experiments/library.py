@@ -1,6 +1,5 @@
 """The experiments that the package brings, and those that users write in files."""
 
-import tomllib
 from importlib import resources
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pydantic
 
 from i2cl.errors import I2CLError, did_you_mean, first_problem
 from i2cl.experiments.grid import Experiment
+from i2cl.tasks.schema import parse_toml
 
 ORDER = (
     "main",
@@ -52,9 +52,8 @@ def load_experiment(name: str | Path) -> Experiment:
 
 
 def _parsed(content: bytes, name: str, where: str) -> Experiment:
+    found = parse_toml(content, where)
     try:
-        return Experiment.model_validate({"name": name, **tomllib.loads(content.decode())})
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise I2CLError(f"{where} is no TOML: {error}") from None
+        return Experiment.model_validate({"name": name, **found})
     except pydantic.ValidationError as error:
         raise I2CLError(f"{where}: {first_problem(error)}") from None

@@ -22,6 +22,7 @@ from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, FittedCell, fit_cells, fit_key, is_joint, plain, run_study
 from i2cl.models.batching import peak_memory
 from i2cl.models.decoder import Decoder
+from i2cl.storage.atomic import WriteError
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
     with peak_memory(bench.decoder.device) as peak:
         try:
             outcome = fitted.run() if fitted else run_study(bench, cell)
+        except WriteError:  # every other cell would meet it too
+            raise
         except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
             error = f"{type(raised).__name__}: {raised}"
     return Record(

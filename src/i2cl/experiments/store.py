@@ -8,7 +8,7 @@ a Parquet file cannot grow: every append would rewrite it. DuckDB reads both
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,10 @@ class Store:
             )
             with duckdb.connect() as connection:
                 table = connection.read_json(str(lines), format="newline_delimited", columns=COLUMNS)
-                table.write_parquet(str(fresh / PACKED), compression="zstd")
+                try:
+                    table.write_parquet(str(fresh / PACKED), compression="zstd")
+                except duckdb.IOException as error:
+                    raise OSError(None, str(error)) from None
             lines.unlink()
             vectors = self.vectors()
             if vectors:
@@ -177,12 +180,13 @@ class Store:
 def _remove_empty(folder: Path) -> None:
     (folder / CELLS).unlink()
     (folder / LOCK).unlink(missing_ok=True)
-    if not any(folder.iterdir()):
-        folder.rmdir()
+    for empty in (folder / VECTORS, folder):
+        with suppress(OSError):  # it holds something
+            empty.rmdir()
 
 
 def _write_errors(folder: Path) -> AbstractContextManager[None]:
-    return write_errors(f"to {str(folder)!r}", "choose another --store")
+    return write_errors(f"to {str(folder)!r}", "free space or choose another --store")
 
 
 def _flat(record: Record) -> str:

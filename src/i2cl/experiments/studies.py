@@ -26,6 +26,7 @@ from i2cl.methods.base import Wrapper
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
+from i2cl.storage.atomic import write_errors
 from i2cl.tasks import Example, Task, load_task
 
 GROUPS = 20
@@ -82,7 +83,8 @@ class Bench:
                 "coefficients": edit.coefficients.numpy(),
                 "class_vectors": torch.stack(classes).numpy().astype(np.float16),
             }
-            save_vectors(self.vectors, cell.key, tensors)
+            with write_errors(f"to {str(self.vectors)!r}", "free space or choose another --store"):
+                save_vectors(self.vectors, cell.key, tensors)
 
 
 @lru_cache

@@ -89,7 +89,7 @@ def load_adapter(
         told = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         name, revision = model or told["base_model_name_or_path"], None if model else told.get("revision")
         state = load_file(path / WEIGHTS)  # also says that these are no pickles
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise I2CLError(f"{str(path)!r} holds a damaged adapter ({error}): export it again") from None
     try:
         base, _ = load_model_and_tokenizer(name, dtype="float32", device=device, revision=revision)

@@ -144,5 +144,5 @@ def _call(url: str, body: dict[str, Any] | None, timeout: float) -> Any:
         raise _RefusedError(f"{url} answers {error.code} ({' '.join(said.split())})") from None
     except (OSError, HTTPException) as error:
         raise I2CLError(f"cannot reach {url} ({error}): is the server running?") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise I2CLError(f"{url} does not answer JSON: is it a completions server?") from None

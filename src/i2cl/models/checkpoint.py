@@ -75,7 +75,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             homes = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise I2CLError(f"{str(index)!r} is damaged: download or copy it again") from None
         return [folder / name for name in sorted(set(homes))]
     single = folder / "model.safetensors"

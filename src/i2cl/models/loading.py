@@ -28,7 +28,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import is_progress_bar_enabled
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, needs, require_whole
 from i2cl.models.precision import Quantization, quantization_config
 
 REFERENCE = "reference"
@@ -90,6 +90,7 @@ def load_model_and_tokenizer(
         I2CLError: a path or id that holds no such model, pickle weights, damaged or incomplete weights,
             a GGUF file that transformers does not read in full, or a package that is lacking.
     """
+    require_whole(name, "the model's name")
     source = located(name)
     if is_gguf(Path(source)):
         _require_whole(revision, quantization, device_map, offload_folder)
@@ -245,7 +246,7 @@ def _told(what: str) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise I2CLError(f"{what} has damaged weights ({error}): download or copy them again") from None
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RecursionError) as error:
         if "trust_remote_code" in str(error):
             raise I2CLError(
                 f"{what} brings its own code: if you trust it, pass trust_remote_code (--trust-remote-code)"

@@ -1,16 +1,24 @@
 """Writing that leaves either everything or nothing, and names that may be published."""
 
+import itertools
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, require_whole
+
+_TOLD_BY_RUST = re.compile(r"([^:]+) \(os error \d+\)")
+
+
+class WriteError(I2CLError):
+    """What is asked for cannot be written anywhere near: no more of it should be tried."""
 
 
 @contextmanager
-def write_errors(what: str, cure: str = "choose another place") -> Iterator[None]:
+def write_errors(what: str, cure: str = "free space or choose another place") -> Iterator[None]:
     """Say in one line what could not be written.
 
     Args:
@@ -18,12 +26,28 @@ def write_errors(what: str, cure: str = "choose another place") -> Iterator[None
         cure: what to do then.
 
     Raises:
-        I2CLError: in place of any OSError of the block.
+        WriteError: in place of any error of the block that `system_cause` knows.
     """
     try:
         yield
-    except OSError as error:
-        raise I2CLError(f"cannot write {what} ({error.strerror or error}): {cure}") from None
+    except Exception as error:
+        cause = system_cause(error)
+        if cause is None:
+            raise
+        raise WriteError(f"cannot write {what} ({cause}): {cure}") from None
+
+
+def system_cause(error: Exception) -> str | None:
+    """What the system refused, in its words; None for an error of another kind, or a reader that went away.
+
+    Libraries in Rust (safetensors, tokenizers) tell it in the text of errors of their own.
+    """
+    if isinstance(error, BrokenPipeError):
+        return None
+    if isinstance(error, OSError):
+        return error.strerror or f"{error}; is the disk full?"  # NumPy says how much it wrote, and not why
+    told = None if isinstance(error, I2CLError) else _TOLD_BY_RUST.search(str(error))
+    return told and told[1].strip()
 
 
 def require_writable(path: Path, owned: AbstractSet[str]) -> None:
@@ -54,39 +78,65 @@ def require_new_file(path: Path) -> None:
 
 
 def _require_parent(path: Path) -> None:
+    require_whole(str(path.resolve()), "the path")  # safetensors writes to others, and reads none of them
     with write_errors(f"to {str(path.parent)!r}", "choose another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
 
 
+Owned = AbstractSet[str] | Callable[[Path], AbstractSet[str]]
+"""Names of files in a folder that may be replaced; a function says so of the folder as it then is."""
+
+
 @contextmanager
-def new_folder(path: Path, owned: AbstractSet[str]) -> Iterator[Path]:
+def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
     """A temporary folder that takes the place of ``path`` when the block ends without an error.
+
+    Of several writers each comes after another: the later replaces what the earlier wrote, or is refused.
 
     Args:
         path: where the folder goes.
-        owned: names of files; an existing folder is only replaced if it holds nothing else.
+        owned: an existing folder is only replaced if it holds nothing else.
 
     Raises:
         I2CLError: if ``path`` holds something else or cannot be written.
     """
     path = path.resolve()
-    require_writable(path, owned)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        fresh = Path(scratch) / "new"
+    _require_owned(path, owned)
+    with write_errors(repr(str(path))), _scratch(path) as scratch:
+        fresh = scratch / "new"
         fresh.mkdir()
-        with write_errors(repr(str(path)), "free space or choose another place"):
-            yield fresh
-        old = Path(scratch) / "old"
-        if path.is_dir():
-            path.rename(old)
-        try:
-            fresh.rename(path)
-        except BaseException:
-            if old.is_dir():
+        yield fresh
+        _replace(path, fresh, owned)
+
+
+def _require_owned(path: Path, owned: Owned) -> None:
+    require_writable(path, owned(path) if callable(owned) else owned)
+
+
+def _replace(path: Path, fresh: Path, owned: Owned) -> None:
+    """Give a folder its name; what has it meanwhile goes, if it may, and comes back if this fails."""
+    old = fresh
+    try:
+        for attempt in itertools.count():
+            if path.is_dir():
+                _require_owned(path, owned)
+                old = fresh.with_name(f"old-{attempt}")
+                with suppress(FileNotFoundError):  # another writer has moved it
+                    path.rename(old)
+            try:
+                fresh.rename(path)
+            except OSError:
+                if not path.is_dir():  # by another writer, this moment
+                    raise
+            else:
+                return
+    except BaseException:
+        if old != fresh and old.is_dir():
+            with suppress(OSError):  # there is another writer's folder
                 old.rename(path)
-            raise
+        raise
 
 
 def public_name(name: str) -> str:
@@ -105,8 +155,20 @@ def new_file(path: Path) -> Iterator[Path]:
     """
     path = path.resolve()
     require_new_file(path)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        fresh = Path(scratch) / path.name
-        with write_errors(repr(str(path))):
-            yield fresh
+    with write_errors(repr(str(path))), _scratch(path) as scratch:
+        fresh = scratch / path.name
+        yield fresh
+        try:
+            path.hardlink_to(fresh)  # which, unlike a rename, replaces nothing
+        except FileExistsError:
+            require_new_file(path)
+            raise
+        except OSError:  # not every file system has hard links
             fresh.rename(path)
+
+
+@contextmanager
+def _scratch(path: Path) -> Iterator[Path]:
+    """A folder beside ``path``, so that a rename suffices, for as long as the block runs."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:20]}-") as folder:
+        yield Path(folder)

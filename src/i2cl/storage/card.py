@@ -119,7 +119,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         results=_results(description.get("metrics", {}), description.get("worth", {})),
         again=_again(description),
     )
-    return f"{card}\n"
+    return f"{card}\n".encode(errors="backslashreplace").decode()  # of a folder whose name is not UTF-8
 
 
 def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:

@@ -7,17 +7,16 @@ Files of any length take the same memory, JSON aside, which is one value. `fit` 
 import csv
 import io
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from i2cl.errors import I2CLError
+from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.tasks.types import Example
 
 RowFormat = Literal["lines", "csv", "tsv", "jsonl", "json"]
@@ -29,7 +28,7 @@ ROW_SUFFIXES = tuple(f".{name}" for name in get_args(RowFormat)[1:])
 STDIN = "-"
 MAX_FIELD = 2**31 - 1
 _SHOWN = 60
-_SURROGATES = re.compile("[\ud800-\udfff]")
+_NO_LINES = ("yaml", "yml", "toml", "xml", "html", "htm")
 
 
 class RowError(I2CLError):
@@ -113,17 +112,21 @@ def read_rows(source: str, columns: Columns, kind: RowFormat | None = None) -> G
 
     Raises:
         I2CLError: if the file cannot be opened.
-        RowError: on a file without rows, bytes that are not UTF-8, broken CSV or JSON, a column that is not
-            there.
+        RowError: on a file without rows, lines that look like another format, bytes that are not UTF-8,
+            broken CSV or JSON, a column that is not there.
     """
     ending = Path(source).suffix.lower().removeprefix(".")
-    read = _READERS[kind or (ending if ending in _READERS else "lines")]
+    known = kind or (ending if ending in _READERS else None)
+    read = _READERS[known or "lines"]
     where = "stdin" if source == STDIN else source
     filled = found = False
 
     def lines(handle: Iterable[bytes]) -> Iterator[str]:
         nonlocal filled
         for line in decoded(handle, where):
+            if known is None and not filled and (ending in _NO_LINES or _is_json(line)):
+                cure = "name its --format, lines to take each line as a text"
+                raise RowError(f"{where} does not hold plain texts, as it seems: {cure}")
             filled = filled or not line.isspace()
             yield line
 
@@ -143,8 +146,9 @@ def opened(path: Path) -> IO[bytes]:
         raise I2CLError(f"{path} does not exist: check the path") from error
     except IsADirectoryError as error:
         raise I2CLError(f"{path} is a folder: name a file in it") from error
-    except OSError as error:
-        raise I2CLError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+    except (OSError, ValueError) as error:  # ValueError: its name holds a null byte
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise I2CLError(f"{path} cannot be read ({cause}): check its name and permissions") from error
 
 
 def decoded(lines: Iterable[bytes], where: str) -> Iterator[str]:
@@ -160,6 +164,17 @@ def decoded(lines: Iterable[bytes], where: str) -> Iterator[str]:
         yield text.removeprefix("\ufeff") if number == 1 else text
 
 
+def _is_json(line: str) -> bool:
+    """Whether a file's first line is one that JSON, an object a line or a list of them, begins with."""
+    text = line.strip()
+    if text == "[" or text.startswith('[{"'):
+        return True
+    try:
+        return text.startswith("{") and isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def _plain_rows(lines: Iterator[str], _columns: Columns, where: str) -> Iterator[Row]:
     for number, line in enumerate(lines, start=1):
         yield Row(f"{where} line {number}", (line.rstrip("\r\n"),))
@@ -172,35 +187,37 @@ def _csv_rows(lines: Iterator[str], columns: Columns, where: str, delimiter: str
     records = csv.reader(pieces, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     number = 0
-    with _long_fields():
-        try:
-            for number, cells in enumerate(records, start=1):
-                place = f"{where} row {number}"
-                if not cells or (header is None and not "".join(cells).strip()):
-                    continue
-                if header is None:
-                    header = [name.strip() for name in cells]
-                    positions = _positions(header, columns, where)
-                elif len(cells) != len(header):
-                    more = len(cells) > len(header)
-                    cure = "quote a cell that holds the delimiter" if more else "complete the row"
-                    count = f"{len(cells)} cells but the header has {len(header)}"
-                    raise RowError(f"{place}: {count}: {cure}")
-                else:
-                    yield Row(place, tuple(cells[position] for position in positions))
-        except csv.Error as error:
-            cure = "put the cell in quotation marks and double those inside it"
-            raise RowError(f"{where} row {number + 1}: {error}: {cure}") from error
-
-
-@contextmanager
-def _long_fields() -> Iterator[None]:
-    # The limit belongs to the csv module as a whole: put it back.
-    before = csv.field_size_limit(MAX_FIELD)
     try:
-        yield
-    finally:
-        csv.field_size_limit(before)
+        for number, cells in enumerate(_long_fields(records), start=1):
+            place = f"{where} row {number}"
+            if not cells or (header is None and not "".join(cells).strip()):
+                continue
+            if header is None:
+                header = [name.strip() for name in cells]
+                positions = _positions(header, columns, where)
+            elif len(cells) != len(header):
+                more = len(cells) > len(header)
+                cure = "quote a cell that holds the delimiter" if more else "complete the row"
+                count = f"{len(cells)} cells but the header has {len(header)}"
+                raise RowError(f"{place}: {count}: {cure}")
+            else:
+                yield Row(place, tuple(cells[position] for position in positions))
+    except csv.Error as error:
+        cure = "put the cell in quotation marks and double those inside it"
+        raise RowError(f"{where} row {number + 1}: {error}: {cure}") from error
+
+
+def _long_fields(records: Iterator[list[str]]) -> Iterator[list[str]]:
+    # The limit belongs to the csv module as a whole: put it back after every row, others read in between.
+    while True:
+        before = csv.field_size_limit(MAX_FIELD)
+        try:
+            cells = next(records, None)
+        finally:
+            csv.field_size_limit(before)
+        if cells is None:
+            return
+        yield cells
 
 
 def _positions(header: list[str], columns: Columns, where: str) -> list[int]:
@@ -259,7 +276,7 @@ def _text(row: Row) -> str:
         raise RowError(f"{row.place}: the text is {_show(text)}, not a string: put it in quotes")
     if not text.strip():
         raise RowError(f"{row.place}: the text is empty: fill it in or delete the row")
-    if _SURROGATES.search(text):
+    if HALF_PAIR.search(text):
         cure = "repair the escape or delete the row"
         raise RowError(f"{row.place}: the text holds half a surrogate pair: {cure}")
     return text

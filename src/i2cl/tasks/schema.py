@@ -3,7 +3,7 @@
 import io
 import tomllib
 from pathlib import Path
-from typing import Annotated, NoReturn, Self
+from typing import Annotated, Any, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -108,13 +108,20 @@ def read_spec(path: Path) -> TaskSpec:
 
 def parse_spec(data: bytes, source: str) -> TaskSpec:
     """The task TOML in `data`; `source` names it in errors."""
-    text = "".join(decoded(io.BytesIO(data), source))
+    found = parse_toml(data, source)
     try:
-        return TaskSpec.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise I2CLError(f"{source} is not valid TOML: {error}: correct that line") from error
+        return TaskSpec.model_validate(found)
     except ValidationError as error:
         _raise_first(error, source)
+
+
+def parse_toml(data: bytes, source: str) -> dict[str, Any]:
+    """What a TOML holds. Raises I2CLError naming its `source`, in one line."""
+    text = "".join(decoded(io.BytesIO(data), source))
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also a number too long, or tables nested too deep
+        raise I2CLError(f"{source} is not valid TOML: {error}: correct it") from error
 
 
 def _raise_first(error: ValidationError, source: str) -> NoReturn:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, require_whole
 from i2cl.tasks.sampling import even_quotas, group_by_label, sample_per_class, seeded
 from i2cl.tasks.template import Template
 
@@ -47,6 +47,11 @@ class Task:
     instruction: str = ""
 
     def __post_init__(self) -> None:
+        shape = self.template
+        for text in (self.name, self.title, self.description, self.instruction, *self.labels):
+            require_whole(text, "the task's name, label word or description")
+        for text in (shape.format, shape.separator, shape.opening):
+            require_whole(text, "the task's template")
         _check_labels(self.name, self.labels)
         _check_shots(self.name, self.shots)
         for split, rows in (("train", self.train), ("test", self.test)):

@@ -1,5 +1,6 @@
 """The command line: parses, calls, prints. Heavy imports wait until a command needs them."""
 
+import os
 import sys
 from typing import Any
 
@@ -20,6 +21,7 @@ from i2cl.faces.cli import (
     report,
     verify,
 )
+from i2cl.storage.atomic import system_cause
 from i2cl.version import __version__
 
 NAME = "i2cl"
@@ -59,7 +61,13 @@ def top(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
-    sys.exit(_run(sys.argv[1:] if arguments is None else arguments))
+    console.escape()
+    code = _run(sys.argv[1:] if arguments is None else arguments)
+    try:
+        sys.stdout.flush()
+    except OSError:  # told already; Python would try again at its end, and say so in its own words
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 def _run(arguments: list[str]) -> int:
@@ -69,6 +77,12 @@ def _run(arguments: list[str]) -> int:
             code = app(arguments, prog_name=NAME, standalone_mode=False) or 0
     except I2CLError as error:
         console.print_error(str(error))
+        return 2
+    except OSError as error:  # where no command expects one: there is no temporary folder, say
+        what = f"use {str(error.filename)!r}" if error.filename else "go on"
+        console.print_error(
+            f"cannot {what} ({system_cause(error)}): free space or choose another place or name"
+        )
         return 2
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else NAME

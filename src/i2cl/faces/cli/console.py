@@ -1,5 +1,7 @@
 """What the command line prints: tables, progress bars, errors. Results go to stdout, the rest to stderr."""
 
+import codecs
+import io
 import json
 import os
 import sys
@@ -12,6 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from i2cl.storage.atomic import write_errors
 
 if TYPE_CHECKING:
     from i2cl.experiments.records import Run
@@ -31,21 +35,44 @@ SPEED_PERIOD = 3600.0
 FIRST = os.environ.get("RANK", "0") == "0"
 """Of several processes that hold one model together, the first alone speaks and writes."""
 
+ESCAPED = "i2cl.escaped"
+"""Name of the way in which streams treat what they cannot show."""
+
 out = Console(highlight=False, quiet=not FIRST)
 err = Console(stderr=True, highlight=False, quiet=not FIRST)
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """What an encoding cannot hold, as JSON escapes it."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error(ESCAPED, _escaped)
+
+
+def escape() -> None:
+    """Let stdout and stderr escape what they cannot show, such as a label on a terminal of ASCII alone."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ESCAPED)
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     if not FIRST:
         return
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    with write_errors("stdout"):
+        json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+        sys.stdout.write("\n")
+        sys.stdout.flush()
 
 
 def say(text: str) -> None:
     """Plain text on stdout."""
-    out.print(text, markup=False, soft_wrap=True)
+    with write_errors("stdout"):
+        out.print(text, markup=False, soft_wrap=True)
 
 
 def note(text: str) -> None:
@@ -77,7 +104,8 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
         table.add_row(*(_plain(str(value)) for value in row.values()))
     if needed > out.width:
         table.width = needed
-    out.print(table, crop=False)
+    with write_errors("stdout"):
+        out.print(table, crop=False)
 
 
 @contextmanager

@@ -225,7 +225,7 @@ def command_line(context: typer.Context, **resolved: object) -> str:
             named.append(parameter.opts[0])
         else:
             named += [word for one in told for word in (parameter.opts[0], one)]
-    return shlex.join([*words, *named])
+    return shlex.join([*words, *named]).encode(errors="backslashreplace").decode()
 
 
 def _public(name: str, value: object) -> str:

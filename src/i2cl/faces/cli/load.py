@@ -55,7 +55,7 @@ def _device_map(typed: str | None) -> str | dict[str, Any] | None:
         return typed
     try:
         found = json.loads(typed)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise I2CLError(
             f'--device-map {typed!r} is no JSON ({error}): write it like \'{{"": "cpu"}}\''
         ) from None

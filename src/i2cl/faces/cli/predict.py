@@ -11,7 +11,7 @@ import typer
 from i2cl.errors import I2CLError
 from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.options import ModelOptions
-from i2cl.faces.stream.outputs import Output, header_line, source_state, written
+from i2cl.faces.stream.outputs import Output, header_line, require_other, source_state, written
 from i2cl.tasks.rows import RowFormat
 from i2cl.version import __version__
 
@@ -58,6 +58,7 @@ def predict(
         raise I2CLError("--workers and --address are for a cluster: add --executor ray")
     if executor == "ray" and source == "-":
         raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
+    require_other(output, source, *_files(artefact))
     injection = Injection.from_pretrained(artefact)
     loading = load.of_artefact(loading, injection, model)
     texts = Texts(source, text_format, text_column, chunk)
@@ -85,6 +86,13 @@ def predict(
         else:
             scored = predict_here(load_scorer, texts)
         _write(scored, out, shown=output is not None)
+
+
+def _files(artefact: str) -> list[str]:
+    """What is read of an artefact in a folder."""
+    from i2cl.core.artefact import FILES
+
+    return [str(Path(artefact) / name) for name in FILES]
 
 
 def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:

@@ -5,9 +5,10 @@ depend on. The same run again keeps the whole chunks that are there. OUT appears
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -15,7 +16,7 @@ from typing import IO, Any
 from i2cl.errors import I2CLError
 from i2cl.storage.atomic import write_errors
 from i2cl.storage.journal import Journal, only_writer
-from i2cl.tasks.rows import RowError
+from i2cl.tasks.rows import STDIN, RowError
 
 _NO_BREAKS = str.maketrans("\t\r\n", "   ")
 
@@ -67,7 +68,8 @@ def written(
 ) -> Iterator[Output]:
     """stdout, or a file that appears under its name only when the block ends without an error.
 
-    What is no regular file, such as /dev/null or a pipe, is written to and not replaced. After an error the
+    What is no regular file, such as /dev/null or a pipe, is written to and not replaced, and of a link what
+    it leads to is. An older file stays until the new one is whole. After an error the
     rows are kept, unless it was a `RowError`: the texts have to change then, and the rows with them.
 
     Args:
@@ -90,6 +92,7 @@ def written(
         with _closing(handle, path):
             yield Output(partial(_pass_on, handle), header, path)
     else:
+        path = Path(os.path.realpath(path))
         with ExitStack() as stack:
             with _told(path):
                 busy = f"another process is writing {str(path)!r}: wait for it, or choose another place"
@@ -108,8 +111,13 @@ def _growing(
         _discard(rows_file, note)
     file = ExitStack()
     with _told(path):
-        _require_same(rows_file, note, json.loads(json.dumps(settings)))
-        journal = file.enter_context(Journal.opened(rows_file, header.encode(), chunk))
+        try:
+            _require_same(rows_file, note, json.loads(json.dumps(settings)))
+            journal = file.enter_context(Journal.opened(rows_file, header.encode(), chunk))
+        except OSError:
+            if not _has_rows(rows_file):
+                _discard(rows_file, note)
+            raise
     output = Output(
         lambda lines: journal.append(lines.encode()), header, path, journal.kept, resumes=chunk > 0
     )
@@ -123,6 +131,22 @@ def _growing(
         if isinstance(error, RowError) or not (output.resumes and output.rows):
             _discard(rows_file, note)
         raise
+
+
+def require_other(output: Path | None, *sources: str) -> None:
+    """Refuse an output that is also read, by whatever name; ``-`` is stdin.
+
+    Raises:
+        I2CLError: if it is.
+    """
+    if output is None or not output.is_file():
+        return
+    for source in sources:
+        read = None
+        with suppress(OSError, ValueError):  # what is not there, or a stdin of no file, is another
+            read = os.fstat(sys.stdin.fileno()) if source == STDIN else Path(source).stat()
+        if read is not None and os.path.samestat(read, output.stat()):
+            raise I2CLError(f"{str(output)!r} is what is read: choose another output")
 
 
 def source_state(source: str) -> list[Any]:
@@ -166,8 +190,7 @@ def _pass_on(handle: IO[str], lines: str) -> None:
 
 
 def _told(path: Path | None) -> AbstractContextManager[None]:
-    # A reader of stdout that went away is no error.
-    return nullcontext() if path is None else write_errors(repr(str(path)))
+    return write_errors("stdout" if path is None else repr(str(path)))
 
 
 @contextmanager
@@ -184,14 +207,18 @@ def _discard(rows_file: Path, note: Path) -> None:
     note.unlink(missing_ok=True)
 
 
+def _has_rows(rows_file: Path) -> bool:
+    return rows_file.exists() and rows_file.stat().st_size > 0
+
+
 def _require_same(rows_file: Path, note: Path, settings: dict[str, Any]) -> None:
     """Refuse rows that were made with other settings; where there are no rows, note these settings."""
-    if not rows_file.exists() or not rows_file.stat().st_size:
-        note.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if not _has_rows(rows_file):
+        note.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         return
     try:
         before = json.loads(note.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         before = {}
     others = [name for name in settings if name not in before or before[name] != settings[name]]
     if others:
