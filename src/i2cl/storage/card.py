@@ -98,7 +98,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
     card = ModelCard.from_template(
         _metadata(description, shown),
         template_str=TEMPLATE,
-        title=" ".join(f"I2CL: {task['title'] or task['name']}".split()),
+        title=_md(f"I2CL: {task['title'] or task['name']}"),
         version=__version__,
         what="A vector" if anchored else "A context vector and two coefficients",
         variant=", anchored: fitted around the plain model among the label words" if anchored else "",
@@ -211,6 +211,11 @@ def _again(description: Mapping[str, Any]) -> str:
         return _fenced(command, "console")
     seed = description["seed"]
     return f"Made in Python with `i2cl.extract` and `i2cl.calibrate` (seed {seed}): no command does it."
+
+
+def _md(text: str) -> str:
+    """Text in one line that Markdown shows as it is."""
+    return re.sub(r"[\\`*_|\[\]<&]", r"\\\g<0>", " ".join(text.split()))
 
 
 def _inline(text: str) -> str:

@@ -37,6 +37,9 @@ _PREAMBLE = r"""\documentclass{article}
 \begin{document}
 """
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""What makes a spreadsheet take a cell for a formula."""
+
 _TEX_SIGNS = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -88,7 +91,7 @@ def _section_lines(section: Section) -> Iterator[str]:
     experiment = section.experiment
     yield f"## {_md(section.heading)}"
     yield from ("", _md(experiment.measures))
-    yield from ("", f"{_md(section.source)}. Experiment `{experiment.name}`: {_md(section.under)}.")
+    yield from ("", f"{_md(section.source)}. Experiment {_code(experiment.name)}: {_md(section.under)}.")
     if section.missing:
         yield from ("", "Lacking:", "", *(f"- {_keeping_code(line)}" for line in section.missing))
     for table in section.tables:
@@ -122,6 +125,10 @@ def _md(text: str) -> str:
     """Text that Markdown shows as it is; underscores within words are harmless and stay readable."""
     signs = r"[\\`*|\[\]]|<(?=[\w/!?])|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])"
     return re.sub(signs, r"\\\g<0>", re.sub(r"\s+", " ", text))
+
+
+def _code(text: str) -> str:
+    return f"`{' '.join(text.replace('`', ' ').split())}`"
 
 
 def _keeping_code(text: str) -> str:
@@ -205,5 +212,11 @@ def csv_text(report: Report) -> str:
         fixed = {name: getattr(section.setting, name, None) for name in setting_columns}
         for table in section.tables:
             for values in table.values:
-                writer.writerow({"experiment": section.experiment.name, **fixed, **values})
+                row = {"experiment": section.experiment.name, **fixed, **values}
+                writer.writerow({name: _no_formula(value) for name, value in row.items()})
     return file.getvalue()
+
+
+def _no_formula(value: object) -> object:
+    """Text that spreadsheets do not compute, https://owasp.org/www-community/attacks/CSV_Injection."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
