@@ -333,6 +333,22 @@ def test_another_text_column(call, home, expected, tmp_path):
     assert parsed(out)[0] == expected[0]
 
 
+def test_what_came_in_comes_back(call, home, tmp_path):
+    path = jsonl(
+        tmp_path / "texts.jsonl", [{"id": f"a{number}", "text": text} for number, text in enumerate(TEXTS)]
+    )
+    predict = ["predict", home / "artefact", path, "--chunk", "4"]
+    plain = call(*predict)[1].splitlines()
+    kept = call(*predict, "--row-number", "--keep", "id, text")[1].splitlines()
+    inputs = ["row\tid\ttext", *(f"{row}\ta{row - 1}\t{text}" for row, text in enumerate(TEXTS, start=1))]
+    assert kept == [f"{line}\t{answer}" for line, answer in zip(inputs, plain, strict=True)]
+    records = [json.loads(line) for line in call(*predict, "--keep", "id", "--json")[1].splitlines()]
+    assert [record["input"] for record in records] == [{"id": f"a{number}"} for number in range(len(TEXTS))]
+    code, out, err = call(*predict, "--keep", "row", "--row-number")
+    assert (code, out) == (2, "")
+    assert "leave one out" in err
+
+
 def test_the_output_file_holds_what_stdout_would(call, home, tmp_path):
     path = written_as("lines", tmp_path / "texts.txt")
     _, out, _ = call("predict", home / "artefact", path)

@@ -127,6 +127,7 @@ def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, h
         "json": arguments(home, output, "--json"),
         "chunk": arguments(home, output, "--chunk", "20"),
         "dtype": arguments(home, output, "--dtype", "bfloat16"),
+        "keep": arguments(home, output, "--row-number"),
         "source": arguments(home, output, source="whole.tsv"),
     }
     for name, words in changed.items():
@@ -165,7 +166,7 @@ def peak(folder, rows):
     (folder / "texts.txt").write_text("".join(f"text number {row}\n" for row in range(rows)))
 
     def source():
-        return lambda texts: "".join(f"{len(text)}\n" for text in texts)
+        return lambda queries: "".join(f"{len(query.text)}\n" for query in queries)
 
     texts = Texts(str(folder / "texts.txt"), chunk=256)
     tracemalloc.start()
@@ -187,7 +188,7 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
 
 
 def row_of(*texts):
-    return {"texts": json.dumps(texts), "error": "", "of_rows": False}
+    return {"texts": json.dumps([(text, ()) for text in texts]), "error": "", "of_rows": False}
 
 
 def test_errors_and_warnings_of_a_worker_come_out_here():
@@ -198,10 +199,10 @@ def test_errors_and_warnings_of_a_worker_come_out_here():
         _received(_Worker(source)(row_of("a")))
     assert not isinstance(raised.value, RowError)
 
-    def score(texts):
+    def score(queries):
         warnings.warn("labels share their first token", ScoringWarning, stacklevel=1)
         warnings.warn("of another library", UserWarning, stacklevel=1)
-        return "".join(f"{text}\n" for text in texts)
+        return "".join(f"{query.text}\n" for query in queries)
 
     with pytest.warns(WorkerWarning, match="first token") as caught:
         assert _received(_Worker(lambda: score)(row_of("a", "b"))) == ("a\nb\n", 2)

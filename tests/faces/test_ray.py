@@ -52,7 +52,17 @@ def run(*arguments):
 
 
 def predict(folder, source, output, *more):
-    words = ["predict", folder / "mood", folder / source, "-o", folder / output, "--chunk", "10", *more]
+    words = [
+        "predict",
+        folder / "mood",
+        folder / source,
+        "-o",
+        folder / output,
+        "--chunk",
+        "10",
+        "--row-number",
+        *more,
+    ]
     return [str(word) for word in words]
 
 
@@ -68,7 +78,7 @@ def folder(tmp_path_factory):
     assert run(*predict(made, "texts.txt", "here.tsv")) == 0
     score = Scorer.__call__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scorer, "__call__", lambda *at: score(*at) if at[1][0] == texts[0] else stop())
+        patch.setattr(Scorer, "__call__", lambda *at: score(*at) if at[1][0].text == texts[0] else stop())
         assert run(*predict(made, "texts.txt", "out.tsv")) == 130
     return made
 

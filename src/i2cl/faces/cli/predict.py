@@ -35,6 +35,13 @@ def predict(
         RowFormat | None, typer.Option("--format", help="Default: by the file's ending, else lines.")
     ] = None,
     text_column: options.TextColumn = "text",
+    keep: Annotated[
+        str | None,
+        typer.Option(help="Columns of FILE to repeat before the answer, commas between; of lines: text."),
+    ] = None,
+    row_number: Annotated[
+        bool, typer.Option("--row-number", help="Begin with the number of the row, from 1.")
+    ] = False,
     force: options.Force = False,
     chunk: Annotated[int, typer.Option(min=1, help="Rows scored at a time.")] = 512,
     restart: Annotated[bool, typer.Option("--restart", help="Discard what a killed run left.")] = False,
@@ -60,7 +67,8 @@ def predict(
         raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
     injection = Injection.from_pretrained(artefact)
     loading = load.of_artefact(loading, injection, model)
-    texts = Texts(source, text_format, text_column, chunk)
+    kept = tuple(dict.fromkeys(load.split(keep))) if keep else ()
+    texts = Texts(source, text_format, text_column, chunk, kept=kept, numbered=row_number)
     settings = {
         "i2cl": __version__,
         "artefact": digest(injection),
@@ -70,11 +78,12 @@ def predict(
         "source": source_state(source),
         "format": text_format,
         "text_column": text_column,
+        "keep": texts.names,
         "json": json,
         "chunk": chunk,
     }
-    load_scorer = partial(_scorer, injection, model, loading, force=force, as_json=json)
-    header = header_line(injection.task.labels, as_json=json)
+    load_scorer = partial(_scorer, injection, model, loading, texts.names, force=force, as_json=json)
+    header = header_line(injection.task.labels, as_json=json, names=texts.names)
     again = {"resumes": Path(source).is_file(), "restart": restart}
     with written(output, header, settings, chunk=chunk, **again) as out:
         if out.kept:
@@ -106,10 +115,16 @@ def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:
 
 
 def _scorer(
-    injection: "Injection", model: str | None, loading: ModelOptions, *, force: bool, as_json: bool
+    injection: "Injection",
+    model: str | None,
+    loading: ModelOptions,
+    names: tuple[str, ...],
+    *,
+    force: bool,
+    as_json: bool,
 ) -> "Scorer":
     """Load the model."""
     from i2cl.faces.stream.prediction import Scorer
 
     decoder = load.artefact_decoder(injection, model, loading)
-    return Scorer(injection, decoder, as_json, force)
+    return Scorer(injection, decoder, as_json, force, names)
