@@ -78,6 +78,7 @@ def new_folder(path: Path, owned: AbstractSet[str]) -> Iterator[Path]:
         fresh.mkdir()
         with write_errors(repr(str(path)), "free space or choose another place"):
             yield fresh
+            follow_umask(fresh)
         old = Path(scratch) / "old"
         if path.is_dir():
             path.rename(old)
@@ -87,6 +88,18 @@ def new_folder(path: Path, owned: AbstractSet[str]) -> Iterator[Path]:
             if old.is_dir():
                 old.rename(path)
             raise
+
+
+def follow_umask(folder: Path) -> None:
+    """Let others read the files of a folder as they may the folder: safetensors makes them private.
+
+    Raises:
+        OSError: if it cannot be done.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def public_name(name: str) -> str:
