@@ -25,7 +25,9 @@ def evaluate(
         ),
     ],
     *,
-    method: Annotated[str, typer.Option(help="Methods with commas between, or 'all'.")] = DEFAULT_METHODS,
+    method: Annotated[
+        str, typer.Option(help="Methods with commas between, or 'all'.", rich_help_panel=options.METHOD)
+    ] = DEFAULT_METHODS,
     shots: options.Shots = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, counted from --seed.")] = 1,
     seed: options.Seed = 0,

@@ -33,8 +33,8 @@ def ls(seed: options.NoSeed = 0, json: options.Json = False) -> None:
         {
             "name": one.name,
             "paper": one.paper,
-            "cells a task": _cells_of(one, one.full),
-            "quick": _cells_of(one, one.quick),
+            "cells_per_task": _cells_of(one, one.full),
+            "quick_cells_per_task": _cells_of(one, one.quick),
             "measures": one.measures,
         }
         for one in found
@@ -42,7 +42,8 @@ def ls(seed: options.NoSeed = 0, json: options.Json = False) -> None:
     if json:
         console.print_json(rows)
     else:
-        console.print_table("", rows)
+        shown = {"cells_per_task": "cells a task", "quick_cells_per_task": "quick"}
+        console.print_table("", [{shown.get(name, name): row[name] for name in row} for row in rows])
 
 
 def _cells_of(experiment: "Experiment", scale: "Scale") -> int:

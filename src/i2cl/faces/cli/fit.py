@@ -40,7 +40,10 @@ def fit(
     seed: options.Seed = 0,
     method: Annotated[
         Literal["i2cl", "anchored"],
-        typer.Option(help="The paper's, or an injection fitted around the plain model among the labels."),
+        typer.Option(
+            help="The paper's, or an injection fitted around the plain model among the labels.",
+            rich_help_panel=options.METHOD,
+        ),
     ] = "i2cl",
     recipe: options.Recipe = "paper",
     settings: options.Settings = None,
