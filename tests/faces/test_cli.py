@@ -365,8 +365,11 @@ def test_what_came_in_comes_back(call, home, tmp_path):
 def test_the_output_file_holds_what_stdout_would(call, home, tmp_path):
     path = written_as("lines", tmp_path / "texts.txt")
     _, out, _ = call("predict", home / "artefact", path)
-    code, nothing, _ = call("predict", home / "artefact", path, "-o", tmp_path / "out.tsv")
+    code, nothing, told = call("predict", home / "artefact", path, "-o", tmp_path / "out.tsv")
     assert (code, nothing) == (0, "")
+    assert re.fullmatch(
+        rf"Saved {re.escape(str(tmp_path))}/out.tsv: {len(TEXTS)} rows in \d+\.\d s\.\n", told
+    )
     assert (tmp_path / "out.tsv").read_text(encoding="utf-8") == out
 
 

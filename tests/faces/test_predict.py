@@ -81,7 +81,10 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
         handle.write("ha")  # a torn line
     code, out, told = finished(COMMAND, *arguments(home, output))
     assert (code, out) == (0, "")
-    assert told == f"{kept[-1]} rows of an earlier run are kept\n"
+    first, last = told.splitlines()
+    assert first == f"{kept[-1]} rows of an earlier run are kept"
+    assert last.startswith(f"Saved {output}: {ROWS} rows in ")
+    assert last.endswith(f" s, {kept[-1]} of them from an earlier run.")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} <= {"out.tsv", ".out.tsv.part.lock"}
 
@@ -111,7 +114,7 @@ def test_ctrl_c_says_that_rows_are_kept_and_the_same_command_goes_on(home, tmp_p
     told = capsys.readouterr().err
     assert told == "error: interrupted: 40 rows are kept: the same command goes on with them\n"
     assert run(*arguments(home, output)) == 0
-    assert capsys.readouterr().err == "40 rows of an earlier run are kept\n"
+    assert capsys.readouterr().err.startswith("40 rows of an earlier run are kept\nSaved ")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
     assert listed(tmp_path) == ["out.tsv"]
 
@@ -137,7 +140,7 @@ def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, h
         assert "--restart" in line
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert run(*arguments(home, output, "--restart")) == 0
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err.startswith("Saved ")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
 
 

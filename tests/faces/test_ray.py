@@ -106,14 +106,16 @@ def told(folder):
 
 
 def test_it_goes_on_with_a_local_run_and_gives_the_same_bytes(folder, told):
-    assert told[1][:2] == ["10 rows of an earlier run are kept", "texts ended with 0"]
+    first, saved, code = told[1][:3]
+    assert (first, code) == ("10 rows of an earlier run are kept", "texts ended with 0")
+    assert "25 rows" in saved
     assert (folder / "out.tsv").read_bytes() == (folder / "here.tsv").read_bytes()
     assert not list(folder.glob(".*.part*"))
 
 
 def test_a_bad_row_is_one_line(folder, told):
     expected = f"error: {folder / 'bad.txt'} line 15: the text is empty: fill it in or delete the row"
-    assert told[1][2:4] == [expected, "bad texts ended with 2"]
+    assert told[1][3:5] == [expected, "bad texts ended with 2"]
     assert not (folder / "none.tsv").exists()
 
 

@@ -1,5 +1,6 @@
 """`i2cl predict`."""
 
+import time
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -65,6 +66,7 @@ def predict(
         raise I2CLError("--workers and --address are for a cluster: add --executor ray")
     if executor == "ray" and source == "-":
         raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
+    started = time.perf_counter()
     injection = Injection.from_pretrained(artefact)
     loading = load.of_artefact(loading, injection, model)
     kept = tuple(dict.fromkeys(load.split(keep))) if keep else ()
@@ -94,6 +96,9 @@ def predict(
         else:
             scored = predict_here(load_scorer, texts)
         _write(scored, out, shown=output is not None)
+    if output is not None:
+        before = f", {out.kept} of them from an earlier run" if out.kept else ""
+        console.note(f"Saved {output}: {out.rows} rows in {time.perf_counter() - started:.1f} s{before}.")
 
 
 def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:
