@@ -95,8 +95,14 @@ def run(
     with Store.writing(folder) if console.FIRST else Store.following(folder) as opened:
         waiting = pending(cells, opened, timed)
         lacking = [cell for group in waiting for cell in group.lacking]
-        with console.progress(len(lacking), "running") as bar:
-            tally = run_groups(waiting, opened, execute, data_dir, _watch(bar))
+        try:
+            with console.progress(len(lacking), "running") as bar:
+                tally = run_groups(waiting, opened, execute, data_dir, _watch(bar))
+        except KeyboardInterrupt:
+            if not opened.records:
+                raise
+            kept_now = f"{len(opened.records)} cells are kept: the same command goes on with them"
+            raise typer.Abort(kept_now) from None
         failures = [opened.records[cell.key] for cell in lacking if not opened.done(cell.key)]
     kept = len({cell.key for cell in cells}) - len(lacking)
     if json:

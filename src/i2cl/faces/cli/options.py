@@ -142,7 +142,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
                 name,
                 KEYWORD_ONLY,
                 default=known[name].default,
-                annotation=_headed(known[name].type, group.PANEL),
+                annotation=_headed(known[name].type, vars(group)["PANEL"]),
             )
             for name in names
         ]
