@@ -262,6 +262,25 @@ def test_time_left_is_known_where_an_epoch_takes_minutes(monkeypatch):
         assert "0.500" in task.description
 
 
+def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch):
+    seen = io.StringIO()
+    monkeypatch.setattr(console, "err", Console(file=seen, force_terminal=True, width=500))
+    assert call(*fit_arguments(home, tmp_path / "new", "--evaluate", "0"))[0] == 0
+    told = [
+        seen.getvalue().find(words)
+        for words in ("PyTorch", f"loading {home / 'model'}", "extracting", "loss")
+    ]
+    assert -1 < told[0] < told[1] < told[2] < told[3]
+
+
+def test_what_is_waited_for_stands_in_the_bar_that_is_there(monkeypatch):
+    monkeypatch.setattr(console, "err", Console(file=io.StringIO(), force_terminal=True))
+    with console.progress(2, "evaluating") as bar:
+        with console.waiting("loading [one]"):
+            assert bar.what == "loading [one]"
+        assert bar.what == "evaluating"
+
+
 def test_fit_twice_with_one_seed_saves_the_same(call, home, tmp_path):
     call(*fit_arguments(home, tmp_path / "again", "--seed", "3"))
     call(*fit_arguments(home, tmp_path / "other", "--seed", "4"))

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -33,6 +34,10 @@ FIRST = os.environ.get("RANK", "0") == "0"
 
 out = Console(highlight=False, quiet=not FIRST)
 err = Console(stderr=True, highlight=False, quiet=not FIRST)
+
+
+_BARS: list["Bar"] = []
+"""Those that are shown now: there is one place for them."""
 
 
 def print_json(value: Any) -> None:
@@ -94,15 +99,40 @@ def progress(total: float | None, what: str, *, shown: bool = True) -> Iterator[
     with Progress(
         *columns, console=err, transient=True, disable=off, speed_estimate_period=SPEED_PERIOD
     ) as bars:
-        yield Bar(bars, bars.add_task(_plain(what), total=total))
+        bar = Bar(bars, bars.add_task(_plain(what), total=total), what)
+        _BARS.append(bar)
+        try:
+            yield bar
+        finally:
+            _BARS.remove(bar)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say what is waited for while the block runs: in the bar that is there, or alone on a terminal."""
+    if _BARS:
+        bar, before = _BARS[-1], _BARS[-1].what
+        bar.describe(what)
+        yield
+        bar.describe(before)
+    elif err.is_terminal and parent_process() is None:  # workers would write over each other
+        with err.status(_plain(what)):
+            yield
+    else:
+        yield
 
 
 class Bar:
-    """One line of progress."""
+    """One line of progress.
 
-    def __init__(self, shown: Progress, task: TaskID) -> None:
+    Attributes:
+        what: what it says is going on.
+    """
+
+    def __init__(self, shown: Progress, task: TaskID, what: str) -> None:
         self._shown = shown
         self._task = task
+        self.what = what
 
     def advance(self, amount: float = 1) -> None:
         """Move on by so much."""
@@ -120,6 +150,7 @@ class Bar:
 
     def describe(self, what: str) -> None:
         """Say what is going on."""
+        self.what = what
         self._shown.update(self._task, description=_plain(what))
 
 

@@ -43,6 +43,7 @@ def evaluate(
     json: options.Json = False,
 ) -> None:
     """Measure methods on tasks over seeds: accuracy, macro-F1, seconds and cached values."""
+    load.libraries()
     from i2cl.experiments.sweep import sweep
     from i2cl.methods import METHODS
 

@@ -80,6 +80,7 @@ def run(
     json: options.Json = False,
 ) -> None:
     """Run the cells that the store lacks; exit code 1 if any failed."""
+    load.libraries()
     from i2cl.experiments.grid import Cell
     from i2cl.experiments.runner import pending, run_groups
     from i2cl.experiments.store import Store

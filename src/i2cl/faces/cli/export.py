@@ -44,6 +44,7 @@ def export(
     json: options.Json = False,
 ) -> None:
     """Turn an injection into a checkpoint or an adapter that needs neither hooks nor this package."""
+    load.libraries()
     from i2cl.core.injection import Injection
     from i2cl.export import export_gguf, export_hf, export_peft, make_golden
 

@@ -60,6 +60,7 @@ def fit(
     json: options.Json = False,
 ) -> None:
     """Turn a task's labelled examples into a calibrated injection and save it."""
+    load.libraries()
     from i2cl.core.artefact import own_files
     from i2cl.experiments.worth import labelled_rows
 
@@ -93,7 +94,7 @@ def _fitted(
 ) -> "Injection":
     from i2cl.methods.i2cl import I2CL
 
-    with console.progress(max(1, method.rounds), "calibrating") as bar:
+    with console.progress(max(1, method.rounds), "extracting") as bar:
         slow = hints and isinstance(method, I2CL) and method.calibration.optimizer != "lbfgs"
         progress = _Patience(bar).epoch if slow else bar.epoch
         return method.injection(decoder, task, demonstrations, seed, progress)

@@ -59,6 +59,7 @@ def predict(
 
     With -o, a run that was killed goes on where it was when the same command is given again.
     """
+    load.libraries()
     from i2cl.core.injection import Injection
     from i2cl.faces.stream.prediction import Texts, digest, predict_here, predict_on_ray
 
