@@ -5,7 +5,7 @@ RESULTS ?= results/reference
 READY := $(VENV)/.ready
 REAL := $(VENV)/.real
 
-.PHONY: demo demo-real test test-real bench lint format docs-results real-results clean
+.PHONY: demo demo-real test test-real test-wheel bench lint format docs-results real-results clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,10 @@ test: $(READY)  ## every test, offline
 
 test-real: $(REAL)  ## the tests that need that model
 	$(VENV)/bin/pytest tests/real
+
+test-wheel: $(READY)  ## the wheel, built and installed elsewhere
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt hatchling
+	$(VENV)/bin/pytest tests/test_wheel.py
 
 bench: $(READY)  ## speed against the naive program and the plain model, with a table and JSON
 	$(VENV)/bin/python benchmarks/run.py -o results/bench.json

@@ -411,6 +411,30 @@ def test_ls_lists_every_experiment(capsys):
 # Kills
 
 
+def test_ctrl_c_says_that_cells_are_kept(tmp_path, monkeypatch, capsys):
+    def interrupt(_record):
+        raise KeyboardInterrupt
+
+    (tmp_path / "mine.toml").write_text(GRID)
+    monkeypatch.setattr("i2cl.faces.cli.experiment._watch", lambda _bar: interrupt)
+    words = [
+        "experiment",
+        "run",
+        str(tmp_path / "mine.toml"),
+        "--store",
+        str(tmp_path / "store"),
+        "--workers",
+        "1",
+    ]
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 130
+    assert (
+        capsys.readouterr().err
+        == "error: interrupted: 1 cells are kept: the same command goes on with them\n"
+    )
+
+
 FORKING = """
 from multiprocessing import get_context
 from i2cl.experiments import parallel

@@ -1,6 +1,7 @@
 """Stores: one line a cell, nothing lost or torn, one writer, packing."""
 
 import json
+import os
 from pathlib import Path
 
 import duckdb
@@ -178,3 +179,10 @@ def test_a_run_that_cannot_start_leaves_nothing_and_keeps_its_error(tmp_path):
     with pytest.raises(OSError, match="no model"), Store.writing(tmp_path / "old"):
         raise OSError("no model")
     assert list(Store.open(tmp_path / "old").records.values()) == [record(0)]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
+def test_others_may_read_vectors_where_they_may_read_the_folder(tmp_path):
+    save_vectors(tmp_path / "vectors", "0" * 16, {"x": np.zeros(1, np.float32)})
+    (path,) = (tmp_path / "vectors").iterdir()
+    assert path.stat().st_mode & 0o777 == (tmp_path / "vectors").stat().st_mode & 0o666

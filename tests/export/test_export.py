@@ -482,12 +482,12 @@ def test_export_and_verify(artefact, tmp_path, capsys):
     assert weights(out).keys() == weights(tmp_path / "bare").keys()
 
 
-def refused(capsys, *arguments):
+def refused(capsys, *arguments, lines=1):
     capsys.readouterr()  # what came before
     assert run(*arguments) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert len(told.err.splitlines()) == 1
+    assert len(told.err.splitlines()) == lines
     return told.err
 
 

@@ -239,6 +239,21 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
         LlamaCpp(tmp_path / "out.gguf", 8)
 
 
+def test_what_verify_lacks_is_told_before_the_file_is_written(tmp_path, capsys, monkeypatch):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    export = ("export", artefact, "--model", base, "--to", "gguf")
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setattr(Weights, "tensor", lambda *_: refuse("the disk is full"))
+    told = refused(capsys, *export, tmp_path / "out.gguf", lines=2)
+    assert told.startswith("`i2cl verify` of a GGUF file needs the package llama-cpp-python: pip install")
+    assert "the disk is full" in told
+    assert "llama" not in refused(capsys, *export, tmp_path / "out.gguf", "--no-golden")
+
+
+def refuse(why):
+    raise I2CLError(why)
+
+
 def test_bad_input_is_one_line(tmp_path, capsys):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     out, folder = tmp_path / "out.gguf", tmp_path / "folder.gguf"

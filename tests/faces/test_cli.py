@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from itertools import count
@@ -98,7 +99,7 @@ NOTHING_RANDOM = {
     *(("experiment", name) for name in ("ls", "run", "pack", "unpack")),
     *((name,) for name in ("predict", "report", "export", "verify", "push", "check", "ls")),
 }
-"""Commands that accept --seed and say that it changes nothing; a grid brings its own seeds."""
+"""Commands that accept --seed, since all do, but do not show it; a grid brings its own seeds."""
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -108,8 +109,18 @@ def test_every_command_has_help_json_and_seed(call, words):
     assert f"Usage: i2cl {' '.join(words)}" in out
     told = {name: option.help for option in COMMANDS[words].params for name in option.opts}
     assert told["--json"] == "Print JSON on stdout."
-    assert ("nothing is random here" in told["--seed"]) == (words in NOTHING_RANDOM)
+    assert ("--seed " in out) == (words not in NOTHING_RANDOM)
     assert all(told.values())
+
+
+@pytest.mark.parametrize("words", [("fit",), ("eval",)], ids=" ".join)
+def test_many_options_are_shown_in_groups(call, words):
+    out = call(*words, "--help")[1]
+    titles = re.findall(r"─ (\w[\w ]*) ─", out)
+    assert titles == ["Arguments", "Options", "Method", "Task", "Model"]
+    tasks = out[out.index("─ Task ") : out.index("─ Model ")]
+    assert "--template" in tasks
+    assert "--device" not in tasks
 
 
 def test_every_command_has_a_file_of_its_own():
@@ -121,6 +132,8 @@ def test_every_command_has_a_file_of_its_own():
 @dataclass(frozen=True)
 class Size:
     """A group of options."""
+
+    PANEL = "Size"
 
     wide: Annotated[int, typer.Option(min=1, help="Width.")] = 1
     high: Annotated[int, typer.Option(help="Height.")] = 2
@@ -249,6 +262,25 @@ def test_time_left_is_known_where_an_epoch_takes_minutes(monkeypatch):
         assert "0.500" in task.description
 
 
+def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch):
+    seen = io.StringIO()
+    monkeypatch.setattr(console, "err", Console(file=seen, force_terminal=True, width=500))
+    assert call(*fit_arguments(home, tmp_path / "new", "--evaluate", "0"))[0] == 0
+    told = [
+        seen.getvalue().find(words)
+        for words in ("PyTorch", f"loading {home / 'model'}", "extracting", "loss")
+    ]
+    assert -1 < told[0] < told[1] < told[2] < told[3]
+
+
+def test_what_is_waited_for_stands_in_the_bar_that_is_there(monkeypatch):
+    monkeypatch.setattr(console, "err", Console(file=io.StringIO(), force_terminal=True))
+    with console.progress(2, "evaluating") as bar:
+        with console.waiting("loading [one]"):
+            assert bar.what == "loading [one]"
+        assert bar.what == "evaluating"
+
+
 def test_fit_twice_with_one_seed_saves_the_same(call, home, tmp_path):
     call(*fit_arguments(home, tmp_path / "again", "--seed", "3"))
     call(*fit_arguments(home, tmp_path / "other", "--seed", "4"))
@@ -341,11 +373,30 @@ def test_another_text_column(call, home, expected, tmp_path):
     assert parsed(out)[0] == expected[0]
 
 
+def test_what_came_in_comes_back(call, home, tmp_path):
+    path = jsonl(
+        tmp_path / "texts.jsonl", [{"id": f"a{number}", "text": text} for number, text in enumerate(TEXTS)]
+    )
+    predict = ["predict", home / "artefact", path, "--chunk", "4"]
+    plain = call(*predict)[1].splitlines()
+    kept = call(*predict, "--row-number", "--keep", "id, text")[1].splitlines()
+    inputs = ["row\tid\ttext", *(f"{row}\ta{row - 1}\t{text}" for row, text in enumerate(TEXTS, start=1))]
+    assert kept == [f"{line}\t{answer}" for line, answer in zip(inputs, plain, strict=True)]
+    records = [json.loads(line) for line in call(*predict, "--keep", "id", "--json")[1].splitlines()]
+    assert [record["input"] for record in records] == [{"id": f"a{number}"} for number in range(len(TEXTS))]
+    code, out, err = call(*predict, "--keep", "row", "--row-number")
+    assert (code, out) == (2, "")
+    assert "leave one out" in err
+
+
 def test_the_output_file_holds_what_stdout_would(call, home, tmp_path):
     path = written_as("lines", tmp_path / "texts.txt")
     _, out, _ = call("predict", home / "artefact", path)
-    code, nothing, _ = call("predict", home / "artefact", path, "-o", tmp_path / "out.tsv")
+    code, nothing, told = call("predict", home / "artefact", path, "-o", tmp_path / "out.tsv")
     assert (code, nothing) == (0, "")
+    assert re.fullmatch(
+        rf"Saved {re.escape(str(tmp_path))}/out.tsv: {len(TEXTS)} rows in \d+\.\d s\.\n", told
+    )
     assert (tmp_path / "out.tsv").read_text(encoding="utf-8") == out
 
 
@@ -430,12 +481,37 @@ def test_a_table_loses_nothing_on_a_narrow_terminal(capsys, monkeypatch):
 
 def test_ls_names_everything(call):
     _, out, _ = call("ls", "tasks", "--json")
-    names = {record["name"] for record in json.loads(out)}
-    assert names >= {"sst2", "dbpedia", "synthetic", "mood-letter-1"}
+    tasks = {record["name"]: record for record in json.loads(out)}
+    assert set(tasks) >= {"sst2", "dbpedia", "synthetic", "mood-letter-1"}
+    assert tasks["sst2"]["labels"] == ["negative", "positive"]
     _, out, _ = call("ls", "architectures", "--json")
     assert {"model_type": "gpt2", "layers": "h", "attention": "attn", "mlp": "mlp"} in json.loads(out)
     _, out, _ = call("ls", "methods", "--json")
-    assert [record["name"] for record in json.loads(out)] == list(METHODS)
+    methods = {record["name"]: record for record in json.loads(out)}
+    assert list(methods) == list(METHODS)
+    assert methods["zero_shot"]["options"] == {}
+    assert methods["i2cl"]["paper_row"] == "I2CL (ours)"
+    options = methods["i2cl"]["options"]
+    assert options["formula"] == {"default": "linear", "choices": ["linear", "add", "balance"]}
+    assert options["epochs"] == {"default": "100", "choices": []}
+
+
+def keys(value):
+    """Every key of nested JSON."""
+    if isinstance(value, dict):
+        return set(value).union(*map(keys, value.values()))
+    return set().union(*map(keys, value)) if isinstance(value, list) else set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [*(("ls", what) for what in ("tasks", "architectures", "methods")), ("experiment", "ls")],
+    ids=" ".join,
+)
+def test_lists_as_json_have_plain_keys(call, words):
+    found = keys(json.loads(call(*words, "--json")[1]))
+    assert found
+    assert [key for key in found if not key.isidentifier()] == []
 
 
 @pytest.mark.parametrize("what", ["tasks", "architectures", "methods"])

@@ -249,3 +249,14 @@ def test_predictions_as_table_and_as_json():
 def test_a_label_with_breaks_in_it_stays_one_cell():
     assert header_line(["a\tb", "c\nd"], as_json=False) == "label\ta b\tc d\n"
     assert prediction_lines(["a", "c\nd"], [[0.0, 1.0]], as_json=False) == "c d\t0.000000\t1.000000\n"
+
+
+def test_what_is_kept_comes_before_the_answer():
+    names, kept = ["id", "label"], [["a\tb", 7], ["c", None]]
+    rows = [[1.0, 0.0], [0.0, 1.0]]
+    assert header_line(["x", "id"], as_json=False, names=names) == "input.id\tinput.label\tlabel\tx\tid\n"
+    lines = prediction_lines(["x", "y"], rows, as_json=False, names=names, kept=kept)
+    assert lines == "a b\t7\tx\t1.000000\t0.000000\nc\tnull\ty\t0.000000\t1.000000\n"
+    first, _ = prediction_lines(["x", "y"], rows, as_json=True, names=names, kept=kept).splitlines()
+    answer = {"label": "x", "probabilities": {"x": 1.0, "y": 0.0}}
+    assert json.loads(first) == {"input": {"id": "a\tb", "label": 7}} | answer

@@ -81,7 +81,10 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
         handle.write("ha")  # a torn line
     code, out, told = finished(COMMAND, *arguments(home, output))
     assert (code, out) == (0, "")
-    assert told == f"{kept[-1]} rows of an earlier run are kept\n"
+    first, last = told.splitlines()
+    assert first == f"{kept[-1]} rows of an earlier run are kept"
+    assert last.startswith(f"Saved {output}: {ROWS} rows in ")
+    assert last.endswith(f" s, {kept[-1]} of them from an earlier run.")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} <= {"out.tsv", ".out.tsv.part.lock"}
 
@@ -111,7 +114,7 @@ def test_ctrl_c_says_that_rows_are_kept_and_the_same_command_goes_on(home, tmp_p
     told = capsys.readouterr().err
     assert told == "error: interrupted: 40 rows are kept: the same command goes on with them\n"
     assert run(*arguments(home, output)) == 0
-    assert capsys.readouterr().err == "40 rows of an earlier run are kept\n"
+    assert capsys.readouterr().err.startswith("40 rows of an earlier run are kept\nSaved ")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
     assert listed(tmp_path) == ["out.tsv"]
 
@@ -127,6 +130,7 @@ def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, h
         "json": arguments(home, output, "--json"),
         "chunk": arguments(home, output, "--chunk", "20"),
         "dtype": arguments(home, output, "--dtype", "bfloat16"),
+        "keep": arguments(home, output, "--row-number"),
         "source": arguments(home, output, source="whole.tsv"),
     }
     for name, words in changed.items():
@@ -136,7 +140,7 @@ def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, h
         assert "--restart" in line
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert run(*arguments(home, output, "--restart")) == 0
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err.startswith("Saved ")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
 
 
@@ -165,7 +169,7 @@ def peak(folder, rows):
     (folder / "texts.txt").write_text("".join(f"text number {row}\n" for row in range(rows)))
 
     def source():
-        return lambda texts: "".join(f"{len(text)}\n" for text in texts)
+        return lambda queries: "".join(f"{len(query.text)}\n" for query in queries)
 
     texts = Texts(str(folder / "texts.txt"), chunk=256)
     tracemalloc.start()
@@ -187,7 +191,7 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
 
 
 def row_of(*texts):
-    return {"texts": json.dumps(texts), "error": "", "of_rows": False}
+    return {"texts": json.dumps([(text, ()) for text in texts]), "error": "", "of_rows": False}
 
 
 def test_errors_and_warnings_of_a_worker_come_out_here():
@@ -198,10 +202,10 @@ def test_errors_and_warnings_of_a_worker_come_out_here():
         _received(_Worker(source)(row_of("a")))
     assert not isinstance(raised.value, RowError)
 
-    def score(texts):
+    def score(queries):
         warnings.warn("labels share their first token", ScoringWarning, stacklevel=1)
         warnings.warn("of another library", UserWarning, stacklevel=1)
-        return "".join(f"{text}\n" for text in texts)
+        return "".join(f"{query.text}\n" for query in queries)
 
     with pytest.warns(WorkerWarning, match="first token") as caught:
         assert _received(_Worker(lambda: score)(row_of("a", "b"))) == ("a\nb\n", 2)

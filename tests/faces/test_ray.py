@@ -1,11 +1,14 @@
 """What runs on Ray, all on one cluster: rows and cells come out as they do here, and so do errors."""
 
 import json
+import socket
+import threading
 
 import pytest
 
 from experiments.test_experiments import run_alone
-from i2cl import load_task
+from i2cl import I2CLError, load_task
+from i2cl.experiments.cluster import joined
 from i2cl.experiments.store import Store
 from i2cl.faces.cli import main
 from i2cl.faces.stream.prediction import Scorer
@@ -52,7 +55,17 @@ def run(*arguments):
 
 
 def predict(folder, source, output, *more):
-    words = ["predict", folder / "mood", folder / source, "-o", folder / output, "--chunk", "10", *more]
+    words = [
+        "predict",
+        folder / "mood",
+        folder / source,
+        "-o",
+        folder / output,
+        "--chunk",
+        "10",
+        "--row-number",
+        *more,
+    ]
     return [str(word) for word in words]
 
 
@@ -68,7 +81,7 @@ def folder(tmp_path_factory):
     assert run(*predict(made, "texts.txt", "here.tsv")) == 0
     score = Scorer.__call__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scorer, "__call__", lambda *at: score(*at) if at[1][0] == texts[0] else stop())
+        patch.setattr(Scorer, "__call__", lambda *at: score(*at) if at[1][0].text == texts[0] else stop())
         assert run(*predict(made, "texts.txt", "out.tsv")) == 130
     return made
 
@@ -93,14 +106,16 @@ def told(folder):
 
 
 def test_it_goes_on_with_a_local_run_and_gives_the_same_bytes(folder, told):
-    assert told[1][:2] == ["10 rows of an earlier run are kept", "texts ended with 0"]
+    first, saved, code = told[1][:3]
+    assert (first, code) == ("10 rows of an earlier run are kept", "texts ended with 0")
+    assert "25 rows" in saved
     assert (folder / "out.tsv").read_bytes() == (folder / "here.tsv").read_bytes()
     assert not list(folder.glob(".*.part*"))
 
 
 def test_a_bad_row_is_one_line(folder, told):
     expected = f"error: {folder / 'bad.txt'} line 15: the text is empty: fill it in or delete the row"
-    assert told[1][2:4] == [expected, "bad texts ended with 2"]
+    assert told[1][3:5] == [expected, "bad texts ended with 2"]
     assert not (folder / "none.tsv").exists()
 
 
@@ -135,3 +150,55 @@ def test_a_cluster_that_is_not_there(folder, tmp_path, capsys, monkeypatch, word
     told = capsys.readouterr()
     assert "ray start --head" in told.err
     assert (told.out, list(tmp_path.iterdir())) == ("", [])
+
+
+ANSWERS = {"no word": b"", "silence": None, "HTTP/1": b"HTTP/1.1 400 Bad Request\r\n\r\n"}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_no_ray_answers_is_refused_before_ray_waits_for_it(monkeypatch, scheme, answer):
+    monkeypatch.setattr("ray.init", lambda **_options: pytest.fail("Ray would wait for minutes"))
+    monkeypatch.setattr("i2cl.experiments.cluster.PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"{scheme}127.0.0.1:{listening.getsockname()[1]}"
+
+        def serve():
+            client, _ = listening.accept()
+            with client:
+                if ANSWERS[answer] is None:
+                    client.settimeout(5)
+                    client.recv(100)
+                    client.recv(1)  # until the other side gives up
+                else:
+                    client.sendall(ANSWERS[answer])
+
+        server = threading.Thread(target=serve)
+        server.start()
+        with pytest.raises(I2CLError, match="no Ray cluster at"), joined(address):
+            pass
+        server.join()
+
+
+def test_an_address_of_nobody_is_refused_and_one_of_ray_is_not(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(I2CLError, match="refused"), joined(address):
+        pass
+
+    def serve():
+        client, _ = listening.accept()
+        with client:
+            client.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+
+    def there(**options):
+        raise ValueError(f"Ray was asked at {options['address']}")
+
+    monkeypatch.setattr("ray.init", there)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=serve)
+        server.start()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(I2CLError, match=f"Ray was asked at {address}"), joined(address):
+            pass
+        server.join()

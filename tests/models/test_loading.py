@@ -1,5 +1,8 @@
 """Loading models: safetensors only, complete, and no foreign code unless asked for."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,6 +36,13 @@ def asked(monkeypatch):
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", tokenizer)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", model)
     return calls
+
+
+def test_a_python_without_docstrings_is_refused_in_one_line(folder, monkeypatch):
+    """Transformers parses its own, and fails with them gone."""
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
+    with pytest.raises(I2CLError, match="python -O"):
+        load_model_and_tokenizer(str(folder))
 
 
 def test_a_folder_gives_its_weights_in_evaluation_mode(folder):

@@ -2,7 +2,9 @@ import errno
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from i2cl.errors import I2CLError
 from i2cl.storage.atomic import new_file, new_folder, require_writable, system_cause, write_errors
@@ -33,6 +35,25 @@ def test_a_new_folder_takes_its_place(tmp_path, before):
     write(path)
     assert contents(path) == {MARKER: "new", "data": "new"}
     assert [entry.name for entry in path.parent.iterdir()] == ["out"]
+
+
+@pytest.fixture(params=[0o022, 0o007, 0o077], ids=oct)
+def umask(request):
+    """What new files are not to allow."""
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
+def test_others_may_read_what_the_umask_lets_them(tmp_path, umask):
+    """Safetensors makes files that their owner alone may read."""
+    with new_folder(tmp_path / "out", OWNED) as fresh:
+        (fresh / "deeper").mkdir()
+        for path in (fresh / "data", fresh / "deeper" / "data"):
+            save_file({"x": np.zeros(1)}, path)
+    for path in (tmp_path / "out" / "data", tmp_path / "out" / "deeper" / "data"):
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_nothing_is_seen_before_the_end(tmp_path):

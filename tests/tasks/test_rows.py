@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from i2cl.errors import I2CLError
-from i2cl.tasks.rows import RowError, read_examples, read_texts
+from i2cl.tasks.rows import Query, RowError, read_examples, read_queries
 from i2cl.tasks.types import Example
 
 WORDS = ("bad", "good")
@@ -24,7 +24,7 @@ def write(tmp_path, name, content):
 
 
 def texts_of(path, **options):
-    return list(read_texts(str(path), **options))
+    return [query.text for query in read_queries(str(path), **options)]
 
 
 def stdin_holds(monkeypatch, content):
@@ -71,7 +71,7 @@ def test_fit_and_predict_read_the_same_texts_from_every_format(tmp_path, monkeyp
     kind = path.suffix[1:].lower()
     assert texts_of(path.rename(tmp_path / "data"), kind=kind) == texts
     stdin_holds(monkeypatch, io.BytesIO((tmp_path / "data").read_bytes()))
-    assert list(read_texts("-", kind)) == texts
+    assert [query.text for query in read_queries("-", kind)] == texts
 
 
 @pytest.mark.parametrize("content", ["one\ntwo\n", "one\ntwo", "one\r\ntwo\r\n", "\ufeffone\ntwo\n"])
@@ -91,7 +91,34 @@ def test_the_kind_given_wins_over_the_ending(tmp_path):
 def test_input_is_read_as_it_is_needed(monkeypatch):
     for kind, line in {"lines": b"endless\n", "csv": b"text\n", "jsonl": b'{"text": "endless"}\n'}.items():
         stdin_holds(monkeypatch, itertools.repeat(line))
-        assert len(list(itertools.islice(read_texts("-", kind), 3))) == 3
+        assert len(list(itertools.islice(read_queries("-", kind), 3))) == 3
+
+
+KEPT = {
+    "a.csv": ("id,text,n\n7,one,a\n,two,b\n", [("7", "a"), ("", "b")]),
+    "a.jsonl": (
+        '{"id": 7, "text": "one", "n": null}\n{"n": [1], "text": "two", "id": "x"}\n',
+        [(7, None), ("x", [1])],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_columns_that_are_kept_come_as_the_file_has_them(tmp_path, name):
+    content, kept = KEPT[name]
+    found = list(read_queries(str(write(tmp_path, name, content)), kept=("id", "n")))
+    assert found == [Query(text, values) for text, values in zip(("one", "two"), kept, strict=True)]
+
+
+def test_of_lines_the_text_can_be_kept(tmp_path):
+    path = write(tmp_path, "t.txt", "one\ntwo\n")
+    assert list(read_queries(str(path), kept=("text",))) == [Query("one", ("one",)), Query("two", ("two",))]
+    assert "no column 'id' to keep, the columns are text: correct --keep" in told_of_texts(path, kept=("id",))
+
+
+def test_half_a_surrogate_pair_is_not_kept(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"text": "one", "id": ["\\ud800"]}\n')
+    assert "line 1: column 'id' holds half a surrogate pair" in told_of_texts(path, kept=("id",))
 
 
 def test_columns_by_name(tmp_path):

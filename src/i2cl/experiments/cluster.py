@@ -5,6 +5,8 @@ Source: https://docs.ray.io/en/latest/ray-core/api/doc/ray.init.html. ``ray`` is
 
 import logging
 import os
+import re
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,12 @@ from i2cl.errors import I2CLError, needs
 from i2cl.experiments.records import Record
 from i2cl.experiments.runner import GroupJob
 from i2cl.models.decoder import Decoder
+
+PATIENCE = 5.0
+"""Seconds that a cluster has to answer. Ray itself waits for minutes, and then ends the process."""
+
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""How HTTP/2 begins, on which Ray speaks; a server answers with settings, frame type 4 (RFC 9113, 3.4)."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +53,11 @@ def joined(address: str | None) -> Iterator[Cluster]:
 
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     try:
+        _require_answer(address or os.environ.get("RAY_ADDRESS", ""))
         ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise I2CLError(
-            f"no Ray cluster at {address!r} ({error}): start one with `ray start --head`"
+            f"no Ray cluster at {address!r} ({error}): correct --address, or `ray start --head`"
         ) from None
     try:
         gpus = int(ray.cluster_resources().get("GPU", 0))
@@ -56,6 +65,17 @@ def joined(address: str | None) -> Iterator[Cluster]:
         yield Cluster({"num_gpus": 1} if gpus else {"num_cpus": 1}, gpus or cores)
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raise OSError unless whatever listens at HOST:PORT, if it is such an address, speaks HTTP/2."""
+    found = re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address)
+    if found is None or os.environ.get("RAY_USE_TLS", "0") != "0":
+        return
+    with socket.create_connection((found[1], int(found[2])), timeout=PATIENCE) as line:
+        line.sendall(_HELLO)
+        if line.recv(4)[3:] != b"\4":
+            raise ConnectionError("what answers there is no Ray")
 
 
 @contextmanager

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context, parent_process
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -53,7 +54,7 @@ def run_jobs(
 ) -> Iterator[tuple[int, R_co]]:
     """Place and result of each job as it is done.
 
-    Every process has its share of the threads, and warns through this one.
+    Every process has its share of the threads, warns through this one, and ends when the generator does.
 
     Args:
         decoder: used for one worker.
@@ -68,25 +69,44 @@ def run_jobs(
         yield from ((place, job.run(decoder)) for place, job in enumerate(jobs))
         return
     threads = max(1, torch.get_num_threads() // workers)
+    others = set(active_children())
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (source, threads))
     try:
-        places = {pool.submit(_run, job): place for place, job in enumerate(jobs)}
+        with _deaf_to_ctrl_c():  # so are the workers, which submit starts: this process ends them
+            places = {pool.submit(_run, job): place for place, job in enumerate(jobs)}
         for future in as_completed(places):
             result, messages = future.result()
             for message, category in messages:
                 warnings.warn(message, category, stacklevel=2)
             yield places[future], result
-    except BrokenProcessPool:
-        raise I2CLError(
-            "a worker process died, perhaps for lack of memory: run again with fewer --workers"
-        ) from None
+    except BaseException as error:
+        for worker in set(active_children()) - others:
+            worker.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise I2CLError(
+                "a worker process died, perhaps for lack of memory: run again with fewer --workers"
+            ) from None
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Put SIGINT off until the block ends; processes that start in it never get it. Not on Windows."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start(source: DecoderSource, threads: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # where it was not put off, it ends a worker at once
     torch.set_num_threads(threads)
     _WORKER.append(source())
 

@@ -230,6 +230,7 @@ def save_vectors(folder: Path, key: str, tensors: Mapping[str, np.ndarray]) -> N
     scratch = folder / f".{key}.{os.getpid()}"
     try:
         save_file(dict(tensors), scratch)
+        scratch.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it private
         scratch.replace(folder / f"{key}.safetensors")
     finally:
         scratch.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 import importlib
 import io
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -88,9 +89,11 @@ def load_model_and_tokenizer(
 
     Raises:
         I2CLError: a path or id that holds no such model, pickle weights, damaged or incomplete weights,
-            a GGUF file that transformers does not read in full, or a package that is lacking.
+            a GGUF file that transformers does not read in full, a package that is lacking, or ``python -OO``.
     """
     require_whole(name, "the model's name")
+    if sys.flags.optimize > 1:
+        raise I2CLError("transformers reads docstrings, which python -OO drops: use python -O, or neither")
     source = located(name)
     if is_gguf(Path(source)):
         _require_whole(revision, quantization, device_map, offload_folder)

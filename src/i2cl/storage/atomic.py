@@ -108,6 +108,7 @@ def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
         fresh = scratch / "new"
         fresh.mkdir()
         yield fresh
+        follow_umask(fresh)
         _replace(path, fresh, owned)
 
 
@@ -137,6 +138,18 @@ def _replace(path: Path, fresh: Path, owned: Owned) -> None:
             with suppress(OSError):  # there is another writer's folder
                 old.rename(path)
         raise
+
+
+def follow_umask(folder: Path) -> None:
+    """Let others read the files of a folder as they may the folder: safetensors makes them private.
+
+    Raises:
+        OSError: if it cannot be done.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def public_name(name: str) -> str:

@@ -14,7 +14,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any, Literal, NamedTuple, get_args
 
 from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.tasks.types import Example
@@ -49,6 +49,18 @@ class Row:
     values: tuple[object, ...]
 
 
+class Query(NamedTuple):
+    """A text to be classified.
+
+    Attributes:
+        text: what is asked about.
+        kept: values of the columns that are to come back with its answer, as the file has them.
+    """
+
+    text: str
+    kept: tuple[object, ...] = ()
+
+
 @dataclass(frozen=True)
 class Columns:
     """Which columns or keys are read.
@@ -56,23 +68,28 @@ class Columns:
     Attributes:
         text: holds the text.
         label: holds the label; None to read texts alone.
+        kept: read and passed on as they are.
     """
 
     text: str = "text"
     label: str | None = None
+    kept: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Those that are read, the text first."""
-        return (self.text,) if self.label is None else (self.text, self.label)
+        return (self.text, *(() if self.label is None else (self.label,)), *self.kept)
 
     def require(self, present: Sequence[str], place: str) -> None:
         """Raise RowError if one is not among those that are present."""
-        for kind, column in zip(("text", "label"), self.names, strict=False):
+        kinds = ("text",) if self.label is None else ("text", "label")
+        for number, column in enumerate(self.names):
             if column not in present:
                 there = f"the columns are {', '.join(present) or 'none'}"
-                cure = f"name it with {kind}_column (--{kind}-column)"
-                raise RowError(f"{place}: no {kind} column {column!r}, {there}: {cure}")
+                if number >= len(kinds):
+                    raise RowError(f"{place}: no column {column!r} to keep, {there}: correct --keep")
+                cure = f"name it with {kinds[number]}_column (--{kinds[number]}-column)"
+                raise RowError(f"{place}: no {kinds[number]} column {column!r}, {there}: {cure}")
 
 
 def read_examples(
@@ -95,11 +112,14 @@ def read_examples(
     return tuple(Example(_text(row), _label(row, lookup)) for row in rows), words
 
 
-def read_texts(source: str, kind: RowFormat | None = None, column: str = "text") -> Iterator[str]:
-    """Texts of a file, or of stdin for ``-``, one at a time: see `read_rows`."""
-    with closing(read_rows(source, Columns(column), kind)) as rows:  # or an error keeps it half read
+def read_queries(
+    source: str, kind: RowFormat | None = None, column: str = "text", kept: tuple[str, ...] = ()
+) -> Iterator[Query]:
+    """Texts of a file, or of stdin for ``-``, one at a time, with what is kept of each: see `read_rows`."""
+    columns = Columns(column, kept=kept)
+    with closing(read_rows(source, columns, kind)) as rows:  # or an error keeps it half read
         for row in rows:
-            yield _text(row)
+            yield Query(_text(row), _kept(row, kept))
 
 
 def read_rows(source: str, columns: Columns, kind: RowFormat | None = None) -> Generator[Row, None, None]:
@@ -175,9 +195,10 @@ def _is_json(line: str) -> bool:
         return False
 
 
-def _plain_rows(lines: Iterator[str], _columns: Columns, where: str) -> Iterator[Row]:
+def _plain_rows(lines: Iterator[str], columns: Columns, where: str) -> Iterator[Row]:
+    columns.require((columns.text,), where)
     for number, line in enumerate(lines, start=1):
-        yield Row(f"{where} line {number}", (line.rstrip("\r\n"),))
+        yield Row(f"{where} line {number}", (line.rstrip("\r\n"),) * len(columns.names))
 
 
 def _csv_rows(lines: Iterator[str], columns: Columns, where: str, delimiter: str = ",") -> Iterator[Row]:
@@ -280,6 +301,16 @@ def _text(row: Row) -> str:
         cure = "repair the escape or delete the row"
         raise RowError(f"{row.place}: the text holds half a surrogate pair: {cure}")
     return text
+
+
+def _kept(row: Row, names: tuple[str, ...]) -> tuple[object, ...]:
+    values = row.values[1:]
+    for name, value in zip(names, values, strict=True):
+        if HALF_PAIR.search(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)):
+            raise RowError(
+                f"{row.place}: column {name!r} holds half a surrogate pair: repair it, or do not keep it"
+            )
+    return values
 
 
 def _label(row: Row, lookup: "LabelLookup") -> int:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -57,6 +58,10 @@ def escape() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=ESCAPED)
+
+
+_BARS: list["Bar"] = []
+"""Those that are shown now: there is one place for them."""
 
 
 def print_json(value: Any) -> None:
@@ -122,15 +127,40 @@ def progress(total: float | None, what: str, *, shown: bool = True) -> Iterator[
     with Progress(
         *columns, console=err, transient=True, disable=off, speed_estimate_period=SPEED_PERIOD
     ) as bars:
-        yield Bar(bars, bars.add_task(_plain(what), total=total))
+        bar = Bar(bars, bars.add_task(_plain(what), total=total), what)
+        _BARS.append(bar)
+        try:
+            yield bar
+        finally:
+            _BARS.remove(bar)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say what is waited for while the block runs: in the bar that is there, or alone on a terminal."""
+    if _BARS:
+        bar, before = _BARS[-1], _BARS[-1].what
+        bar.describe(what)
+        yield
+        bar.describe(before)
+    elif err.is_terminal and parent_process() is None:  # workers would write over each other
+        with err.status(_plain(what)):
+            yield
+    else:
+        yield
 
 
 class Bar:
-    """One line of progress."""
+    """One line of progress.
 
-    def __init__(self, shown: Progress, task: TaskID) -> None:
+    Attributes:
+        what: what it says is going on.
+    """
+
+    def __init__(self, shown: Progress, task: TaskID, what: str) -> None:
         self._shown = shown
         self._task = task
+        self.what = what
 
     def advance(self, amount: float = 1) -> None:
         """Move on by so much."""
@@ -148,6 +178,7 @@ class Bar:
 
     def describe(self, what: str) -> None:
         """Say what is going on."""
+        self.what = what
         self._shown.update(self._task, description=_plain(what))
 
 

@@ -35,6 +35,7 @@ def demo(
     json: options.Json = False,
 ) -> None:
     """Show the bundled model gain three tasks: zero-shot, few-shot and I2CL side by side, offline."""
+    load.libraries()
     from i2cl.experiments.sweep import sweep
     from i2cl.methods import make_methods
     from i2cl.models.loading import REFERENCE, SMOLLM2

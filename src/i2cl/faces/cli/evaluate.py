@@ -25,7 +25,9 @@ def evaluate(
         ),
     ],
     *,
-    method: Annotated[str, typer.Option(help="Methods with commas between, or 'all'.")] = DEFAULT_METHODS,
+    method: Annotated[
+        str, typer.Option(help="Methods with commas between, or 'all'.", rich_help_panel=options.METHOD)
+    ] = DEFAULT_METHODS,
     shots: options.Shots = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, counted from --seed.")] = 1,
     seed: options.Seed = 0,
@@ -41,6 +43,7 @@ def evaluate(
     json: options.Json = False,
 ) -> None:
     """Measure methods on tasks over seeds: accuracy, macro-F1, seconds and cached values."""
+    load.libraries()
     from i2cl.experiments.sweep import sweep
     from i2cl.methods import METHODS
 

@@ -33,8 +33,8 @@ def ls(seed: options.NoSeed = 0, json: options.Json = False) -> None:
         {
             "name": one.name,
             "paper": one.paper,
-            "cells a task": _cells_of(one, one.full),
-            "quick": _cells_of(one, one.quick),
+            "cells_per_task": _cells_of(one, one.full),
+            "quick_cells_per_task": _cells_of(one, one.quick),
             "measures": one.measures,
         }
         for one in found
@@ -42,7 +42,8 @@ def ls(seed: options.NoSeed = 0, json: options.Json = False) -> None:
     if json:
         console.print_json(rows)
     else:
-        console.print_table("", rows)
+        shown = {"cells_per_task": "cells a task", "quick_cells_per_task": "quick"}
+        console.print_table("", [{shown.get(name, name): row[name] for name in row} for row in rows])
 
 
 def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
@@ -79,6 +80,7 @@ def run(
     json: options.Json = False,
 ) -> None:
     """Run the cells that the store lacks; exit code 1 if any failed."""
+    load.libraries()
     from i2cl.experiments.grid import Cell
     from i2cl.experiments.runner import pending, run_groups
     from i2cl.experiments.store import Store
@@ -94,8 +96,14 @@ def run(
     with Store.writing(folder) if console.FIRST else Store.following(folder) as opened:
         waiting = pending(cells, opened, timed)
         lacking = [cell for group in waiting for cell in group.lacking]
-        with console.progress(len(lacking), "running") as bar:
-            tally = run_groups(waiting, opened, execute, data_dir, _watch(bar))
+        try:
+            with console.progress(len(lacking), "running") as bar:
+                tally = run_groups(waiting, opened, execute, data_dir, _watch(bar))
+        except KeyboardInterrupt:
+            if not opened.records:
+                raise
+            kept_now = f"{len(opened.records)} cells are kept: the same command goes on with them"
+            raise typer.Abort(kept_now) from None
         failures = [opened.records[cell.key] for cell in lacking if not opened.done(cell.key)]
     kept = len({cell.key for cell in cells}) - len(lacking)
     if json:

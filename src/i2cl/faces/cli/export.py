@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.options import ModelOptions
 
@@ -44,6 +44,7 @@ def export(
     json: options.Json = False,
 ) -> None:
     """Turn an injection into a checkpoint or an adapter that needs neither hooks nor this package."""
+    load.libraries()
     from i2cl.core.injection import Injection
     from i2cl.export import export_gguf, export_hf, export_peft, make_golden
 
@@ -61,6 +62,8 @@ def export(
     write: Callable[..., None] = export_hf if to == "hf" else export_gguf
 
     def answers() -> "Golden":
+        if to == "gguf":
+            _note_what_verify_needs()
         return make_golden(load.artefact_decoder(injection, model, loading), injection)
 
     write(
@@ -94,6 +97,14 @@ def _own_options(
     if output.suffix != ".gguf":
         raise I2CLError(f"{str(output)!r} is no name of a GGUF file: end it with .gguf")
     return {"dtype": getattr(torch, dtype) if dtype else None, "tokenizer": tokenizer}
+
+
+def _note_what_verify_needs() -> None:
+    """Say now, and not after a long export, that the check of it takes one more package."""
+    try:
+        needs("`i2cl verify` of a GGUF file", "llama-cpp", "llama_cpp", instead="ask a server with --url")
+    except I2CLError as lacking:
+        console.note(str(lacking))
 
 
 def _show_export(output: Path, task: str, model: str, what: str, *, golden: bool, json: bool) -> None:

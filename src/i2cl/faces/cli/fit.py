@@ -40,7 +40,10 @@ def fit(
     seed: options.Seed = 0,
     method: Annotated[
         Literal["i2cl", "anchored"],
-        typer.Option(help="The paper's, or an injection fitted around the plain model among the labels."),
+        typer.Option(
+            help="The paper's, or an injection fitted around the plain model among the labels.",
+            rich_help_panel=options.METHOD,
+        ),
     ] = "i2cl",
     recipe: options.Recipe = "paper",
     settings: options.Settings = None,
@@ -58,6 +61,7 @@ def fit(
     json: options.Json = False,
 ) -> None:
     """Turn a task's labelled examples into a calibrated injection and save it."""
+    load.libraries()
     from i2cl.core.artefact import own_files
     from i2cl.experiments.worth import labelled_rows
 
@@ -91,7 +95,7 @@ def _fitted(
 ) -> "Injection":
     from i2cl.methods.i2cl import I2CL
 
-    with console.progress(max(1, method.rounds), "calibrating") as bar:
+    with console.progress(max(1, method.rounds), "extracting") as bar:
         slow = hints and isinstance(method, I2CL) and method.calibration.optimizer != "lbfgs"
         progress = _Patience(bar).epoch if slow else bar.epoch
         return method.injection(decoder, task, demonstrations, seed, progress)

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from i2cl.errors import I2CLError
+from i2cl.faces.cli import console
 from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
@@ -23,26 +25,34 @@ UNWORDED = "{text} {label}"
 
 def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":
     """Load a model quietly; a small one on the CPU then runs on one thread, which is fastest."""
+    libraries()
     import torch
 
     from i2cl.experiments.parallel import is_small
     from i2cl.models.decoder import Decoder
 
     quiet()
-    loaded = Decoder.from_pretrained(
-        name,
-        device=options.device,
-        dtype=options.dtype,
-        device_map=_device_map(options.device_map),
-        offload_folder=options.offload_folder,
-        quantization=options.quantization,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-        architecture=architecture,
-    )
+    with console.waiting(f"loading {name}"):
+        loaded = Decoder.from_pretrained(
+            name,
+            device=options.device,
+            dtype=options.dtype,
+            device_map=_device_map(options.device_map),
+            offload_folder=options.offload_folder,
+            quantization=options.quantization,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+            architecture=architecture,
+        )
     if is_small(loaded):
         torch.set_num_threads(1)
     return loaded
+
+
+def libraries() -> None:
+    """Import what takes seconds, saying so."""
+    with console.waiting("loading PyTorch and transformers"):
+        import_module("i2cl.models.decoder")
 
 
 def _device_map(typed: str | None) -> str | dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -15,7 +15,7 @@ def ls(
     json: options.Json = False,
 ) -> None:
     """List known tasks, model types or methods."""
-    listings: dict[str, Callable[[], list[Mapping[str, object]]]] = {
+    listings: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
         "tasks": _tasks,
         "architectures": _architectures,
         "methods": _methods,
@@ -23,28 +23,34 @@ def ls(
     rows = listings[what]()
     if json:
         console.print_json(rows)
-        return
-    if what != "methods":
-        console.print_table("", rows)
-        return
-    listed: dict[object, object] = {}
+    elif what == "methods":
+        _show_methods(rows)
+    else:
+        console.print_table("", [{name: _cell(value) for name, value in row.items()} for row in rows])
+
+
+def _cell(value: object) -> object:
+    return ", ".join(value) if isinstance(value, list) else value
+
+
+def _show_methods(rows: list[Mapping[str, Any]]) -> None:
+    listed: dict[str, str] = {}
     for row in rows:
         console.say(f"{row['name']}: {row['what']}")
-        console.say(
-            f"    needs {row['needs']}; caches {row['cached']}; row of the paper: {row['row of the paper']}"
+        console.say(f"    needs {row['needs']}; caches {row['cached']}; row of the paper: {row['paper_row']}")
+        options = " ".join(
+            f"{name}={'|'.join(option['choices']) or option['default']}"
+            for name, option in row["options"].items()
         )
-        if row["options"] in listed:
-            console.say(f"    --set as for {listed[row['options']]}")
-        elif row["options"]:
-            listed[row["options"]] = row["name"]
-            console.say(
-                textwrap.fill(
-                    f"--set {row['options']}", 100, initial_indent="    ", subsequent_indent="          "
-                )
-            )
+        if options in listed:
+            console.say(f"    --set as for {listed[options]}")
+        elif options:
+            listed[options] = row["name"]
+            shown = textwrap.fill(f"--set {options}", 100, initial_indent="    ", subsequent_indent=" " * 10)
+            console.say(shown)
 
 
-def _tasks() -> list[Mapping[str, object]]:
+def _tasks() -> list[Mapping[str, Any]]:
     from i2cl.tasks import list_tasks
 
     return [
@@ -52,14 +58,14 @@ def _tasks() -> list[Mapping[str, object]]:
             "name": task.name,
             "group": task.group,
             "shots": task.shots,
-            "labels": ", ".join(task.labels),
+            "labels": list(task.labels),
             "what": task.description or task.title,
         }
         for task in list_tasks()
     ]
 
 
-def _architectures() -> list[Mapping[str, object]]:
+def _architectures() -> list[Mapping[str, Any]]:
     from i2cl.models.architectures import ARCHITECTURES
 
     return [
@@ -68,7 +74,13 @@ def _architectures() -> list[Mapping[str, object]]:
     ]
 
 
-def _methods() -> list[Mapping[str, object]]:
+def _option(words: str) -> Mapping[str, object]:
+    """From a default, and other words with bars between."""
+    default, *others = words.split("|")
+    return {"default": default, "choices": [default, *others] if others else []}
+
+
+def _methods() -> list[Mapping[str, Any]]:
     from i2cl.methods import METHODS
 
     return [
@@ -77,8 +89,8 @@ def _methods() -> list[Mapping[str, object]]:
             "what": method.summary,
             "needs": method.needs,
             "cached": method.formula,
-            "row of the paper": method.row,
-            "options": " ".join(f"{option}={value}" for option, value in method.options().items()),
+            "paper_row": method.row,
+            "options": {option: _option(words) for option, words in method.options().items()},
         }
         for name, method in METHODS.items()
     ]

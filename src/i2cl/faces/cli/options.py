@@ -1,15 +1,16 @@
 """Arguments and options that several commands share, alone or in groups.
 
-A group is a frozen dataclass whose fields are options. A command that is `expanded` takes it as one argument,
-and its users see the fields.
+A group is a frozen dataclass whose fields are options, and whose PANEL is their heading in the help. A
+command that is `expanded` takes it as one argument, and its users see the fields.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import typer
 
@@ -26,17 +27,27 @@ Force = Annotated[bool, typer.Option("--force", help="Accept another model of th
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Seed = Annotated[int, typer.Option(help="Seed of demonstrations, calibration and everything random.")]
-NoSeed = Annotated[int, typer.Option(help="Accepted everywhere; nothing is random here.")]
+NoSeed = Annotated[int, typer.Option(help="Accepted by every command; nothing is random here.", hidden=True)]
 Shots = Annotated[int | None, typer.Option(min=1, help="Demonstrations per class; default: the task's own.")]
 Limit = Annotated[int, typer.Option(min=1, help="Queries per task.")]
 
+METHOD = "Method"
+"""Panel of the help in which the options of a method stand; those of a group have its own."""
+
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Option of a method as NAME=VALUE, repeatable; `i2cl ls methods` lists them."),
+    typer.Option(
+        "--set",
+        help="Option of a method as NAME=VALUE, repeatable; `i2cl ls methods` lists them.",
+        rich_help_panel=METHOD,
+    ),
 ]
 Recipe = Annotated[
     Literal["paper", "released", "fast"],
-    typer.Option(help="Calibrate as the paper's text says, as its released code does, or in few passes."),
+    typer.Option(
+        help="Calibrate as the paper's text says, as its released code does, or in few passes.",
+        rich_help_panel=METHOD,
+    ),
 ]
 
 StoreFolder = Annotated[Path, typer.Argument(help="Folder of a store, packed or not.")]
@@ -49,6 +60,8 @@ TextColumn = Annotated[str, typer.Option(help="Column or key that holds the text
 @dataclass(frozen=True)
 class TaskOptions:
     """Where a task's rows are, and how a user's own file is read."""
+
+    PANEL: ClassVar[str] = "Task"
 
     data_dir: Annotated[
         Path | None,
@@ -78,6 +91,8 @@ class TaskOptions:
 @dataclass(frozen=True)
 class ModelOptions:
     """How to load a model."""
+
+    PANEL: ClassVar[str] = "Model"
 
     device: Annotated[
         str | None, typer.Option(help="Such as cpu or cuda:0; default: an accelerator if there is one.")
@@ -123,7 +138,12 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
         names = chosen[0] if chosen else tuple(known)
         groups[parameter.name] = (group, names)
         parameters += [
-            inspect.Parameter(name, KEYWORD_ONLY, default=known[name].default, annotation=known[name].type)
+            inspect.Parameter(
+                name,
+                KEYWORD_ONLY,
+                default=known[name].default,
+                annotation=_headed(known[name].type, vars(group)["PANEL"]),
+            )
             for name in names
         ]
 
@@ -135,3 +155,11 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
+
+
+def _headed(annotation: Any, panel: str) -> Any:
+    """An option's annotation, with the panel that the option stands in."""
+    kind, option = get_args(annotation)
+    option = copy(option)  # it may be one that commands share
+    option.rich_help_panel = panel
+    return Annotated[kind, option]

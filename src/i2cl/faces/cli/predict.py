@@ -1,5 +1,6 @@
 """`i2cl predict`."""
 
+import time
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,13 @@ def predict(
         RowFormat | None, typer.Option("--format", help="Default: by the file's ending, else lines.")
     ] = None,
     text_column: options.TextColumn = "text",
+    keep: Annotated[
+        str | None,
+        typer.Option(help="Columns of FILE to repeat before the answer, commas between; of lines: text."),
+    ] = None,
+    row_number: Annotated[
+        bool, typer.Option("--row-number", help="Begin with the number of the row, from 1.")
+    ] = False,
     force: options.Force = False,
     chunk: Annotated[int, typer.Option(min=1, help="Rows scored at a time.")] = 512,
     restart: Annotated[bool, typer.Option("--restart", help="Discard what a killed run left.")] = False,
@@ -51,6 +59,7 @@ def predict(
 
     With -o, a run that was killed goes on where it was when the same command is given again.
     """
+    load.libraries()
     from i2cl.core.injection import Injection
     from i2cl.faces.stream.prediction import Texts, digest, predict_here, predict_on_ray
 
@@ -59,9 +68,11 @@ def predict(
     if executor == "ray" and source == "-":
         raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
     require_other(output, source, *_files(artefact))
+    started = time.perf_counter()
     injection = Injection.from_pretrained(artefact)
     loading = load.of_artefact(loading, injection, model)
-    texts = Texts(source, text_format, text_column, chunk)
+    kept = tuple(dict.fromkeys(load.split(keep))) if keep else ()
+    texts = Texts(source, text_format, text_column, chunk, kept=kept, numbered=row_number)
     settings = {
         "i2cl": __version__,
         "artefact": digest(injection),
@@ -71,11 +82,12 @@ def predict(
         "source": source_state(source),
         "format": text_format,
         "text_column": text_column,
+        "keep": texts.names,
         "json": json,
         "chunk": chunk,
     }
-    load_scorer = partial(_scorer, injection, model, loading, force=force, as_json=json)
-    header = header_line(injection.task.labels, as_json=json)
+    load_scorer = partial(_scorer, injection, model, loading, texts.names, force=force, as_json=json)
+    header = header_line(injection.task.labels, as_json=json, names=texts.names)
     again = {"resumes": Path(source).is_file(), "restart": restart}
     with written(output, header, settings, chunk=chunk, **again) as out:
         if out.kept:
@@ -86,6 +98,9 @@ def predict(
         else:
             scored = predict_here(load_scorer, texts)
         _write(scored, out, shown=output is not None)
+    if output is not None:
+        before = f", {out.kept} of them from an earlier run" if out.kept else ""
+        console.note(f"Saved {output}: {out.rows} rows in {time.perf_counter() - started:.1f} s{before}.")
 
 
 def _files(artefact: str) -> list[str]:
@@ -114,10 +129,16 @@ def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:
 
 
 def _scorer(
-    injection: "Injection", model: str | None, loading: ModelOptions, *, force: bool, as_json: bool
+    injection: "Injection",
+    model: str | None,
+    loading: ModelOptions,
+    names: tuple[str, ...],
+    *,
+    force: bool,
+    as_json: bool,
 ) -> "Scorer":
     """Load the model."""
     from i2cl.faces.stream.prediction import Scorer
 
     decoder = load.artefact_decoder(injection, model, loading)
-    return Scorer(injection, decoder, as_json, force)
+    return Scorer(injection, decoder, as_json, force, names)

@@ -7,7 +7,7 @@ depend on. The same run again keeps the whole chunks that are there. OUT appears
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -158,26 +158,55 @@ def source_state(source: str) -> list[Any]:
     return [str(path), found.st_size, found.st_mtime_ns]
 
 
-def header_line(labels: Sequence[str], *, as_json: bool) -> str:
-    """The first line of the tab-separated form; JSON has none."""
-    return "" if as_json else "\t".join(["label", *(_one_cell(label) for label in labels)]) + "\n"
+def header_line(labels: Sequence[str], *, as_json: bool, names: Sequence[str] = ()) -> str:
+    """The first line of the tab-separated form; JSON has none.
+
+    Args:
+        labels: each has a column.
+        as_json: whether it is JSON.
+        names: of the columns that are kept; one that is called like a column of ours is ``input.NAME``.
+    """
+    ours = ["label", *labels]
+    cells = [*(f"input.{name}" if name in ours else name for name in names), *ours]
+    return "" if as_json else "\t".join(map(_one_cell, cells)) + "\n"
 
 
-def prediction_lines(labels: Sequence[str], rows: Iterable[Sequence[float]], *, as_json: bool) -> str:
-    """One line per row of probabilities: JSON, or tab-separated with the best label first."""
+def prediction_lines(
+    labels: Sequence[str],
+    rows: Sequence[Sequence[float]],
+    *,
+    as_json: bool,
+    names: Sequence[str] = (),
+    kept: Sequence[Sequence[object]] | None = None,
+) -> str:
+    """One line per row of probabilities: JSON, or tab-separated; what is kept first, then the best label.
+
+    Args:
+        labels: of the task.
+        rows: a probability per label each.
+        as_json: whether it is JSON, where what is kept is an object of its own.
+        names: of the columns that are kept.
+        kept: their values in each row; default: none.
+    """
     lines = []
-    for row in rows:
+    for row, values in zip(rows, kept or [()] * len(rows), strict=True):
         best = labels[max(range(len(row)), key=row.__getitem__)]
         if as_json:
-            probabilities = {label: round(value, 6) for label, value in zip(labels, row, strict=True)}
-            lines.append(json.dumps({"label": best, "probabilities": probabilities}, ensure_ascii=False))
+            record: dict[str, Any] = {"input": dict(zip(names, values, strict=True))} if names else {}
+            record["label"] = best
+            record["probabilities"] = {
+                label: round(value, 6) for label, value in zip(labels, row, strict=True)
+            }
+            lines.append(json.dumps(record, ensure_ascii=False))
         else:
-            lines.append("\t".join([_one_cell(best), *(f"{value:.6f}" for value in row)]))
+            cells = [*map(_one_cell, values), _one_cell(best), *(f"{value:.6f}" for value in row)]
+            lines.append("\t".join(cells))
     return "".join(line + "\n" for line in lines)
 
 
-def _one_cell(label: str) -> str:
-    return label.translate(_NO_BREAKS)
+def _one_cell(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.translate(_NO_BREAKS)
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -18,16 +18,20 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.cluster import joined, quiet_core
 from i2cl.faces.stream.outputs import prediction_lines
 from i2cl.models.decoder import Decoder
-from i2cl.tasks.rows import RowError, RowFormat, read_texts
+from i2cl.tasks.rows import Query, RowError, RowFormat, read_queries
 
 
 class WorkerWarning(UserWarning):
     """What a worker of a cluster warned of, in its words."""
 
 
+NUMBER = "row"
+"""What the number of a row is called."""
+
+
 @dataclass(frozen=True)
 class Texts:
-    """Chunks of a file's texts, see `i2cl.tasks.rows.read_texts`.
+    """Chunks of a file's texts, see `i2cl.tasks.rows.read_queries`.
 
     Attributes:
         source: path, or ``-`` for stdin.
@@ -35,6 +39,8 @@ class Texts:
         column: which column or key holds the text.
         chunk: texts at a time.
         skip: texts left out at the start; they are read and checked all the same.
+        kept: columns that come back with the answers.
+        numbered: whether the number of the row does too, before them: from 1, without the header.
     """
 
     source: str
@@ -42,10 +48,25 @@ class Texts:
     column: str = "text"
     chunk: int = 512
     skip: int = 0
+    kept: tuple[str, ...] = ()
+    numbered: bool = False
 
-    def __iter__(self) -> Iterator[list[str]]:
-        texts = islice(read_texts(self.source, self.kind, self.column), self.skip, None)
-        while chunk := list(islice(texts, self.chunk)):
+    def __post_init__(self) -> None:
+        if self.numbered and NUMBER in self.kept:
+            raise I2CLError(
+                f"--keep {NUMBER} and --row-number would both be called {NUMBER!r}: leave one out"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what comes back."""
+        return (NUMBER, *self.kept) if self.numbered else self.kept
+
+    def __iter__(self) -> Iterator[list[Query]]:
+        rows = enumerate(read_queries(self.source, self.kind, self.column, self.kept), start=1)
+        queries = (Query(text, (number, *kept) if self.numbered else kept) for number, (text, kept) in rows)
+        waiting = islice(queries, self.skip, None)
+        while chunk := list(islice(waiting, self.chunk)):
             yield chunk
 
 
@@ -58,20 +79,25 @@ class Scorer:
         decoder: its model.
         as_json: JSON Lines instead of tabs.
         force: accept other weights of the same sizes.
+        names: of what is kept of each row.
     """
 
     injection: Injection
     decoder: Decoder
     as_json: bool = False
     force: bool = False
+    names: tuple[str, ...] = ()
 
-    def __call__(self, texts: list[str]) -> str:
+    def __call__(self, queries: list[Query]) -> str:
         """One line per text."""
+        texts = [query.text for query in queries]
         probabilities = self.injection.scores(self.decoder, texts, force=self.force).softmax(-1).tolist()
-        return prediction_lines(self.injection.task.labels, probabilities, as_json=self.as_json)
+        kept = [query.kept for query in queries]
+        labels = self.injection.task.labels
+        return prediction_lines(labels, probabilities, as_json=self.as_json, names=self.names, kept=kept)
 
 
-ScorerSource = Callable[[], Callable[[list[str]], str]]
+ScorerSource = Callable[[], Callable[[list[Query]], str]]
 """Makes a scorer; must be picklable to run on Ray, such as a partial of a function."""
 
 
@@ -96,7 +122,7 @@ def digest(injection: Injection) -> str:
     return found.hexdigest()
 
 
-def predict_here(source: ScorerSource, texts: Iterable[list[str]]) -> ScoredStream:
+def predict_here(source: ScorerSource, texts: Iterable[list[Query]]) -> ScoredStream:
     """Score chunks in this process.
 
     Raises:
@@ -158,10 +184,10 @@ class _Worker:
 
     def __init__(self, source: ScorerSource) -> None:
         self._source = source
-        self._score: Callable[[list[str]], str] | None = None
+        self._score: Callable[[list[Query]], str] | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        texts = json.loads(row["texts"])
+        texts = [Query(text, tuple(kept)) for text, kept in json.loads(row["texts"])]
         lines, error, of_rows = "", row["error"], row["of_rows"]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
