@@ -96,7 +96,11 @@ WORTH = {
     "rows": 2,
     "split": "train",
     "verdict": "no better than zero-shot on 2 rows: do not use it",
-    "methods": {"zero_shot": SCORE | {"cached_bytes": 0}, "i2cl": SCORE | {"cached_bytes": 77}},
+    "methods": {
+        "zero_shot": SCORE | {"cached_bytes": 0},
+        "zero_shot+batch_calibration": SCORE,
+        "i2cl": SCORE | {"cached_bytes": 77},
+    },
     "not_run": {"few_shot": "too long"},
 }
 
@@ -109,7 +113,7 @@ def test_metrics_become_the_hubs_results(tmp_path, worth):
     assert (results["accuracy"].metric_value, results["f1"].metric_value) == (0.5, 0.5)
     assert results["accuracy"].dataset_split == ("train" if worth else "test")
     text = card_of(tmp_path / "out").text
-    assert f"on 2 rows of the {'training' if worth else 'test'} split" in text
+    assert f"on 2 {'training rows that are no demonstrations' if worth else 'test rows'}." in text
     assert ("| i2cl | 0.500 | 0.100 to 0.900 | 2.0 | 3.25 | 77 |" in text) == bool(worth)
     assert ("| few_shot | not run: too long |" in text) == bool(worth)
     assert ("no better than zero-shot on 2 rows: do not use it" in text) == bool(worth)

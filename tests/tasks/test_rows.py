@@ -172,7 +172,7 @@ def test_a_field_of_a_megabyte_and_the_csv_limit_afterwards(tmp_path):
 def test_files_that_are_read_in_turns_leave_the_csv_limit_alone(tmp_path):
     path = write(tmp_path, "a.csv", "text\n" + f"{'long ' * 100_000}\n" * 3)
     before = csv.field_size_limit()
-    first, second = (read_texts(str(path)) for _ in range(2))
+    first, second = (read_queries(str(path)) for _ in range(2))
     next(first)
     assert csv.field_size_limit() == before
     next(second)
