@@ -98,7 +98,7 @@ WORTH = {
     "verdict": "no better than zero-shot on 2 rows: do not use it",
     "methods": {
         "zero_shot": SCORE | {"cached_bytes": 0},
-        "zero_shot+batch_calibration": SCORE,
+        "zero_shot+batch_calibration": SCORE | {"cached_bytes": 0},
         "i2cl": SCORE | {"cached_bytes": 77},
     },
     "not_run": {"few_shot": "too long"},
