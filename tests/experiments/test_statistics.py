@@ -224,6 +224,14 @@ def test_fewer_than_four_seeds_distinguish_nothing(seeds):
     assert not Comparison(replace(CLEAR, seeds=seeds), q=0.01).distinguishable
 
 
+def test_where_no_seed_changes_anything_the_queries_alone_decide():
+    ours, theirs = [np.ones((1, 60), bool)], [np.arange(60)[None] % 2 == 0]
+    found = difference(ours, theirs, drawn=False)
+    assert found.p == found.p_queries < ALPHA
+    assert Comparison(found, found.p).distinguishable
+    assert not Comparison(difference(ours, theirs), found.p).distinguishable
+
+
 def test_p_of_seeds_is_that_of_a_paired_t_test_of_macro_averages():
     rng = np.random.default_rng(7)
     ours, theirs = ([rng.random((5, n)) < share for n in (30, 70)] for share in (0.8, 0.6))

@@ -56,7 +56,8 @@ class Difference:
 
     Attributes:
         p_queries: of chance in the queries, for these seeds.
-        p_seeds: of chance in the seeds, for these queries; 1 where there is one seed.
+        p_seeds: of chance in the seeds, for these queries; 1 where there is one seed, 0 where none is drawn.
+        drawn: whether a seed changes anything in either method.
     """
 
     mean: float
@@ -65,6 +66,7 @@ class Difference:
     p_queries: float
     p_seeds: float
     seeds: int
+    drawn: bool = True
 
     @property
     def p(self) -> float:
@@ -74,7 +76,7 @@ class Difference:
     @property
     def decidable(self) -> bool:
         """Whether there are seeds enough for a verdict."""
-        return self.seeds >= FEWEST_SEEDS
+        return not self.drawn or self.seeds >= FEWEST_SEEDS
 
     @property
     def beyond(self) -> bool:
@@ -117,7 +119,13 @@ def accuracy(tasks: Result, *, resamples: int = 2000, seed: int = 0) -> Accuracy
 
 
 def difference(
-    ours: Result, theirs: Result, *, resamples: int = 2000, permutations: int = 9999, seed: int = 0
+    ours: Result,
+    theirs: Result,
+    *,
+    drawn: bool = True,
+    resamples: int = 2000,
+    permutations: int = 9999,
+    seed: int = 0,
 ) -> Difference:
     """Paired difference of two methods: how large it is, and whether it could be chance.
 
@@ -133,6 +141,7 @@ def difference(
         ours: one array per task.
         theirs: of the same tasks, queries and seeds, in the same order. A method that draws nothing may have
             one seed, on either side; it is paired with every seed of the other.
+        drawn: whether either draws anything; where none does, chance in the seeds means nothing.
         resamples: of the bootstrap.
         permutations: sign flips sampled; all are enumerated where there are no more than that.
         seed: of bootstrap and test.
@@ -142,8 +151,8 @@ def difference(
     """
     cells = _paired(ours, theirs)
     low, high = _interval(cells, resamples, seed)
-    p_queries, p_seeds = _p_queries(cells, permutations, seed), _p_seeds(cells)
-    return Difference(_macro(cells), low, high, p_queries, p_seeds, len(cells[0]))
+    p_queries, p_seeds = _p_queries(cells, permutations, seed), _p_seeds(cells) if drawn else 0.0
+    return Difference(_macro(cells), low, high, p_queries, p_seeds, len(cells[0]), drawn)
 
 
 def holm(p_values: Sequence[float] | Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:

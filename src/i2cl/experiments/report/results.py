@@ -236,7 +236,9 @@ class Results:
             pair = self._paired(line, other, task)
             asked = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
             often = PERMUTATIONS if task is None else max(PERMUTATIONS, asked)
-            self._differences[line, other, task] = difference(*pair, permutations=often) if pair[0] else None
+            drawn = {line.row.seeds, other.row.seeds} != {1}
+            found = difference(*pair, drawn=drawn, permutations=often) if pair[0] else None
+            self._differences[line, other, task] = found
         return self._differences[line, other, task]
 
     def _paired(self, line: Line, other: Line, task: str | None) -> tuple[Right, Right]:
