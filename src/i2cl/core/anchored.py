@@ -66,7 +66,7 @@ class AnchoredConfig(BaseModel):
             `REACHES` under which each demonstration is predicted best by the others, to first order, or a
             smaller one within a standard error of it.
         steps: linearisations at most.
-        tolerance: relative gain of the objective below which it ends.
+        tolerance: relative gain of the objective by an undamped step below which it ends.
         anchored_layers: all, or a third of them.
     """
 
@@ -210,7 +210,7 @@ class _Fit:
         most = self.config.steps if 0 < self.tau < math.inf else 0
         objective, factor = loss * len(self.gold), 1.0
         for step in range(most):
-            found = self.stepped(point, u, objective, factor)
+            found = self.stepped(point, u, objective, max(1.0, factor / 8))
             if found is None:
                 break
             moved, scores, value, factor = found
@@ -218,7 +218,8 @@ class _Fit:
             history.append(self.loss(scores))
             if progress is not None:
                 progress(step + 1, most, history[-1])
-            if gain < self.config.tolerance or step == most - 1:
+            settled = gain < self.config.tolerance and factor == 1  # a damped step gains little by itself
+            if settled or step == most - 1:
                 break
             point = self.point(u)
         return self.theta(u), tuple(history)
@@ -226,7 +227,7 @@ class _Fit:
     def stepped(
         self, point: Point, u: Float[Tensor, " parameters"], objective: float, factor: float
     ) -> tuple[Float[Tensor, " parameters"], Float[Tensor, "n labels"], float, float] | None:
-        """The next u, its scores, its objective and the next proximal factor; None where no step pays."""
+        """The next u, its scores, its objective and the factor that this took; None where no step pays."""
         along = (point.jacobian @ u).double().view_as(point.scores)
         while factor <= STRONGEST:
             held = self.tau * factor
@@ -237,7 +238,7 @@ class _Fit:
             loss = cross_entropy(scores.double(), self.gold, reduction="sum").item()
             value = loss + self.tau / 2 * moved.double().square().sum().item()
             if value < objective:  # which no value that is not finite is
-                return moved, scores, value, max(1.0, factor / 8)
+                return moved, scores, value, factor
             factor *= 8
         return None
 
