@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from i2cl.experiments.evaluation import summarize as summarize
     from i2cl.experiments.records import Run as Run
     from i2cl.faces.sklearn import I2CLClassifier as I2CLClassifier
+    from i2cl.injections.label_prior import with_label_prior as with_label_prior
     from i2cl.injections.pool import InjectionPool as InjectionPool
     from i2cl.injections.pool import predict as predict
     from i2cl.injections.transfer import TransferConfig as TransferConfig
@@ -53,6 +54,7 @@ _HOMES = {
     "core.recipe": "CalibrationConfig",
     "core.calibration": "calibrate calibrate_many",
     "core.injection": "Injection",
+    "injections.label_prior": "with_label_prior",
     "injections.pool": "InjectionPool predict",
     "injections.transfer": "TransferConfig transfer",
     "methods": "METHODS Method Predictor make_methods",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TENSORS
+from i2cl.core.artefact import BIASED_VERSION, DESCRIPTION, FORMAT_VERSION, TENSORS
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
@@ -189,6 +189,38 @@ def test_roundtrip_is_exact(tmp_path, case, writers):
     assert torch.equal(*scores)
 
 
+def test_a_label_bias_is_kept_and_older_readers_are_told_to_upgrade(saved, tmp_path):
+    assert "label_bias" not in described(saved)
+    injection = made(label_bias=(0.1 + 0.2, -1.5))
+    injection.save_pretrained(tmp_path / "new")
+    assert described(tmp_path / "new") == described(saved) | {
+        "format_version": FORMAT_VERSION + 1,
+        "label_bias": [0.1 + 0.2, -1.5],
+    }
+    loaded = Injection.from_pretrained(tmp_path / "new")
+    assert loaded.label_bias == injection.label_bias
+    assert torch.equal(
+        loaded.scores(decoder_of("llama"), TEXTS), injection.scores(decoder_of("llama"), TEXTS)
+    )
+    card = (tmp_path / "new" / CARD).read_text(encoding="utf-8")
+    assert "`label_bias` is added to the log-probabilities among the labels" in card
+    assert "label_bias" not in (saved / CARD).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("prior", "told"),
+    [
+        (None, "equally frequent."),
+        ([0.75, 0.25], "as frequent as positive 0.75, negative 0.25."),
+    ],
+)
+def test_the_card_says_what_a_label_bias_takes_for_granted(tmp_path, prior, told):
+    settings = {"label_prior": {"texts": 64, "prior": prior}}
+    made(label_bias=(0.5, -0.5), settings=settings).save_pretrained(tmp_path / "out")
+    told = f"Measured on 64 texts without labels; classes are taken to be {told}"
+    assert told in " ".join((tmp_path / "out" / CARD).read_text(encoding="utf-8").split())
+
+
 def test_the_description_can_be_read_by_people(saved):
     text = (saved / DESCRIPTION).read_text(encoding="utf-8")
     assert "Größe ☃" in text
@@ -300,13 +332,16 @@ def test_a_malformed_description(saved, content):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": FORMAT_VERSION + 1, "later": 1}, "newer than this i2cl reads, upgrade"),
+        ({"format_version": BIASED_VERSION + 1, "later": 1}, "newer than this i2cl reads, upgrade"),
         ({"later": 1}, "later=1: Extra inputs"),
         ({"positions": "middle"}, "positions='middle': "),
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),
         ({"loss": ["low"]}, "loss.0='low': "),
         ({"base_model": {"name": "x"}}, "base_model entry is malformed"),
-        ({"format_version": 3}, "newer than this i2cl reads"),
+        ({"format_version": 4}, "newer than this i2cl reads"),
+        ({"label_bias": [0.5]}, "not one finite number for each of 2 labels"),
+        ({"label_bias": [0.5, float("nan")]}, "not one finite number for each of 2 labels"),
+        ({"label_bias": ["low", 0.5]}, "label_bias.0='low': "),
         ({"task": {"name": "x"}}, "'labels' must be a list"),
         ({"task": {"name": "x", "labels": ["a", "b"], "template": "no fields"}}, "template 'no fields'"),
     ],

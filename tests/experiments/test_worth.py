@@ -94,6 +94,21 @@ def test_all_methods_are_those_of_an_evaluation(decoder, task):
     assert told["difference"] == pytest.approx(expected)
 
 
+def test_a_label_prior_is_measured_with_what_it_corrects(decoder, task):
+    shown, injection = fitted(decoder, task)
+    forced = replace(
+        injection, label_bias=(50.0, 0.0), settings={"label_prior": {"texts": 64, "prior": None}}
+    )
+    found = with_worth(forced, decoder, task, shown, task.test, seconds=7.0)
+    assert list(found.worth["methods"]) == [*BASELINES, "i2cl+label_prior"]
+    assert found.metrics["accuracy"] == 0.5  # one class for every text
+    mine = found.worth["methods"]["i2cl+label_prior"]
+    assert mine["cached_bytes"] == 4 * (injection.context.values.numel() + 2)
+    plain = measured(decoder, task).worth["methods"]
+    for name in BASELINES:
+        assert found.worth["methods"][name]["accuracy"] == plain[name]["accuracy"]
+
+
 def test_left_over_training_rows_are_told_as_such(decoder, task):
     told = measured(decoder, replace(task, test=()), limit=6).worth
     assert (told["rows"], told["split"]) == (6, "train")

@@ -1,12 +1,27 @@
 """An anchored injection is one as any other: stored, in a pool, in the weights, an adapter, a GGUF file."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
-from i2cl import Decoder, Example, Injection, InjectionPool, Task, Template, anchor, calibrate, extract
+from i2cl import (
+    Decoder,
+    Example,
+    I2CLError,
+    Injection,
+    InjectionPool,
+    Task,
+    Template,
+    anchor,
+    calibrate,
+    extract,
+)
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.export import export_gguf, export_hf, export_peft, make_golden, verify
+from i2cl.faces.cli import main
 from tiny import tiny_model, tiny_tokenizer
 
 SHOWN = (
@@ -54,6 +69,32 @@ def test_a_pool_mixes_it_with_i2cl(anchored, decoder):
     wanted = [anchored.scores(decoder, TEXTS), other.scores(decoder, TEXTS)]
     torch.testing.assert_close(found[[0, 3]], wanted[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found[[2, 1]], wanted[1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_label_prior_is_in_no_export(anchored, decoder, folder, tmp_path, capsys):
+    biased = replace(anchored, label_bias=(0.25, -0.5))
+    for export in (export_hf, export_peft, export_gguf):
+        with pytest.raises(I2CLError, match="leave it out with --drop-prior"):
+            export(decoder, biased, tmp_path / "out")
+    with pytest.raises(I2CLError, match="leave it out"):
+        make_golden(decoder, biased)
+    biased.save_pretrained(tmp_path / "artefact")
+    for more in (["--json"], []):
+        out = tmp_path / f"plain{len(more)}"
+        arguments = ["export", str(tmp_path / "artefact"), str(out), "--model", str(folder), *more]
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert (stop.value.code, out.exists()) == (2, False)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, "--drop-prior"])
+        assert stop.value.code == 0
+        told = capsys.readouterr().out
+        if more:
+            assert json.loads(told)["label_bias"] == {"positive": 0.25, "negative": -0.5}
+        else:
+            assert "positive +0.2500, negative -0.5000" in told
+    assert verify(out).passed
 
 
 def test_it_folds(anchored, decoder, folder, tmp_path):

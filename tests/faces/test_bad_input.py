@@ -106,6 +106,7 @@ def test_labels_that_do_not_fit_the_rows(refused, home, tmp_path):
     assert "every training example is 'good'" in line
 
 
+UNLABELLED = [*fit(Path("{}")), "-o", "{new}", "--unlabelled", "{films}"]
 WRONG = {
     "unknown task": (["fit", "{model}", "sst3", "-o", "{new}"], "did you mean 'sst"),
     "no such file": (["fit", "{model}", "none.jsonl", "-o", "{new}"], "does not exist"),
@@ -130,6 +131,11 @@ WRONG = {
     "no shots": ([*fit(Path("{}")), "-o", "{new}", "--shots", "0"], "--shots"),
     "seed is a word": ([*fit(Path("{}")), "-o", "{new}", "--seed", "x"], "--seed"),
     "unknown recipe": ([*fit(Path("{}")), "-o", "{new}", "--recipe", "guess"], "--recipe"),
+    "a prior of no texts": ([*fit(Path("{}")), "-o", "{new}", "--prior", "0.5,0.5"], "with --unlabelled"),
+    "a prior in words": ([*UNLABELLED, "--prior", "half,half"], "write it like 0.5,0.3,0.2"),
+    "a prior of three": ([*UNLABELLED, "--prior", "0.5,0.3,0.2"], "3 shares for 2 labels"),
+    "a prior above one": ([*UNLABELLED, "--prior", "0.9,0.9"], "sum to 1.8"),
+    "no unlabelled texts": ([*fit(Path("{}")), "-o", "{new}", "--unlabelled", "none.txt"], "does not exist"),
     "unknown flag": (["ls", "tasks", "--jsn"], "--jsn"),
     "unknown command": (["train"], "No such command 'train': see i2cl --help"),
     "unknown listing": (["ls", "models"], "'models'"),

@@ -477,6 +477,19 @@ def test_an_injection_is_a_classifier_of_its_label_words(tmp_path):
     assert np.array_equal(found.predict_proba(QUERIES), fitted().predict_proba(QUERIES))
 
 
+def test_a_label_bias_follows_its_labels(tmp_path):
+    bias = tuple(5.0 * (word == "red") for word in TASK.labels)
+    assert list(TASK.labels) != sorted(TASK.labels)
+    injection = replace(fitted().injection_, task=replace(fitted().injection_.task, labels=TASK.labels))
+    injection = replace(injection, settings={}, label_bias=bias)
+    injection.save_pretrained(tmp_path / "mood")
+    found = I2CLClassifier.from_pretrained(tmp_path / "mood", model=reference())
+    wanted = injection.scores(reference(), QUERIES).softmax(-1).numpy()
+    order = [TASK.labels.index(word) for word in found.classes_]
+    np.testing.assert_allclose(found.predict_proba(QUERIES), wanted[:, order], rtol=1e-5)
+    assert set(found.predict(QUERIES)) == {"red"} != set(fitted().predict(QUERIES))
+
+
 def test_the_model_is_left_as_found(decoder):
     model = decoder.model.train()
     next(model.parameters()).requires_grad_(False)

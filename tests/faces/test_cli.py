@@ -16,7 +16,7 @@ import torch
 import typer
 from rich.console import Console
 
-from i2cl import Decoder, Injection
+from i2cl import Decoder, Injection, with_label_prior
 from i2cl.faces.cli import app, console, main
 from i2cl.faces.cli.options import expanded
 from i2cl.methods import METHODS
@@ -290,6 +290,34 @@ def test_fit_twice_with_one_seed_saves_the_same(call, home, tmp_path):
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_path):
+    texts = tmp_path / "texts.csv"
+    texts.write_text("text,mark\n" + "".join(f"film {number},x\n" for number in range(40)), encoding="utf-8")
+    arguments = fit_arguments(home, tmp_path / "new", "--seed", "3", "--unlabelled", texts)
+    code, out, err = call(*arguments, "--prior", "0.75, 0.25")
+    assert (code, err) == (0, "")
+    assert "texts without labels; classes are taken to be as frequent as negative 0.75, positive 0.25." in out
+    injection = Injection.from_pretrained(tmp_path / "new")
+    decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
+    plain = Injection.from_pretrained(home / "artefact")
+    wanted = with_label_prior(plain, decoder, [f"film {number}" for number in range(40)], (0.75, 0.25))
+    torch.testing.assert_close(torch.tensor(injection.label_bias), torch.tensor(wanted.label_bias))
+    assert list(injection.worth["methods"])[-1] == "i2cl+label_prior"
+    assert "--unlabelled texts.csv --prior '0.75, 0.25'" in injection.command
+    _, found = parsed(call("predict", tmp_path / "new", texts)[1])
+    shifted = wanted.scores(decoder, [f"film {number}" for number in range(40)]).softmax(-1)
+    torch.testing.assert_close(found, shifted, atol=2e-6, rtol=1e-4)
+
+
+def test_fit_warns_of_a_label_prior_from_few_texts(call, home, tmp_path):
+    (tmp_path / "few.txt").write_text("one\ntwo\n", encoding="utf-8")
+    arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0", "--json")
+    code, out, err = call(*arguments, "--unlabelled", tmp_path / "few.txt")
+    assert code == 0
+    assert "from 2 texts is little more than chance" in err
+    assert json.loads(out)["label_bias"] == list(Injection.from_pretrained(tmp_path / "new").label_bias)
 
 
 def test_fit_tells_people_what_comes_next(call, home, tmp_path):

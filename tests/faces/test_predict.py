@@ -7,6 +7,7 @@ import sys
 import time
 import tracemalloc
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -159,6 +160,8 @@ def test_a_digest_tells_injections_apart(home, tmp_path):
     assert digest(injection) == digest(again)
     again.coefficients[0, 0, 0] += 0.5
     assert digest(injection) != digest(again)
+    biased = [replace(injection, label_bias=(shift, 0.0, 0.0, 0.0)) for shift in (0.0, 1.0)]
+    assert len({digest(one) for one in [injection, *biased]}) == 3
 
 
 # Memory

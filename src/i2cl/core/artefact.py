@@ -22,6 +22,9 @@ from i2cl.tasks import Task
 FORMAT_VERSION = 2
 """1 knew less of the base model (`i2cl.models.fingerprint.ModelIdentity.sampled`) and is read too."""
 
+BIASED_VERSION = 3
+"""Of an artefact with a label bias: an older i2cl is to say that it has to be upgraded."""
+
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
 FILES = frozenset({TENSORS, DESCRIPTION})
@@ -29,7 +32,7 @@ FILES = frozenset({TENSORS, DESCRIPTION})
 
 
 class Stored(pydantic.BaseModel):
-    """The JSON half of an artefact. `metrics`, `command` and `worth` came later, and are not always there."""
+    """The JSON half of an artefact. The last four came later, and are not always there."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -46,11 +49,12 @@ class Stored(pydantic.BaseModel):
     metrics: dict[str, int | float] = {}
     command: str = ""
     worth: dict[str, Any] = {}
+    label_bias: tuple[float, ...] | None = None
 
     @pydantic.field_validator("format_version")
     @classmethod
     def _known(cls, version: int) -> int:
-        if version > FORMAT_VERSION:
+        if version > BIASED_VERSION:
             raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
         return version
 
@@ -84,6 +88,7 @@ class Stored(pydantic.BaseModel):
             "metrics": self.metrics,
             "command": self.command,
             "worth": self.worth,
+            "label_bias": self.label_bias,
         }
 
 

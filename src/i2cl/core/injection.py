@@ -3,6 +3,7 @@
 Source: paper, subsection "Context Injection".
 """
 
+import math
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -10,19 +11,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.core.artefact import FILES, FORMAT_VERSION, own_files, read, write
+from i2cl.core.artefact import BIASED_VERSION, FILES, FORMAT_VERSION, own_files, read, write
 from i2cl.core.context import ContextVector
 from i2cl.core.edits import LinearEdit, Positions
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import ModelIdentity
-from i2cl.models.scoring import Progress, Questions, Scoring
+from i2cl.models.scoring import Progress, Questions, Scoring, biased
 from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
 from i2cl.tasks import Task
+
+LABEL_PRIOR = "label_prior"
+"""Where settings tell what a label bias was measured on (`i2cl.injections.label_prior`)."""
 
 
 class PrecisionWarning(UserWarning):
@@ -54,6 +59,11 @@ class Injection:
             (`i2cl.experiments.worth.with_worth`).
         command: the command line that makes it again, where one does.
         worth: the same beside zero-shot and few-shot, as JSON has it (`i2cl.experiments.worth.Worth`).
+        label_bias: a number for each label, in nats, added to the log-probabilities among the labels
+            (`i2cl.models.scoring.biased`); None leaves scores as they are.
+
+    Raises:
+        I2CLError: on a label bias that is not one finite number for each label.
     """
 
     context: ContextVector
@@ -68,6 +78,14 @@ class Injection:
     metrics: dict[str, int | float] = field(default_factory=dict)
     command: str = ""
     worth: dict[str, Any] = field(default_factory=dict)
+    label_bias: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        bias, count = self.label_bias, len(self.task.labels)
+        if bias is not None and not (len(bias) == count and all(map(math.isfinite, bias))):
+            raise I2CLError(
+                f"label_bias {bias} is not one finite number for each of {count} labels: fit it again"
+            )
 
     def edit(self) -> LinearEdit:
         """The edit that applies this injection to `Decoder.forward`."""
@@ -88,12 +106,12 @@ class Injection:
         progress: Progress | None = None,
         force: bool = False,
     ) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label word after each text, injected.
+        """Log-probability of each label word after each text, injected; with a label bias, among the labels.
 
         Args:
             decoder: the model that this was made on.
             texts: what to classify.
-            scoring: instead of its own.
+            scoring: instead of its own, which a label bias was measured with.
             progress: called as texts finish.
             force: see `require_base`, which a decoder has to pass; its identity is read once.
 
@@ -102,7 +120,8 @@ class Injection:
         """
         self._check(decoder, force=force)
         questions = Questions(decoder, self.task, scoring or self.scoring)
-        return questions.scores(texts, edit=self.edit(), progress=progress)
+        scores = questions.scores(texts, edit=self.edit(), progress=progress)
+        return scores if self.label_bias is None else biased(scores, torch.tensor(self.label_bias))
 
     def predict(self, decoder: Decoder, texts: Sequence[str], *, force: bool = False) -> list[str]:
         """The most probable label word of each text; arguments and errors are those of `scores`."""
@@ -220,9 +239,12 @@ class Injection:
 
     def description(self) -> dict[str, Any]:
         """What `save_pretrained` writes beside the tensors."""
-        told = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
+        told: dict[str, Any] = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
+        version = 1 if self.base.sampled else FORMAT_VERSION
+        if self.label_bias is not None:
+            version, told["label_bias"] = BIASED_VERSION, list(self.label_bias)
         return {
-            "format_version": 1 if self.base.sampled else FORMAT_VERSION,
+            "format_version": version,
             "base_model": self.base.to_dict(),
             "task": self.task.to_dict(),
             "demonstrations": self.context.demonstrations,

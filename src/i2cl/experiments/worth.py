@@ -17,13 +17,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from i2cl.core.injection import Injection
+from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
 from i2cl.experiments.records import Run
-from i2cl.methods import Cost, Method, make_methods
+from i2cl.methods import Cost, Method, Predictor, make_methods
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
+from i2cl.methods.label_calibration import BiasedPredictor, LabelPrior
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
@@ -142,12 +143,12 @@ def with_worth(
     """
     if not queries:
         raise I2CLError("no queries were given: at least one is needed")
-    shown, by = tuple(demonstrations), method or I2CL()
+    shown, by = tuple(demonstrations), _by(injection, method or I2CL())
 
     questions = Questions(decoder, task, injection.scoring)
     cost = Cost.of(injection.context.values)
     predictor = PromptPredictor(questions, edit=injection.edit(), cost=cost)
-    ours = Fitted(by, predictor, shown, injection.seed, seconds)
+    ours = Fitted(by, _biased(injection, predictor), shown, injection.seed, seconds)
     fits = _fits(make_methods(BASELINES), decoder, task, shown, injection.seed) | {by.called: lambda: ours}
     split: Split = "test" if task.test else "train"
     return _told(injection, fits, split, decoder, task, queries, watch, progress)
@@ -167,9 +168,10 @@ def with_left_out(
     """`with_worth` where no other labelled rows remain: each demonstration is left out of what answers it.
 
     Zero-shot knows none of them. Few-shot runs again without each, where they are at most `MOST_LEFT_OUT`.
-    The injection's scores follow from one more step, to first order. So few rows show large differences only.
+    The injection's scores follow from one more step, to first order; a label
+    bias stays what it is. So few rows show large differences only.
     """
-    shown, seed = tuple(demonstrations), injection.seed
+    shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method)
     zero_shot, few_shot = make_methods(["zero_shot", "few_shot"])
 
     def without_each() -> Fitted:
@@ -181,11 +183,25 @@ def with_left_out(
         known = _Known(
             method.left_out_scores(decoder, task, shown, injection), Cost.of(injection.context.values)
         )
-        return Fitted(method, known, shown, seed, seconds)
+        return Fitted(by, _biased(injection, known), shown, seed, seconds)
 
     fits = _fits([zero_shot], decoder, task, shown, seed)
-    fits |= {few_shot.called: without_each, method.called: ours}
+    fits |= {few_shot.called: without_each, by.called: ours}
     return _told(injection, fits, "demonstrations", decoder, task, shown, watch, progress)
+
+
+def _by(injection: Injection, method: Method) -> Method:
+    """What made an injection, whether with a label prior or without."""
+    return method if injection.label_bias is None else LabelPrior(method)
+
+
+def _biased(injection: Injection, below: Predictor) -> Predictor:
+    """A predictor under the injection's label bias, if there is one."""
+    if injection.label_bias is None:
+        return below
+    bias = torch.tensor(injection.label_bias)
+    texts = injection.settings.get(LABEL_PRIOR, {}).get("texts", 0)
+    return BiasedPredictor(below, bias, below.cost + Cost.of(bias, unlabelled=texts))
 
 
 def _fits(

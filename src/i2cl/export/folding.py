@@ -238,3 +238,8 @@ def require_plain(injection: Injection) -> None:
             f"a bias acts on all tokens, this injection on positions {injection.positions!r}: fit one with "
             f"positions 'all', or {HOOKED}"
         )
+    if injection.label_bias is not None:
+        raise I2CLError(
+            "a label prior is added to label scores, which no export holds: leave it out with --drop-prior "
+            f"(in Python: without_label_prior) and add its numbers where labels are read, or {HOOKED}"
+        )

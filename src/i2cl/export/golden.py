@@ -13,7 +13,7 @@ from torch import Tensor
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_problem
-from i2cl.export.folding import require_unquantized
+from i2cl.export.folding import require_plain, require_unquantized
 from i2cl.export.gguf_fields import GOLDEN_FIELD, read_field
 from i2cl.export.upcast import Upcast
 from i2cl.models.batching import Ids, make_batch
@@ -160,6 +160,7 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
         I2CLError: if the injection's task does not fit the decoder, or the model is quantized.
     """
     require_unquantized(decoder.model.config)
+    require_plain(injection)
     task = injection.task
     questions = Questions(decoder, task, injection.scoring)
     labels, queries = questions.labels, questions.queries(TEXTS)

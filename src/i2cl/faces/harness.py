@@ -52,7 +52,8 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
             add_bos_token and so on.
 
     Raises:
-        I2CLError: on an injection at some tokens only, or one that does not belong to the model.
+        I2CLError: on an injection at some tokens only, one with a label prior, or one that does not belong
+            to the model.
     """
 
     def __init__(
@@ -71,6 +72,11 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
             raise I2CLError(
                 f"the harness injects all tokens, this injection is for positions={chosen.positions!r}: "
                 "fit one at all positions, or use `i2cl eval`"
+            )
+        if chosen is not None and chosen.label_bias is not None:
+            raise I2CLError(
+                "the harness scores any text and not labels alone, to which a label prior belongs: "
+                "fit one without --unlabelled"
             )
         if pretrained is None and chosen is not None:
             pretrained, revision = chosen.base.name, revision or chosen.base.revision

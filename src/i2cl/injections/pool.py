@@ -18,7 +18,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
-from i2cl.models.scoring import Progress, Questions, require_texts, score
+from i2cl.models.scoring import Progress, Questions, biased, require_texts, score
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class _Loaded:
     site: Site
     positions: Positions
     seed: int
+    bias: Float[Tensor, " labels"] | None
 
     @property
     def kind(self) -> tuple[Site, bool, Positions, int]:
@@ -80,6 +81,7 @@ class InjectionPool:
             site=injection.context.config.site,
             positions=injection.positions,
             seed=injection.seed,
+            bias=None if injection.label_bias is None else torch.tensor(injection.label_bias),
         )
 
     def drop(self, name: str) -> None:
@@ -106,7 +108,7 @@ class InjectionPool:
     def scores(
         self, texts: Sequence[str], task_ids: Sequence[str], *, progress: Progress | None = None
     ) -> list[Float[Tensor, " labels"]]:
-        """Log-probability of each label of each text's own task.
+        """Log-probability of each label of each text's own task; with a label bias, among its labels.
 
         Args:
             texts: what to classify.
@@ -162,7 +164,8 @@ class InjectionPool:
                 progress=progress,
             )
             for row, one, line in zip(rows, chosen, values, strict=True):
-                found[row] = line[: len(one.questions.labels.ids)]
+                own = line[: len(one.questions.labels.ids)]
+                found[row] = own if one.bias is None else biased(own, one.bias)
         return found
 
     def _encoded(self, texts: Sequence[str], tasks: Sequence[_Loaded]) -> list[Ids]:

@@ -110,6 +110,8 @@ def transfer(
 ) -> Transferred:
     """Calibrate a new task, then once more with the averaged vector and coefficients of related tasks.
 
+    A label bias belongs to what it was measured on: those of anchors are not carried over.
+
     Args:
         decoder: the frozen model that all anchors were made on.
         task: the new one.

@@ -15,8 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
+from i2cl.injections.label_prior import FEWEST_UNLABELLED, bias_towards, log_mean
 from i2cl.methods.base import Cost, Predictor, Wrapper
-from i2cl.models.scoring import Progress
+from i2cl.models.scoring import Progress, biased
 from i2cl.tasks import Example, Task
 
 CONTENT_FREE = ("N/A", "[MASK]", "...")
@@ -32,30 +33,27 @@ class ContextualCalibration(Wrapper):
 
     def over(
         self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "ContextualPredictor":
+    ) -> "BiasedPredictor":
         """Score the content-free texts."""
-        prior = _log_mean(below.scores(CONTENT_FREE).softmax(-1))
-        return ContextualPredictor(below, prior, below.cost + Cost.of(prior))
+        bias = -log_mean(below.scores(CONTENT_FREE))
+        return BiasedPredictor(below, bias, below.cost + Cost.of(bias))
 
 
 @dataclass(frozen=True)
-class ContextualPredictor:
-    """Scores of the method below less the prior's logarithm."""
+class BiasedPredictor:
+    """Scores of the method below plus a number for each label, in nats."""
 
     below: Predictor
-    prior: Float[Tensor, " labels"]
+    bias: Float[Tensor, " labels"]
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probabilities over the labels, calibrated and normalised again."""
-        return (self.below.scores(texts, progress).log_softmax(-1) - self.prior).log_softmax(-1)
+        return biased(self.below.scores(texts, progress), self.bias)
 
 
 UNLABELLED = 64
 """Texts that a label prior is the mean over."""
-
-FEWEST_UNLABELLED = 32
-"""With fewer, the mean is little more than chance."""
 
 
 class LabelPrior(Wrapper):
@@ -71,7 +69,7 @@ class LabelPrior(Wrapper):
 
     def over(
         self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "ContextualPredictor":
+    ) -> "BiasedPredictor":
         """Score unlabelled texts.
 
         Raises:
@@ -83,8 +81,8 @@ class LabelPrior(Wrapper):
                 f"label_prior needs {FEWEST_UNLABELLED} training texts beside the demonstrations, task "
                 f"{task.name!r} has {len(texts)}: add some, or use contextual_calibration"
             )
-        prior = _log_mean(below.scores(texts).softmax(-1))
-        return ContextualPredictor(below, prior, below.cost + Cost.of(prior, unlabelled=len(texts)))
+        bias = bias_towards(None, below.scores(texts))
+        return BiasedPredictor(below, bias, below.cost + Cost.of(bias, unlabelled=len(texts)))
 
 
 class BatchCalibration(Wrapper):
@@ -128,10 +126,5 @@ class BatchPredictor:
                 "batch_calibration cannot classify one text by itself, since it subtracts the mean over the "
                 "texts: give many, of all classes, or use contextual_calibration"
             )
-        probable = self.below.scores(texts, progress).log_softmax(-1)
-        return (probable - _log_mean(probable.exp())).log_softmax(-1)
-
-
-def _log_mean(probabilities: Float[Tensor, "texts labels"]) -> Float[Tensor, " labels"]:
-    """Logarithm of the mean over texts, finite also for a label that has none of it."""
-    return probabilities.mean(0).clamp(min=1e-12).log()
+        scores = self.below.scores(texts, progress)
+        return biased(scores, -log_mean(scores))

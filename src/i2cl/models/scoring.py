@@ -249,6 +249,13 @@ def score(
     return scores
 
 
+def biased(
+    scores: Float[Tensor, "*queries labels"], bias: Float[Tensor, " labels"]
+) -> Float[Tensor, "*queries labels"]:
+    """Log-probabilities among the labels, with a number for each label added, normalised again; in nats."""
+    return (scores.log_softmax(-1) + bias).log_softmax(-1)
+
+
 def next_token_log_probabilities(
     decoder: Decoder, queries: Sequence[Ids], *, edit: Edit | None = None, prefix: Prefix | None = None
 ) -> Float[Tensor, "queries vocab"]:

@@ -6,7 +6,7 @@ https://huggingface.co/docs/huggingface_hub/guides/model-cards.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -112,7 +112,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         ),
         base_model=_json({key: base[key] for key in base if key != "config"} | {"name": shown}),
         demonstrations=description["demonstrations"],
-        loss=_loss(description["loss"]),
+        loss=_loss(description["loss"]) + _label_prior(description),
         settings=_json(
             {key: description[key] for key in ("extraction", "calibration", "positions", "scoring", "seed")}
         ),
@@ -176,6 +176,24 @@ def _loss(history: list[float]) -> str:
         return "The coefficients were not calibrated."
     first, last = history[0], history[-1]
     return f"Calibration loss: {first:.3f} -> {last:.3f} nats, first round to last of {len(history)}."
+
+
+def _label_prior(description: Mapping[str, Any]) -> str:
+    """A paragraph on the label bias, where there is one."""
+    if "label_bias" not in description:
+        return ""
+    said = "\n\n`label_bias` is added to the log-probabilities among the labels."
+    told = description["calibration"].get("label_prior")
+    return f"{said} {_md(prior_words(description['task']['labels'], told))}" if told else said
+
+
+def prior_words(labels: Sequence[str], told: Mapping[str, Any]) -> str:
+    """What a label prior was measured on and takes for granted, from what settings tell of it."""
+    frequent = "equally frequent"
+    if told["prior"] is not None:
+        shares = zip(labels, told["prior"], strict=True)
+        frequent = "as frequent as " + ", ".join(f"{word} {share:g}" for word, share in shares)
+    return f"Measured on {told['texts']} texts without labels; classes are taken to be {frequent}."
 
 
 def _results(metrics: Mapping[str, float], worth: Mapping[str, Any]) -> str:

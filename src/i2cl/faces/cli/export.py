@@ -12,6 +12,7 @@ from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.options import ModelOptions
 
 if TYPE_CHECKING:
+    from i2cl.core.injection import Injection
     from i2cl.export import Golden
 
 
@@ -26,6 +27,10 @@ def export(
     ] = "hf",
     model: options.BaseName = None,
     force: options.Force = False,
+    drop_prior: Annotated[
+        bool,
+        typer.Option("--drop-prior", help="Leave out the label prior, and say what to add to label scores."),
+    ] = False,
     golden: Annotated[
         bool, typer.Option(help="Store what `i2cl verify` compares with; loads the model.")
     ] = True,
@@ -47,9 +52,13 @@ def export(
     load.libraries()
     from i2cl.core.injection import Injection
     from i2cl.export import export_gguf, export_hf, export_peft, make_golden
+    from i2cl.injections.label_prior import without_label_prior
 
     own = _own_options(to, output, dtype, max_shard_size, tokenizer=tokenizer)
     injection = Injection.from_pretrained(artefact)
+    dropped = _prior(injection) if drop_prior else {}
+    if drop_prior:
+        injection = without_label_prior(injection)
     name = model or injection.base.name
     loading = load.of_artefact(replace(loading, dtype="auto"), injection, model)
     load.quiet()
@@ -57,7 +66,7 @@ def export(
         decoder = load.artefact_decoder(injection, model, loading)
         made = export_peft(decoder, injection, output, golden=golden, force=force, revision=loading.revision)
         what = f"{injection.task.name} as a {made.tuner} adapter of {name}"
-        _show_export(output, injection.task.name, name, what, golden=golden, json=json)
+        _show_export(output, injection.task.name, name, what, golden=golden, dropped=dropped, json=json)
         return
     write: Callable[..., None] = export_hf if to == "hf" else export_gguf
 
@@ -76,7 +85,13 @@ def export(
         **own,
     )
     what = f"{name} with {injection.task.name} in its weights"
-    _show_export(output, injection.task.name, name, what, golden=golden, json=json)
+    _show_export(output, injection.task.name, name, what, golden=golden, dropped=dropped, json=json)
+
+
+def _prior(injection: "Injection") -> dict[str, float]:
+    """The label prior's numbers by label, if there is one."""
+    bias = injection.label_bias
+    return {} if bias is None else dict(zip(injection.task.labels, bias, strict=True))
 
 
 def _own_options(
@@ -107,14 +122,27 @@ def _note_what_verify_needs() -> None:
         console.note(str(lacking))
 
 
-def _show_export(output: Path, task: str, model: str, what: str, *, golden: bool, json: bool) -> None:
+def _show_export(
+    output: Path,
+    task: str,
+    model: str,
+    what: str,
+    *,
+    golden: bool,
+    dropped: dict[str, float],
+    json: bool,
+) -> None:
     files = [output] if output.is_file() else output.glob("*.safetensors")
     sizes = [path.stat().st_size for path in files]
     if json:
         record = {"output": str(output), "task": task, "base_model": model, "golden": golden}
+        record |= {"label_bias": dropped} if dropped else {}
         console.print_json(record | {"files": len(sizes), "bytes": sum(sizes)})
         return
     size = f"{sum(sizes):,} bytes in {len(sizes)} file(s)"
     console.say(f"Saved {output}: {what}, {size}.")
+    if dropped:
+        told = ", ".join(f"{label} {value:+.4f}" for label, value in dropped.items())
+        console.say(f"Add to the label's log-probability, or as logit_bias of its only token: {told}.")
     if golden:
         console.say(f"Next: i2cl verify {output}")

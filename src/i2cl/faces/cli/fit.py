@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from i2cl.errors import I2CLError
 from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.options import ModelOptions, TaskOptions
 from i2cl.storage.atomic import public_name, require_writable
@@ -47,6 +48,21 @@ def fit(
     ] = "i2cl",
     recipe: options.Recipe = "paper",
     settings: options.Settings = None,
+    unlabelled: Annotated[
+        Path | None,
+        typer.Option(
+            help="Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
+            "set right on; 32 or more.",
+            rich_help_panel=options.METHOD,
+        ),
+    ] = None,
+    prior: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of the labels in those texts, in the labels' order, commas between; default: equal.",
+            rich_help_panel=options.METHOD,
+        ),
+    ] = None,
     rows: TaskOptions,
     evaluate: Annotated[
         int,
@@ -64,16 +80,21 @@ def fit(
     load.libraries()
     from i2cl.core.artefact import own_files
     from i2cl.experiments.worth import labelled_rows
+    from i2cl.injections.label_prior import with_label_prior
 
     require_writable(output, own_files(output))
     chosen = cast("I2CL | Anchored", load.methods([method], settings, recipe)[0])
     loaded = load.task(task, rows)
     demonstrations = loaded.sample(shots, seed)
     queries = labelled_rows(loaded, demonstrations, evaluate)
+    texts, shares = _prior_of(unlabelled, prior, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
     loaded = load.worded(loaded, rows, decoder.tokenizer)
     started = time.perf_counter()
     injection = _fitted(chosen, decoder, loaded, demonstrations, seed, hints=not json)
+    if texts:
+        with console.progress(len(texts), "scoring unlabelled texts") as bar:
+            injection = with_label_prior(injection, decoder, texts, shares, progress=bar.advance)
     seconds = time.perf_counter() - started
     if evaluate:
         injection = _measured(injection, chosen, decoder, loaded, demonstrations, queries, seconds)
@@ -99,6 +120,31 @@ def _fitted(
         slow = hints and isinstance(method, I2CL) and method.calibration.optimizer != "lbfgs"
         progress = _Patience(bar).epoch if slow else bar.epoch
         return method.injection(decoder, task, demonstrations, seed, progress)
+
+
+def _prior_of(
+    source: Path | None, prior: str | None, column: str, task: "Task"
+) -> tuple[list[str], list[float] | None]:
+    """The texts of a label prior, and the shares that are asked for.
+
+    Raises:
+        I2CLError: on texts that cannot be read, shares without texts, or shares that are none of the labels.
+    """
+    from i2cl.injections.label_prior import require_shares
+    from i2cl.tasks.rows import read_queries
+
+    if source is None:
+        if prior is not None:
+            raise I2CLError("--prior is of texts without labels: give them with --unlabelled FILE")
+        return [], None
+    shares = None
+    if prior is not None:
+        try:
+            shares = [float(share) for share in load.split(prior)]
+        except ValueError:
+            raise I2CLError(f"--prior {prior!r} is no list of numbers: write it like 0.5,0.3,0.2") from None
+        require_shares(shares, task.labels)
+    return [query.text for query in read_queries(str(source), column=column)], shares
 
 
 class _Patience:
@@ -151,6 +197,9 @@ def _measured(
 def _show_fit(
     injection: "Injection", output: Path, model: str, seconds: float, *, asked: bool, json: bool
 ) -> None:
+    from i2cl.core.injection import LABEL_PRIOR
+    from i2cl.storage.card import prior_words
+
     history, count = injection.history, injection.context.demonstrations
     first, last = (history[0], history[-1]) if history else (None, None)
     if json:
@@ -165,6 +214,7 @@ def _show_fit(
             "fit_seconds": seconds,
             "cached_values": injection.context.values.numel(),
             "coefficients": injection.coefficients.numel(),
+            "label_bias": injection.label_bias,
             "metrics": injection.metrics,
             "worth": injection.worth or None,
         }
@@ -172,6 +222,8 @@ def _show_fit(
         return
     told = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
     console.say(f"Saved {output}: {injection.task.name}, {count} demonstrations, {told}, {seconds:.1f} s.")
+    if injection.label_bias is not None:
+        console.say(f"Label prior: {prior_words(injection.task.labels, injection.settings[LABEL_PRIOR])}")
     if injection.worth:
         _show_worth(injection.worth)
     elif asked:

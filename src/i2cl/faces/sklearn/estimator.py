@@ -169,7 +169,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """Log-odds of the second class, in nats; of more than two, each label's log-probability.
 
-        The latter is among all that the model could say, so it also tells how well a text fits the task.
+        The latter is among all that the model could say, so it also tells how well a text fits the task; of
+        an injection with a label bias it is among the labels.
         Raises as `predict`.
         """
         scores = self._scores(X)
@@ -226,7 +227,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         )
         made.classes_ = classes[order]
         task = replace(injection.task, labels=tuple(words[place] for place in order))
-        made.injection_ = replace(injection, task=task)  # whose order is the stored one
+        bias = injection.label_bias and tuple(injection.label_bias[place] for place in order)
+        made.injection_ = replace(injection, task=task, label_bias=bias)  # whose order is the stored one
         return made
 
     def _scores(self, X: Any) -> Float[np.ndarray, "n classes"]:

@@ -114,9 +114,14 @@ ScoredStream = Generator[Scored, None, None]
 
 def digest(injection: Injection) -> str:
     """SHA-256 of all that an injection's answers depend on."""
-    said = [injection.task.to_dict(), asdict(injection.base), injection.positions, injection.scoring]
-    site = injection.context.config.site
-    found = hashlib.sha256(json.dumps([*said, site, injection.seed], sort_keys=True).encode())
+    said: list[object] = [
+        injection.task.to_dict(),
+        asdict(injection.base),
+        injection.positions,
+        injection.scoring,
+    ]
+    said += [injection.context.config.site, injection.seed, injection.label_bias]
+    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for tensor in (injection.context.values, injection.coefficients):
         found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()

@@ -1,0 +1,117 @@
+"""A label prior: numbers, one a label, that set an injection's mean label probabilities right.
+
+Beyond the paper. A model often says one label too often whatever the text. How often it says each is
+measured on texts without labels, once; single queries are served afterwards.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.core.injection import LABEL_PRIOR, Injection
+from i2cl.errors import I2CLError
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress
+
+FEWEST_UNLABELLED = 32
+"""With fewer, the mean is little more than chance."""
+
+ROUNDED = 0.01
+"""How far the shares of a prior may be from a sum of 1."""
+
+
+class FewTextsWarning(UserWarning):
+    """A label prior is measured on fewer than `FEWEST_UNLABELLED` texts."""
+
+
+def with_label_prior(
+    injection: Injection,
+    decoder: Decoder,
+    texts: Sequence[str],
+    prior: Sequence[float] | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Injection:
+    """The same injection with a `label_bias`: log(prior) - log(mean probability over the texts), in nats.
+
+    It is one step: the means over the texts are near the prior afterwards, and not equal to it. What was
+    measured of the injection without it (metrics, worth, command) is left out.
+
+    Args:
+        injection: a bias that it has is replaced.
+        decoder: the model that it was made on.
+        texts: without labels, as they will come; no text's label is looked at.
+        prior: share of each label among such texts, in the labels' order; default: all equal.
+        force: see `Injection.require_base`.
+        progress: called as texts finish.
+
+    Raises:
+        I2CLError: without texts, on an empty one, a prior that is no shares of the labels, or another model.
+    """
+    injection = without_label_prior(injection)
+    shares = None if prior is None else require_shares(prior, injection.task.labels)
+    if not texts:
+        raise I2CLError(f"no texts were given: a label prior takes at least {FEWEST_UNLABELLED}")
+    if len(texts) < FEWEST_UNLABELLED:
+        message = f"a label prior from {len(texts)} texts is little more than chance"
+        warnings.warn(f"{message}: give at least {FEWEST_UNLABELLED}", FewTextsWarning, stacklevel=2)
+    bias = bias_towards(shares, injection.scores(decoder, texts, force=force, progress=progress))
+    told = {"texts": len(texts), "prior": None if prior is None else list(prior)}
+    return _unmeasured(injection, tuple(bias.tolist()), injection.settings | {LABEL_PRIOR: told})
+
+
+def without_label_prior(injection: Injection) -> Injection:
+    """The same injection without its `label_bias`, and without what was measured with it."""
+    if injection.label_bias is None:
+        return injection
+    settings = {name: value for name, value in injection.settings.items() if name != LABEL_PRIOR}
+    return _unmeasured(injection, None, settings)
+
+
+def bias_towards(
+    prior: Float[Tensor, " labels"] | None, scores: Float[Tensor, "texts labels"]
+) -> Float[Tensor, " labels"]:
+    """What `i2cl.models.scoring.biased` is to add to such scores, in nats; 0 where a mean is as the prior.
+
+    Args:
+        prior: share of each label; None: all equal.
+        scores: log-probabilities of the labels, up to a constant a text.
+    """
+    prior = torch.full_like(scores[0], 1 / scores.shape[1]) if prior is None else prior
+    return prior.log() - log_mean(scores)
+
+
+def log_mean(scores: Float[Tensor, "texts labels"]) -> Float[Tensor, " labels"]:
+    """Logarithm of each label's mean probability among the labels, finite also for a label that has none."""
+    return scores.softmax(-1).mean(0).clamp(min=1e-12).log()
+
+
+def require_shares(prior: Sequence[float], labels: Sequence[str]) -> Float[Tensor, " labels"]:
+    """A prior as shares that sum to 1.
+
+    Raises:
+        I2CLError: if it is not one number above 0 for each label, or their sum is not 1 to `ROUNDED`.
+    """
+    named = f"the prior {', '.join(f'{share:g}' for share in prior)}"
+    if len(prior) != len(labels):
+        words = ", ".join(labels)
+        raise I2CLError(
+            f"{named} has {len(prior)} shares for {len(labels)} labels: give one each for {words}"
+        )
+    if not all(share > 0 for share in prior):
+        raise I2CLError(f"{named} has a share that is not above 0: give every label one above 0")
+    if not math.isclose(sum(prior), 1, abs_tol=ROUNDED):
+        raise I2CLError(f"{named} has shares that sum to {sum(prior):g}: give some that sum to 1")
+    return torch.tensor(prior, dtype=torch.float32) / sum(prior)
+
+
+def _unmeasured(
+    injection: Injection, bias: tuple[float, ...] | None, settings: dict[str, object]
+) -> Injection:
+    return replace(injection, label_bias=bias, settings=settings, metrics={}, worth={}, command="")

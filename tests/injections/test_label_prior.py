@@ -1,0 +1,121 @@
+"""A label prior kept with an injection: what it is, and that it is the one of the wrapper."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from i2cl import CalibrationConfig, I2CLError, Injection, InjectionPool, calibrate, extract, with_label_prior
+from i2cl.injections.label_prior import FewTextsWarning, without_label_prior
+from i2cl.methods.base import Cost
+from i2cl.methods.label_calibration import LabelPrior
+from i2cl.models.scoring import biased
+from i2cl.tasks import Example
+
+TEXTS = ["a warm film", "dull", "one of the best of them all"]
+UNLABELLED = [f"film number {number} is {number % 7}" + " indeed" * (number % 3) for number in range(40)]
+
+
+@dataclass(frozen=True)
+class Below:
+    """An injection as the predictor that a wrapper stands on."""
+
+    injection: Injection
+    decoder: object
+    cost: Cost = field(default_factory=Cost)
+
+    def scores(self, texts, progress=None):
+        return self.injection.scores(self.decoder, texts, progress=progress)
+
+
+@pytest.fixture
+def injection(decoder, task):
+    shown = task.sample(2)
+    return calibrate(decoder, task, shown, extract(decoder, task, shown), CalibrationConfig(epochs=2))
+
+
+def test_scores_are_those_of_the_wrapper(injection, decoder, task):
+    rows = replace(task, train=tuple(Example(text, number % 2) for number, text in enumerate(UNLABELLED)))
+    below = Below(injection, decoder)
+    wrapper = LabelPrior().over(below, rows, (), seed=0)
+    found = with_label_prior(injection, decoder, rows.unlabelled(64, (), 0))
+    wanted = wrapper.scores(TEXTS)
+    assert torch.equal(found.scores(decoder, TEXTS), wanted)
+    assert not torch.allclose(wanted, below.scores(TEXTS).log_softmax(-1), atol=1e-2)
+    assert found.predict(decoder, TEXTS) == [task.labels[best] for best in wanted.argmax(-1)]
+    torch.testing.assert_close(found.scores(decoder, TEXTS[1:2]), wanted[1:2], atol=1e-5, rtol=1e-5)
+
+
+def test_the_bias_is_the_prior_over_the_mean_in_one_step(injection, decoder):
+    mean = injection.scores(decoder, UNLABELLED).softmax(-1).double().mean(0)
+    for prior in (None, (0.8, 0.2)):
+        found = with_label_prior(injection, decoder, UNLABELLED, prior)
+        wanted = (torch.tensor(prior or (0.5, 0.5)).double() / mean).log()
+        torch.testing.assert_close(torch.tensor(found.label_bias).double(), wanted, atol=1e-5, rtol=1e-5)
+        assert found.settings["label_prior"] == {"texts": 40, "prior": list(prior) if prior else None}
+
+
+def test_measured_again_it_does_not_stand_on_itself(injection, decoder):
+    once = with_label_prior(injection, decoder, UNLABELLED)
+    assert with_label_prior(once, decoder, UNLABELLED).label_bias == once.label_bias
+
+
+def test_what_was_measured_without_it_is_forgotten(injection, decoder):
+    told = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
+    found = with_label_prior(told, decoder, UNLABELLED)
+    assert (found.metrics, found.worth, found.command) == ({}, {}, "")
+    assert without_label_prior(injection) is injection
+    plain = without_label_prior(replace(found, metrics={"accuracy": 0.5}))
+    assert (plain.label_bias, plain.metrics, plain.settings) == (None, {}, injection.settings)
+
+
+def test_few_texts_are_warned_of_and_none_are_refused(injection, decoder):
+    with pytest.warns(FewTextsWarning, match="from 31 texts is little more than chance: give at least 32"):
+        found = with_label_prior(injection, decoder, UNLABELLED[:31])
+    assert all(map(math.isfinite, found.label_bias))
+    with_label_prior(injection, decoder, UNLABELLED[:32])
+    with pytest.raises(I2CLError, match="no texts were given"):
+        with_label_prior(injection, decoder, [])
+
+
+@pytest.mark.parametrize(
+    ("prior", "named"),
+    [
+        ((0.5,), "2 labels"),
+        ((0.5, 0.3, 0.2), "2 labels"),
+        ((1.0, 0.0), "above 0"),
+        ((1.5, -0.5), "above 0"),
+        ((math.nan, 0.5), "above 0"),
+        ((0.5, 0.3), "sum to 0.8"),
+        ((math.inf, 0.5), "sum to inf"),
+    ],
+)
+def test_a_prior_that_is_none_is_refused(injection, decoder, prior, named):
+    with pytest.raises(I2CLError, match=named):
+        with_label_prior(injection, decoder, UNLABELLED, prior)
+
+
+@pytest.mark.parametrize("bias", [(0.5,), (0.1, 0.2, 0.3), (math.nan, 0.0), (0.0, math.inf)])
+def test_a_bias_that_does_not_fit_the_labels_is_refused(injection, bias):
+    with pytest.raises(I2CLError, match=r"label_bias .* 2 labels"):
+        replace(injection, label_bias=bias)
+
+
+def test_a_pool_mixes_injections_with_and_without(injection, decoder):
+    three = replace(injection, task=replace(injection.task, labels=("a", "positive", "negative")))
+    kinds = {
+        "plain": injection,
+        "biased": replace(injection, label_bias=(0.0, 4.0)),
+        "three": replace(three, label_bias=(1.0, -1.0, 2.0)),
+        "whole": replace(injection, scoring="full", label_bias=(-3.0, 0.0)),
+    }
+    texts, names = [text for text in TEXTS for _ in kinds], [*kinds] * len(TEXTS)
+    pool = InjectionPool(decoder, kinds)
+    found = pool.scores(texts, names)
+    for text, name, row in zip(texts, names, found, strict=True):
+        torch.testing.assert_close(row, kinds[name].scores(decoder, [text])[0], atol=1e-4, rtol=1e-4)
+    plain, shifted = (torch.stack([found[place + 4 * row] for row in range(3)]) for place in (0, 1))
+    torch.testing.assert_close(shifted, biased(plain, torch.tensor([0.0, 4.0])), atol=1e-4, rtol=1e-4)
+    words = [kinds[name].task.labels[int(row.argmax())] for name, row in zip(names, found, strict=True)]
+    assert pool.predict(texts, names) == words
