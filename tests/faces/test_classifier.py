@@ -478,7 +478,7 @@ def test_an_injection_is_a_classifier_of_its_label_words(tmp_path):
 
 
 def test_a_label_bias_follows_its_labels(tmp_path):
-    bias = tuple(5.0 * (word == "red") for word in TASK.labels)
+    bias = tuple(50.0 * (word == "red") for word in TASK.labels)
     assert list(TASK.labels) != sorted(TASK.labels)
     injection = replace(fitted().injection_, task=replace(fitted().injection_.task, labels=TASK.labels))
     injection = replace(injection, settings={}, label_bias=bias)
