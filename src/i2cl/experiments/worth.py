@@ -168,8 +168,8 @@ def with_left_out(
     """`with_worth` where no other labelled rows remain: each demonstration is left out of what answers it.
 
     Zero-shot knows none of them. Few-shot runs again without each, where they are at most `MOST_LEFT_OUT`.
-    The injection's scores follow from one more step, to first order; a label
-    bias stays what it is. So few rows show large differences only.
+    The injection's scores follow from one more step, to first order; a label bias stays what it is. So few
+    rows show large differences only.
     """
     shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method)
     zero_shot, few_shot = make_methods(["zero_shot", "few_shot"])

@@ -141,8 +141,10 @@ def waiting(what: str) -> Iterator[None]:
     if _BARS:
         bar, before = _BARS[-1], _BARS[-1].what
         bar.describe(what)
-        yield
-        bar.describe(before)
+        try:
+            yield
+        finally:
+            bar.describe(before)
     elif err.is_terminal and parent_process() is None:  # workers would write over each other
         with err.status(_plain(what)):
             yield
