@@ -10,6 +10,7 @@ import torch
 
 from i2cl import Example, I2CLError
 from i2cl.experiments.evaluation import Evaluation, evaluate, macro_f1, summarize
+from i2cl.experiments.sweep import sweep
 from i2cl.methods import Cost, Method, make_methods
 from i2cl.version import __version__
 
@@ -111,7 +112,7 @@ COUNTS = {"trainable_parameters", "cached_values", "cached_bytes", "held_out"}
 @pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
 def test_seeds_are_fitted_together_where_that_gains(decoder, task):
     ours, few_shot = make_methods(["i2cl", "few_shot"], {"epochs": 3})
-    together = Evaluation(task, ours, (0, 1, 2), 2).run(decoder)
+    together = Evaluation(task, (ours,), (0, 1, 2), 2).run(decoder)
     assert [(run.seed, run.together, run.shots) for run in together] == [(0, 3, 2), (1, 3, 2), (2, 3, 2)]
     assert len({run.fit_seconds for run in together}) == 1
     assert all(set(run.record()) >= COUNTS for run in together)
@@ -120,7 +121,7 @@ def test_seeds_are_fitted_together_where_that_gains(decoder, task):
         assert (alone.together, alone.cost, alone.demonstrations) == (1, run.cost, run.demonstrations)
         coefficients = [torch.tensor(one.coefficients) for one in (run, alone)]
         torch.testing.assert_close(*coefficients, atol=1e-5, rtol=1e-5)
-    assert [run.together for run in Evaluation(task, few_shot, (0, 1), 2).run(decoder)] == [1, 1]
+    assert [run.together for run in Evaluation(task, (few_shot,), (0, 1), 2).run(decoder)] == [1, 1]
 
 
 def test_a_seed_that_cannot_be_fitted_is_told_by_itself(decoder, task, monkeypatch):
@@ -133,7 +134,7 @@ def test_a_seed_that_cannot_be_fitted_is_told_by_itself(decoder, task, monkeypat
 
     monkeypatch.setattr(type(ours), "plan", refuse)
     with pytest.raises(I2CLError, match="seed 4 is no good"):
-        Evaluation(task, ours, (4, 5), 2).run(decoder)
+        Evaluation(task, (ours,), (4, 5), 2).run(decoder)
     assert seen == [4, 4]  # with its group, then by itself
 
 
@@ -186,3 +187,22 @@ def test_summaries_have_mean_and_sample_standard_deviation(decoder, task):
     assert (noise.method, noise.seeds, noise.accuracy, noise.accuracy_sd) == ("noise", 1, 0.9, 0.0)
     assert (other.task, other.accuracy) == ("x", 1.0)
     assert summarize([]) == []
+
+
+@pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+def test_a_sweep_fits_once_what_several_methods_stand_on(decoder, task, monkeypatch):
+    names = ["contextual_calibration", "zero_shot", "few_shot", "zero_shot+contextual_calibration"]
+    methods = make_methods(names)
+    fits = []
+    fit = type(methods[2]).fit
+
+    def counted(self, decoder, task, demonstrations, seed):
+        fits.append(seed)
+        return fit(self, decoder, task, demonstrations, seed)
+
+    monkeypatch.setattr(type(methods[2]), "fit", counted)
+    runs = sweep(lambda: decoder, [task], methods, [0, 1], shots=2, limit=6, workers=1)
+    assert [(run.method, run.seed) for run in runs] == [(name, seed) for name in names for seed in (0, 1)]
+    assert fits == [0, 1]
+    for run, method in zip(runs, [one for one in methods for _ in (0, 1)], strict=True):
+        assert run.predictions == evaluate(decoder, task, method, shots=2, seed=run.seed, limit=6).predictions

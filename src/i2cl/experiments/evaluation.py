@@ -85,6 +85,17 @@ def stand_on(method: Wrapper, below: Fitted, task: Task) -> Fitted:
     return replace(below, method=method, predictor=predictor, seconds=seconds)
 
 
+def bottom(method: Method) -> Method:
+    """What a method's wrappers stand on in the end; the method itself, if it is none."""
+    return bottom(method.below) if isinstance(method, Wrapper) else method
+
+
+def _on_top(method: Method, fitted: Fitted, task: Task) -> Fitted:
+    if isinstance(method, Wrapper):
+        return stand_on(method, _on_top(method.below, fitted, task), task)
+    return fitted
+
+
 def measure(
     decoder: Decoder,
     task: Task,
@@ -163,36 +174,41 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A method on a task with some seeds: a job for `i2cl.experiments.parallel.run_jobs`.
+    """Methods that stand on one fit, on a task with some seeds: a job for `run_jobs`.
 
     Attributes:
         task: with its splits.
-        method: see `i2cl.methods.make_methods`.
-        seeds: of demonstrations and method; fitted together where the method gains by that.
+        methods: equal but for the wrappers on top; see `i2cl.methods.make_methods` and `bottom`.
+        seeds: of demonstrations and methods; fitted together where that gains time.
         shots: demonstrations per class; default: the task's own.
         limit: at most so many queries.
     """
 
     task: Task
-    method: Method
+    methods: tuple[Method, ...]
     seeds: tuple[int, ...]
     shots: int | None = None
     limit: int | None = None
 
     def run(self, decoder: Decoder) -> list[Run]:
-        """One run for each seed.
+        """One run for each seed and method.
 
         Raises:
             I2CLError: see `evaluate`, from the first seed that cannot be fitted.
         """
         queries = self.task.queries(self.limit)
-        return [measure(decoder, self.task, one, queries) for one in self._fitted(decoder)]
+        return [
+            measure(decoder, self.task, _on_top(method, fitted, self.task), queries)
+            for fitted in self._fitted(decoder)
+            for method in self.methods
+        ]
 
     def _fitted(self, decoder: Decoder) -> Iterable[Fitted]:
         """All together, or else one after the other, each when it is asked for."""
-        fit = partial(fit_seeds, decoder, self.task, self.method)
+        method = bottom(self.methods[0])
+        fit = partial(fit_seeds, decoder, self.task, method)
         shown = [self.task.sample(self.shots, seed) for seed in self.seeds]
-        if self.method.joint and len(self.seeds) > 1:
+        if method.joint and len(self.seeds) > 1:
             with suppress(I2CLError):  # by itself, each seed tells its own
                 return fit(shown, self.seeds)
         return (fit([own], [seed])[0] for own, seed in zip(shown, self.seeds, strict=True))

@@ -1,8 +1,9 @@
 """Every method on every task with every seed: what `i2cl eval` measures."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
-from i2cl.experiments.evaluation import Evaluation
+from i2cl.experiments.evaluation import Evaluation, bottom
 from i2cl.experiments.parallel import DecoderSource, run_jobs, suggested_workers
 from i2cl.experiments.records import Run
 from i2cl.methods import Method
@@ -24,6 +25,8 @@ def sweep(
 ) -> list[Run]:
     """Evaluate tasks x methods x seeds, in that order; seeds go together where a method gains by it.
 
+    Methods that stand on the same fit, such as one with and without a label prior, share it.
+
     Args:
         source: loads the model.
         tasks: with their splits.
@@ -44,16 +47,25 @@ def sweep(
     decoder = source()
     if word is not None:
         tasks = [word(task, decoder) for task in tasks]
+    fits: dict[Method, list[Method]] = {}
+    for method in methods:
+        fits.setdefault(bottom(method), []).append(method)
     jobs = [
-        Evaluation(task, method, group, shots, limit)
+        Evaluation(task, tuple(alike), group, shots, limit)
         for task in tasks
-        for method in methods
-        for group in ([tuple(seeds)] if method.joint else [(seed,) for seed in seeds])
+        for fit, alike in fits.items()
+        for group in ([tuple(seeds)] if fit.joint else [(seed,) for seed in seeds])
     ]
-    runs: dict[int, list[Run]] = {}
-    for place, made in run_jobs(decoder, source, jobs, workers or suggested_workers(decoder, len(jobs))):
-        runs[place] = made
+    runs: list[Run] = []
+    for _, made in run_jobs(decoder, source, jobs, workers or suggested_workers(decoder, len(jobs))):
+        runs += made
         for run in made:
             if watch is not None:
                 watch(run)
-    return [run for place in sorted(runs) for run in runs[place]]
+    names, called = [task.name for task in tasks], [method.called for method in methods]
+    order = [range(len(tasks)), range(len(methods)), range(len(seeds))]
+    places = {
+        (names[task], called[method], seeds[seed]): (task, method, seed)
+        for task, method, seed in product(*order)
+    }
+    return sorted(runs, key=lambda run: places[run.task, run.method, run.seed])
