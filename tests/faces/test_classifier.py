@@ -11,7 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Injection, calibrate, extract, load_task
+from i2cl import (
+    AnchoredConfig,
+    CalibrationConfig,
+    Decoder,
+    Example,
+    I2CLError,
+    Injection,
+    anchor,
+    calibrate,
+    extract,
+    load_task,
+    with_label_prior,
+)
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
 
@@ -119,6 +131,24 @@ def test_it_is_what_extract_and_calibrate_make():
     assert np.allclose(found.predict_log_proba(QUERIES), scores.log_softmax(-1).numpy())
     assert np.array_equal(found.decision_function(QUERIES), scores.numpy())
     assert found.predict(QUERIES).tolist() == injection.predict(decoder, QUERIES)
+
+
+def test_another_method_and_unlabelled_texts(tmp_path):
+    unlabelled = [example.text for example in TASK.train[-64:]]
+    found = quick(shots=5, method="anchored", settings={"steps": 2}, unlabelled=unlabelled).fit(X, Y)
+    task = replace(TASK, labels=tuple(found.classes_), test=())
+    rows = [Example(text, task.labels.index(word)) for text, word in zip(X, Y, strict=True)]
+    shown = replace(task, train=tuple(rows)).sample(5, 0)
+    context = extract(reference(), task, shown)
+    plain = anchor(reference(), task, shown, context, AnchoredConfig(steps=2))
+    injection = with_label_prior(plain, reference(), unlabelled)
+    assert torch.equal(found.injection_.context.values, injection.context.values)
+    assert np.allclose(found.decision_function(QUERIES), injection.scores(reference(), QUERIES).numpy())
+    assert "anchored+label_prior" in found.report_["methods"]
+    found.save_pretrained(tmp_path / "out")
+    again = I2CLClassifier.from_pretrained(tmp_path / "out", model=reference())
+    assert (again.method, again.settings["steps"]) == ("anchored", 2)
+    assert np.array_equal(again.predict(QUERIES), found.predict(QUERIES))
 
 
 def test_it_learns_the_task():
@@ -235,6 +265,7 @@ def wrong(x=None, y=None, **parameters):
         ({"y": [0, 1] * 30, "labels": {0: "red", 1: " blue"}}, "label word ' blue' is empty or padded"),
         ({"shots": 50}, "class 'blue' has .* training examples but 50 shots"),
         ({"recipe": "quick"}, "unknown recipe 'quick': choose one of paper, released, fast"),
+        ({"method": "icv"}, "unknown method 'icv': choose one of i2cl, anchored"),
         ({"settings": {"epoch": 3}}, "has the option 'epoch'"),
         ({"settings": {"epochs": "many"}}, "option epochs='many'"),
         ({"template": "{text}"}, r"\{label\} 0 times"),

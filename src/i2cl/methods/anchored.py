@@ -16,7 +16,7 @@ from i2cl.core.injection import Injection
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import Questions, Scoring
 from i2cl.models.training import StepProgress
 from i2cl.tasks import Example, Task
 
@@ -45,10 +45,20 @@ class Anchored(Method):
         demonstrations: Sequence[Example],
         seed: int = 0,
         progress: StepProgress | None = None,
+        scoring: Scoring = "auto",
     ) -> Injection:
         """Extract, which gives the scale, and fit."""
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
-        return anchor(decoder, task, demonstrations, context, self.anchoring, seed=seed, progress=progress)
+        return anchor(
+            decoder,
+            task,
+            demonstrations,
+            context,
+            self.anchoring,
+            seed=seed,
+            scoring=scoring,
+            progress=progress,
+        )
 
     def left_out_scores(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], injection: Injection

@@ -28,7 +28,7 @@ from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor, Shown, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import Questions, Scoring
 from i2cl.models.training import StepProgress
 from i2cl.tasks import Example, Task, Template
 
@@ -102,6 +102,7 @@ class I2CL(InjectionMethod):
         demonstrations: Sequence[Example],
         seed: int = 0,
         progress: StepProgress | None = None,
+        scoring: Scoring = "auto",
     ) -> Injection:
         """Extract and calibrate."""
         plan = self.plan(decoder, task, demonstrations, seed)
@@ -112,6 +113,7 @@ class I2CL(InjectionMethod):
             plan.context,
             self.calibration,
             seed=seed,
+            scoring=scoring,
             progress=progress,
         )
 

@@ -40,13 +40,14 @@ def fit(
     shots: options.Shots = None,
     seed: options.Seed = 0,
     method: Annotated[
-        Literal["i2cl", "anchored"],
+        Literal["anchored", "i2cl"] | None,
         typer.Option(
-            help="The paper's, or an injection fitted around the plain model among the labels.",
+            help="A vector at every writer, fitted around the plain model among the labels, or the paper's "
+            "method; default: anchored, or i2cl where a recipe or an option of its own is given.",
             rich_help_panel=options.METHOD,
         ),
-    ] = "i2cl",
-    recipe: options.Recipe = "paper",
+    ] = None,
+    recipe: options.OwnRecipe = None,
     settings: options.Settings = None,
     unlabelled: Annotated[
         Path | None,
@@ -83,7 +84,7 @@ def fit(
     from i2cl.injections.label_prior import with_label_prior
 
     require_writable(output, own_files(output))
-    chosen = cast("I2CL | Anchored", load.methods([method], settings, recipe)[0])
+    chosen = _method(method, recipe, settings)
     loaded = load.task(task, rows)
     demonstrations = loaded.sample(shots, seed)
     queries = labelled_rows(loaded, demonstrations, evaluate)
@@ -98,11 +99,28 @@ def fit(
     seconds = time.perf_counter() - started
     if evaluate:
         injection = _measured(injection, chosen, decoder, loaded, demonstrations, queries, seconds)
-    command = command_line(context, shots=shots or loaded.shots, seed=seed)
+    command = command_line(context, shots=shots or loaded.shots, seed=seed, method=chosen.name)
     injection = replace(injection, command=command)
     if console.FIRST:
         injection.save_pretrained(output)
     _show_fit(injection, output, model, seconds, asked=evaluate > 0, json=json)
+
+
+def _method(name: str | None, recipe: str | None, settings: list[str] | None) -> "I2CL | Anchored":
+    """What fits. A recipe, and an option that only I2CL has, name it.
+
+    Raises:
+        I2CLError: on a recipe for anchored calibration, or an option that the method has not.
+    """
+    from i2cl.methods.anchored import Anchored
+    from i2cl.methods.i2cl import I2CL
+
+    if name == Anchored.name and recipe is not None:
+        raise I2CLError("a recipe is I2CL's: leave out --recipe, or take --method i2cl")
+    named = {setting.partition("=")[0].strip() for setting in settings or []}
+    own = recipe is not None or named & (set(I2CL.options()) - set(Anchored.options()))
+    name = name or (I2CL if own else Anchored).name
+    return cast("I2CL | Anchored", load.methods([name], settings, recipe or "paper")[0])
 
 
 def _fitted(

@@ -42,13 +42,12 @@ Settings = Annotated[
         rich_help_panel=METHOD,
     ),
 ]
-Recipe = Annotated[
-    Literal["paper", "released", "fast"],
-    typer.Option(
-        help="Calibrate as the paper's text says, as its released code does, or in few passes.",
-        rich_help_panel=METHOD,
-    ),
-]
+_RECIPE = typer.Option(
+    help="Calibrate I2CL as the paper's text says, as its released code does, or in few passes.",
+    rich_help_panel=METHOD,
+)
+Recipe = Annotated[Literal["paper", "released", "fast"], _RECIPE]
+OwnRecipe = Annotated[Literal["paper", "released", "fast"] | None, _RECIPE]
 
 StoreFolder = Annotated[Path, typer.Argument(help="Folder of a store, packed or not.")]
 Executor = Annotated[Literal["local", "ray"], typer.Option(help="Here, or on Ray (i2cl\\[ray]).")]

@@ -6,7 +6,7 @@ never copied: clones share it, and a pickle holds its name and fingerprint inste
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,15 +17,15 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
-from i2cl.core.calibration import calibrate
-from i2cl.core.context import extract
 from i2cl.core.injection import Injection
-from i2cl.core.recipe import RECIPES, CalibrationConfig
+from i2cl.core.recipe import RECIPES
 from i2cl.errors import I2CLError
 from i2cl.experiments.worth import labelled_rows, with_worth
 from i2cl.faces.sklearn.inputs import as_classes, as_texts, label_words
 from i2cl.faces.sklearn.shared import ModelSource, find_decoder
+from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods import make_methods
+from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Scoring
@@ -50,9 +50,12 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         labels: the word that the model is to say for each class. Default: the class names themselves,
             where they are strings.
         shots: demonstrations per class, drawn with ``random_state``; None takes all training texts.
-        recipe: of calibration: ``"paper"``, ``"released"`` or ``"fast"``.
-        settings: options of extraction and calibration over the recipe's, such as
-            ``{"layers": "middle"}``; `i2cl ls methods` lists them.
+        method: ``"i2cl"``, or ``"anchored"`` for an injection fitted around the plain model among the labels.
+        recipe: of I2CL's calibration: ``"paper"``, ``"released"`` or ``"fast"``.
+        settings: options of the method over the recipe's, such as ``{"layers": "middle"}``; `i2cl ls methods`
+            lists them.
+        unlabelled: texts as they will come, 32 or more, that a label prior is measured on, see
+            `i2cl.injections.label_prior.with_label_prior`; it takes classes for equally frequent there.
         scoring: score a label by its first token, its whole sequence, or as the labels demand.
         random_state: of demonstrations and calibration: an int, a RandomState, or None to draw one.
         evaluate: at most so many of the training texts that ``shots`` left over are scored for `report_`;
@@ -75,8 +78,10 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         instruction: str = "",
         labels: Mapping[Any, str] | None = None,
         shots: int | None = None,
+        method: str = "i2cl",
         recipe: str = "paper",
         settings: Mapping[str, Any] | None = None,
+        unlabelled: Sequence[str] | None = None,
         scoring: Scoring = "auto",
         random_state: int | np.random.RandomState | None = 0,
         evaluate: int = 160,
@@ -89,8 +94,10 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         self.instruction = instruction
         self.labels = labels
         self.shots = shots
+        self.method = method
         self.recipe = recipe
         self.settings = settings
+        self.unlabelled = unlabelled
         self.scoring = scoring
         self.random_state = random_state
         self.evaluate = evaluate
@@ -124,13 +131,12 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         elif self.instruction:
             task = task.instructed(self.instruction)
         started = time.perf_counter()
-        context = extract(decoder, task, shown, method.extraction, seed=seed)
-        injection = calibrate(
-            decoder, task, shown, context, method.calibration, seed=seed, scoring=self.scoring
-        )
+        injection = method.injection(decoder, task, shown, seed, scoring=self.scoring)
+        if self.unlabelled is not None:
+            injection = with_label_prior(injection, decoder, as_texts(self.unlabelled))
         seconds = time.perf_counter() - started
         if queries:
-            injection = with_worth(injection, decoder, task, shown, queries, seconds=seconds)
+            injection = with_worth(injection, decoder, task, shown, queries, method=method, seconds=seconds)
         stored = {STORED: {"classes": classes.tolist(), "shots": self.shots}}
         self.injection_ = replace(injection, settings=injection.settings | stored)
         self.classes_ = classes
@@ -212,13 +218,15 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         words = injection.task.labels
         stored = injection.settings.get(STORED, {"classes": list(words), "shots": None})
         order = (classes := np.array(stored["classes"])).argsort()
-        options = CalibrationConfig.model_fields
+        method = injection.settings.get("method", I2CL.name)
+        options = (Anchored if method == Anchored.name else I2CL).options()
         calibration = {option: value for option, value in injection.settings.items() if option in options}
         made = cls(
             model if model is not None else injection.base,
             template=injection.task.template,
             labels=dict(zip(classes.tolist(), words, strict=True)),
             shots=stored["shots"],
+            method=method,
             settings=injection.context.config.model_dump() | calibration,
             scoring=injection.scoring,
             random_state=injection.seed,
@@ -238,10 +246,13 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         scores: Float[np.ndarray, "n classes"] = self.injection_.scores(decoder, texts).double().numpy()
         return scores
 
-    def _method(self) -> I2CL:
+    def _method(self) -> I2CL | Anchored:
+        if self.method not in (I2CL.name, Anchored.name):
+            raise I2CLError(f"unknown method {self.method!r}: choose one of {I2CL.name}, {Anchored.name}")
         if self.recipe not in RECIPES:
             raise I2CLError(f"unknown recipe {self.recipe!r}: choose one of {', '.join(RECIPES)}")
-        return cast("I2CL", make_methods([I2CL.name], self.settings, RECIPES[self.recipe])[0])
+        made = make_methods([self.method], self.settings, RECIPES[self.recipe])
+        return cast("I2CL | Anchored", made[0])
 
     def _seed(self) -> int:
         if isinstance(self.random_state, int | np.integer):
