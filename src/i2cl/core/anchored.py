@@ -32,14 +32,16 @@ from torch.nn.functional import cross_entropy, pad
 from i2cl.core.context import ContextVector, require_demonstrations
 from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.injection import Injection
+from i2cl.core.read_out import ReadOut, read_out
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.core.tangent import Point, left_out_losses, optimum, without_each
+from i2cl.core.tangent import Point, best_reach, optimum, without_each
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import (
     Questions,
     Scoring,
+    head_states,
     labelled_batch,
     score,
     sequence_log_probabilities,
@@ -68,6 +70,8 @@ class AnchoredConfig(BaseModel):
         steps: linearisations at most.
         tolerance: relative gain of the objective by an undamped step below which it ends.
         anchored_layers: all, or a third of them.
+        read_out: reach of label weights of the last hidden state on top, see `i2cl.core.read_out`; 0 for
+            none, ``"loo"`` for what leave-one-out says. Labels that share their first token get none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,6 +81,7 @@ class AnchoredConfig(BaseModel):
     steps: int = Field(4, ge=0)
     tolerance: float = Field(0.02, ge=0)
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"
+    read_out: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["loo"] = 0.0
 
 
 def anchor(
@@ -117,10 +122,12 @@ def anchor(
         )
     fit = _Fit(Questions(decoder, task, scoring), tuple(demonstrations), context, config)
     with decoder.frozen():
-        theta, history = fit.solved(progress)
-    vectors, coefficients = fit.linear(theta[None])
+        u, history = fit.solved(progress)
+        read = fit.read(u)
+    vectors, coefficients = fit.linear(fit.theta(u)[None])
     tau = fit.tau if math.isfinite(fit.tau) else None
-    settings = config.model_dump(mode="json") | {"method": "anchored", "reach": fit.reach, "tau": tau}
+    found = {"reach": fit.reach, "tau": tau, "read_out": read.reach if read else 0.0}
+    settings = config.model_dump(mode="json") | {"method": "anchored"} | found
     return Injection(
         context=replace(context, values=vectors[0]),
         coefficients=coefficients[0],
@@ -130,6 +137,7 @@ def anchor(
         seed=seed,
         settings=settings,
         history=history,
+        read_out=read.rows if read else None,
     )
 
 
@@ -157,10 +165,10 @@ def left_out_scores(
     fit = _Fit(Questions(decoder, task, injection.scoring), tuple(demonstrations), context, config)
     theta = injection.context.values if config.free == "vectors" else injection.coefficients
     u = ((theta - fit.start) / fit.scale).nan_to_num(0.0).flatten()  # 0 / 0 where a layer is left out
+    fit.tau = math.inf if injection.settings["tau"] is None else injection.settings["tau"]
     with decoder.frozen():
-        point = fit.point(u)
-    tau = injection.settings["tau"]
-    return point.scores if tau is None else without_each(point.scores, point.kernel, fit.gold, tau).float()
+        read = fit.read(u)
+        return fit.left_out(u) if read is None else read.left_out
 
 
 @dataclass(eq=False)
@@ -197,15 +205,14 @@ class _Fit:
         values = self.context.values.to(theta.device)
         return values.expand(len(theta), *values.shape), theta
 
-    def solved(
-        self, progress: StepProgress | None
-    ) -> tuple[Float[Tensor, "layers sites size"], tuple[float, ...]]:
-        """Theta, and the mean loss at the start and after each step."""
+    def solved(self, progress: StepProgress | None) -> tuple[Float[Tensor, " parameters"], tuple[float, ...]]:
+        """U, and the mean loss at the start and after each step."""
         u = torch.zeros(self.start.numel())
         point = self.point(u)
         loss = self.loss(point.scores)
         history = [loss]
-        self.reach = self.chosen(point) if self.config.reach == "loo" else self.config.reach
+        reach = self.config.reach
+        self.reach = best_reach(point, self.gold, REACHES) if reach == "loo" else reach
         self.tau = point.tau(self.reach)
         most = self.config.steps if 0 < self.tau < math.inf else 0
         objective, factor = loss * len(self.gold), 1.0
@@ -222,7 +229,22 @@ class _Fit:
             if settled or step == most - 1:
                 break
             point = self.point(u)
-        return self.theta(u), tuple(history)
+        return u, tuple(history)
+
+    def left_out(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
+        """Scores of each demonstration as if the vectors had been fitted without it."""
+        if not math.isfinite(self.tau):
+            return self.scores(u)
+        point = self.point(u)
+        return without_each(point.scores, point.kernel, self.gold, self.tau).float()
+
+    def read(self, u: Float[Tensor, " parameters"]) -> ReadOut | None:
+        """The read-out on top of the vectors, if there is to be one."""
+        questions, reach = self.questions, self.config.read_out
+        if reach == 0 or questions.labels.full:
+            return None
+        states = head_states(questions.decoder, self.queries, edit=self.edit(u))
+        return read_out(states, self.left_out(u), self.gold, None if reach == "loo" else reach)
 
     def stepped(
         self, point: Point, u: Float[Tensor, " parameters"], objective: float, factor: float
@@ -242,19 +264,6 @@ class _Fit:
             factor *= 8
         return None
 
-    def chosen(self, point: Point) -> float:
-        """The reach of the best leave-one-out likelihood under the tangent at the start.
-
-        The smaller is preferred within one standard error of the paired differences.
-        """
-        losses = [left_out_losses(point, self.gold, point.tau(reach)) for reach in REACHES]
-        best = min(losses, key=lambda one: one.mean().item())
-        for reach, one in reversed(list(zip(REACHES, losses, strict=True))):
-            apart = one - best
-            if apart.mean() <= apart.std(correction=0) / math.sqrt(len(apart)):
-                return reach
-        raise AssertionError("the best is within its own error")
-
     def loss(self, scores: Float[Tensor, "n labels"]) -> float:
         """Mean cross-entropy among the labels, in nats."""
         return cross_entropy(scores, self.gold).item()
@@ -266,9 +275,12 @@ class _Fit:
     def scores(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
         """Label scores at u."""
         questions = self.questions
+        return score(questions.decoder, self.queries, questions.labels, edit=self.edit(u))
+
+    def edit(self, u: Float[Tensor, " parameters"]) -> LinearEdit:
+        """The injection of u."""
         vectors, pairs = self.linear(self.theta(u)[None])
-        edit = LinearEdit(vectors[0], pairs[0], self.context.config.site)
-        return score(questions.decoder, self.queries, questions.labels, edit=edit)
+        return LinearEdit(vectors[0], pairs[0], self.context.config.site)
 
     def point(self, u: Float[Tensor, " parameters"]) -> Point:
         """Label scores at u and their derivatives: of whole sequences row by row, else label by label."""

@@ -5,6 +5,8 @@ linear in the parameters around some point.
 """
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,15 +20,36 @@ NEWTON_STEPS = 50
 
 
 @dataclass(frozen=True, eq=False)
-class Point:
-    """The label scores at some theta, and how they change with it.
+class Tangent(ABC):
+    """Label scores, and how they change together with some parameters.
 
     Attributes:
         scores: of each label after each demonstration, in nats, up to a constant a row.
-        jacobian: their derivatives in theta / s, up to what all labels of a row share.
     """
 
     scores: Float[Tensor, "n labels"]
+
+    @property
+    @abstractmethod
+    def kernel(self) -> Float[Tensor, "n_labels n_labels"]:
+        """Inner products of the scores' derivatives, in float64."""
+
+    def tau(self, reach: float) -> float:
+        """The strength of the prior that gives the label scores of a query this standard deviation."""
+        n, labels = self.scores.shape
+        blocks = self.kernel.view(n, labels, n, labels).diagonal(dim1=0, dim2=2)  # (labels, labels, n)
+        apart = blocks.diagonal(dim1=0, dim2=1).mean() - blocks.mean()  # what all labels share counts nothing
+        return apart.item() / reach**2 if reach > 0 else math.inf
+
+
+@dataclass(frozen=True, eq=False)
+class Point(Tangent):
+    """The label scores at some theta, and how they change with it.
+
+    Attributes:
+        jacobian: their derivatives in theta / s, up to what all labels of a row share.
+    """
+
     jacobian: Float[Tensor, "n_labels parameters"]
 
     @cached_property
@@ -37,13 +60,6 @@ class Point:
             wide = part.double()
             found += wide @ wide.T
         return found
-
-    def tau(self, reach: float) -> float:
-        """The strength of the prior that gives the label scores of a query this standard deviation."""
-        n, labels = self.scores.shape
-        blocks = self.kernel.view(n, labels, n, labels).diagonal(dim1=0, dim2=2)  # (labels, labels, n)
-        apart = blocks.diagonal(dim1=0, dim2=1).mean() - blocks.mean()  # what all labels share counts nothing
-        return apart.item() / reach**2 if reach > 0 else math.inf
 
 
 def curved(
@@ -77,7 +93,21 @@ def without_each(
     return scores + less[..., 0]
 
 
-def left_out_losses(point: Point, gold: Int[Tensor, " n"], tau: float) -> Float[Tensor, " n"]:
+def best_reach(tangent: Tangent, gold: Int[Tensor, " n"], reaches: Sequence[float]) -> float:
+    """The reach, of some from large to small, of the best leave-one-out likelihood.
+
+    The smaller is preferred within one standard error of the paired differences.
+    """
+    losses = [left_out_losses(tangent, gold, tangent.tau(reach)) for reach in reaches]
+    best = min(losses, key=lambda one: one.mean().item())
+    for reach, one in reversed(list(zip(reaches, losses, strict=True))):
+        apart = one - best
+        if apart.mean() <= apart.std(correction=0) / math.sqrt(len(apart)):
+            return reach
+    raise AssertionError("the best is within its own error")
+
+
+def left_out_losses(point: Tangent, gold: Int[Tensor, " n"], tau: float) -> Float[Tensor, " n"]:
     """Loss of each demonstration when it is left out, at the tangent's optimum, in nats."""
     scores: Float[Tensor, "n labels"] = point.scores.double()
     if math.isfinite(tau):

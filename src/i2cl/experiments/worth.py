@@ -145,8 +145,8 @@ def with_worth(
         raise I2CLError("no queries were given: at least one is needed")
     shown, by = tuple(demonstrations), _by(injection, method or I2CL())
 
-    questions = Questions(decoder, task, injection.scoring)
-    cost = Cost.of(injection.context.values)
+    questions = Questions(decoder, task, injection.scoring, injection.read_out)
+    cost = Cost.of(injection.context.values, injection.read_out)
     predictor = PromptPredictor(questions, edit=injection.edit(), cost=cost)
     ours = Fitted(by, _biased(injection, predictor), shown, injection.seed, seconds)
     fits = _fits(make_methods(BASELINES), decoder, task, shown, injection.seed) | {by.called: lambda: ours}
@@ -181,7 +181,8 @@ def with_left_out(
 
     def ours() -> Fitted:
         known = _Known(
-            method.left_out_scores(decoder, task, shown, injection), Cost.of(injection.context.values)
+            method.left_out_scores(decoder, task, shown, injection),
+            Cost.of(injection.context.values, injection.read_out),
         )
         return Fitted(by, _biased(injection, known), shown, seed, seconds)
 

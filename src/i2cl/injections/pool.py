@@ -71,7 +71,7 @@ class InjectionPool:
             I2CLError: if it was made on another model.
         """
         injection.require_base(self.decoder, force=force)
-        questions = Questions(self.decoder, injection.task, injection.scoring)
+        questions = injection.questions(self.decoder)
         _ = questions.labels  # labels that cannot be asked for are refused now, not by the first text
         amount, keep = injection.coefficients.unbind(-1)
         self._loaded[name] = _Loaded(

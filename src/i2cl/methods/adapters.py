@@ -80,10 +80,11 @@ class AdaptedDecoder(Decoder):
         at: Int[Tensor, "batch positions"] | None = None,
         edit: Edit | None = None,
         prefix: Prefix | None = None,
+        states: list[Tensor] | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
         """See `Decoder.forward`; positions count the query's own tokens."""
         places = (batch.last[:, None] if at is None else at) + self.virtual_tokens
-        return super().forward(batch, at=places, edit=edit, prefix=prefix)
+        return super().forward(batch, at=places, edit=edit, prefix=prefix, states=states)
 
 
 def fit_adapter(

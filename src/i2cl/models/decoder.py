@@ -281,10 +281,12 @@ class Decoder:
         at: Int[Tensor, "batch positions"] | None = None,
         edit: Edit | None = None,
         prefix: Prefix | None = None,
+        states: list[Tensor] | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
         """Next-token logits after the tokens at ``at`` (default: each row's last query token).
 
-        The LM head runs on those positions alone. Gradients flow if the caller has them on. Where the
+        The LM head runs on those positions alone; ``states`` receives what it is given, a (batch x positions
+        x d) tensor. Gradients flow if the caller has them on. Where the
         prefix's positions turn otherwise in front of so long a batch, it runs again with every row.
 
         Raises:
@@ -295,7 +297,7 @@ class Decoder:
         if prefix is not None and not self._joins(prefix, width):
             batch, positions = behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
-        gather = partial(_gather, positions, batch.packed)
+        gather = partial(_gather, positions, batch.packed, states)
         arguments: dict[str, Any] = {"use_cache": False}
         if batch.packed:
             arguments["position_ids"] = batch.position_ids
@@ -381,13 +383,18 @@ class Decoder:
 
 
 def _gather(
-    positions: Int[Tensor, "batch positions"], packed: bool, hidden: Float[Tensor, "lines tokens d"]
+    positions: Int[Tensor, "batch positions"],
+    packed: bool,
+    states: list[Tensor] | None,
+    hidden: Float[Tensor, "lines tokens d"],
 ) -> Float[Tensor, "batch positions d"]:
     """The hidden states that the LM head is to see."""
     index = positions.to(hidden.device)
-    if packed:
-        return hidden[0, index]
-    return hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
+    wide = index[..., None].expand(-1, -1, hidden.shape[-1])
+    found = hidden[0, index] if packed else hidden.gather(1, wide)
+    if states is not None:
+        states.append(found)
+    return found
 
 
 def _changed(edit: Edit, layer: int, index: int, batch: Batch, output: Tensor) -> Tensor | None:

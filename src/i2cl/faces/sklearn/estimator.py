@@ -236,7 +236,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         made.classes_ = classes[order]
         task = replace(injection.task, labels=tuple(words[place] for place in order))
         bias = injection.label_bias and tuple(injection.label_bias[place] for place in order)
-        made.injection_ = replace(injection, task=task, label_bias=bias)  # whose order is the stored one
+        rows = None if injection.read_out is None else injection.read_out[order.tolist()]
+        made.injection_ = replace(injection, task=task, label_bias=bias, read_out=rows)  # in the stored order
         return made
 
     def _scores(self, X: Any) -> Float[np.ndarray, "n classes"]:

@@ -122,7 +122,8 @@ def digest(injection: Injection) -> str:
     ]
     said += [injection.context.config.site, injection.seed, injection.label_bias]
     found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    for tensor in (injection.context.values, injection.coefficients):
+    more = [] if injection.read_out is None else [injection.read_out]
+    for tensor in (injection.context.values, injection.coefficients, *more):
         found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
 
