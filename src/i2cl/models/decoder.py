@@ -383,12 +383,9 @@ class Decoder:
 
 
 def _gather(
-    positions: Int[Tensor, "batch positions"],
-    packed: bool,
-    states: list[Tensor] | None,
-    hidden: Float[Tensor, "lines tokens d"],
+    positions: Int[Tensor, "batch positions"], packed: bool, states: list[Tensor] | None, hidden: Tensor
 ) -> Float[Tensor, "batch positions d"]:
-    """The hidden states that the LM head is to see."""
+    """The hidden states (lines x tokens x d) that the LM head is to see."""
     index = positions.to(hidden.device)
     wide = index[..., None].expand(-1, -1, hidden.shape[-1])
     found = hidden[0, index] if packed else hidden.gather(1, wide)

@@ -318,17 +318,6 @@ def _read(
         yield batch, values, states
 
 
-def head_states(
-    decoder: Decoder, queries: Sequence[Ids], *, edit: Edit | None = None
-) -> Float[Tensor, "queries d"]:
-    """What the LM head is given behind each query, in float32 on the CPU."""
-    found = torch.empty(len(queries), decoder.d_model)
-    with decoder.frozen(), torch.no_grad():
-        for batch, _, states in _read(decoder, queries, edit, None):
-            found[list(batch.rows)] = states
-    return found
-
-
 def _full(
     decoder: Decoder,
     queries: Sequence[Ids],
