@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from i2cl import Decoder, Example, I2CLError, Task, Template
+from i2cl import Decoder, Example, I2CLError, Task, Template, load_task
 from i2cl.methods import adapters, make_methods
 from tiny import tiny_model, tiny_tokenizer
 
@@ -217,6 +217,28 @@ def test_wilda_adapts_every_linear_map_of_every_block(films, demonstrations):
     linear = [one for block in decoder.blocks for one in block.modules() if isinstance(one, torch.nn.Linear)]
     assert len(linear) == 7 * decoder.layers
     assert predictor.cost.trained == sum(8 * (one.in_features + one.out_features) for one in linear)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (
+            "learned_task_vector",
+            {"loss": "labels", "epochs": 120, "lr": 0.1, "batch_size": 20, "vector_layer": 0},
+        ),
+        ("linear_task_vector", {"unlabelled": 64}),
+        ("wilda", {"unlabelled": 32, "lr": 1e-3, "lr_final": 1e-3, "batch_size": 4, "epochs": 3}),
+    ],
+)
+def test_the_bundled_model_learns_its_task(name, options):
+    """From 0.33 at zero-shot, where few-shot has 1.0."""
+    if name == "wilda":
+        pytest.importorskip("peft", reason="peft is an extra")
+    decoder, task = Decoder.from_pretrained("reference"), load_task("mood-colour-1")
+    queries = task.queries(60)
+    gold = torch.tensor([query.label for query in queries])
+    found = fit(name, decoder, task, task.sample(5, 0), **options).scores([query.text for query in queries])
+    assert (found.argmax(-1) == gold).float().mean() > 0.8
 
 
 @pytest.mark.parametrize("name", ["linear_task_vector", "wilda"])
