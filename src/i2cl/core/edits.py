@@ -28,6 +28,8 @@ class PlacedEdit(Edit):
             drawn once per query from ``seed`` and its tokens so that batching cannot change it.
     """
 
+    site: Site
+
     def __init__(self, site: Site, positions: Positions, seed: int) -> None:
         self.site = site
         self.positions = positions

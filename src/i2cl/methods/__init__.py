@@ -15,8 +15,9 @@ from i2cl.methods.label_anchor import LabelAnchor
 from i2cl.methods.label_calibration import BatchCalibration, ContextualCalibration, LabelPrior
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
-from i2cl.methods.task_vector import TaskVector
+from i2cl.methods.task_vector import LearnedTaskVector, LinearTaskVector, TaskVector
 from i2cl.methods.tfidf import Tfidf
+from i2cl.methods.wilda import WILDA
 
 _ALL: tuple[type[Method], ...] = (
     ZeroShot,
@@ -25,6 +26,8 @@ _ALL: tuple[type[Method], ...] = (
     Noise,
     LabelAnchor,
     TaskVector,
+    LearnedTaskVector,
+    LinearTaskVector,
     ICV,
     I2CL,
     I2CLUnseen,
@@ -35,6 +38,7 @@ _ALL: tuple[type[Method], ...] = (
     PrefixTuning,
     LoRA,
     IA3,
+    WILDA,
     LinearProbe,
     Tfidf,
     ContextualCalibration,

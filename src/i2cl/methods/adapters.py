@@ -3,7 +3,7 @@
 Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of that name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from i2cl.errors import I2CLError
+from i2cl.methods.base import Cost
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import LabelLikelihood, TrainConfig, train
 from i2cl.tasks import Example, Task
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 QUERY_VALUE = ("q_proj", "v_proj")
 FUSED = ("query_key_value", "c_attn", "qkv_proj", "Wqkv")
 FEED_FORWARD = ("down_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.c_proj")
+
+
+Loss = Callable[[Sequence[int]], Tensor]
+"""Mean loss of what some numbers stand for, in nats."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +105,8 @@ def fit_adapter(
     Raises:
         I2CLError: without demonstrations, or on a loss that is not finite.
     """
-    from peft import get_peft_model_state_dict
 
-    with torch.random.fork_rng(), adapted(decoder, config, seed=seed) as wearing:
+    def loss_on(wearing: AdaptedDecoder) -> Loss:
         questions = Questions(wearing, task)
         queries = questions.queries([example.text for example in demonstrations])
         likelihood = LabelLikelihood(
@@ -116,8 +120,38 @@ def fit_adapter(
         def loss(chosen: Sequence[int]) -> Tensor:
             return -likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows))).mean()
 
+        return loss
+
+    batches = training.batches(len(demonstrations), seed)
+    return train_adapter(decoder, config, training, batches, loss_on, seed)
+
+
+def train_adapter(
+    decoder: Decoder,
+    config: "PeftConfig",
+    training: TrainConfig,
+    batches: Sequence[Sequence[int]],
+    loss_on: Callable[[AdaptedDecoder], Loss],
+    seed: int,
+) -> TrainedAdapter:
+    """Put an adapter on, train it on a loss, keep its tensors, take it off.
+
+    Args:
+        decoder: the bare model.
+        config: the adapter.
+        training: rates and decay.
+        batches: what the loss is given, step by step.
+        loss_on: the loss of a decoder that wears the adapter.
+        seed: of the adapter's start and dropout.
+
+    Raises:
+        I2CLError: on a loss that is not finite.
+    """
+    from peft import get_peft_model_state_dict
+
+    with torch.random.fork_rng(), adapted(decoder, config, seed=seed) as wearing:
+        loss = loss_on(wearing)
         parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
-        batches = training.batches(len(queries), seed)
         train(parameters, loss, batches, training, dtype=decoder.model.dtype)
         state = get_peft_model_state_dict(wearing.model)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
@@ -144,6 +178,27 @@ def adapted(
         finally:
             if isinstance(wrapped.base_model, BaseTuner):  # prompt learning leaves the model alone
                 wrapped.unload()
+
+
+@dataclass(frozen=True)
+class AdapterPredictor:
+    """The model while it wears the adapter; between calls it is as it was."""
+
+    decoder: Decoder
+    task: Task
+    adapter: TrainedAdapter
+    unlabelled: int = 0
+
+    @property
+    def cost(self) -> Cost:
+        """All of the adapter is trained and kept."""
+        kept = self.adapter.state.values()
+        return Cost.of(*kept, trained=self.adapter.values, unlabelled=self.unlabelled)
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probability of each label word with the adapter on."""
+        with adapted(self.decoder, self.adapter.config, self.adapter.state) as wearing:  # for this call only
+            return Questions(wearing, self.task).scores(texts, progress=progress)
 
 
 def attention_targets(decoder: Decoder) -> list[str]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
+from i2cl.methods.base import Method
+from i2cl.methods.prompts import PromptPredictor, few_shot_prompt
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task
@@ -48,13 +48,7 @@ class FewShot(Method):
         Raises:
             I2CLError: if not even one per class fits into the context, naming tokens needed and available.
         """
-        questions = Questions(decoder, task)
-        pairs = fitting(questions, demonstrations)
-        ids = shared_ids(questions, pairs)
-        if not self.cache or not ids:
-            return PromptPredictor(questions, pairs)
-        prefix = decoder.prefix(ids)
-        return PromptPredictor(questions, pairs, prefix, cost=Cost.of(prefix))
+        return few_shot_prompt(Questions(decoder, task), demonstrations, cached=self.cache)
 
 
 @dataclass(frozen=True)

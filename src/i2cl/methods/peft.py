@@ -18,22 +18,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from jaxtyping import Float
 from pydantic import Field
-from torch import Tensor
 
 from i2cl.errors import needs
 from i2cl.methods.adapters import (
-    TrainedAdapter,
-    adapted,
+    AdapterPredictor,
     attention_targets,
     feed_forward_targets,
     fit_adapter,
     has_transposed_weights,
 )
-from i2cl.methods.base import Cost, Method
+from i2cl.methods.base import Method
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import TrainConfig
 from i2cl.tasks import Example, Task
 
@@ -58,7 +54,7 @@ class AdapterMethod(Method):
 
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "AdapterPredictor":
+    ) -> AdapterPredictor:
         """Train, keep the adapter's tensors, take it off again.
 
         Raises:
@@ -67,25 +63,6 @@ class AdapterMethod(Method):
         needs(self.name, "peft", "peft")
         adapter = fit_adapter(decoder, task, demonstrations, self.config(decoder), self.training, seed)
         return AdapterPredictor(decoder, task, adapter)
-
-
-@dataclass(frozen=True)
-class AdapterPredictor:
-    """The model while it wears the adapter; between calls it is as it was."""
-
-    decoder: Decoder
-    task: Task
-    adapter: TrainedAdapter
-
-    @property
-    def cost(self) -> Cost:
-        """All of the adapter is trained and kept."""
-        return Cost.of(*self.adapter.state.values(), trained=self.adapter.values)
-
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label word with the adapter on."""
-        with adapted(self.decoder, self.adapter.config, self.adapter.state) as wearing:  # for this call only
-            return Questions(wearing, self.task).scores(texts, progress=progress)
 
 
 class AdapterSettings(TrainConfig):

@@ -3,7 +3,7 @@
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,7 +17,13 @@ from i2cl.models.batching import Ids, shared_front
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Progress, Questions, next_token_log_probabilities, score
+from i2cl.models.scoring import (
+    Progress,
+    Questions,
+    head_states,
+    next_token_log_probabilities,
+    score,
+)
 from i2cl.tasks import Example, Task
 
 Shown = tuple[tuple[str, str], ...]
@@ -53,12 +59,17 @@ class PromptPredictor:
 
     def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
         """Log-probability of every token behind each prompt."""
+        return self._each(texts, partial(next_token_log_probabilities, edit=self.edit))
+
+    def states(self, texts: Sequence[str]) -> Float[Tensor, "texts d"]:
+        """What the LM head reads behind each prompt, without the edit."""
+        return self._each(texts, head_states)
+
+    def _each(self, texts: Sequence[str], read: Callable[..., Tensor]) -> Tensor:
         prompts = encode_prompts(self.questions, self.shown, texts)
         found: dict[int, Tensor] = {}
         for rows, queries, prefix in self._parts(prompts):
-            values = next_token_log_probabilities(
-                self.questions.decoder, queries, edit=self.edit, prefix=prefix
-            )
+            values = read(self.questions.decoder, queries, prefix=prefix)
             found |= dict(zip(rows, values, strict=True))
         return torch.stack([found[row] for row in range(len(prompts))])
 
@@ -72,6 +83,38 @@ class PromptPredictor:
             yield fits, [prompts[row][start:] for row in fits], self.prefix
         if rest:
             yield rest, [prompts[row] for row in rest], None
+
+
+def few_shot_prompt(
+    questions: Questions, demonstrations: Sequence[Example], *, cached: bool = True
+) -> PromptPredictor:
+    """Few-shot: the demonstrations in front of every query, run once if they are to be cached.
+
+    Raises:
+        I2CLError: if not even one per class fits into the context, naming tokens needed and available.
+    """
+    pairs = fitting(questions, demonstrations)
+    ids = shared_ids(questions, pairs)
+    if not cached or not ids:
+        return PromptPredictor(questions, pairs)
+    prefix = questions.decoder.prefix(ids)
+    return PromptPredictor(questions, pairs, prefix, cost=Cost.of(prefix))
+
+
+def unlabelled_texts(
+    method: str, task: Task, most: int, demonstrations: Sequence[Example], seed: int
+) -> tuple[str, ...]:
+    """Training texts beside the demonstrations, up to ``most``; nobody looks at their labels.
+
+    Raises:
+        I2CLError: if there are none.
+    """
+    texts = task.unlabelled(most, demonstrations, seed)
+    if not texts:
+        raise I2CLError(
+            f"{method} needs training texts beside the demonstrations, task {task.name!r} has none: add some"
+        )
+    return texts
 
 
 def fitting(questions: Questions, demonstrations: Sequence[Example]) -> Shown:

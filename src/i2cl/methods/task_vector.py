@@ -1,23 +1,40 @@
-"""Task vector: the hidden state behind demonstrations and a dummy query replaces the query's own.
+"""Task vectors: what is done to the query's own state at its last token, and nothing else.
 
-Source: paper, appendix "Implementation of Baseline Methods"; Hendel et al. 2023,
-https://arxiv.org/abs/2310.15916.
+- `TaskVector`: the state behind demonstrations and a dummy query replaces the query's own. Source: paper,
+  appendix "Implementation of Baseline Methods"; Hendel et al. 2023, https://arxiv.org/abs/2310.15916.
+- `LearnedTaskVector`: a free vector, trained on the demonstrations' labels, is added at a middle layer.
+  Source: Yang et al. 2025, https://arxiv.org/abs/2509.24169.
+- `LinearTaskVector`: the query's last state gets what demonstrations would add to it, by a linear map of it
+  that is fitted to unlabelled texts. Source: Kwon et al. 2026, https://arxiv.org/abs/2605.20730, and their
+  released code, https://github.com/Jii111/LTV.
+
+Choices beyond the sources are in docs/fidelity.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from i2cl.core.context import require_demonstrations
+from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import PromptPredictor, encode_prompts, fitting
+from i2cl.methods.prompts import (
+    PromptPredictor,
+    encode_prompts,
+    few_shot_prompt,
+    fitting,
+    unlabelled_texts,
+)
 from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.scoring import Questions
+from i2cl.models.training import LabelLikelihood, TrainConfig, train
 from i2cl.tasks import Example, Task
 
 HELD_OUT = 32
@@ -38,9 +55,49 @@ class ReplaceLast(Edit):
         """The replacement at one token of one layer."""
         if layer != self.layer:
             return None
-        tokens = torch.arange(output.shape[1], device=output.device)
-        last = (tokens == batch.last.to(output.device)[:, None])[..., None]
-        return torch.where(last, self.state.to(output.device, output.dtype), output)
+        return torch.where(_last(output, batch), self.state.to(output.device, output.dtype), output)
+
+
+class AddLast(Edit):
+    """``vector`` is added to one layer's block output at the query's last token. Gradients flow to it."""
+
+    site = "hidden"
+
+    def __init__(self, layer: int, vector: Float[Tensor, " d"]) -> None:
+        self.layer = layer
+        self.vector = vector
+
+    def output(
+        self, layer: int, _index: int, output: Float[Tensor, "batch tokens d"], batch: Batch
+    ) -> Float[Tensor, "batch tokens d"] | None:
+        """The sum at one token of one layer."""
+        if layer != self.layer:
+            return None
+        added = (output + self.vector.to(output.device)).to(output.dtype)
+        return torch.where(_last(output, batch), added, output)
+
+
+class MapHead(Edit):
+    """What the LM head reads, plus that through a linear map: (I + map) h."""
+
+    site = "head"
+
+    def __init__(self, linear: Float[Tensor, "d d"]) -> None:
+        self.linear = linear
+
+    def output(
+        self, _layer: int, _index: int, output: Float[Tensor, "batch positions d"], _batch: Batch
+    ) -> Float[Tensor, "batch positions d"]:
+        """The sum at every token whose logits are asked for."""
+        states = output.float()
+        mapped: Tensor = states @ self.linear.to(states.device)
+        return (states + mapped).to(output.dtype)
+
+
+def _last(output: Float[Tensor, "batch tokens d"], batch: Batch) -> Bool[Tensor, "batch tokens 1"]:
+    """Where each row's last query token is."""
+    tokens = torch.arange(output.shape[1], device=output.device)
+    return (tokens == batch.last.to(output.device)[:, None])[..., None]
 
 
 @dataclass(frozen=True)
@@ -75,3 +132,115 @@ class TaskVector(Method):
 def _predictor(questions: Questions, layer: int, state: Float[Tensor, " d"]) -> PromptPredictor:
     cost = Cost.of(state, held_out=HELD_OUT + 1)
     return PromptPredictor(questions, edit=ReplaceLast(layer, state), cost=cost)
+
+
+class LearnedVectorConfig(TrainConfig):
+    """Where the vector is added, and the schedule: the source's rate, decay and batch size.
+
+    Attributes:
+        vector_layer: block to whose output it is added; negative counts from the last; ``middle``: the one
+            before block L // 2, to whose input the source adds it.
+    """
+
+    batch_size: int = Field(1, ge=1)
+    lr: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(1e-2, ge=0)
+    vector_layer: int | Literal["middle"] = "middle"
+
+
+@dataclass(frozen=True)
+class LearnedTaskVector(Method):
+    """Starts at 0, which is zero-shot, and takes no labels but those of the demonstrations."""
+
+    name: ClassVar[str] = "learned_task_vector"
+    summary: ClassVar[str] = "trained vector added to the query's last state at one layer"
+    formula: ClassVar[str] = "D"
+    settings = (LearnedVectorConfig,)
+
+    training: LearnedVectorConfig = field(default_factory=LearnedVectorConfig)
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> PromptPredictor:
+        """Train the vector to predict the demonstrations' labels after their queries.
+
+        Raises:
+            I2CLError: without demonstrations, if the model has no such layer, or on a loss that is not
+                finite.
+        """
+        require_demonstrations(task, demonstrations)
+        questions = Questions(decoder, task)
+        vector = torch.nn.Parameter(torch.zeros(decoder.d_model, device=decoder.device))
+        edit = AddLast(self._layer(decoder), vector)
+        queries = questions.queries([example.text for example in demonstrations])
+        likelihood = LabelLikelihood(
+            decoder,
+            queries,
+            [questions.labels] * len(queries),
+            [example.label for example in demonstrations],
+            among_labels=self.training.loss == "labels",
+        )
+
+        def loss(chosen: Sequence[int]) -> Tensor:
+            return -likelihood(
+                chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows), edit)
+            ).mean()
+
+        batches = self.training.batches(len(queries), seed)
+        with decoder.frozen():
+            train([vector], loss, batches, self.training, dtype=decoder.model.dtype)
+        edit.vector = vector.detach()
+        return PromptPredictor(questions, edit=edit, cost=Cost.of(edit.vector, trained=vector.numel()))
+
+    def _layer(self, decoder: Decoder) -> int:
+        layer = self.training.vector_layer
+        if layer == "middle":
+            return max(0, decoder.layers // 2 - 1)
+        if not -decoder.layers <= layer < decoder.layers:
+            raise I2CLError(f"vector_layer={layer}: the model has {decoder.layers} layers")
+        return layer % decoder.layers
+
+
+class LinearVectorConfig(BaseModel):
+    """The regression.
+
+    Attributes:
+        unlabelled: texts without labels to fit it to, at most.
+        ridge: penalty on the squared entries of the map.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    unlabelled: int = Field(256, ge=1)
+    ridge: float = Field(5.0, gt=0)
+
+
+@dataclass(frozen=True)
+class LinearTaskVector(Method):
+    """Few-shot minus zero-shot state, by ridge regression on the latter, both as the LM head reads them."""
+
+    name: ClassVar[str] = "linear_task_vector"
+    summary: ClassVar[str] = "what demonstrations add to the last state, by a linear map of it"
+    needs: ClassVar[str] = "demonstrations and unlabelled texts"
+    formula: ClassVar[str] = "D x D"
+    settings = (LinearVectorConfig,)
+
+    config: LinearVectorConfig = field(default_factory=LinearVectorConfig)
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> PromptPredictor:
+        """Run the texts with and without the demonstrations, and solve.
+
+        Raises:
+            I2CLError: if no training text remains beside the demonstrations, or the context is too small.
+        """
+        questions = Questions(decoder, task)
+        texts = unlabelled_texts(self.name, task, self.config.unlabelled, demonstrations, seed)
+        alone = PromptPredictor(questions).states(texts).double()
+        added = few_shot_prompt(questions, demonstrations).states(texts).double() - alone
+        # The dual form, texts by texts: they are mostly fewer than the state has numbers.
+        gram = alone @ alone.T + self.config.ridge * torch.eye(len(texts), dtype=torch.double)
+        linear = (alone.T @ torch.linalg.solve(gram, added)).float()
+        cost = Cost.of(linear, unlabelled=len(texts))
+        return PromptPredictor(questions, edit=MapHead(linear), cost=cost)

@@ -242,8 +242,7 @@ class Decoder:
         Raises:
             I2CLError: if a single query exceeds the memory.
         """
-        order = longest_first(ids)
-        start = 0
+        order, start = longest_first(ids), 0
         kept = CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET
         while start < len(order):
             length = len(ids[order[start]])
@@ -371,6 +370,11 @@ class Decoder:
     def _editing(self, edit: Edit | None, batch: Batch) -> Iterator[None]:
         if edit is None:
             yield
+            return
+        if edit.site == "head":
+            head = self.model.get_output_embeddings()
+            with edit_inputs([(head, lambda states: edit.output(self.layers, 0, states, batch))]):
+                yield
             return
         changes = [
             (module, partial(_changed, edit, layer, index, batch))

@@ -19,11 +19,12 @@ class Edit:
     """Changes what a decoder's layers write. Subclasses override `output` and, if need be, `enter`.
 
     Attributes:
-        site: the two residual writers (index 0 attention, 1 MLP), or the block output (index 0).
+        site: the two residual writers (index 0 attention, 1 MLP), the block output (index 0), or what the LM
+            head reads where logits are asked for (layer: the number of blocks, index 0).
         sees_input: whether `enter` is to be called.
     """
 
-    site: Site = "writers"
+    site: Site | Literal["head"] = "writers"
     sees_input: bool = False
 
     def enter(self, layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
@@ -43,7 +44,7 @@ class Keep(Edit):
         kept: one (batch x d) tensor a site.
     """
 
-    def __init__(self, site: Site, at: Int[Tensor, " batch"]) -> None:
+    def __init__(self, site: Site | Literal["head"], at: Int[Tensor, " batch"]) -> None:
         self.site = site
         self.at = at
         self.kept: list[Tensor] = []
