@@ -15,9 +15,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from i2cl.core.tangent import Tangent, best_reach, optimum, without_each
-from i2cl.models.batching import Batch, Ids
-from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
 
 REACHES = (10.0, 3.0, 1.0, 0.3, 0.0)
 """What leave-one-out chooses among, in nats; the last one is no read-out."""
@@ -56,23 +53,6 @@ class ReadOut:
     rows: Float[Tensor, "labels d_and_1"] | None
     reach: float
     left_out: Float[Tensor, "n labels"]
-
-
-def head_states(
-    decoder: Decoder, queries: Sequence[Ids], *, edit: Edit | None = None
-) -> Float[Tensor, "queries d"]:
-    """What the LM head is given behind each query, in float32 on the CPU."""
-    found = torch.empty(len(queries), decoder.d_model)
-
-    def run(batch: Batch) -> Tensor:
-        states: list[Tensor] = []
-        decoder.forward(batch, edit=edit, states=states)
-        return states[-1][:, 0].float().cpu()
-
-    with decoder.frozen(), torch.no_grad():
-        for batch, states in decoder.run_batches(queries, run):
-            found[list(batch.rows)] = states
-    return found
 
 
 def read_out(

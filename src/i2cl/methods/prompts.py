@@ -17,10 +17,10 @@ from i2cl.models.batching import Ids, shared_front
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.prefix import Prefix
+from i2cl.models.reading import head_states
 from i2cl.models.scoring import (
     Progress,
     Questions,
-    head_states,
     next_token_log_probabilities,
     score,
 )

@@ -123,14 +123,8 @@ class Decoder:
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-        return cls(
-            model,
-            tokenizer,
-            architecture=architecture,
-            name=name,
-            revision=revision,
-            token_budget=token_budget,
-        )
+        own: dict[str, Any] = {"architecture": architecture, "token_budget": token_budget}
+        return cls(model, tokenizer, name=name, revision=revision, **own)
 
     def __sklearn_clone__(self) -> "Decoder":
         """scikit-learn's clones of an estimator share its model, which none of them changes."""
@@ -297,9 +291,8 @@ class Decoder:
             batch, positions = behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
         gather = partial(_gather, positions, batch.packed, states)
-        arguments: dict[str, Any] = {"use_cache": False}
-        if batch.packed:
-            arguments["position_ids"] = batch.position_ids
+        placed = {"position_ids": batch.position_ids} if batch.packed else {}
+        arguments: dict[str, Any] = {"use_cache": False, **placed}
         with ExitStack() as stack:
             stack.enter_context(lock_of(self.model))
             if prefix is not None:

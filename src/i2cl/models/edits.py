@@ -44,7 +44,7 @@ class Keep(Edit):
         kept: one (batch x d) tensor a site.
     """
 
-    def __init__(self, site: Site | Literal["head"], at: Int[Tensor, " batch"]) -> None:
+    def __init__(self, site: Site, at: Int[Tensor, " batch"]) -> None:
         self.site = site
         self.at = at
         self.kept: list[Tensor] = []

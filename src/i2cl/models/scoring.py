@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids, make_batch, pack_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit, Keep
+from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
 from i2cl.tasks import Example, Task, Template
 
@@ -280,23 +280,6 @@ def next_token_log_probabilities(
         for batch, rows, _ in _read(decoder, queries, edit, prefix):
             found |= dict(zip(batch.rows, rows.cpu(), strict=True))
     return torch.stack([found[row] for row in range(len(queries))])
-
-
-def head_states(
-    decoder: Decoder, queries: Sequence[Ids], *, prefix: Prefix | None = None
-) -> Float[Tensor, "queries d"]:
-    """What the LM head reads behind each query, in float32 on the CPU."""
-
-    def run(batch: Batch) -> Tensor:
-        keep = Keep("head", torch.zeros_like(batch.last))
-        decoder.forward(batch, edit=keep, prefix=prefix)
-        return keep.kept[0].float().cpu()
-
-    found = torch.empty(len(queries), decoder.d_model)
-    with decoder.frozen(), torch.no_grad():
-        for batch, states in decoder.run_batches(queries, run, reserve=len(prefix.ids) if prefix else 0):
-            found[list(batch.rows)] = states
-    return found
 
 
 Part = tuple[Tensor, Tensor, Tensor, float]
