@@ -9,10 +9,9 @@ from torch.nn.functional import cross_entropy
 from i2cl import Example, I2CLError, Injection, InjectionPool, Task, Template, extract
 from i2cl.core.anchored import AnchoredConfig, anchor, left_out_scores
 from i2cl.core.artefact import READ_OUT_VERSION
-from i2cl.core.read_out import FLOOR, read_out
+from i2cl.core.read_out import FLOOR, head_states, read_out
 from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder
-from i2cl.models.reading import head_states
 from i2cl.models.scoring import Questions
 from tiny import tiny_model, tiny_tokenizer
 

@@ -32,13 +32,12 @@ from torch.nn.functional import cross_entropy, pad
 from i2cl.core.context import ContextVector, require_demonstrations
 from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.injection import Injection
-from i2cl.core.read_out import ReadOut, read_out
+from i2cl.core.read_out import ReadOut, head_states, read_out
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.core.tangent import Point, best_reach, optimum, without_each
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.reading import head_states
 from i2cl.models.scoring import (
     Questions,
     Scoring,

@@ -15,6 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from i2cl.core.tangent import Tangent, best_reach, optimum, without_each
+from i2cl.models.batching import Batch, Ids
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.prefix import Prefix
 
 REACHES = (10.0, 3.0, 1.0, 0.3, 0.0)
 """What leave-one-out chooses among, in nats; the last one is no read-out."""
@@ -53,6 +57,23 @@ class ReadOut:
     rows: Float[Tensor, "labels d_and_1"] | None
     reach: float
     left_out: Float[Tensor, "n labels"]
+
+
+def head_states(
+    decoder: Decoder, queries: Sequence[Ids], *, edit: Edit | None = None, prefix: Prefix | None = None
+) -> Float[Tensor, "queries d"]:
+    """What the LM head is given behind each query, in float32 on the CPU; arguments as of `score`."""
+    found = torch.empty(len(queries), decoder.d_model)
+
+    def run(batch: Batch) -> Tensor:
+        states: list[Tensor] = []
+        decoder.forward(batch, edit=edit, prefix=prefix, states=states)
+        return states[-1][:, 0].float().cpu()
+
+    with decoder.frozen(), torch.no_grad():
+        for batch, states in decoder.run_batches(queries, run, reserve=len(prefix.ids) if prefix else 0):
+            found[list(batch.rows)] = states
+    return found
 
 
 def read_out(

@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from i2cl.core.read_out import head_states
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
 from i2cl.models.batching import Ids, shared_front
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.prefix import Prefix
-from i2cl.models.reading import head_states
 from i2cl.models.scoring import (
     Progress,
     Questions,
