@@ -4,7 +4,6 @@ Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of t
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
+from i2cl.models.borrowing import uninterrupted
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
@@ -123,7 +123,7 @@ def fit_adapter(
         return TrainedAdapter(config, kept, wearing.virtual_tokens)
 
 
-@contextmanager
+@uninterrupted
 def adapted(
     decoder: Decoder, config: "PeftConfig", state: dict[str, Tensor] | None = None, seed: int = 0
 ) -> Iterator[AdaptedDecoder]:
