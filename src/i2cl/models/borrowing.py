@@ -48,7 +48,7 @@ class _CtrlC:
         """Take the place of the usual handler, if there is one in Python."""
         if not _in_main_thread():
             return
-        usual = signal.getsignal(signal.SIGINT)
+        usual: Any = signal.getsignal(signal.SIGINT)
         if self._borrowed == 0 and callable(usual) and usual is not self:
             self._usual, self._waits = usual, False
             signal.signal(signal.SIGINT, self)
@@ -59,7 +59,8 @@ class _CtrlC:
         if not _in_main_thread():
             return
         self._borrowed -= 1
-        if self._borrowed == 0 and signal.getsignal(signal.SIGINT) is self:
+        mine: Any = signal.getsignal(signal.SIGINT)
+        if self._borrowed == 0 and mine is self:  # and nobody has put in another meanwhile
             signal.signal(signal.SIGINT, self._usual)
         self.tell()
 
@@ -94,7 +95,7 @@ class _Whole(AbstractContextManager[T], Generic[T]):
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    ) -> bool | None:
         return self._stack.__exit__(kind, error, trace)
 
 
