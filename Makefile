@@ -5,7 +5,7 @@ RESULTS ?= results/reference
 READY := $(VENV)/.ready
 REAL := $(VENV)/.real
 
-.PHONY: demo demo-real test test-real test-wheel bench lint format docs-results real-results clean
+.PHONY: demo demo-real test fuzz test-real test-wheel bench lint format docs-results real-results clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,9 @@ demo-real: $(REAL)  ## a real model (a download of 93 MB) on support tickets
 
 test: $(READY)  ## every test, offline
 	$(VENV)/bin/pytest -n 2 --dist worksteal
+
+fuzz: $(READY)  ## 10,000 spoiled inputs, 1,000 artefacts, 100 kills and full disks, counted (an hour)
+	$(VENV)/bin/python scripts/fuzz.py
 
 test-real: $(REAL)  ## the tests that need that model
 	$(VENV)/bin/pytest tests/real

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
 
 from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, READ_OUT_VERSION, TENSORS
 from i2cl.core.context import ContextVector, ExtractConfig
@@ -315,8 +316,6 @@ def test_missing_tensors(saved):
 
 
 def test_a_missing_tensor(saved):
-    from safetensors.torch import save_file
-
     save_file({"context_vector": torch.zeros(2, 2, 32)}, saved / TENSORS)
     with pytest.raises(I2CLError, match=r"damaged or missing \('coefficients'\)"):
         Injection.from_pretrained(saved)
@@ -356,6 +355,24 @@ def test_a_wrong_field_is_named(saved, changes, named):
 def test_shapes_that_do_not_match_the_description(saved, changes):
     describe(saved, base_model=described(saved)["base_model"] | changes)
     with pytest.raises(I2CLError, match=r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), \("):
+        Injection.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("changes", [{"name": None}, {"layers": "two"}, {"revision": 5}, {"config": [1]}])
+def test_a_base_model_of_wrong_types_is_named(saved, changes):
+    describe(saved, base_model=described(saved)["base_model"] | changes)
+    with pytest.raises(
+        I2CLError, match=rf"base_model entry is malformed \({next(iter(changes))}.*fit it again"
+    ):
+        Injection.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("name", ["context_vector", "coefficients"])
+@pytest.mark.parametrize("change", [lambda value: value.int(), lambda value: value / 0])
+def test_tensors_that_are_no_finite_numbers_are_named(saved, name, change):
+    tensors = load_file(saved / TENSORS)
+    save_file(tensors | {name: change(tensors[name])}, saved / TENSORS)
+    with pytest.raises(I2CLError, match=rf"no finite numbers as {name}.*fit it again"):
         Injection.from_pretrained(saved)
 
 

@@ -3,12 +3,15 @@
 import csv
 import io
 import re
+import shutil
+import subprocess
 
 import pytest
 from huggingface_hub import ModelCard
 
 from experiments.test_report import LLAMA, Page, always_right, experiment, failed
 from i2cl.experiments.report.document import build
+from i2cl.experiments.report.page import write
 from i2cl.experiments.report.render import csv_text, html, latex
 from i2cl.storage.card import CARD
 from i2cl.tasks import Task, Template
@@ -38,14 +41,19 @@ def name(request):
 
 @pytest.fixture
 def report(name):
+    return report_of(name)
+
+
+def report_of(name, *views, figures=False):
     """The name as a task's, a row's, a title, an experiment's, a model's and part of an error."""
-    asked = experiment(("Few-shot (ICL)", "I2CL"), title=name, views=("tasks", "average", "comparison"))
+    views = ("tasks", "average", "comparison", *views)
+    asked = experiment(("Few-shot (ICL)", "I2CL"), title=name, views=views)
     rows = (asked.rows[0].model_copy(update={"name": name}), asked.rows[1])
     asked = asked.model_copy(update={"name": name, "measures": name, "rows": rows})
     records = always_right(tasks=(name, "sst2"), wrong=("i2cl",))
     changes = {"model": f"{LLAMA} {name}"}
     records = [one.model_copy(update={"cell": one.cell.model_copy(update=changes)}) for one in records]
-    return build([asked], [*records, failed("i2cl", name, 1, name)], {}, figures=False)
+    return build([asked], [*records, failed("i2cl", name, 1, name)], {}, figures=figures)
 
 
 def test_html(report, name):
@@ -71,11 +79,30 @@ def test_latex(report):
     body = latex(report).split(r"\begin{document}")[1]
     allowed = r"section\*?|subsection\*?|textbf|textit|texttt|item|small|begin|end|toprule|midrule|bottomrule"
     signs = r"text(backslash|asciitilde|asciicircum)"
-    commands = set(re.findall(r"\\([A-Za-z]+\*?)", body)) - {"textwidth", "textheight", "includegraphics"}
+    ours = {"textwidth", "resizebox", "ifdim", "width", "else", "fi"}
+    commands = set(re.findall(r"\\([A-Za-z]+\*?)", body)) - ours
     assert {one for one in commands if not re.fullmatch(f"{allowed}|{signs}", one)} == set()
     assert not re.search(r"(?<!\\)[$%#^~]", body)
     unescaped = re.sub(r"\\[{}]", "", body)
     assert unescaped.count("{") == unescaped.count("}")
+
+
+def test_figures_stay_in_their_folder(tmp_path):
+    named = report_of("../../../x y.z", "bars", figures=True)
+    written = write(named, tmp_path / "out" / "report", ("md",))
+    assert all(path.is_relative_to(tmp_path / "out" / "report") for path in written)
+    assert sorted(path.suffix for path in written) == [".md", ".png", ".svg"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdfLaTeX")
+def test_latex_compiles(tmp_path):
+    name = " ".join((*NAMES.values(), "é ß Ŧ 你好 🎉 \a \u202e"))
+    write(report_of(name, "bars", figures=True), tmp_path / "out", ("tex",))
+    command = ["pdflatex", "-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", "report.tex"]
+    done = subprocess.run(command, check=False, cwd=tmp_path / "out", capture_output=True)
+    assert done.returncode == 0, done.stdout.decode(errors="replace")[-2000:]
+    assert (tmp_path / "out" / "report.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_model_card(name, tmp_path):

@@ -115,6 +115,47 @@ def test_a_damaged_line_is_named(tmp_path):
         Store.open(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"key": "0" * 16}, "is not that of its cell"),
+        ({"outcome": None}, "a cell that is done has no outcome"),
+        ({"status": "failed"}, "a cell that is failed has an outcome"),
+        ({"outcome": OUTCOME | {"gold": (0,)}}, "1 gold labels for 2 predictions"),
+        ({"outcome": OUTCOME | {"gold": (0, 2)}}, "a label id is not one of 0 to 1"),
+        ({"outcome": OUTCOME | {"gold": (0, 10**30)}}, "a label id is not one of 0 to 1"),
+        ({"outcome": OUTCOME | {"labels": ()}}, "a label id is not one of"),
+    ],
+)
+def test_a_line_that_contradicts_itself_is_named(tmp_path, changes, named):
+    write(tmp_path, record(0))
+    told = record(1).model_dump(mode="json") | changes
+    with (tmp_path / "cells.jsonl").open("a") as handle:
+        handle.write(json.dumps(told) + "\n")
+    with pytest.raises(I2CLError, match=rf"line 2 of the store .*{named}.* remove that line"):
+        Store.open(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 40, None], ids=["empty", "noise", "a link to nothing"])
+def test_damaged_vectors_are_named(tmp_path, damage):
+    write(tmp_path, record(0))
+    save_vectors(tmp_path / "vectors", record(0).key, {"context_vector": np.zeros((1, 2, 3), np.float32)})
+    path = tmp_path / "vectors" / f"{record(0).key}.safetensors"
+    path.unlink()
+    path.symlink_to("none") if damage is None else path.write_bytes(damage)
+    with pytest.raises(I2CLError, match=rf"{record(0).key}.safetensors' is damaged .* remove it"):
+        Store.open(tmp_path).vectors()
+
+
+def test_a_damaged_packed_store_is_named(tmp_path):
+    write(tmp_path / "s", record(0))
+    Store.open(tmp_path / "s").pack(tmp_path / "packed")
+    path = tmp_path / "packed" / "cells.parquet"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(I2CLError, match=r"cells.parquet' is damaged .* copy it"):
+        Store.open(tmp_path / "packed")
+
+
 def test_one_process_writes_at_a_time(tmp_path):
     with Store.writing(tmp_path), pytest.raises(I2CLError, match="another run writes to"):
         write(tmp_path, record(0))

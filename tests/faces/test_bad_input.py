@@ -130,6 +130,7 @@ WRONG = {
     "bad template": ([*fit(Path("{}")), "-o", "{new}", "--template", "{text}"], "{label} 0 times"),
     "no shots": ([*fit(Path("{}")), "-o", "{new}", "--shots", "0"], "--shots"),
     "seed is a word": ([*fit(Path("{}")), "-o", "{new}", "--seed", "x"], "--seed"),
+    "a seed beyond 32 bits": ([*fit(Path("{}")), "-o", "{new}", "--seed", str(2**32)], "--seed"),
     "unknown recipe": ([*fit(Path("{}")), "-o", "{new}", "--recipe", "guess"], "--recipe"),
     "a prior of no texts": ([*fit(Path("{}")), "-o", "{new}", "--prior", "0.5,0.5"], "with --unlabelled"),
     "a prior in words": ([*UNLABELLED, "--prior", "half,half"], "write it like 0.5,0.3,0.2"),

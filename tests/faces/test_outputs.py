@@ -114,6 +114,10 @@ def test_rows_of_another_run_are_refused_until_they_are_discarded(tmp_path):
     ):
         pass
     assert (tmp_path / ".out.tsv.part").read_text() == there
+    for damaged in ("5", "[]", "{"):
+        (tmp_path / ".out.tsv.part.json").write_text(damaged)
+        with pytest.raises(I2CLError, match="another model"), writing(path):
+            pass
     (tmp_path / ".out.tsv.part.json").unlink()
     with pytest.raises(I2CLError, match="another model"), writing(path):
         pass

@@ -78,6 +78,9 @@ class Stored(pydantic.BaseModel):
             raise I2CLError(
                 f"{TENSORS} holds shapes {found}, {shape} and {(*shape[:2], 2)} are described: fit it again"
             )
+        for name, tensor in (("context_vector", values), ("coefficients", coefficients)):
+            if not (tensor.is_floating_point() and tensor.isfinite().all()):
+                raise I2CLError(f"{TENSORS} holds no finite numbers as {name}: copy or fit it again")
         task = Task.from_dict(self.task)
         return {
             "context": ContextVector(values, self.extraction, self.demonstrations, base),

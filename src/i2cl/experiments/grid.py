@@ -17,6 +17,9 @@ Demonstrations = Literal["random", "worst"]
 GOLDEN = (5**0.5 - 1) / 2
 """Its multiples fill [0, 1) evenly, however many are taken."""
 
+MOST_SEEDS = 10_000
+"""Beyond which a number of seeds is a slip."""
+
 View = Literal[
     "tasks",
     "average",
@@ -134,7 +137,7 @@ class Scale(_Frozen):
         shots: the most demonstrations per class of a curve; None for all.
     """
 
-    seeds: int = Field(5, ge=1)
+    seeds: int = Field(5, ge=1, le=MOST_SEEDS)
     limit: int = Field(500, ge=1)
     tasks: int | None = Field(None, ge=1)
     shots: int | None = Field(None, ge=1)

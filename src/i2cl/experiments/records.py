@@ -1,6 +1,6 @@
 """What is kept of a cell that was run: results, predictions and where they come from."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -77,6 +77,15 @@ class Run(BaseModel):
     weights: dict[str, float] = Field(default_factory=dict, repr=False)
     versions: dict[str, str] = Field(default_factory=dict, repr=False)
 
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        ids = (*self.gold, *self.predictions)
+        if len(self.gold) != len(self.predictions) or not ids:
+            raise ValueError(f"{len(self.gold)} gold labels for {len(self.predictions)} predictions")
+        if not 0 <= min(ids) <= max(ids) < len(self.labels):
+            raise ValueError(f"a label id is not one of 0 to {len(self.labels) - 1}")
+        return self
+
     @property
     def n(self) -> int:
         """Queries."""
@@ -132,6 +141,16 @@ class Record(BaseModel):
     started: str
     peak_memory_bytes: int = 0
     provenance: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if self.key != self.cell.key:
+            raise ValueError(f"the key {self.key!r} is not that of its cell, {self.cell.key!r}")
+        if (self.outcome is None) != (self.status == "failed"):
+            raise ValueError(
+                f"a cell that is {self.status} has {'no' if self.outcome is None else 'an'} outcome"
+            )
+        return self
 
     @field_validator("outcome", mode="before")
     @classmethod

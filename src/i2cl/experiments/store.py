@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pydantic
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from i2cl.errors import I2CLError, first_problem, needs
@@ -127,15 +128,20 @@ class Store:
         self.records[record.key] = record
 
     def vectors(self) -> Vectors:
-        """Vectors of every cell that kept some."""
+        """Vectors of every cell that kept some.
+
+        Raises:
+            I2CLError: on a damaged file, naming it.
+        """
         packed = self.folder / PACKED_VECTORS
         found: dict[str, dict[str, np.ndarray]] = {}
         if packed.is_file():
-            for name, value in load_file(packed).items():
-                key, part = name.split(".")
+            for name, value in _tensors(packed, "pack the store again").items():
+                key, _, part = name.partition(".")
                 found.setdefault(key, {})[part] = value
         for path in sorted(self.vectors_folder.glob("*.safetensors")):
-            found[path.stem] = load_file(path)
+            cure = f"remove it, and from {CELLS} the line of its cell, which is then run again"
+            found[path.stem] = _tensors(path, cure)
         return {key: found[key] for key in found if key in self.records}
 
     def unpack(self, folder: str | Path) -> None:
@@ -205,9 +211,21 @@ def _flat(record: Record) -> str:
 
 
 def _unpacked(path: Path) -> list[bytes]:
-    with _duckdb().connect() as connection:
-        rows = connection.execute("select record from read_parquet(?)", [str(path)]).fetchall()
-    return [row[0].encode() + b"\n" for row in rows]
+    duckdb = _duckdb()
+    try:
+        with duckdb.connect() as connection:
+            rows = connection.execute("select record from read_parquet(?)", [str(path)]).fetchall()
+    except duckdb.Error as error:
+        what = str(error).splitlines()[0]
+        raise I2CLError(f"{str(path)!r} is damaged ({what}): copy it or pack the store again") from None
+    return [f"{row[0]}\n".encode() for row in rows]
+
+
+def _tensors(path: Path, cure: str) -> dict[str, np.ndarray]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
+        raise I2CLError(f"{str(path)!r} is damaged or missing ({error}): {cure}") from None
 
 
 def _by_key(lines: list[bytes], path: Path) -> dict[str, Record]:

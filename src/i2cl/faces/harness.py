@@ -6,8 +6,7 @@ line with this one registered (https://github.com/EleutherAI/lm-evaluation-harne
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +105,15 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
 
     def _model_call(self, *arguments: Any, **options: Any) -> Tensor:
         """Logits of right-padded rows, which causal attention makes those of the rows alone."""
-        with self._injected():
+        with self._decoder.frozen(), edit_outputs(self._changes):
             logits: Tensor = super()._model_call(*arguments, **options)
         return logits
 
     def _model_generate(self, *arguments: Any, **options: Any) -> Tensor:
         """Greedy or sampled tokens; what is generated is injected too, as in a folded checkpoint."""
-        with self._injected():
+        with self._decoder.frozen(), edit_outputs(self._changes):
             tokens: Tensor = super()._model_generate(*arguments, **options)
         return tokens
-
-    @contextmanager
-    def _injected(self) -> Iterator[None]:
-        with self._decoder.frozen(), edit_outputs(self._changes):
-            yield
 
 
 def _everywhere(edit: LinearEdit, layer: int, index: int) -> Callable[[Tensor], Tensor]:

@@ -4,7 +4,6 @@ Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
 from i2cl.models.batching import Batch
+from i2cl.models.borrowing import uninterrupted
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
@@ -158,7 +158,7 @@ def train_adapter(
         return TrainedAdapter(config, kept, wearing.virtual_tokens)
 
 
-@contextmanager
+@uninterrupted
 def adapted(
     decoder: Decoder, config: "PeftConfig", state: dict[str, Tensor] | None = None, seed: int = 0
 ) -> Iterator[AdaptedDecoder]:

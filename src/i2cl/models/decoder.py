@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from i2cl.models.batching import (
     rope_limits,
     unless_out_of_memory,
 )
-from i2cl.models.borrowing import frozen, lock_of
+from i2cl.models.borrowing import frozen, lock_of, uninterrupted
 from i2cl.models.edits import Edit, Keep, Site
 from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import (
@@ -291,21 +291,21 @@ class Decoder:
             batch, positions = behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
         gather = partial(_gather, positions, batch.packed, states)
-        placed = {"position_ids": batch.position_ids} if batch.packed else {}
-        arguments: dict[str, Any] = {"use_cache": False, **placed}
-        with ExitStack() as stack:
-            stack.enter_context(lock_of(self.model))
-            if prefix is not None:
-                keys = prefix.key_places(width, batch.input_ids.device)
-                arguments = {
-                    "use_cache": True,
-                    "past_key_values": prefix.expanded(rows),
-                    "position_ids": keys[-width:].expand(rows, -1),
-                }
-                if prefix.kept is not None:
-                    stack.enter_context(keys_at(self.model, self.blocks, keys))
-            stack.enter_context(edit_inputs([(self.model.get_output_embeddings(), gather)]))
-            stack.enter_context(self._editing(edit, batch))
+        arguments: dict[str, Any] = {"use_cache": False}
+        if batch.packed:
+            arguments["position_ids"] = batch.position_ids
+        placed: AbstractContextManager[None] = nullcontext()
+        if prefix is not None:
+            keys = prefix.key_places(width, batch.input_ids.device)
+            arguments = {
+                "use_cache": True,
+                "past_key_values": prefix.expanded(rows),
+                "position_ids": keys[-width:].expand(rows, -1),
+            }
+            if prefix.kept is not None:
+                placed = keys_at(self.model, self.blocks, keys)
+        looked_at = edit_inputs([(self.model.get_output_embeddings(), gather)])
+        with lock_of(self.model), placed, looked_at, self._editing(edit, batch):
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
         return logits
 
@@ -331,14 +331,12 @@ class Decoder:
             self.model.base_model(input_ids=batch.input_ids, past_key_values=cache, use_cache=True)
         return Prefix(ids, cache)
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> AbstractContextManager[None]:
         """Evaluation mode without parameter gradients and with `i2cl.models.products`; restored on leaving.
 
         Other threads wait until then.
         """
-        with frozen(self.model):
-            yield
+        return frozen(self.model)
 
     def _joins(self, prefix: Prefix, width: int) -> bool:
         """Whether the keys of a prefix are those that they are in front of ``width`` more tokens.
@@ -359,7 +357,7 @@ class Decoder:
             )
         return joins
 
-    @contextmanager
+    @uninterrupted
     def _editing(self, edit: Edit | None, batch: Batch) -> Iterator[None]:
         if edit is None:
             yield

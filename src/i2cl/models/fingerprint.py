@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import Any
 
+import pydantic
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, first_problem
 from i2cl.models.checkpoint import Files, stored_weights
 from i2cl.models.precision import dequantized, offloaded_weight, requantized
 
@@ -100,15 +101,14 @@ class ModelIdentity:
         """Inverse of `to_dict`.
 
         Raises:
-            I2CLError: on missing or unknown fields, or a config that is no mapping.
+            I2CLError: on missing or unknown fields, or values of another type.
         """
         try:
-            found = cls(**fields)
-        except TypeError as error:
-            raise I2CLError(f"the artefact's base_model entry is malformed ({error}): fit it again") from None
-        if not isinstance(found.config, dict | None):
-            raise I2CLError("the artefact's base_model entry is malformed (config is no map): fit it again")
-        return found
+            return pydantic.TypeAdapter(cls).validate_python(vars(cls(**fields)))
+        except (TypeError, pydantic.ValidationError) as error:
+            raise I2CLError(
+                f"the artefact's base_model entry is malformed ({first_problem(error)}): fit it again"
+            ) from None
 
 
 def told_config(config: PreTrainedConfig) -> dict[str, Any]:

@@ -6,10 +6,12 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html).
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
+
+from i2cl.models.borrowing import uninterrupted
 
 Hook = Callable[[Tensor], Tensor | None]
 """Takes a tensor and returns its replacement, or None to leave it (a mere look)."""
@@ -18,7 +20,7 @@ KeywordChange = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
 """Takes a module and its keyword arguments and returns the ones it is to have."""
 
 
-@contextmanager
+@uninterrupted
 def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
     """Replace what each module returns by ``change(output)`` while the block runs.
 
@@ -32,7 +34,7 @@ def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
         yield
 
 
-@contextmanager
+@uninterrupted
 def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
     """Replace the first argument of each module by ``change(argument)`` while the block runs.
 
@@ -45,7 +47,7 @@ def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
         yield
 
 
-@contextmanager
+@uninterrupted
 def edit_keywords(changes: Iterable[tuple[nn.Module, KeywordChange]]) -> Iterator[None]:
     """Replace the keyword arguments of each module by ``change(module, keywords)`` while the block runs."""
     with ExitStack() as stack:

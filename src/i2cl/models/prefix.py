@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from i2cl.models.batching import Ids
+from i2cl.models.borrowing import uninterrupted
 from i2cl.models.hooks import KeywordChange, edit_keywords
 
 
@@ -70,7 +70,7 @@ class Prefix:
         return torch.tensor([*cached, *range(seen, seen + width)], device=device)
 
 
-@contextmanager
+@uninterrupted
 def keys_at(model: PreTrainedModel, blocks: list[nn.Module], places: Int[Tensor, " keys"]) -> Iterator[None]:
     """Give each key the bias of its place while the block runs; nothing to do without ALiBi.
 

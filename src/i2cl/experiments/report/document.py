@@ -1,5 +1,7 @@
 """A report before it is rendered: a section for each experiment and setting, and where all of it is from."""
 
+import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,6 +18,9 @@ from i2cl.experiments.store import Vectors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+LONGEST_ANCHOR = 60
+"""Letters of a section's name that names of files begin with."""
 
 CAPTIONS: Mapping[View, str] = {
     "bars": "Mean accuracy of each row, with the standard deviation over seeds.",
@@ -131,14 +136,23 @@ def build(
         used |= {record.key: record for results in found for record in results.cells}
         if not found:
             hint = f"no cells in this store: `i2cl experiment run {experiment.name}` makes them"
-            sections.append(Section(experiment, None, experiment.name, missing=(hint,)))
+            anchor = _anchor(experiment.name, sections)
+            sections.append(Section(experiment, None, anchor, missing=(hint,)))
         for number, results in enumerate(found, start=1):
-            anchor = experiment.name if number == 1 else f"{experiment.name}-{number}"
+            anchor = _anchor(experiment.name, sections)
             made = _section(results, vectors, anchor, printed, draw=figures)
             sections.append(replace(made, missing=(*made.missing, *(aside if number == 1 else ()))))
     rows = [row for experiment in experiments for row in experiment.rows]
     failed = [one for one in records if one.status == "failed" and any(row.holds(one.cell) for row in rows)]
     return Report(tuple(sections), _failures(failed), _provenance(list(used.values()), len(failed)))
+
+
+def _anchor(name: str, sections: Sequence[Section]) -> str:
+    """A name that no section has, of nothing that a path, Markdown or LaTeX takes for more than a name."""
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:LONGEST_ANCHOR]
+    used = {section.anchor for section in sections}
+    numbered = (f"{plain}-{number}" for number in itertools.count(2))
+    return next(one for one in itertools.chain([plain], numbered) if one not in used)
 
 
 def _section(results: Results, vectors: Vectors, anchor: str, printed: PrintedFor, *, draw: bool) -> Section:

@@ -29,7 +29,7 @@ _PREAMBLE = r"""\documentclass{article}
 \usepackage[T1]{fontenc}
 \usepackage[utf8]{inputenc}
 \usepackage[a4paper,landscape,margin=2cm]{geometry}
-\usepackage{adjustbox,amssymb,booktabs,graphicx,textcomp}
+\usepackage{amssymb,booktabs,graphicx,textcomp}
 \DeclareUnicodeCharacter{2212}{$-$}
 \DeclareUnicodeCharacter{25B2}{$\blacktriangle$}
 \DeclareUnicodeCharacter{25BC}{$\blacktriangledown$}
@@ -44,6 +44,11 @@ _TEX_SIGNS = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 )
+
+_NO_TEX = re.compile(
+    "[^ -~\u00a0-\u0125\u0128-\u0137\u0139-\u013e\u0141-\u0148\u014a-\u0165\u0168-\u017e–—‘’‚“”„†‡•…‰€™−▲▼]"
+)
+"""What pdfLaTeX stops at: neither in its fonts of Latin letters nor declared above."""
 
 _TEX = {
     "h1": r"\section*{",
@@ -61,7 +66,7 @@ _TEX = {
     "em_close": "}",
     "thead_close": "\\midrule\n",
     "tr_close": " \\\\\n",
-    "table_close": "\\bottomrule\n\\end{tabular}\n\\end{adjustbox}\n\n",
+    "table_close": "\\bottomrule\n\\end{tabular}}\n\n",
 }
 """What a token of Markdown is in LaTeX, by its type, and headings by their tag; others are nothing."""
 
@@ -146,22 +151,27 @@ def _tex(tokens: Sequence[Token]) -> Iterator[str]:
         if token.type == "inline":
             yield from _tex(token.children or [])
         elif token.type in {"text", "code_inline"}:
-            text = token.content.translate(_TEX_SIGNS)
+            text = _tex_text(token.content)
             yield text if token.type == "text" else rf"\texttt{{{text}}}"
         elif token.type == "image":
             path = str(token.attrs["src"]).removesuffix(".svg")
-            yield f"{token.content.translate(_TEX_SIGNS)}\n\n"
-            yield rf"\includegraphics[max width=\textwidth,max height=0.8\textheight]{{{path}.png}}"
+            yield f"{_tex_text(token.content)}\n\n"
+            yield rf"\includegraphics[width=\textwidth,height=0.8\textheight,keepaspectratio]{{{path}.png}}"
         elif token.type == "table_open":
             head = takewhile(lambda one: one.type != "thead_close", tokens[place:])
             sides = (str(one.attrs.get("style")) for one in head if one.type == "th_open")
             columns = "".join("r" if "right" in side else "l" for side in sides)
-            yield "\\begin{adjustbox}{max width=\\textwidth}\n"
+            yield "\\resizebox{\\ifdim\\width>\\textwidth\\textwidth\\else\\width\\fi}{!}{"
             yield f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n"
         elif token.type in {"th_open", "td_open"}:
             yield "" if tokens[place - 1].type == "tr_open" else " & "
         elif not token.hidden:
             yield _TEX.get(token.tag if token.type == "heading_open" else token.type, "")
+
+
+def _tex_text(text: str) -> str:
+    """Text that LaTeX shows as it is; a letter that it lacks by its number, such as ``<U+4F60>``."""
+    return _NO_TEX.sub(lambda found: f"<U+{ord(found[0]):04X}>", text).translate(_TEX_SIGNS)
 
 
 def html(report: Report, images: Mapping[str, str]) -> str:

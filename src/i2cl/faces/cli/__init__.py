@@ -86,7 +86,8 @@ def _run(arguments: list[str]) -> int:
         return 2
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else NAME
-        console.print_error(f"{error.format_message().rstrip('.')}: see {command} --help")
+        what = error.format_message().rstrip(".") or "no command is given"
+        console.print_error(f"{what}: see {command} --help")
         return 2
     except (typer.Abort, KeyboardInterrupt) as error:
         code, left = INTERRUPTED, str(error) or left

@@ -29,7 +29,7 @@ def evaluate(
         str, typer.Option(help="Methods with commas between, or 'all'.", rich_help_panel=options.METHOD)
     ] = DEFAULT_METHODS,
     shots: options.Shots = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, counted from --seed.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="How many seeds, counted from --seed.")] = 1,
     seed: options.Seed = 0,
     limit: options.Limit = 500,
     workers: Annotated[

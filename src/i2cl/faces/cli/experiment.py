@@ -67,7 +67,9 @@ def run(
     tasks: Annotated[
         str | None, typer.Option(help="Tasks with commas between; default: those of the model.")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, instead of the grid's.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="How many seeds, instead of the grid's.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Queries per task, instead of the grid's.")] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes or actors; default: by the model's size.")

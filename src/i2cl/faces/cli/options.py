@@ -26,7 +26,9 @@ BaseName = Annotated[str | None, typer.Option(help="Base model; default: the one
 Force = Annotated[bool, typer.Option("--force", help="Accept another model of the same shape.")]
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-Seed = Annotated[int, typer.Option(help="Seed of demonstrations, calibration and everything random.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**32 - 1, help="Seed of demonstrations, calibration and everything random.")
+]
 NoSeed = Annotated[int, typer.Option(help="Accepted by every command; nothing is random here.", hidden=True)]
 Shots = Annotated[int | None, typer.Option(min=1, help="Demonstrations per class; default: the task's own.")]
 Limit = Annotated[int, typer.Option(min=1, help="Queries per task.")]

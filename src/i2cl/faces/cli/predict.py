@@ -44,7 +44,7 @@ def predict(
         bool, typer.Option("--row-number", help="Begin with the number of the row, from 1.")
     ] = False,
     force: options.Force = False,
-    chunk: Annotated[int, typer.Option(min=1, help="Rows scored at a time.")] = 512,
+    chunk: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Rows scored at a time.")] = 512,
     restart: Annotated[bool, typer.Option("--restart", help="Discard what a killed run left.")] = False,
     executor: options.Executor = "local",
     workers: Annotated[

@@ -249,6 +249,8 @@ def _require_same(rows_file: Path, note: Path, settings: dict[str, Any]) -> None
         before = json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         before = {}
+    if not isinstance(before, dict):
+        before = {}
     others = [name for name in settings if name not in before or before[name] != settings[name]]
     if others:
         raise I2CLError(

@@ -1,0 +1,104 @@
+"""Spoiled inputs, kills and full disks, many of them, in a table: `make fuzz`. Exit code 1 if one went wrong.
+
+The strategies are those of tests/test_fuzz.py, drawn anew at every run; kills and full disks are tests, the
+former again and again.
+"""
+
+import argparse
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import randrange
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hypothesis import Phase, given, seed, settings
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
+sys.path.insert(0, str(TESTS))
+
+import test_fuzz  # noqa: E402
+from fuzzing import refused, targets  # noqa: E402
+
+KILLED = {
+    "tests/faces/test_predict.py::test_killed_again_and_again_it_ends_with_the_same_bytes": 3,
+    "tests/experiments/test_experiments.py::test_kills_lose_nothing_and_corrupt_nothing": 6,
+}
+"""Tests, and how often each kills."""
+
+WORDS = {"PASSED", "FAILED", "ERROR"}
+FULL = "tests/faces/test_full_disk.py"
+SHOWN = 3
+"""Tracebacks of one kind, at most."""
+
+
+def tried(inputs: Any, read: Callable[[Path, Any], None], count: int, drawn: int) -> Counter[str]:
+    """Outcomes of so many inputs."""
+    outcomes: Counter[str] = Counter()
+
+    @seed(drawn)
+    @settings(max_examples=count, phases=[Phase.generate], **test_fuzz.QUIET)
+    @given(inputs)
+    def try_one(found: Any) -> None:
+        try:
+            outcomes["refused" if refused(lambda: read(folder, found)) else "read"] += 1
+        except Exception:  # noqa: BLE001  # any is what is looked for
+            outcomes["wrong"] += 1
+            if outcomes["wrong"] <= SHOWN:
+                print(f"{found!r:.2000}\n{traceback.format_exc()}", file=sys.stderr)
+
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        try_one()
+    return outcomes
+
+
+def passed(*tests: str) -> Counter[str]:
+    """Outcomes of tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "--no-header", *tests]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    found = Counter(word for line in said.splitlines() if (word := line.partition(" ")[0]) in WORDS)
+    if found["FAILED"] + found["ERROR"] or not found["PASSED"]:
+        print(said, file=sys.stderr)
+    return Counter({"refused": found["PASSED"], "wrong": found["FAILED"] + found["ERROR"] + (not found)})
+
+
+def show(name: str, outcomes: Counter[str]) -> int:
+    """A line of the table; how many went wrong."""
+    cells = (outcomes.total(), outcomes["read"], outcomes["refused"], outcomes["wrong"])
+    print(f"| {name:<42} |" + "".join(f" {cell:>7,} |" for cell in cells), flush=True)
+    return outcomes["wrong"]
+
+
+def main() -> None:
+    """Try all of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=10_000)
+    parser.add_argument("--artefacts", type=int, default=1_000)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=randrange(2**32))
+    asked = parser.parse_args()
+    print(f"seed {asked.seed}\n\n| {'what':<42} |   tried |    read | refused |   wrong |")
+    print(f"| {'-' * 42} | ------: | ------: | ------: | ------: |")
+    wrong = 0
+    with TemporaryDirectory() as home:
+        kinds = targets(test_fuzz.good_folders(Path(home)))
+        for name, (inputs, read) in kinds.items():
+            count = asked.artefacts if name == "artefacts" else asked.inputs // (len(kinds) - 1)
+            wrong += show(name, tried(inputs, read, count, asked.seed))
+    kills: Counter[str] = Counter()
+    while kills["refused"] < asked.kills and not kills["wrong"]:
+        found = passed(*KILLED)
+        kills["wrong"] += found["wrong"]
+        kills["refused"] += 0 if found["wrong"] else sum(KILLED.values())
+    wrong += show("kills, after which all is whole", kills)
+    wrong += show("full disks, one line and nothing left", passed(FULL))
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

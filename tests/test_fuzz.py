@@ -1,0 +1,38 @@
+"""Spoiled inputs are read or refused, and nothing else happens. `make fuzz` tries many more."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from experiments.test_report import experiment, trial
+from fuzzing import Folders, refused, targets
+from storage.test_hub import decoder_named, made
+
+EXAMPLES = {"command lines": 100}
+"""300 of the others: a command line takes ten times as long to read."""
+QUIET = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
+NAMES = ["rows", "templates", "task TOML", "grid TOML", "options", "command lines", "artefacts", "stores"]
+
+
+def good_folders(home):
+    decoder = decoder_named()
+    return Folders(home, made(decoder), decoder, trial(), experiment(views=("tasks",)))
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    return targets(good_folders(tmp_path_factory.mktemp("home")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_spoiled_inputs_are_read_or_refused(kinds, tmp_path, name):
+    inputs, read = kinds[name]
+    outcomes = set()
+
+    @settings(max_examples=EXAMPLES.get(name, 300), derandomize=True, **QUIET)
+    @given(inputs)
+    def try_one(found):
+        outcomes.add(refused(lambda: read(tmp_path, found)))
+
+    try_one()
+    assert outcomes == {True, False}  # neither all good nor all bad
+    assert set(kinds) == set(NAMES)
