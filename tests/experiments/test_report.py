@@ -117,10 +117,10 @@ def random(share, seed, queries=40):
 
 def test_accuracy_by_task_and_average_by_hand():
     found = table("tasks", experiment(), trial())
-    assert found.columns == ("Row", "sst2", "trec", "Average")
+    assert found.columns == ("Row", "Average", "sst2", "trec")
     assert texts(found) == {
-        "Zero-shot": ["40.0", "20.0", "30.0"],
-        "I2CL": ["73.3 ± 25.2", "50.0 ± 0.0", "61.7 ± 12.6"],
+        "Zero-shot": ["30.0", "40.0", "20.0"],
+        "I2CL": ["61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"],
     }
     assert "3 seeds" in found.notes[0]
     assert "a single seed has no ±" in found.notes[0]
@@ -217,16 +217,16 @@ def test_one_task_needs_neither_average_nor_a_table_by_task():
 
 
 def test_many_tasks_are_lines():
-    tasks = [f"task{number}" for number in range(11)]
-    made = [record("i2cl", task, 0, "1" * number + "0") for number, task in enumerate(tasks)]
+    tasks = [f"task{number:02}" for number in range(11)]
+    made = [record("i2cl", task, 0, "1" * number + "0") for number, task in reversed([*enumerate(tasks)])]
     made += [record("zero_shot", task, 0, "0" * number + "0") for number, task in enumerate(tasks)]
     found = table("tasks", experiment(seeds=1), made)
     assert found.columns == ("Task", "Zero-shot", "I2CL")
-    assert [row[0].text for row in found.rows] == [*tasks, "Average"]
-    assert texts(found)["task1"] == ["0.0", "50.0"]
+    assert [row[0].text for row in found.rows] == ["Average", *tasks]
+    assert texts(found)["task01"] == ["0.0", "50.0"]
     by_task = table("comparison", experiment(seeds=1), made, place=1)
     assert by_task.columns == ("Task", "Zero-shot")
-    assert texts(by_task)["task1"] == ["−50.0 ·"]
+    assert texts(by_task)["task01"] == ["−50.0 ·"]
 
 
 def test_demonstrations_per_class():
@@ -286,7 +286,7 @@ def always_right(method="few_shot", tasks=("sst2", "trec"), wrong=("i2cl", "icv"
 def test_what_is_right_everywhere_is_bold():
     asked = experiment(("Few-shot (ICL)", "ICV", "I2CL"))
     found = table("tasks", asked, always_right())
-    assert bold(found) == [("Few-shot (ICL)", column) for column in ("sst2", "trec", "Average")]
+    assert bold(found) == [("Few-shot (ICL)", column) for column in ("Average", "sst2", "trec")]
     assert "told from every other row" in noted(found, "Bold")
     assert bold(table("average", asked, always_right())) == [("Few-shot (ICL)", "Average")]
 
@@ -650,14 +650,20 @@ class Page(HTMLParser):
 
 def test_html_shows_the_same_numbers():
     page = Page(html(build([experiment()], trial(), {}, figures=False), {}))
-    assert ["I2CL", "73.3 ± 25.2", "50.0 ± 0.0", "61.7 ± 12.6"] in page.rows
-    assert ["Row", "sst2", "trec", "Average"] in page.rows
+    assert ["I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"] in page.rows
+    assert ["Row", "Average", "sst2", "trec"] in page.rows
 
 
 def test_lines_are_named_by_their_first_cell():
     text = html(build([experiment()], trial(), {}, figures=False), {})
     assert '<th scope="row">I2CL</th>' in text
-    assert '<td style="text-align:right">50.0 ± 0.0</td>' in text
+
+
+def test_accuracies_are_shaded_by_their_size_and_other_numbers_are_not():
+    text = html(build([experiment()], trial(), {}, figures=False), {})
+    assert '<td style="text-align:right;--share:50%" class="shaded">50.0 ± 0.0</td>' in text
+    tables = dict(re.findall(r"<h3>(.*?)</h3>(.*?)</table>", text, re.DOTALL))
+    assert [title for title, shown in tables.items() if "shaded" in shown] == ["Accuracy by task"]
 
 
 def test_what_looks_like_markup_is_shown_as_it_is():
