@@ -29,7 +29,7 @@ def test_it_runs_and_says_what_the_page_shows(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_is_one_that_the_program_takes(page):
-    for typed in commands(page):
+    for typed in () if page.name == "log.md" else commands(page):  # the log tells of commands that went
         command, words = get_command(app), list(typed)
         while hasattr(command, "commands") and words and not words[0].startswith("-"):
             assert words[0] in command.commands, typed

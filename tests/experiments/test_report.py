@@ -385,7 +385,7 @@ def test_another_source_of_printed_tables():
         name="x", paper="Table 9: mine", model="m", tasks=("sst2",), rows={"I2CL": PrintedRow(mean=(12.5,))}
     )
     found = table("tasks", experiment(["I2CL"], printed="x"), trial(), printed=lambda *_: mine)
-    assert texts(found)["I2CL (paper)"] == ["12.50", "", ""]
+    assert texts(found)["I2CL (paper)"] == ["", "12.50", ""]
     assert not any("other tasks" in note for note in found.notes)  # no average is printed
 
 
@@ -401,7 +401,7 @@ def test_a_row_with_fewer_tasks_is_marked_and_noted():
     made += [record("icv", task, seed, "1010101010") for task in ("sst2", "trec") for seed in range(3)]
     three = experiment(("Zero-shot", "ICV", "I2CL"))
     found = table("tasks", three, made)
-    assert texts(found)["I2CL"] == ["73.3 ± 25.2", "–", "73.3 ± 25.2"]
+    assert texts(found)["I2CL"] == ["73.3 ± 25.2", "73.3 ± 25.2", "–"]
     assert cells(found)["I2CL"]["Average"].mark == "†"
     assert cells(found)["Zero-shot"]["Average"].mark == ""
     assert "1 of 2 tasks, not trec: I2CL." in noted(found, "†")
@@ -422,7 +422,7 @@ def test_tasks_that_other_experiments_ran_are_left_out_and_named():
 def test_a_row_with_fewer_seeds_is_marked_and_averaged_over_what_its_tasks_share():
     made = [one for one in trial() if (one.cell.task, one.cell.seed) != ("sst2", 2)]
     found = table("tasks", experiment(), made)
-    assert texts(found)["I2CL"] == ["60.0 ± 14.1", "50.0 ± 0.0", "55.0 ± 7.1"]
+    assert texts(found)["I2CL"] == ["55.0 ± 7.1", "60.0 ± 14.1", "50.0 ± 0.0"]
     assert cells(found)["I2CL"]["Average"].mark == "†"
     assert "fewer than 3 seeds on sst2 (2);" in noted(found, "†")
     made = [one for one in trial() if one.cell.seed < 2]
@@ -444,7 +444,7 @@ def test_tasks_without_common_seeds_have_no_average():
     made = [record("i2cl", "sst2", 0, "10"), record("i2cl", "trec", 1, "10")]
     made += [record("icv", "sst2", 1, "10"), record("icv", "trec", 1, "10")]
     asked = experiment(("ICV", "I2CL"), seeds=2)
-    assert texts(table("tasks", asked, made))["I2CL"] == ["50.0", "50.0", "–"]
+    assert texts(table("tasks", asked, made))["I2CL"] == ["–", "50.0", "50.0"]
     assert texts(table("average", asked, made))["I2CL"][:2] == ["–", "–"]
     assert texts(table("comparison", asked, made))["ICV"][-1] == "nothing shared to compare"
 
@@ -546,7 +546,7 @@ def odd():
 def test_markdown_shows_the_same_numbers():
     text = markdown(build([experiment()], trial(), {}, figures=False))
     lines = [[part.strip(" *") for part in line.split("|")] for line in text.splitlines()]
-    assert ["", "I2CL", "73.3 ± 25.2", "50.0 ± 0.0", "61.7 ± 12.6", ""] in lines
+    assert ["", "I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0", ""] in lines
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         lines = block.splitlines()
         assert len({len(line) for line in lines}) == 1
@@ -565,7 +565,7 @@ def test_markdown_escapes_and_emphasises():
 def test_latex_shows_the_same_numbers():
     text = latex(build([experiment()], trial(), {}, figures=False))
     plain = re.sub(r"\\textbf{([^}]*)}", r"\1", text)
-    assert r"I2CL & 73.3 ± 25.2 & 50.0 ± 0.0 & 61.7 ± 12.6 \\" in plain
+    assert r"I2CL & 61.7 ± 12.6 & 73.3 ± 25.2 & 50.0 ± 0.0 \\" in plain
     assert r"\begin{tabular}{lrrr}" in text
 
 
