@@ -1,5 +1,6 @@
 """Sphinx's settings of the documentation site: `make docs`, which treats every warning as an error."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,6 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"i2cl\..*\.[A-Z]"),  # type variables
     (r"py:.*", r"(?!i2cl\.).*"),  # of other libraries: their inventories are a request each
-    ("myst", r"experiments/(real/)?store"),  # folders of the repository, which the site does not hold
 ]
 
 autodoc_member_order = "bysource"
@@ -66,11 +66,13 @@ def _commands(group: Any, prefix: str) -> Iterator[str]:
 
 
 def setup(app: Sphinx) -> None:
-    """Put the program's own help into the page of commands."""
+    """Put the program's own help into the page of commands, and name folders that the site does not hold."""
 
     def fill(_: Sphinx, name: str, source: list[str]) -> None:
         if name == "reference/commands":
-            text = "\n".join(_commands(get_command(program), "i2cl"))
-            source[0] = source[0].replace("<!-- commands -->", text)
+            source[0] = source[0].replace(
+                "<!-- commands -->", "\n".join(_commands(get_command(program), "i2cl"))
+            )
+        source[0] = re.sub(r"\[[^]]*\]\((experiments/(?:real/)?store)\)", r"`docs/\1`", source[0])
 
     app.connect("source-read", fill)
