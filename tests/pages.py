@@ -79,13 +79,16 @@ def play(played, folder, monkeypatch):
 
 
 def said(typed):
-    """What a command prints on both of its outputs; this package's run in this process, others in a shell."""
+    """What a command prints on both of its outputs; this package's run in this process, others in a shell.
+
+    Bars of progress, which are for a terminal, are left out.
+    """
     if not typed.startswith("i2cl "):
         done = subprocess.run(typed, shell=True, text=True, capture_output=True, check=False)
         return done.stdout + done.stderr
     with redirect_stdout(StringIO()) as told, redirect_stderr(told), suppress(SystemExit):
         main(shlex.split(typed)[1:])
-    return told.getvalue()
+    return "".join(line for line in told.getvalue().splitlines(keepends=True) if "it/s" not in line)
 
 
 def alike(text):
