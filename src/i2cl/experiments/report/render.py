@@ -37,6 +37,9 @@ _PREAMBLE = r"""\documentclass{article}
 \begin{document}
 """
 
+_SHADED = re.compile(r"^Accuracy by task|^Average accuracy by|: from the task of the line")
+"""Titles of tables of accuracies alone: shaded, since twenty lines of figures hide what differs."""
+
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 """What makes a spreadsheet take a cell for a formula."""
 
@@ -197,7 +200,15 @@ def html(report: Report, images: Mapping[str, str]) -> str:
 def _html(text: str, images: Mapping[str, str] = MappingProxyType({})) -> Markup:
     """Markdown as HTML: the first cell of a line names it, and figures are part of the page."""
     tokens = _PARSER.parse(text)
+    shaded = False
     for before, token, after in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        if before.tag == "h3" and token.type == "inline":
+            shaded = bool(_SHADED.search(token.content))
+        if shaded and before.tag == "td" and (number := re.match(r"\W*(\d+\.\d)", token.content)):
+            before.attrs |= {
+                "style": f"{before.attrs['style']};--share:{float(number[1]):g}%",
+                "class": "shaded",
+            }
         if (before.type, token.type) == ("tr_open", "td_open"):
             token.tag = "th"
             token.attrs["scope"] = "row"

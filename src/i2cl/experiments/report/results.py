@@ -83,7 +83,7 @@ class Results:
     Attributes:
         experiment: rows and views.
         setting: model and queries.
-        tasks: those with any result, in the order of first appearance.
+        tasks: those with any result, by name.
         cells: records that ended well.
         left_out: tasks that at most half of the rows have; other experiments ran the rest of them.
     """
@@ -330,6 +330,6 @@ def _shared(experiment: Experiment, setting: Setting, records: Sequence[Record])
     for record in records:
         rows[record.cell.task] |= {row.name for row in experiment.rows if row.holds(record.cell)}
     there = set().union(*rows.values())
-    tasks = tuple(task for task, names in rows.items() if 2 * len(names) > len(there))
+    tasks = tuple(sorted(task for task, names in rows.items() if 2 * len(names) > len(there)))
     kept = tuple(record for record in records if record.cell.task in tasks)
     return Results(experiment, setting, tasks, kept, tuple(task for task in rows if task not in tasks))

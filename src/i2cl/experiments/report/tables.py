@@ -101,7 +101,7 @@ class Table:
 def tasks_table(found: Results, paper: Paper) -> list[Table]:
     """Accuracy of every row on every task; printed numbers stand below the row that they belong to."""
     averaged = len(found.tasks) > 1
-    asked = (*found.tasks, *([None] if averaged else []))
+    asked = (*([None] if averaged else []), *found.tasks)
     leaders = {task: found.leader(task) for task in asked}
     rows: list[list[Entry]] = []
     for line in found.lines:

@@ -1,0 +1,97 @@
+"""The pages for people: their fenced blocks, and how those are run."""
+
+import re
+import shlex
+import subprocess
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from i2cl.experiments.library import load_experiment
+from i2cl.faces.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+FENCE = re.compile(r"^ *```(\w+)[ ]*(\S*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the word behind that, and its lines."""
+
+    language: str
+    mark: str
+    text: str
+
+
+def pages():
+    """README, CONTRIBUTING and the site's pages; reports are printed by the program."""
+    site = sorted(path for path in (ROOT / "docs").rglob("*.md") if "report" not in path.parts)
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *site]
+
+
+def blocks(page):
+    """In the page's order."""
+    return [Block(*found) for found in FENCE.findall(page.read_text(encoding="utf-8"))]
+
+
+def commands(page):
+    """The words behind every ``i2cl`` in its code, one list a command."""
+    text = page.read_text(encoding="utf-8")
+    shown = "\n".join(one.text for one in blocks(page) if one.language == "console").replace("\\\n", " ")
+    lines = [line for line in shown.splitlines() if re.search(r"(^|\$ |&& |--no-python )i2cl ", line)]
+    inline = re.findall(
+        r"`(i2cl [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace("\\|", "|")
+    )
+    for line in (*lines, *inline):
+        for part in re.split(r" && | \| ", line):
+            if found := re.search(r"(?:^|\$ |--no-python )i2cl (.*)", " ".join(part.split())):
+                yield shlex.split(found[1], comments=True)
+
+
+def play(played, folder, monkeypatch):
+    """Run blocks in a folder, and compare what they print with what stands below them.
+
+    Below a command may stand nothing: then anything but an error will do. A Python block's comments behind
+    ``print(...)`` are what it prints.
+    """
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "120")
+    names = {"__name__": "page"}
+    for one in played:
+        if one.language == "console" and "$ " in one.text:
+            for typed, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n?)*)", one.text, re.MULTILINE):
+                told = said(typed)
+                assert not told.startswith("error: ") or shown.startswith("error: "), told
+                assert not shown.strip() or alike(told) == alike(shown), typed
+        elif one.language == "python":
+            with redirect_stdout(StringIO()) as told:
+                exec(compile(one.text, "<page>", "exec"), names)
+            expected = re.findall(r"^ *print\(.*\)  # (.*?)(?:: .*)?$", one.text, re.MULTILINE)
+            if expected:
+                assert told.getvalue().splitlines() == expected
+        elif named := re.match(r"# ([\w/]+\.\w+)\n", one.text):
+            path = folder / named[1]
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(one.text, encoding="utf-8")
+            if path.suffix == ".toml":
+                assert load_experiment(path).rows
+
+
+def said(typed):
+    """What a command prints on both of its outputs; this package's run in this process, others in a shell.
+
+    Bars of progress, which are for a terminal, are left out.
+    """
+    if not typed.startswith("i2cl "):
+        done = subprocess.run(typed, shell=True, text=True, capture_output=True, check=False)
+        return done.stdout + done.stderr
+    with redirect_stdout(StringIO()) as told, redirect_stderr(told), suppress(SystemExit):
+        main(shlex.split(typed)[1:])
+    return "".join(line for line in told.getvalue().splitlines(keepends=True) if "it/s" not in line)
+
+
+def alike(text):
+    """Its words, line by line: numbers are another machine's, and rules are as wide as they are."""
+    lines = (re.sub(r"\d[\d.,:e+-]*\b|\.\.\.", "#", re.sub(r"─+", "", line)) for line in text.splitlines())
+    return [" ".join(line.split()) for line in lines if line.strip()]
