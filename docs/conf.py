@@ -22,6 +22,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["deflist"]
 suppress_warnings = ["config.cache"]
 
+smartquotes = False
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"i2cl\..*\.[A-Z]"),  # type variables
@@ -53,7 +54,7 @@ def _commands(group: Any, prefix: str) -> Iterator[str]:
         if hasattr(command, "commands"):
             yield from _commands(command, called)
             continue
-        yield f"\n## {called}\n\n{command.help}\n\n| | | default |\n|---|---|---|"
+        yield f"\n## {called}\n\n{command.help}\n\n| option | what | default |\n|---|---|---|"
         for one in command.params:
             names = (
                 ", ".join(f"`{word}`" for word in one.opts)

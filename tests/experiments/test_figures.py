@@ -19,7 +19,7 @@ from i2cl.experiments.report import figures_maps  # noqa: E402
 from i2cl.experiments.report.figures import FIGURES, save  # noqa: E402
 from i2cl.experiments.report.results import results_of  # noqa: E402
 
-TASKS = ("films", "news", "moods")
+TASKS = ("films", "news", "plots")
 ZERO = GridRow(name="Zero-shot", method="zero_shot", seeds=1)
 ICL = GridRow(name="Few-shot (ICL)", method="few_shot")
 I2CL = GridRow(name="I2CL")
@@ -202,7 +202,7 @@ def test_shots_are_lines_of_means_with_bands():
 
 def test_points_of_a_line_are_means_over_the_same_tasks():
     row = I2CL.model_copy(update={"shots": (1, 5, 30)})
-    lacking = results(row, keep=lambda cell: cell.shots == 1 or (cell.shots, cell.task) == (5, "moods"))
+    lacking = results(row, keep=lambda cell: cell.shots == 1 or (cell.shots, cell.task) == (5, "plots"))
     figure = drawn("shots", lacking)
     (line,) = figure.axes[0].lines
     assert list(line.get_xdata()) == [1, 5]
@@ -345,7 +345,7 @@ def test_class_vectors_have_a_panel_for_each_task_and_the_label_words():
     vectors = vectors_of(found)
     del vectors[found.cells[0].key]  # a task with four points is too little
     figure = drawn("class-vectors", found, vectors)
-    assert [axes.get_title() for axes in figure.axes] == ["news", "moods"]
+    assert [axes.get_title() for axes in figure.axes] == ["news", "plots"]
     for axes in figure.axes:
         assert [len(line.get_xdata()) for line in axes.lines] == [3, 3]
         assert legend_of(axes) == ["good", "$bad"]

@@ -661,7 +661,7 @@ def test_lines_are_named_by_their_first_cell():
 
 def test_accuracies_are_shaded_by_their_size_and_other_numbers_are_not():
     text = html(build([experiment()], trial(), {}, figures=False), {})
-    assert '<td style="text-align:right;--share:50%" class="shaded">50.0 ± 0.0</td>' in text
+    assert '<td style="text-align:right;--share:25%" class="shaded">50.0 ± 0.0</td>' in text
     tables = dict(re.findall(r"<h3>(.*?)</h3>(.*?)</table>", text, re.DOTALL))
     assert [title for title, shown in tables.items() if "shaded" in shown] == ["Accuracy by task"]
 
