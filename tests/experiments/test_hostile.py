@@ -96,6 +96,7 @@ def test_figures_stay_in_their_folder(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdfLaTeX")
+@pytest.mark.filterwarnings("ignore:Glyph:UserWarning")  # a font that lacks a letter draws a box
 def test_latex_compiles(tmp_path):
     name = " ".join((*NAMES.values(), "é ß Ŧ 你好 🎉 \a \u202e"))
     write(report_of(name, "bars", figures=True), tmp_path / "out", ("tex",))
