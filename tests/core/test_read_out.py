@@ -150,6 +150,9 @@ def test_saved_pooled_and_refused_elsewhere(tmp_path):
     again = Injection.from_pretrained(tmp_path / "one")
     assert again.description()["format_version"] == READ_OUT_VERSION
     assert torch.equal(again.scores(decoder, TEXTS), scores)
+    assert "with a read-out" in (tmp_path / "one" / "README.md").read_text()
+    other.save_pretrained(tmp_path / "two")
+    assert "with a read-out" not in (tmp_path / "two" / "README.md").read_text()
     pool = InjectionPool(decoder, {"read": again, "plain": other})
     mixed = pool.scores([*TEXTS, *TEXTS], ["read"] * 3 + ["plain"] * 3)
     assert torch.allclose(torch.stack(mixed[:3]), scores, atol=1e-5)

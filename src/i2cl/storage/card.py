@@ -101,7 +101,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         title=_md(f"I2CL: {task['title'] or task['name']}"),
         version=__version__,
         what="A vector" if anchored else "A context vector and two coefficients",
-        variant=", anchored: fitted around the plain model among the label words" if anchored else "",
+        variant=_variant(description["calibration"]) if anchored else "",
         base=_inline(shown),
         classes=len(task["labels"]),
         python=_python(name, shown, base["revision"]),
@@ -120,6 +120,12 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         again=_again(description),
     )
     return f"{card}\n".encode(errors="backslashreplace").decode()  # of a folder whose name is not UTF-8
+
+
+def _variant(calibration: Mapping[str, Any]) -> str:
+    """What an anchored fit is called, in a phrase."""
+    more = ", with a read-out of the last hidden state on top" if calibration.get("read_out") else ""
+    return f", anchored: fitted around the plain model among the label words{more}"
 
 
 def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
