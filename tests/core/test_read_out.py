@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
-from i2cl import Example, I2CLError, Injection, InjectionPool, Task, Template, extract
+from i2cl import Example, I2CLError, Injection, InjectionPool, Task, Template, extract, transfer
 from i2cl.core.anchored import AnchoredConfig, anchor, left_out_scores
-from i2cl.core.artefact import READ_OUT_VERSION
+from i2cl.core.artefact import READ_OUT_VERSION, TENSORS
 from i2cl.core.read_out import FLOOR, head_states, read_out
 from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder
@@ -104,6 +105,17 @@ def test_labels_that_states_do_not_tell_get_none_and_those_that_they_do_get_some
     assert (added(found.rows, states).argmax(1) == gold).float().mean() > 0.9
 
 
+@pytest.mark.parametrize("reach", [None, 1.0, 1e-300])
+def test_states_that_are_all_the_same_or_a_reach_of_nothing_add_nothing(reach):
+    states, scores, gold = drawn()
+    assert read_out(states[:1].expand(12, 7), scores, gold, reach).rows is None
+    assert read_out(states, scores, gold, 1e-300).rows is None
+    one = made()
+    context = extract(one, TASK, SHOWN[:1])
+    config = AnchoredConfig(reach=1e-300 if reach is None else reach, read_out="loo")
+    assert anchor(one, TASK, SHOWN[:1], context, config).read_out is None
+
+
 def test_scores_are_those_of_the_injection_and_weights_of_the_heads_input():
     decoder = made()
     injection, _ = fitted(decoder, read_out=3.0)
@@ -157,6 +169,12 @@ def test_saved_pooled_and_refused_elsewhere(tmp_path):
     mixed = pool.scores([*TEXTS, *TEXTS], ["read"] * 3 + ["plain"] * 3)
     assert torch.allclose(torch.stack(mixed[:3]), scores, atol=1e-5)
     assert torch.allclose(torch.stack(mixed[3:]), other.scores(decoder, TEXTS), atol=1e-5)
+    (tensors := load_file(tmp_path / "one" / TENSORS))["read_out"][0, 0] = float("nan")
+    save_file(tensors, tmp_path / "one" / TENSORS)
+    with pytest.raises(I2CLError, match="no finite numbers as read_out"):
+        Injection.from_pretrained(tmp_path / "one")
+    with pytest.raises(I2CLError, match="has a read-out, which does not carry over"):
+        transfer(decoder, TASK, SHOWN, [fitted(decoder, read_out=3.0, free="scalars")[0]])
     with pytest.raises(I2CLError, match="first tokens"):
         injection.scores(decoder, TEXTS, scoring="full")
     with pytest.raises(I2CLError, match=r"read_out has the shape \(3, 5\)"):

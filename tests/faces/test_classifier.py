@@ -265,6 +265,7 @@ def wrong(x=None, y=None, **parameters):
         ({"y": [0, 1] * 30, "labels": {0: "red", 1: " blue"}}, "label word ' blue' is empty or padded"),
         ({"shots": 50}, "class 'blue' has .* training examples but 50 shots"),
         ({"recipe": "quick"}, "unknown recipe 'quick': choose one of paper, released, fast"),
+        ({"method": "anchored", "recipe": "fast", "settings": None}, "a recipe is I2CL's: leave it out"),
         ({"method": "icv"}, "unknown method 'icv': choose one of i2cl, anchored"),
         ({"settings": {"epoch": 3}}, "has the option 'epoch'"),
         ({"settings": {"epochs": "many"}}, "option epochs='many'"),

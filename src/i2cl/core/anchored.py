@@ -112,13 +112,8 @@ def anchor(
     """
     config = config or AnchoredConfig()
     require_demonstrations(task, demonstrations)
+    require_few(task, demonstrations)
     context.require_base(decoder)
-    scores = len(demonstrations) * len(task.labels)
-    if scores > MOST_SCORES:
-        raise I2CLError(
-            f"{len(demonstrations)} demonstrations times {len(task.labels)} labels are {scores} scores, and "
-            f"anchored calibration takes at most {MOST_SCORES}: give fewer (--shots), or use i2cl"
-        )
     fit = _Fit(Questions(decoder, task, scoring), tuple(demonstrations), context, config)
     with decoder.frozen():
         u, history = fit.solved(progress)
@@ -138,6 +133,20 @@ def anchor(
         history=history,
         read_out=read.rows if read else None,
     )
+
+
+def require_few(task: Task, demonstrations: Sequence[Example]) -> None:
+    """Refuse more demonstrations times labels than `MOST_SCORES`.
+
+    Raises:
+        I2CLError: naming both.
+    """
+    scores = len(demonstrations) * len(task.labels)
+    if scores > MOST_SCORES:
+        raise I2CLError(
+            f"{len(demonstrations)} demonstrations times {len(task.labels)} labels are {scores} scores, and "
+            f"anchored calibration takes at most {MOST_SCORES}: give fewer (--shots), or take --method i2cl"
+        )
 
 
 def left_out_scores(
@@ -160,7 +169,8 @@ def left_out_scores(
         injection: what `anchor` made of them.
     """
     names = AnchoredConfig.model_fields
-    config = AnchoredConfig(**{name: injection.settings[name] for name in names})
+    known = {name: injection.settings[name] for name in names if name in injection.settings}
+    config = AnchoredConfig(**known)
     fit = _Fit(Questions(decoder, task, injection.scoring), tuple(demonstrations), context, config)
     theta = injection.context.values if config.free == "vectors" else injection.coefficients
     u = ((theta - fit.start) / fit.scale).nan_to_num(0.0).flatten()  # 0 / 0 where a layer is left out

@@ -78,7 +78,7 @@ class Stored(pydantic.BaseModel):
             raise I2CLError(
                 f"{TENSORS} holds shapes {found}, {shape} and {(*shape[:2], 2)} are described: fit it again"
             )
-        for name, tensor in (("context_vector", values), ("coefficients", coefficients)):
+        for name, tensor in tensors.items():
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
                 raise I2CLError(f"{TENSORS} holds no finite numbers as {name}: copy or fit it again")
         task = Task.from_dict(self.task)
@@ -96,7 +96,7 @@ class Stored(pydantic.BaseModel):
             "command": self.command,
             "worth": self.worth,
             "label_bias": self.label_bias,
-            "read_out": read_out,
+            "read_out": None if read_out is None else read_out.float(),
         }
 
 

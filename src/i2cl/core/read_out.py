@@ -6,6 +6,7 @@ logistic regression on the demonstrations' states in units of their standard dev
 that each demonstration has when the injection is fitted without it, so that only what those lack is learnt.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,10 +96,12 @@ def read_out(
     wide = states.double()
     mean, deviation = wide.mean(0), wide.std(0, correction=0) + FLOOR
     tangent = States(scores.double(), (wide - mean) / deviation)
-    reach = best_reach(tangent, gold, reaches) if reach is None else reach
-    if reach == 0:
+    if tangent.tau(1.0) == 0:  # all states are the same
         return ReadOut(None, 0.0, scores)
+    reach = best_reach(tangent, gold, reaches) if reach is None else reach
     tau = tangent.tau(reach)
+    if math.isinf(tau):
+        return ReadOut(None, 0.0, scores)
     weights = optimum(tangent.scores, tangent.kernel, gold, tau)
     fitted = tangent.scores + (tangent.kernel @ weights).view_as(tangent.scores)
     rows = weights.view_as(tangent.scores).T @ tangent.states / deviation

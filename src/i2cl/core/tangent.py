@@ -39,7 +39,7 @@ class Tangent(ABC):
         n, labels = self.scores.shape
         blocks = self.kernel.view(n, labels, n, labels).diagonal(dim1=0, dim2=2)  # (labels, labels, n)
         apart = blocks.diagonal(dim1=0, dim2=1).mean() - blocks.mean()  # what all labels share counts nothing
-        return apart.item() / reach**2 if reach > 0 else math.inf
+        return apart.item() / reach / reach if reach > 0 else math.inf
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,6 @@
 """Every method on every task with every seed: what `i2cl eval` measures."""
 
 from collections.abc import Callable, Sequence
-from itertools import product
 
 from i2cl.experiments.evaluation import Evaluation, bottom
 from i2cl.experiments.parallel import DecoderSource, run_jobs, suggested_workers
@@ -56,16 +55,12 @@ def sweep(
         for fit, alike in fits.items()
         for group in ([tuple(seeds)] if fit.joint else [(seed,) for seed in seeds])
     ]
-    runs: list[Run] = []
-    for _, made in run_jobs(decoder, source, jobs, workers or suggested_workers(decoder, len(jobs))):
-        runs += made
+    runs: list[tuple[tuple[int, int, int], Run]] = []
+    called = [method.called for method in methods]
+    for place, made in run_jobs(decoder, source, jobs, workers or suggested_workers(decoder, len(jobs))):
+        at = place * len(tasks) // len(jobs)  # each task has as many jobs
+        runs += [((at, called.index(run.method), seeds.index(run.seed)), run) for run in made]
         for run in made:
             if watch is not None:
                 watch(run)
-    names, called = [task.name for task in tasks], [method.called for method in methods]
-    order = [range(len(tasks)), range(len(methods)), range(len(seeds))]
-    places = {
-        (names[task], called[method], seeds[seed]): (task, method, seed)
-        for task, method, seed in product(*order)
-    }
-    return sorted(runs, key=lambda run: places[run.task, run.method, run.seed])
+    return [run for _, run in sorted(runs, key=lambda one: one[0])]

@@ -10,7 +10,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.core.anchored import AnchoredConfig, anchor, left_out_scores
+from i2cl.core.anchored import AnchoredConfig, anchor, left_out_scores, require_few
 from i2cl.core.context import ExtractConfig, extract
 from i2cl.core.injection import Injection
 from i2cl.methods.base import Cost, Method
@@ -48,6 +48,7 @@ class Anchored(Method):
         scoring: Scoring = "auto",
     ) -> Injection:
         """Extract, which gives the scale, and fit."""
+        require_few(task, demonstrations)
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         return anchor(
             decoder,

@@ -54,8 +54,9 @@ class LabelTokens:
 
     def added(self, state: Float[Tensor, " d"]) -> Float[Tensor, " labels"]:
         """What the read-out makes of the LM head's input; zeros without one."""
-        rows = torch.zeros(len(self.ids), len(state) + 1) if self.read_out is None else self.read_out
-        return rows[:, :-1] @ state + rows[:, -1]
+        if self.read_out is None:
+            return torch.zeros(len(self.ids))
+        return self.read_out[:, :-1] @ state + self.read_out[:, -1]
 
     def target(self, label: int) -> Ids:
         """What calibration learns to predict: the first token, or all of them."""

@@ -252,6 +252,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             raise I2CLError(f"unknown method {self.method!r}: choose one of {I2CL.name}, {Anchored.name}")
         if self.recipe not in RECIPES:
             raise I2CLError(f"unknown recipe {self.recipe!r}: choose one of {', '.join(RECIPES)}")
+        if self.method == Anchored.name and self.recipe != "paper":
+            raise I2CLError("a recipe is I2CL's: leave it out, or take method='i2cl'")
         made = make_methods([self.method], self.settings, RECIPES[self.recipe])
         return cast("I2CL | Anchored", made[0])
 
