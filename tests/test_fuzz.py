@@ -8,7 +8,7 @@ from fuzzing import Folders, refused, targets
 from storage.test_hub import decoder_named, made
 
 EXAMPLES = {"command lines": 100}
-"""300 of the others: a command line takes ten times as long to read."""
+"""300 of the others: a command line takes three times as long to read."""
 QUIET = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
 NAMES = ["rows", "templates", "task TOML", "grid TOML", "options", "command lines", "artefacts", "stores"]
 

@@ -8,7 +8,7 @@
   that is fitted to unlabelled texts. Source: Kwon et al. 2026, https://arxiv.org/abs/2605.20730, and their
   released code, https://github.com/Jii111/LTV.
 
-Choices beyond the sources are in docs/fidelity.md.
+Choices beyond the sources are in docs/reference/fidelity.md.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """WILDA: a LoRA adapter learns to say of a query alone what the model says behind demonstrations.
 
 Source: Jukić and Šnajder 2025, https://arxiv.org/abs/2410.01508, and their released code,
-https://github.com/josipjukic/wilda. Choices beyond them are in docs/fidelity.md.
+https://github.com/josipjukic/wilda. Choices beyond them are in docs/reference/fidelity.md.
 """
 
 from collections.abc import Sequence
