@@ -359,6 +359,8 @@ def test_a_label_prior_of_few_texts_is_refused(films, demonstrations):
     few = replace(films, train=films.train[:20])
     with pytest.raises(I2CLError, match=r"needs 32 training texts .* has 20: add some"):
         fit("zero_shot+label_prior", made("llama"), few, demonstrations)
+    found = fit("zero_shot+label_prior", made("llama"), few, demonstrations, unlabelled=8)
+    assert found.cost.unlabelled == 8
 
 
 def test_anchored_injects_what_anchoring_finds(films, demonstrations):

@@ -69,6 +69,9 @@ class AnchoredConfig(BaseModel):
         steps: linearisations at most.
         tolerance: relative gain of the objective by an undamped step below which it ends.
         anchored_layers: all, or a third of them.
+        prior_lambda: the prior's mean, where the fit starts too, is the context vector times this; at 0 the
+            plain model.
+        prior_scale: of vectors: the context vector's at each site, or its root mean square over all of them.
         read_out: reach of label weights of the last hidden state on top, see `i2cl.core.read_out`; 0 for
             none, ``"loo"`` for what leave-one-out says. Labels that share their first token get none.
     """
@@ -80,6 +83,8 @@ class AnchoredConfig(BaseModel):
     steps: int = Field(4, ge=0)
     tolerance: float = Field(0.02, ge=0)
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"
+    prior_lambda: float = Field(0.0, allow_inf_nan=False)
+    prior_scale: Literal["context", "equal"] = "context"
     read_out: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["loo"] = 0.0
 
 
@@ -200,9 +205,12 @@ class _Fit:
         active = layers.active(decoder.layers, self.context.config.writers)[..., None]
         if self.config.free == "vectors":
             size = values.square().mean(-1, keepdim=True).sqrt()
-            self.start, self.scale = torch.zeros_like(values), (size * active).expand_as(values)
+            if self.config.prior_scale == "equal":
+                size = size.square().mean().sqrt().expand_as(size)
+            self.start = self.config.prior_lambda * values * active
+            self.scale = (size * active).expand_as(values)
         else:
-            self.start = torch.tensor([0.0, 1.0]).repeat(*values.shape[:2], 1)
+            self.start = torch.tensor([self.config.prior_lambda, 1.0]).repeat(*values.shape[:2], 1)
             self.scale = active.float().expand_as(self.start)
 
     def linear(

@@ -29,7 +29,7 @@ ORDER = (
 )
 """The paper's experiments, in its order; what `all` means."""
 
-BROUGHT = ("real", "skewed", "successors", "real-ablations", "anchored-ablations", *ORDER)
+BROUGHT = ("real", "skewed", "successors", "real-ablations", "anchored-ablations", "anchored-shots", *ORDER)
 """All that the package brings."""
 
 

@@ -170,8 +170,10 @@ def fit_key(cell: Cell) -> str:
         return cell.key
     while isinstance(method, Wrapper):
         method = method.below
-    lowest = {"method": method.called} if method is not None else {}
-    return cell.model_copy(update={**lowest, "limit": None, "skew": 1}).key
+    if method is not None:
+        known = {name: value for name, value in cell.options.items() if name in method.options()}
+        cell = cell.model_copy(update={"method": method.called, "options": known})
+    return cell.model_copy(update={"limit": None, "skew": 1}).key
 
 
 def _asked(bench: Bench, cell: Cell) -> Task:

@@ -87,7 +87,7 @@ def _built(parts: Sequence[str], options: Mapping[str, Any]) -> Method:
             raise I2CLError(
                 f"{part!r} cannot stand on {method.name!r}: only a calibration such as batch_calibration can"
             )
-        method = above(method)
+        method = above.configured(options, method)
     return method
 
 

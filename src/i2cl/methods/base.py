@@ -106,13 +106,15 @@ class Method(ABC):
         }
 
     @classmethod
-    def configured(cls: type[C], options: Mapping[str, Any]) -> C:  # noqa: PYI019 - the checks in tests know no Self
-        """Build it from those of the options that it knows, given as strings or values.
+    def configured(  # noqa: PYI019 - the checks in tests know no Self
+        cls: type[C], options: Mapping[str, Any], *below: "Method"
+    ) -> C:
+        """Build it from those of the options that it knows, given as strings or values; a wrapper, on a method.
 
         Raises:
             I2CLError: on a value that an option cannot take.
         """
-        return cls(*(_read(model, options) for model in cls.settings))
+        return cls(*below, *(_read(model, options) for model in cls.settings))
 
     @property
     def joint(self) -> bool:

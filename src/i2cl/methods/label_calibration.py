@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import FEWEST_UNLABELLED, bias_towards, log_mean
-from i2cl.methods.base import Cost, Predictor, Wrapper
+from i2cl.methods.base import Cost, Method, Predictor, Wrapper
 from i2cl.models.scoring import Progress, biased
 from i2cl.tasks import Example, Task
 
@@ -52,8 +53,16 @@ class BiasedPredictor:
         return biased(self.below.scores(texts, progress), self.bias)
 
 
-UNLABELLED = 64
-"""Texts that a label prior is the mean over."""
+class LabelPriorConfig(BaseModel):
+    """What a label prior is the mean over.
+
+    Attributes:
+        unlabelled: texts, at most.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    unlabelled: int = Field(64, ge=1)
 
 
 class LabelPrior(Wrapper):
@@ -66,6 +75,11 @@ class LabelPrior(Wrapper):
     name: ClassVar[str] = "label_prior"
     summary: ClassVar[str] = "another method's scores less their mean over unlabelled texts, stored"
     needs: ClassVar[str] = "what the method below it needs, and unlabelled texts"
+    settings = (LabelPriorConfig,)
+
+    def __init__(self, below: Method | None = None, config: LabelPriorConfig | None = None) -> None:
+        super().__init__(below)
+        self.config = config or LabelPriorConfig()
 
     def over(
         self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
@@ -75,10 +89,11 @@ class LabelPrior(Wrapper):
         Raises:
             I2CLError: if too few training texts remain beside the demonstrations.
         """
-        texts = task.unlabelled(UNLABELLED, demonstrations, seed)
-        if len(texts) < FEWEST_UNLABELLED:
+        texts = task.unlabelled(self.config.unlabelled, demonstrations, seed)
+        fewest = min(FEWEST_UNLABELLED, self.config.unlabelled)
+        if len(texts) < fewest:
             raise I2CLError(
-                f"label_prior needs {FEWEST_UNLABELLED} training texts beside the demonstrations, task "
+                f"label_prior needs {fewest} training texts beside the demonstrations, task "
                 f"{task.name!r} has {len(texts)}: add some, or use contextual_calibration"
             )
         bias = bias_towards(None, below.scores(texts))
