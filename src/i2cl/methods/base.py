@@ -109,7 +109,7 @@ class Method(ABC):
     def configured(  # noqa: PYI019 - the checks in tests know no Self
         cls: type[C], options: Mapping[str, Any], *below: "Method"
     ) -> C:
-        """Build it from those of the options that it knows, given as strings or values; a wrapper, on a method.
+        """Build it from those of the options that it knows, strings or values; a wrapper, on a method.
 
         Raises:
             I2CLError: on a value that an option cannot take.
