@@ -86,7 +86,7 @@ def alone(decoder, tmp_path_factory):
 def keep_short(bench, task):
     """As if an earlier cell had fitted plain I2CL, in a few epochs."""
     own = cell(task=task)
-    found = bench.task(task)
+    found = bench.task(own)
     shown = found.sample(None, 0)
     (method,) = make_methods(["i2cl"], {"epochs": 3})
     (fitted,) = fit_seeds(bench.decoder, found, method, [shown], [0])
@@ -107,6 +107,19 @@ def test_a_method_cell_keeps_predictions_and_their_origin(bench):
     assert list(bench.vectors.glob("*")) == []
 
 
+def test_a_chat_is_asked_in_the_tokenizers_template(bench, monkeypatch):
+    wanted = cell(method="zero_shot", chat=True)
+    with pytest.raises(I2CLError, match="chat template"):
+        run_study(bench, wanted)
+    said = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
+    said += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    monkeypatch.setattr(bench.decoder.tokenizer, "chat_template", said)
+    asked = load_task(ONE).chat(bench.decoder.tokenizer)
+    assert asked.template.query("x").endswith("<assistant>")
+    scores = Questions(bench.decoder, asked).scores([query.text for query in asked.queries(12)])
+    assert run_study(bench, wanted).predictions == tuple(scores.argmax(-1).tolist())
+
+
 def test_only_plain_i2cl_keeps_vectors(bench):
     changed = run_study(bench, cell(options={"epochs": 1}))
     assert len(changed.coefficients) == bench.decoder.layers
@@ -116,7 +129,7 @@ def test_only_plain_i2cl_keeps_vectors(bench):
     assert isinstance(found, Injection)
     torch.testing.assert_close(found.coefficients, predictor.edit.coefficients)
     torch.testing.assert_close(found.context.values, predictor.edit.values)
-    task = bench.task(ONE)
+    task = bench.task(cell())
     shown = [one for one in task.sample(None, 0) if one.label == 2]
     (kept,) = bench.vectors.glob("*.safetensors")
     own = extract(bench.decoder, task, shown).values
@@ -126,7 +139,7 @@ def test_only_plain_i2cl_keeps_vectors(bench):
 def test_moving_injects_what_another_task_was_fitted_to(bench):
     source = keep_short(bench, OTHER)
     outcome = run_study(bench, cell(study="move", sources=(OTHER,)))
-    task = bench.task(ONE)
+    task = bench.task(cell())
     scores = PromptPredictor(Questions(bench.decoder, task), edit=source.edit).scores(
         [q.text for q in task.queries(12)]
     )
@@ -139,7 +152,7 @@ def test_a_transfer_cell_is_the_transfer_of_the_library(bench, monkeypatch):
     for task in (ONE, OTHER):
         keep_short(bench, task)
     outcome = run_study(bench, cell(study="transfer", sources=(OTHER,)))
-    task = bench.task(ONE)
+    task = bench.task(cell())
     anchors = [bench.injection(plain(cell(), OTHER))]
     first = bench.injection(plain(cell(), ONE))
     expected = transfer(bench.decoder, task, task.sample(None, 0), anchors, first=first)
@@ -163,7 +176,7 @@ def test_what_was_not_fitted_yet_is_fitted_now(bench, monkeypatch):
 def test_the_worst_group_is_the_one_few_shot_does_worst_with(bench, monkeypatch):
     monkeypatch.setattr("i2cl.experiments.studies.JUDGED_ON", 10)
     monkeypatch.setattr("i2cl.experiments.studies.GROUPS", 6)
-    task = bench.task(ONE)
+    task = bench.task(cell())
     chosen, judged = worst_group(bench.decoder, task, 1, seed=3)
     groups = [task.sample(1, 1_000_000 + 6 * 3 + number) for number in range(6)]
     texts = [one.text for one in judged]

@@ -59,6 +59,7 @@ class Cell(_Frozen):
         limit: queries of the task.
         skew: how many times as frequent as the others classes with an even id are, among queries and
             unlabelled texts.
+        chat: whether everything is asked in the tokenizer's chat template, after the task's instruction.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Cell(_Frozen):
     seed: int = 0
     limit: int | None = None
     skew: int = Field(1, ge=1)
+    chat: bool = False
 
     @property
     def key(self) -> str:
@@ -99,6 +101,7 @@ class GridRow(_Frozen):
     options: dict[str, Value] = Field(default_factory=dict)
     shots: tuple[int, ...] = ()
     demonstrations: Demonstrations = "random"
+    chat: bool = False
     seeds: int | None = Field(None, ge=1)
 
     def cells(self, base: Cell, tasks: Sequence[str], most_shots: int | None) -> Iterator[Cell]:
@@ -108,6 +111,7 @@ class GridRow(_Frozen):
             "method": self.method,
             "options": self.options,
             "demonstrations": self.demonstrations,
+            "chat": self.chat,
         }
         curve = [shots for shots in self.shots if most_shots is None or shots <= most_shots]
         for task, shots in itertools.product(tasks, curve if self.shots else (None,)):
@@ -122,8 +126,8 @@ class GridRow(_Frozen):
 
     def holds(self, cell: Cell) -> bool:
         """Whether a cell belongs to this row, whatever its model, task, seed and queries."""
-        mine = (self.study, self.method, self.options, self.demonstrations)
-        theirs = (cell.study, cell.method, cell.options, cell.demonstrations)
+        mine = (self.study, self.method, self.options, self.demonstrations, self.chat)
+        theirs = (cell.study, cell.method, cell.options, cell.demonstrations, cell.chat)
         return mine == theirs and cell.shots in (self.shots or (None,))
 
 

@@ -29,7 +29,10 @@ ORDER = (
 )
 """The paper's experiments, in its order; what `all` means."""
 
-BROUGHT = ("real", "skewed", "successors", "real-ablations", "anchored-ablations", "anchored-shots", *ORDER)
+BROUGHT = (
+    *("real", "skewed", "chat", "successors", "real-ablations", "anchored-ablations", "anchored-shots"),
+    *ORDER,
+)
 """All that the package brings."""
 
 

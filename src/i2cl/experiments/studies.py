@@ -52,13 +52,18 @@ class Bench:
     vectors: Path
     fits: dict[str, list[Fitted]] = field(default_factory=dict)
 
-    def task(self, name: str) -> Task:
-        """A task with its rows, read once per process."""
-        return _task(name, self.data_dir)
+    def task(self, cell: Cell) -> Task:
+        """A cell's task with its rows, read once per process.
+
+        Raises:
+            I2CLError: if it is to be a chat and the tokenizer has no template for one.
+        """
+        task = _task(cell.task, self.data_dir)
+        return task.chat(self.decoder.tokenizer) if cell.chat else task
 
     def injection(self, cell: Cell) -> Injection:
         """What plain I2CL was fitted to on a cell's task, by an earlier cell or now."""
-        task = self.task(cell.task)
+        task = self.task(cell)
         path = self.vectors / f"{cell.key}.safetensors"
         if not path.is_file():
             (found,) = fit_cells(self, [cell])
@@ -76,7 +81,7 @@ class Bench:
         """Save vector, coefficients and the vectors of each class alone (16-bit), of plain I2CL only."""
         edit = fitted.injected
         if edit is not None and cell == plain(cell, cell.task):
-            task = self.task(cell.task)
+            task = self.task(cell)
             classes = [one.values for one in extract_classes(self.decoder, task, fitted.demonstrations)]
             tensors = {
                 "context_vector": edit.values.numpy(),
@@ -93,7 +98,7 @@ def _task(name: str, data_dir: str | None) -> Task:
 
 
 def plain(cell: Cell, task: str) -> Cell:
-    """The cell of plain I2CL on a task, with the same model, seed and queries."""
+    """The cell of plain I2CL on a task, with the same model, seed, queries and wording."""
     return Cell(
         model=cell.model,
         revision=cell.revision,
@@ -101,6 +106,7 @@ def plain(cell: Cell, task: str) -> Cell:
         task=task,
         seed=cell.seed,
         limit=cell.limit,
+        chat=cell.chat,
     )
 
 
@@ -157,7 +163,7 @@ def _fitted(
         return [stand_on(method, below, task) for below in _fitted(bench, cells, method.below, shown)]
     key = " ".join(fit_key(cell) for cell in cells)
     if key not in bench.fits:
-        task, seeds = bench.task(cells[0].task), [cell.seed for cell in cells]
+        task, seeds = bench.task(cells[0]), [cell.seed for cell in cells]
         bench.fits[key] = fit_seeds(bench.decoder, task, method, shown, seeds)
     return bench.fits[key]
 
@@ -178,7 +184,7 @@ def fit_key(cell: Cell) -> str:
 
 def _asked(bench: Bench, cell: Cell) -> Task:
     """The cell's task with its queries and unlabelled texts as frequent by class as the cell says."""
-    task = bench.task(cell.task)
+    task = bench.task(cell)
     return task if cell.skew == 1 else task.skewed(cell.skew, cell.limit)
 
 
@@ -202,7 +208,7 @@ def is_joint(cell: Cell) -> bool:
 
 def _demonstrations(bench: Bench, cell: Cell) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
     """A cell's demonstrations, and the held-out rows that they were chosen by."""
-    task = bench.task(cell.task)
+    task = bench.task(cell)
     if cell.demonstrations == "worst":
         return worst_group(bench.decoder, task, cell.shots, cell.seed)
     return task.sample(cell.shots, cell.seed), ()
