@@ -100,7 +100,8 @@ def test_every_bundled_experiment_can_be_run_and_shown(name):
         printed = {row for table in printed_tables(experiment.printed) for row in table.rows}
         assert printed & set(names)
     keys = {
-        row.name: (row.study, row.method, str(row.options), row.demonstrations) for row in experiment.rows
+        row.name: (row.study, row.method, str(row.options), row.demonstrations, row.chat)
+        for row in experiment.rows
     }
     assert len(set(keys.values())) == len(keys)
 
