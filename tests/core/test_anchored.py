@@ -46,7 +46,7 @@ def problem(decoder, asked, config):
 
 def objective(fit, u):
     scores = fit.scores(u).double()
-    loss = torch.nn.functional.cross_entropy(scores, fit.gold, reduction="sum")
+    loss = torch.nn.functional.cross_entropy(scores, fit.target, reduction="sum")
     return (loss + fit.tau / 2 * u.double().square().sum()).item()
 
 
@@ -102,7 +102,7 @@ def objective_of(fit, injection):
 
 def stationary(fit, u):
     point = fit.point(u)
-    slope = (point.scores.double().softmax(-1) - one_hot(fit.gold, point.scores.shape[1])).flatten().float()
+    slope = (point.scores.double().softmax(-1) - fit.target).flatten().float()
     return (point.jacobian.T @ slope + fit.tau * u).norm().item()
 
 
@@ -178,8 +178,8 @@ def exactly_left_out(point, fit, tau):
     """Refit the tangent without each demonstration, by plain gradient steps in float64."""
     jacobian = point.jacobian.double().view(*point.scores.shape, -1)
     losses = []
-    for out in range(len(fit.gold)):
-        rest = [row for row in range(len(fit.gold)) if row != out]
+    for out in range(len(fit.target)):
+        rest = [row for row in range(len(fit.target)) if row != out]
         u = torch.zeros(jacobian.shape[-1], dtype=torch.float64, requires_grad=True)
         optimizer = torch.optim.LBFGS([u], max_iter=500, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
 
@@ -188,13 +188,13 @@ def exactly_left_out(point, fit, tau):
 
         def closure(u=u, rest=rest, scores=scores, optimizer=optimizer):
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(scores(rest), fit.gold[rest], reduction="sum")
+            loss = torch.nn.functional.cross_entropy(scores(rest), fit.target[rest], reduction="sum")
             loss = loss + tau / 2 * u.square().sum()
             loss.backward()
             return loss
 
         optimizer.step(closure)
-        losses.append(torch.nn.functional.cross_entropy(scores([out]), fit.gold[[out]]).detach())
+        losses.append(torch.nn.functional.cross_entropy(scores([out]), fit.target[[out]]).detach())
     return torch.stack(losses)
 
 
@@ -203,8 +203,8 @@ def test_leaving_out_is_refitting_to_first_order(reach):
     fit = problem(made(), task(), AnchoredConfig(reach=reach))
     point = fit.point(torch.zeros(fit.start.numel()))
     tau = fit.tau
-    found = left_out_losses(point, fit.gold, tau)
-    plain = left_out_losses(point, fit.gold, float("inf"))
+    found = left_out_losses(point, fit.target, tau)
+    plain = left_out_losses(point, fit.target, float("inf"))
     exact = exactly_left_out(point, fit, tau)
     assert (found - exact).abs().max() < 0.2 * (plain - exact).abs().max()
 
@@ -262,10 +262,11 @@ def test_reach_is_the_spread_of_label_scores_under_the_prior_whatever_the_model(
 def test_what_does_not_carry_over_is_not_learned_and_what_does_is():
     """Of nine rows: a feature that all share tells one left out wrongly; one of its own label tells it."""
     gold = torch.tensor([0, 1, 2]).repeat_interleave(3)
+    target = one_hot(gold, 3).double()
     common = torch.eye(3).repeat(9, 1)
-    assert best_reach(Point(torch.zeros(9, 3), common), gold, REACHES) == 0
+    assert best_reach(Point(torch.zeros(9, 3), common), target, REACHES) == 0
     own = torch.cat([torch.kron(torch.eye(3)[gold[row : row + 1]], torch.eye(3)) for row in range(9)])
-    assert best_reach(Point(torch.zeros(9, 3), own), gold, REACHES) >= 3
+    assert best_reach(Point(torch.zeros(9, 3), own), target, REACHES) >= 3
 
 
 def test_the_model_is_left_as_found():

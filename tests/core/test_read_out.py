@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 
 from i2cl import Example, I2CLError, Injection, InjectionPool, Task, Template, extract, transfer
 from i2cl.core.anchored import AnchoredConfig, anchor, left_out_scores
@@ -39,6 +39,10 @@ def drawn(n=12, d=7, labels=3):
     return states, torch.randn(n, labels, generator=generator), gold
 
 
+def certain(gold):
+    return one_hot(gold, 3).double()
+
+
 def made():
     return Decoder(tiny_model("llama"), tiny_tokenizer(), name="llama")
 
@@ -52,14 +56,16 @@ def added(rows, states):
     return states.double() @ rows[:, :-1].double().T + rows[:, -1].double()
 
 
-def objective(weights, states, scores, gold, tau):
+def objective(weights, states, scores, target, tau):
     fit = scores.double() + states @ weights.T
-    return cross_entropy(fit, gold, reduction="sum") + tau / 2 * weights.square().sum()
+    return cross_entropy(fit, target, reduction="sum") + tau / 2 * weights.square().sum()
 
 
-def test_it_is_the_optimum_of_logistic_regression_on_standardised_states():
+@pytest.mark.parametrize("share", [1.0, 0.7], ids=["labels", "a teacher's probabilities"])
+def test_it_is_the_optimum_of_logistic_regression_on_standardised_states(share):
     states, scores, gold = drawn()
-    found = read_out(states, scores, gold, 2.0)
+    target = share * certain(gold) + (1 - share) / 3
+    found = read_out(states, scores, target, 2.0)
     wide = states.double()
     standard = (wide - wide.mean(0)) / (wide.std(0, correction=0) + FLOOR)
     # the spread that the prior gives a query's scores is the reach
@@ -71,7 +77,7 @@ def test_it_is_the_optimum_of_logistic_regression_on_standardised_states():
 
     def closure():
         optimizer.zero_grad()
-        loss = objective(weights, standard, scores, gold, tau)
+        loss = objective(weights, standard, scores, target, tau)
         loss.backward()
         return loss
 
@@ -83,11 +89,11 @@ def test_it_is_the_optimum_of_logistic_regression_on_standardised_states():
 
 def test_left_out_scores_are_near_those_of_refits():
     states, scores, gold = drawn(40)
-    found = read_out(states, scores, gold, 3.0)
+    found = read_out(states, scores, certain(gold), 3.0)
     near = far = 0.0
     for out in range(40):
         rest = [row for row in range(40) if row != out]
-        again = read_out(states[rest], scores[rest], gold[rest], 3.0)
+        again = read_out(states[rest], scores[rest], certain(gold)[rest], 3.0)
         one = (scores[out] + added(again.rows, states[[out]])[0]).softmax(0)
         kept = (scores[out] + added(found.rows, states[[out]])[0]).softmax(0)
         near += (found.left_out[out].double().softmax(0) - one).abs().max().item()
@@ -98,9 +104,9 @@ def test_left_out_scores_are_near_those_of_refits():
 def test_labels_that_states_do_not_tell_get_none_and_those_that_they_do_get_some():
     states, scores, gold = drawn(60)
     picker = torch.Generator().manual_seed(0)
-    assert read_out(torch.randn(60, 7, generator=picker), torch.eye(3)[gold] * 3, gold).rows is None
+    assert read_out(torch.randn(60, 7, generator=picker), torch.eye(3)[gold] * 3, certain(gold)).rows is None
     states[:, 1] = 4.0 * gold
-    found = read_out(states, torch.zeros_like(scores), gold)
+    found = read_out(states, torch.zeros_like(scores), certain(gold))
     assert found.reach > 0
     assert (added(found.rows, states).argmax(1) == gold).float().mean() > 0.9
 
@@ -108,8 +114,8 @@ def test_labels_that_states_do_not_tell_get_none_and_those_that_they_do_get_some
 @pytest.mark.parametrize("reach", [None, 1.0, 1e-300])
 def test_states_that_are_all_the_same_or_a_reach_of_nothing_add_nothing(reach):
     states, scores, gold = drawn()
-    assert read_out(states[:1].expand(12, 7), scores, gold, reach).rows is None
-    assert read_out(states, scores, gold, 1e-300).rows is None
+    assert read_out(states[:1].expand(12, 7), scores, certain(gold), reach).rows is None
+    assert read_out(states, scores, certain(gold), 1e-300).rows is None
     one = made()
     context = extract(one, TASK, SHOWN[:1])
     config = AnchoredConfig(reach=1e-300 if reach is None else reach, read_out="loo")
@@ -145,7 +151,7 @@ def test_it_is_fitted_around_scores_that_did_not_see_the_demonstration():
         decoder, Questions(decoder, TASK).queries([one.text for one in SHOWN]), edit=plain.edit()
     )
     gold = torch.tensor([one.label for one in SHOWN])
-    again = read_out(states, left, gold, 3.0)
+    again = read_out(states, left, certain(gold), 3.0)
     assert torch.allclose(again.rows, injection.read_out, atol=1e-5)
     assert torch.allclose(
         left_out_scores(decoder, TASK, SHOWN, context, injection), again.left_out, atol=1e-4

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy, one_hot, pad
 
 from i2cl.core.context import ContextVector, require_demonstrations
 from i2cl.core.edits import LinearEdit, RowsEdit
@@ -199,7 +199,8 @@ class _Fit:
     def __post_init__(self) -> None:
         decoder, texts = self.questions.decoder, [example.text for example in self.demonstrations]
         self.queries = self.questions.queries(texts)
-        self.gold = torch.tensor([example.label for example in self.demonstrations])
+        gold = torch.tensor([example.label for example in self.demonstrations])
+        self.target = one_hot(gold, len(self.questions.labels.ids)).double()
         values = self.context.values
         layers = CalibrationConfig(layers=self.config.anchored_layers)
         active = layers.active(decoder.layers, self.context.config.writers)[..., None]
@@ -229,10 +230,10 @@ class _Fit:
         loss = self.loss(point.scores)
         history = [loss]
         reach = self.config.reach
-        self.reach = best_reach(point, self.gold, REACHES) if reach == "loo" else reach
+        self.reach = best_reach(point, self.target, REACHES) if reach == "loo" else reach
         self.tau = point.tau(self.reach)
         most = self.config.steps if 0 < self.tau < math.inf else 0
-        objective, factor = loss * len(self.gold), 1.0
+        objective, factor = loss * len(self.target), 1.0
         for step in range(most):
             found = self.stepped(point, u, objective, max(1.0, factor / 8))
             if found is None:
@@ -253,7 +254,7 @@ class _Fit:
         if not math.isfinite(self.tau):
             return self.scores(u)
         point = self.point(u)
-        return without_each(point.scores, point.kernel, self.gold, self.tau).float()
+        return without_each(point.scores, point.kernel, self.target, self.tau).float()
 
     def read(self, u: Float[Tensor, " parameters"]) -> ReadOut | None:
         """The read-out on top of the vectors, if there is to be one."""
@@ -261,7 +262,7 @@ class _Fit:
         if reach == 0 or questions.labels.full:
             return None
         states = head_states(questions.decoder, self.queries, edit=self.edit(u))
-        return read_out(states, self.left_out(u), self.gold, None if reach == "loo" else reach)
+        return read_out(states, self.left_out(u), self.target, None if reach == "loo" else reach)
 
     def stepped(
         self, point: Point, u: Float[Tensor, " parameters"], objective: float, factor: float
@@ -271,10 +272,10 @@ class _Fit:
         while factor <= STRONGEST:
             held = self.tau * factor
             pull = 1 / factor  # of the prior, whose mean is the plain model, against the step's length
-            weights = optimum(point.scores.double() - pull * along, point.kernel, self.gold, held)
+            weights = optimum(point.scores.double() - pull * along, point.kernel, self.target, held)
             moved = (1 - pull) * u + point.jacobian.T @ weights.float()
             scores = self.scores(moved)
-            loss = cross_entropy(scores.double(), self.gold, reduction="sum").item()
+            loss = cross_entropy(scores.double(), self.target, reduction="sum").item()
             value = loss + self.tau / 2 * moved.double().square().sum().item()
             if value < objective:  # which no value that is not finite is
                 return moved, scores, value, factor
@@ -283,7 +284,7 @@ class _Fit:
 
     def loss(self, scores: Float[Tensor, "n labels"]) -> float:
         """Mean cross-entropy among the labels, in nats."""
-        return cross_entropy(scores, self.gold).item()
+        return cross_entropy(scores.double(), self.target).item()
 
     def theta(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sites size"]:
         """The parameters at a place in units of their scale."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.core.tangent import Tangent, best_reach, optimum, without_each
@@ -80,7 +80,7 @@ def head_states(
 def read_out(
     states: Float[Tensor, "n d"],
     scores: Float[Tensor, "n labels"],
-    gold: Int[Tensor, " n"],
+    target: Float[Tensor, "n labels"],
     reach: float | None = None,
     reaches: Sequence[float] = REACHES,
 ) -> ReadOut:
@@ -89,7 +89,7 @@ def read_out(
     Args:
         states: what the LM head is given behind each demonstration's query, injected.
         scores: of each demonstration, left out.
-        gold: its label.
+        target: its label's probability, 1, and the others'; or those of a teacher.
         reach: see `ReadOut`; default: what leave-one-out chooses.
         reaches: to be chosen among.
     """
@@ -98,12 +98,12 @@ def read_out(
     tangent = States(scores.double(), (wide - mean) / deviation)
     if tangent.tau(1.0) == 0:  # all states are the same
         return ReadOut(None, 0.0, scores)
-    reach = best_reach(tangent, gold, reaches) if reach is None else reach
+    reach = best_reach(tangent, target, reaches) if reach is None else reach
     tau = tangent.tau(reach)
     if math.isinf(tau):
         return ReadOut(None, 0.0, scores)
-    weights = optimum(tangent.scores, tangent.kernel, gold, tau)
+    weights = optimum(tangent.scores, tangent.kernel, target, tau)
     fitted = tangent.scores + (tangent.kernel @ weights).view_as(tangent.scores)
     rows = weights.view_as(tangent.scores).T @ tangent.states / deviation
     whole = torch.cat([rows, -(rows @ mean)[:, None]], dim=1).float()
-    return ReadOut(whole, reach, without_each(fitted, tangent.kernel, gold, tau).float())
+    return ReadOut(whole, reach, without_each(fitted, tangent.kernel, target, tau).float())

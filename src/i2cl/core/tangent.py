@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy
 
 NEWTON_STEPS = 50
 """Of the tangent's optimum, at most; it takes about six."""
@@ -73,7 +73,7 @@ def curved(
 def without_each(
     scores: Float[Tensor, "n labels"],
     kernel: Float[Tensor, "n_labels n_labels"],
-    gold: Int[Tensor, " n"],
+    target: Float[Tensor, "n labels"],
     tau: float,
 ) -> Float[Tensor, "n labels"]:
     """Scores of each demonstration when it is left out, from those of the optimum with all of them.
@@ -88,17 +88,17 @@ def without_each(
     spread = torch.linalg.solve(tau * eye + kernel @ curvature, kernel)
     own = spread.view(n, labels, n, labels).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     bent = curvature.view(n, labels, n, labels).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    slope = (probable - one_hot(gold, labels))[..., None]
+    slope = (probable - target)[..., None]
     less: Tensor = own @ torch.linalg.solve(eye[:labels, :labels] - bent @ own, slope)
     return scores + less[..., 0]
 
 
-def best_reach(tangent: Tangent, gold: Int[Tensor, " n"], reaches: Sequence[float]) -> float:
+def best_reach(tangent: Tangent, target: Float[Tensor, "n labels"], reaches: Sequence[float]) -> float:
     """The reach, of some from large to small, of the best leave-one-out likelihood.
 
     The smaller is preferred within one standard error of the paired differences.
     """
-    losses = [left_out_losses(tangent, gold, tangent.tau(reach)) for reach in reaches]
+    losses = [left_out_losses(tangent, target, tangent.tau(reach)) for reach in reaches]
     best = min(losses, key=lambda one: one.mean().item())
     for reach, one in reversed(list(zip(reaches, losses, strict=True))):
         apart = one - best
@@ -107,20 +107,20 @@ def best_reach(tangent: Tangent, gold: Int[Tensor, " n"], reaches: Sequence[floa
     raise AssertionError("the best is within its own error")
 
 
-def left_out_losses(point: Tangent, gold: Int[Tensor, " n"], tau: float) -> Float[Tensor, " n"]:
+def left_out_losses(point: Tangent, target: Float[Tensor, "n labels"], tau: float) -> Float[Tensor, " n"]:
     """Loss of each demonstration when it is left out, at the tangent's optimum, in nats."""
     scores: Float[Tensor, "n labels"] = point.scores.double()
     if math.isfinite(tau):
-        weights = optimum(scores, point.kernel, gold, tau)
+        weights = optimum(scores, point.kernel, target, tau)
         best = scores + (point.kernel @ weights).view_as(scores)
-        scores = without_each(best, point.kernel, gold, tau)
-    return cross_entropy(scores, gold, reduction="none")
+        scores = without_each(best, point.kernel, target, tau)
+    return cross_entropy(scores, target, reduction="none")
 
 
 def optimum(
     start: Float[Tensor, "n labels"],
     kernel: Float[Tensor, "n_labels n_labels"],
-    gold: Int[Tensor, " n"],
+    target: Float[Tensor, "n labels"],
     tau: float,
 ) -> Float[Tensor, " n_labels"]:
     """Weights ``a`` at which kernel logistic regression, ``start + kernel a``, is best: damped Newton steps.
@@ -132,13 +132,13 @@ def optimum(
 
     def objective(at: Tensor) -> tuple[Tensor, float]:
         scores = start + (kernel @ at).view_as(start)
-        loss = cross_entropy(scores, gold, reduction="sum")
+        loss = cross_entropy(scores, target, reduction="sum")
         return scores, (loss + tau / 2 * at @ kernel @ at).item()
 
     scores, value = objective(weights)
     for _ in range(NEWTON_STEPS):
         probable, curvature = curved(scores)
-        slope = (probable - one_hot(gold, start.shape[1])).flatten() + tau * weights
+        slope = (probable - target).flatten() + tau * weights
         move = torch.linalg.solve(tau * eye + curvature @ kernel, slope)
         length = 1.0
         while (found := objective(weights - length * move))[1] > value and length > 1e-3:
