@@ -7,6 +7,7 @@ from typing import Any
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import Cost, Method, Predictor, Wrapper
+from i2cl.methods.distilled import Distilled
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
 from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, Noise
 from i2cl.methods.icv import ICV
@@ -34,6 +35,7 @@ _ALL: tuple[type[Method], ...] = (
     I2CLCorrupted,
     I2CLOverICL,
     Anchored,
+    Distilled,
     PromptTuning,
     PrefixTuning,
     LoRA,
