@@ -23,6 +23,7 @@ from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
 from i2cl.experiments.records import Run
 from i2cl.methods import Cost, Method, Predictor, make_methods
 from i2cl.methods.anchored import Anchored
+from i2cl.methods.distilled import Distilled
 from i2cl.methods.i2cl import I2CL
 from i2cl.methods.label_calibration import BiasedPredictor, LabelPrior
 from i2cl.methods.prompts import PromptPredictor
@@ -193,7 +194,8 @@ def with_left_out(
 
 def _by(injection: Injection, method: Method) -> Method:
     """What made an injection, whether with a label prior or without."""
-    return method if injection.label_bias is None else LabelPrior(method)
+    within = injection.label_bias is None or isinstance(method, Distilled)
+    return method if within else LabelPrior(method)
 
 
 def _biased(injection: Injection, below: Predictor) -> Predictor:

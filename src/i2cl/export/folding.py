@@ -240,7 +240,7 @@ def require_plain(injection: Injection) -> None:
         )
     if injection.read_out is not None:
         raise I2CLError(
-            "a read-out is added to label scores, which no export holds: fit one with --set read_out=0, or "
+            "a read-out is added to label scores, which no export holds: fit one with --method anchored, or "
             f"{HOOKED}"
         )
     if injection.label_bias is not None:

@@ -75,7 +75,7 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
         if chosen is not None and (chosen.label_bias is not None or chosen.read_out is not None):
             raise I2CLError(
                 "the harness scores any text and not labels alone, to which a label prior and a read-out "
-                "belong: fit one without --unlabelled, or with --set read_out=0"
+                "belong: fit one without --unlabelled, and with --method anchored"
             )
         if pretrained is None and chosen is not None:
             pretrained, revision = chosen.base.name, revision or chosen.base.revision

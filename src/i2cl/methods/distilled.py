@@ -8,7 +8,7 @@ fitted to the teacher's probabilities of the texts and to the demonstrations' la
 not seen those. What leave-one-out finds not worth it, it does not learn; it costs what zero-shot costs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -20,7 +20,7 @@ from torch.nn.functional import one_hot
 
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.context import ExtractConfig
-from i2cl.core.injection import Injection
+from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.core.read_out import head_states, read_out
 from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import bias_towards, require_shares, with_prior_of
@@ -90,6 +90,7 @@ class Distilled(Method):
         *,
         texts: Sequence[str] = (),
         prior: Sequence[float] | None = None,
+        watch: Callable[[str], None] | None = None,
     ) -> Injection:
         """Fit all of it.
 
@@ -102,6 +103,7 @@ class Distilled(Method):
             scoring: a label's first token.
             texts: without labels.
             prior: share of each label among such texts; default: all equal.
+            watch: called with what comes next, behind the steps.
 
         Raises:
             I2CLError: on labels that share their first token, or without texts; see `Anchored.injection`.
@@ -115,11 +117,15 @@ class Distilled(Method):
         shares = None if prior is None else require_shares(prior, task.labels)
         texts = texts or unlabelled_texts(self.name, task, self.distilling.unlabelled, demonstrations, seed)
         anchored = self.below.injection(decoder, task, demonstrations, seed, progress, scoring)
+        watch = watch or (lambda _: None)
+        watch(f"scoring {len(texts)} unlabelled texts")
         scores = anchored.scores(decoder, texts)
         student = with_prior_of(anchored, scores, prior)
         bias = torch.tensor(student.label_bias)
         taught = biased(scores, bias).double()
+        watch(f"asking the teacher, {self.distilling.orders} few-shot prompts")
         teacher = self.teacher(decoder, task, demonstrations, seed, texts, taught, shares)
+        watch("fitting the read-out")
         left = self.below.left_out_scores(decoder, task, demonstrations, anchored)
         queries = student.questions(decoder).queries([*(one.text for one in demonstrations), *texts])
         gold = torch.tensor([example.label for example in demonstrations])
@@ -130,8 +136,8 @@ class Distilled(Method):
             torch.cat([one_hot(gold, len(task.labels)).double(), teacher]),
             None if reach == "loo" else reach,
         )
-        told = self.distilling.model_dump(mode="json") | {"unlabelled": len(texts), "reach": found.reach}
-        settings = student.settings | {"method": self.name, "distilled": told}
+        told = self.distilling.model_dump(mode="json") | {"method": self.name, "read_out_reach": found.reach}
+        settings = student.settings | told
         return replace(student, read_out=found.rows, settings=settings)
 
     def teacher(
@@ -178,8 +184,6 @@ class Distilled(Method):
         rows, bias = found.read_out, torch.tensor(found.label_bias)
         values = found.context.values
         trained = values.numel() + (0 if rows is None else rows.numel())
-        cost = Cost.of(
-            values, rows, bias, trained=trained, unlabelled=found.settings["distilled"]["unlabelled"]
-        )
+        cost = Cost.of(values, rows, bias, trained=trained, unlabelled=found.settings[LABEL_PRIOR]["texts"])
         below = PromptPredictor(Questions(decoder, task, read_out=rows), edit=found.edit())
         return BiasedPredictor(below, bias, cost)

@@ -94,7 +94,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
     base = description["base_model"]
     shown = public_name(base["name"])
     task = description["task"]
-    anchored = description["calibration"].get("method") == "anchored"
+    anchored = description["calibration"].get("method") in {"anchored", "distilled"}
     card = ModelCard.from_template(
         _metadata(description, shown),
         template_str=TEMPLATE,
@@ -123,8 +123,11 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
 
 
 def _variant(calibration: Mapping[str, Any]) -> str:
-    """What an anchored fit is called, in a phrase."""
-    more = ", with a read-out of the last hidden state on top" if calibration.get("read_out") else ""
+    """What an anchored or distilled fit is called, in a phrase."""
+    read = calibration.get("read_out_reach", calibration.get("read_out"))
+    more = ", with a read-out of the last hidden state on top" if read else ""
+    if calibration["method"] == "distilled":
+        more += ", taught by few-shot prompts" if read else ", to which few-shot prompts had nothing to add"
     return f", anchored: fitted around the plain model among the label words{more}"
 
 

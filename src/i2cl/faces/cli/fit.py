@@ -17,9 +17,12 @@ from i2cl.storage.atomic import public_name, require_writable
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
     from i2cl.methods.anchored import Anchored
+    from i2cl.methods.distilled import Distilled
     from i2cl.methods.i2cl import I2CL
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Example, Task
+
+    Injector = I2CL | Anchored | Distilled
 
 PATIENCE = 120.0
 """Seconds of calibration left from which on a faster recipe is named."""
@@ -40,9 +43,10 @@ def fit(
     shots: options.Shots = None,
     seed: options.Seed = 0,
     method: Annotated[
-        Literal["anchored", "i2cl"] | None,
+        Literal["anchored", "distilled", "i2cl"] | None,
         typer.Option(
-            help="A vector at every writer, fitted around the plain model among the labels, or the paper's "
+            help="A vector at every writer, fitted around the plain model among the labels; that, its label "
+            "prior and label weights taught by few-shot on --unlabelled or training texts; or the paper's "
             "method; default: anchored, or i2cl where a recipe or an option of its own is given.",
             rich_help_panel=options.METHOD,
         ),
@@ -82,6 +86,7 @@ def fit(
     from i2cl.core.artefact import own_files
     from i2cl.experiments.worth import labelled_rows
     from i2cl.injections.label_prior import with_label_prior
+    from i2cl.methods.distilled import Distilled
 
     require_writable(output, own_files(output))
     chosen = _method(method, recipe, settings)
@@ -92,8 +97,14 @@ def fit(
     decoder = load.decoder(model, loading)
     loaded = load.worded(loaded, rows, decoder.tokenizer)
     started = time.perf_counter()
-    injection = _fitted(chosen, decoder, loaded, demonstrations, seed, hints=not json)
-    if texts:
+    if isinstance(chosen, Distilled):
+        kept = {example.text for example in queries}  # what it is measured on, it has not read
+        seen = replace(loaded, train=tuple(one for one in loaded.train if one.text not in kept))
+        teach = {"texts": texts, "prior": shares}
+        injection = _fitted(chosen, decoder, seen, demonstrations, seed, hints=False, **teach)
+    else:
+        injection = _fitted(chosen, decoder, loaded, demonstrations, seed, hints=not json)
+    if texts and not isinstance(chosen, Distilled):
         with console.progress(len(texts), "scoring unlabelled texts") as bar:
             injection = with_label_prior(injection, decoder, texts, shares, progress=bar.advance)
     seconds = time.perf_counter() - started
@@ -106,7 +117,7 @@ def fit(
     _show_fit(injection, output, model, seconds, asked=evaluate > 0, json=json)
 
 
-def _method(name: str | None, recipe: str | None, settings: list[str] | None) -> "I2CL | Anchored":
+def _method(name: str | None, recipe: str | None, settings: list[str] | None) -> "Injector":
     """What fits. A recipe, and an option that only I2CL has, name it.
 
     Raises:
@@ -115,29 +126,33 @@ def _method(name: str | None, recipe: str | None, settings: list[str] | None) ->
     from i2cl.methods.anchored import Anchored
     from i2cl.methods.i2cl import I2CL
 
-    if name == Anchored.name and recipe is not None:
+    if name not in {None, I2CL.name} and recipe is not None:
         raise I2CLError("a recipe is I2CL's: leave out --recipe, or take --method i2cl")
     named = {setting.partition("=")[0].strip() for setting in settings or []}
     own = recipe is not None or named & (set(I2CL.options()) - set(Anchored.options()))
     name = name or (I2CL if own else Anchored).name
-    return cast("I2CL | Anchored", load.methods([name], settings, recipe or "paper")[0])
+    return cast("Injector", load.methods([name], settings, recipe or "paper")[0])
 
 
 def _fitted(
-    method: "I2CL | Anchored",
+    method: "Injector",
     decoder: "Decoder",
     task: "Task",
     demonstrations: "Sequence[Example]",
     seed: int,
     *,
     hints: bool,
+    **more: Any,
 ) -> "Injection":
+    from i2cl.methods.distilled import Distilled
     from i2cl.methods.i2cl import I2CL
 
     with console.progress(max(1, method.rounds), "extracting") as bar:
         slow = hints and isinstance(method, I2CL) and method.calibration.optimizer != "lbfgs"
         progress = _Patience(bar).epoch if slow else bar.epoch
-        return method.injection(decoder, task, demonstrations, seed, progress)
+        if isinstance(method, Distilled):
+            more["watch"] = bar.describe
+        return method.injection(decoder, task, demonstrations, seed, progress, **more)
 
 
 def _prior_of(
@@ -188,7 +203,7 @@ class _Patience:
 
 def _measured(
     injection: "Injection",
-    method: "I2CL | Anchored",
+    method: "Injector",
     decoder: "Decoder",
     task: "Task",
     demonstrations: "Sequence[Example]",
