@@ -23,9 +23,10 @@ from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
 from i2cl.experiments.records import Run
 from i2cl.methods import Cost, Method, Predictor, make_methods
 from i2cl.methods.anchored import Anchored
+from i2cl.methods.base import BiasedPredictor
 from i2cl.methods.distilled import Distilled
 from i2cl.methods.i2cl import I2CL
-from i2cl.methods.label_calibration import BiasedPredictor, LabelPrior
+from i2cl.methods.label_calibration import LabelPrior
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder

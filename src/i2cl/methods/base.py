@@ -13,7 +13,7 @@ from torch import Tensor
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Progress
+from i2cl.models.scoring import Progress, biased
 from i2cl.tasks import Example, Task
 
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -68,6 +68,19 @@ class Predictor(Protocol):
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability, or another increasing score, of each label for each text."""
         ...
+
+
+@dataclass(frozen=True)
+class BiasedPredictor:
+    """Scores of the method below plus a number for each label, in nats."""
+
+    below: Predictor
+    bias: Float[Tensor, " labels"]
+    cost: Cost
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probabilities over the labels, calibrated and normalised again."""
+        return biased(self.below.scores(texts, progress), self.bias)
 
 
 class Method(ABC):

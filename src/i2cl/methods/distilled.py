@@ -10,7 +10,7 @@ not seen those. What leave-one-out finds not worth it, it does not learn; it cos
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -18,15 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from i2cl.core.anchored import AnchoredConfig
-from i2cl.core.context import ExtractConfig
+from i2cl.core.anchored import AnchoredConfig, anchor, left_out_scores, require_few
+from i2cl.core.context import ExtractConfig, extract
 from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.core.read_out import head_states, read_out
 from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import bias_towards, require_shares, with_prior_of
-from i2cl.methods.anchored import Anchored
-from i2cl.methods.base import Cost, Method
-from i2cl.methods.label_calibration import BiasedPredictor
+from i2cl.methods.base import BiasedPredictor, Cost, Method
 from i2cl.methods.prompts import PromptPredictor, few_shot_prompt, unlabelled_texts
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, Scoring, biased
@@ -70,11 +68,6 @@ class Distilled(Method):
     distilling: DistilledConfig = field(default_factory=DistilledConfig)
 
     @property
-    def below(self) -> Anchored:
-        """What is injected."""
-        return Anchored(self.extraction, self.anchoring.model_copy(update={"read_out": 0.0}))
-
-    @property
     def rounds(self) -> int:
         """How often progress is told, at most."""
         return self.anchoring.steps
@@ -106,7 +99,7 @@ class Distilled(Method):
             watch: called with what comes next, behind the steps.
 
         Raises:
-            I2CLError: on labels that share their first token, or without texts; see `Anchored.injection`.
+            I2CLError: on labels that share their first token, or without texts; see `i2cl.core.anchor`.
         """
         labels = Questions(decoder, task, scoring).labels
         if labels.full:
@@ -116,7 +109,11 @@ class Distilled(Method):
             )
         shares = None if prior is None else require_shares(prior, task.labels)
         texts = texts or unlabelled_texts(self.name, task, self.distilling.unlabelled, demonstrations, seed)
-        anchored = self.below.injection(decoder, task, demonstrations, seed, progress, scoring)
+        require_few(task, demonstrations)
+        context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
+        config = self.anchoring.model_copy(update={"read_out": 0.0})  # the student has its own
+        told: Any = {"seed": seed, "scoring": scoring, "progress": progress}
+        anchored = anchor(decoder, task, demonstrations, context, config, **told)
         watch = watch or (lambda _: None)
         watch(f"scoring {len(texts)} unlabelled texts")
         scores = anchored.scores(decoder, texts)
@@ -126,7 +123,7 @@ class Distilled(Method):
         watch(f"asking the teacher, {self.distilling.orders} few-shot prompts")
         teacher = self.teacher(decoder, task, demonstrations, seed, texts, taught, shares)
         watch("fitting the read-out")
-        left = self.below.left_out_scores(decoder, task, demonstrations, anchored)
+        left = left_out_scores(decoder, task, demonstrations, context, anchored)
         queries = student.questions(decoder).queries([*(one.text for one in demonstrations), *texts])
         gold = torch.tensor([example.label for example in demonstrations])
         reach = self.distilling.read_out
@@ -136,8 +133,8 @@ class Distilled(Method):
             torch.cat([one_hot(gold, len(task.labels)).double(), teacher]),
             None if reach == "loo" else reach,
         )
-        told = self.distilling.model_dump(mode="json") | {"method": self.name, "read_out_reach": found.reach}
-        settings = student.settings | told
+        own = self.distilling.model_dump(mode="json") | {"method": self.name, "read_out_reach": found.reach}
+        settings = student.settings | own
         return replace(student, read_out=found.rows, settings=settings)
 
     def teacher(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import FEWEST_UNLABELLED, bias_towards, log_mean
-from i2cl.methods.base import Cost, Method, Predictor, Wrapper
+from i2cl.methods.base import BiasedPredictor, Cost, Method, Predictor, Wrapper
 from i2cl.models.scoring import Progress, biased
 from i2cl.tasks import Example, Task
 
@@ -34,23 +34,10 @@ class ContextualCalibration(Wrapper):
 
     def over(
         self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "BiasedPredictor":
+    ) -> BiasedPredictor:
         """Score the content-free texts."""
         bias = -log_mean(below.scores(CONTENT_FREE))
         return BiasedPredictor(below, bias, below.cost + Cost.of(bias))
-
-
-@dataclass(frozen=True)
-class BiasedPredictor:
-    """Scores of the method below plus a number for each label, in nats."""
-
-    below: Predictor
-    bias: Float[Tensor, " labels"]
-    cost: Cost
-
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities over the labels, calibrated and normalised again."""
-        return biased(self.below.scores(texts, progress), self.bias)
 
 
 class LabelPriorConfig(BaseModel):
@@ -83,7 +70,7 @@ class LabelPrior(Wrapper):
 
     def over(
         self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "BiasedPredictor":
+    ) -> BiasedPredictor:
         """Score unlabelled texts.
 
         Raises:
