@@ -5,7 +5,11 @@ import re
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-_PACKAGES = {"llama_cpp": "llama-cpp-python", "sklearn": "scikit-learn"}
+_PACKAGES = {
+    "llama_cpp": "llama-cpp-python",
+    "prometheus_client": "prometheus-client",
+    "sklearn": "scikit-learn",
+}
 """What a package is called where it is not called as it is imported."""
 
 _LONGEST_VALUE = 60

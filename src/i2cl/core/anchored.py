@@ -341,6 +341,9 @@ class _Fit:
                 values = decoder.forward(batch, edit=edit)[:, 0].float()[:, list(labels.first)]
             # Softmax sees differences alone: of several labels the first needs no pass of its own.
             wanted = values[:, 1:] - values[:, :1] if values.shape[1] > 1 else values
-            found = [backward.gradients(column.sum())[0] for column in wanted.unbind(-1)]
+            found = []
+            for column in wanted.unbind(-1):
+                decoder.pause()
+                found += backward.gradients(column.sum())
         slopes = torch.stack([(self.scale * one.cpu()).flatten(1) for one in found if one is not None], dim=1)
         return values.detach().cpu(), pad(slopes, (0, 0, values.shape[1] - len(found), 0))

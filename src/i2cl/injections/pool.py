@@ -21,9 +21,19 @@ from i2cl.models.edits import Site
 from i2cl.models.scoring import Progress, Questions, biased, require_texts, score
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """What a batch needs of a task; never changed, so a running batch is not disturbed by a drop."""
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """What a batch needs of a task; never changed, so what was asked of it is not disturbed by a drop.
+
+    Attributes:
+        questions: the task, as it is asked and read.
+        scaled: context vector times lambda, axes [layer, (mha, mlp), d].
+        keep: beta, axes [layer, (mha, mlp)].
+        site: where it is injected.
+        positions: at which query tokens.
+        seed: of ``positions="random"``.
+        bias: a number for each label, in nats; None for none.
+    """
 
     questions: Questions
     scaled: Float[Tensor, "layers sites d"]
@@ -43,6 +53,37 @@ class _Loaded:
             self.seed if self.positions == "random" else 0,
         )
 
+    def asked(self, texts: Sequence[str], *, cut: bool = True) -> "list[Asked]":
+        """Texts as they will be asked, each a row of any batch.
+
+        Args:
+            texts: what to classify.
+            cut: shorten what exceeds the context, with a warning, instead of refusing it.
+
+        Raises:
+            I2CLError: on an empty text; a `TooLongError` on one that is to be refused.
+        """
+        return [Asked(self, ids) for ids in self.questions.queries(texts, cut=cut)]
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A text of a task that was loaded when it came: an answer is of that one, whatever is loaded by then.
+
+    Attributes:
+        task: as it was loaded.
+        ids: token ids of the query.
+    """
+
+    task: Loaded
+    ids: Ids
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that run: of labels that are scored whole, the query with each."""
+        labels = self.task.questions.labels
+        return sum(len(self.ids) + len(own) - 1 for own in labels.ids) if labels.full else len(self.ids)
+
 
 class InjectionPool:
     """Injections by name on one decoder. Loading and dropping one costs the same however many there are.
@@ -55,7 +96,7 @@ class InjectionPool:
 
     def __init__(self, decoder: Decoder, injections: Mapping[str, Injection] | None = None) -> None:
         self.decoder = decoder
-        self._loaded: dict[str, _Loaded] = {}
+        self._loaded: dict[str, Loaded] = {}
         for name, injection in (injections or {}).items():
             self.load(name, injection)
 
@@ -74,7 +115,7 @@ class InjectionPool:
         questions = injection.questions(self.decoder)
         _ = questions.labels  # labels that cannot be asked for are refused now, not by the first text
         amount, keep = injection.coefficients.unbind(-1)
-        self._loaded[name] = _Loaded(
+        self._loaded[name] = Loaded(
             questions=questions,
             scaled=(amount[..., None] * injection.context.values).to(self.decoder.device),
             keep=keep.contiguous().to(self.decoder.device),
@@ -118,7 +159,7 @@ class InjectionPool:
         Raises:
             I2CLError: on an unknown name, an empty text, or lists of different lengths.
         """
-        return self._scores(texts, self._tasks(texts, task_ids), progress)
+        return self.answers(self._asked(texts, task_ids), progress=progress)
 
     def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
         """The most probable label word of each text.
@@ -126,59 +167,63 @@ class InjectionPool:
         Raises:
             I2CLError: as `scores`.
         """
-        tasks = self._tasks(texts, task_ids)
-        scores = self._scores(texts, tasks, None)
-        return [one.questions.task.labels[int(row.argmax())] for one, row in zip(tasks, scores, strict=True)]
+        asked = self._asked(texts, task_ids)
+        scores = self.answers(asked)
+        each = zip(asked, scores, strict=True)
+        return [one.task.questions.task.labels[int(row.argmax())] for one, row in each]
 
-    def _tasks(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[_Loaded]:
-        if len(texts) != len(task_ids):
-            raise I2CLError(f"{len(texts)} texts, but {len(task_ids)} task ids: give every text its own")
-        require_texts(texts)
-        known = {name: self._get(name) for name in dict.fromkeys(task_ids)}  # looked up once for all rows
-        return [known[name] for name in task_ids]
+    def task(self, name: str) -> Loaded:
+        """A task as it is loaded now.
 
-    def _get(self, name: str) -> _Loaded:
+        Raises:
+            I2CLError: if there is none of that name.
+        """
         found = self._loaded.get(name)
         if found is None:
             raise self._unknown(name)
         return found
 
-    def _unknown(self, name: str) -> I2CLError:
-        return I2CLError(f"no injection {name!r} is loaded (of {len(self)}): load it first")
-
-    def _scores(
-        self, texts: Sequence[str], tasks: Sequence[_Loaded], progress: Progress | None
+    def answers(
+        self, asked: Sequence[Asked], *, progress: Progress | None = None
     ) -> list[Float[Tensor, " labels"]]:
-        queries = self._encoded(texts, tasks)
-        found: list[Tensor] = [torch.empty(0)] * len(texts)
+        """`scores` of what was asked of tasks of this pool's model, loaded still or not.
+
+        Raises:
+            I2CLError: if one row alone does not fit into memory.
+        """
+        found: list[Tensor] = [torch.empty(0)] * len(asked)
         by_kind = defaultdict(list)
-        for row, one in enumerate(tasks):
-            by_kind[one.kind].append(row)
+        for row, one in enumerate(asked):
+            by_kind[one.task.kind].append(row)
         for rows in by_kind.values():
-            chosen = [tasks[row] for row in rows]
+            chosen = [asked[row].task for row in rows]
             values = score(
                 self.decoder,
-                [queries[row] for row in rows],
+                [asked[row].ids for row in rows],
                 [one.questions.labels for one in chosen],
                 edit=_edit(chosen),
                 progress=progress,
             )
-            for row, one, line in zip(rows, chosen, values, strict=True):
-                own = line[: len(one.questions.labels.ids)]
-                found[row] = own if one.bias is None else biased(own, one.bias)
+            for row, task, line in zip(rows, chosen, values, strict=True):
+                own = line[: len(task.questions.labels.ids)]
+                found[row] = own if task.bias is None else biased(own, task.bias)
         return found
 
-    def _encoded(self, texts: Sequence[str], tasks: Sequence[_Loaded]) -> list[Ids]:
-        queries: list[Ids] = [()] * len(texts)
+    def _asked(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[Asked]:
+        if len(texts) != len(task_ids):
+            raise I2CLError(f"{len(texts)} texts, but {len(task_ids)} task ids: give every text its own")
+        require_texts(texts)
         by_task = defaultdict(list)
-        for row, one in enumerate(tasks):
-            by_task[id(one)].append(row)
-        for rows in by_task.values():
-            one = tasks[rows[0]]
-            encoded = one.questions.queries([texts[row] for row in rows])
-            for row, ids in zip(rows, encoded, strict=True):
-                queries[row] = ids
-        return queries
+        for row, name in enumerate(task_ids):
+            by_task[name].append(row)
+        known = {name: self.task(name) for name in by_task}  # looked up once for all rows
+        found: dict[int, Asked] = {}
+        for name, rows in by_task.items():
+            found |= zip(rows, known[name].asked([texts[row] for row in rows]), strict=True)
+        return [found[row] for row in range(len(texts))]
+
+    def _unknown(self, name: str) -> I2CLError:
+        return I2CLError(f"no injection {name!r} is loaded (of {len(self)}): load it first")
 
 
 def predict(
@@ -202,7 +247,7 @@ def predict(
     return InjectionPool(decoder, named).predict(texts, task_ids)
 
 
-def _edit(rows: Sequence[_Loaded]) -> RowsEdit:
+def _edit(rows: Sequence[Loaded]) -> RowsEdit:
     tasks = {id(task): task for task in rows}
     place = {key: number for number, key in enumerate(tasks)}
     scaled = torch.stack([task.scaled for task in tasks.values()])

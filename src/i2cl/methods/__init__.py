@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
+from i2cl.core.recipe import RECIPES
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import Cost, Method, Predictor, Wrapper
@@ -74,6 +75,21 @@ def make_methods(
     return [_built(_parts(name), {**(recipe or {}), **options}) for name in names]
 
 
+def calibrating_method(
+    name: str | None = None, options: Mapping[str, Any] | None = None, recipe: str | None = None
+) -> I2CL | Anchored | Distilled:
+    """What makes an injection: the named method; else I2CL where a recipe or an option of its own is given.
+
+    Raises:
+        I2CLError: on a recipe for another method than I2CL, or an option that the method has not.
+    """
+    if name not in {None, I2CL.name} and recipe is not None:
+        raise I2CLError("a recipe is I2CL's: leave out --recipe, or take --method i2cl")
+    own = recipe is not None or (options or {}).keys() & (set(I2CL.options()) - set(Anchored.options()))
+    found = make_methods([name or (I2CL if own else Anchored).name], options, RECIPES[recipe or "paper"])[0]
+    return cast("I2CL | Anchored | Distilled", found)
+
+
 def _parts(name: str) -> list[str]:
     """The methods a name stacks up, lowest first."""
     parts = name.split("+")
@@ -100,4 +116,4 @@ def _known(name: str) -> type[Method]:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "Cost", "Method", "Predictor", "make_methods"]
+__all__ = ["METHODS", "Cost", "Method", "Predictor", "calibrating_method", "make_methods"]

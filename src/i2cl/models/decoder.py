@@ -219,6 +219,9 @@ class Decoder:
             return [(layer, 0, block) for layer, block in enumerate(self.blocks)]
         return [(layer, index, pair[index]) for layer, pair in enumerate(self.writers) for index in (0, 1)]
 
+    def pause(self) -> None:
+        """Called while the model rests: before each pass, and each backward pass of a fit; for subclasses."""
+
     def run_batches(
         self, ids: Sequence[Ids], run: Callable[[Batch], T], *, reserve: int = 0
     ) -> Iterator[tuple[Batch, T]]:
@@ -285,6 +288,7 @@ class Decoder:
         Raises:
             I2CLError: if that is so, or a window is too short, and tokens were taken out of the prefix.
         """
+        self.pause()
         rows, width = batch.input_ids.shape
         positions = batch.last[:, None] if at is None else at
         if prefix is not None and not self._joins(prefix, width):
@@ -313,6 +317,7 @@ class Decoder:
         self, batch: Batch, at: Int[Tensor, " batch"] | None = None, *, site: Site = "writers"
     ) -> Float[Tensor, "batch layers sites d"]:
         """What each site writes at one token of each row (default: the last), in float32 on the CPU."""
+        self.pause()
         keep = Keep(site, batch.last if at is None else at)
         with self.frozen(), torch.no_grad(), self._editing(keep, batch):
             self.model.base_model(input_ids=batch.input_ids, use_cache=False)

@@ -18,6 +18,10 @@ _BROKEN, _KEPT = f"{_MARK}1", f"{_MARK}2"
 """Stands inside what would be a control token; stands for the noncharacter itself."""
 
 
+class TooLongError(I2CLError):
+    """A text exceeds the context and is not to be cut."""
+
+
 class TruncationWarning(UserWarning):
     """Texts were cut to fit the model's context; the message counts them."""
 
@@ -153,28 +157,39 @@ class Encoder:
         """A copy that is told so every time, since telling a tokenizer so changes it for all threads."""
         return copy.deepcopy(self.tokenizer)
 
-    def fitted(self, build: Callable[[str], str], texts: Sequence[str], limit: int | None) -> list[Ids]:
+    def fitted(
+        self, build: Callable[[str], str], texts: Sequence[str], limit: int | None, *, cut: bool = True
+    ) -> list[Ids]:
         """Token ids of ``build(text)``, the text cut at its end where the whole exceeds ``limit`` tokens.
 
         Template and label positions are never cut. Warns once with the number of texts cut.
 
         Raises:
             I2CLError: if not even an empty text leaves room.
+            TooLongError: on a text that exceeds it and is not to be cut.
         """
-        return self.fitted_each([build] * len(texts), texts, limit)
+        return self.fitted_each([build] * len(texts), texts, limit, cut=cut)
 
     def fitted_each(
-        self, builds: Sequence[Callable[[str], str]], texts: Sequence[str], limit: int | None
+        self,
+        builds: Sequence[Callable[[str], str]],
+        texts: Sequence[str],
+        limit: int | None,
+        *,
+        cut: bool = True,
     ) -> list[Ids]:
         """Like `fitted`, with a prompt format for each text."""
         ids = self([build(self.literal(text)) for build, text in zip(builds, texts, strict=True)])
         if limit is None:
             return ids
-        cut = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
-        for row in cut:
+        long = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
+        if long and not cut:
+            told = f"text {long[0] + 1} takes {len(ids[long[0]])} tokens with its prompt"
+            raise TooLongError(f"{told}, and {limit} fit into the context: shorten it")
+        for row in long:
             ids[row] = self._cut(builds[row], texts[row], limit)
-        if cut:
-            message = f"{len(cut)} of {len(texts)} texts were cut to fit {limit} tokens of context"
+        if long:
+            message = f"{len(long)} of {len(texts)} texts were cut to fit {limit} tokens of context"
             warnings.warn(message, TruncationWarning, stacklevel=3)
         return ids
 

@@ -198,21 +198,23 @@ class Questions:
             )
         return replace(found, read_out=self.read_out)
 
-    def queries(self, texts: Sequence[str], build: Callable[[str], str] | None = None) -> list[Ids]:
+    def queries(
+        self, texts: Sequence[str], build: Callable[[str], str] | None = None, *, cut: bool = True
+    ) -> list[Ids]:
         """Token ids of ``build(text)`` for each text, with room for a label behind.
 
         Args:
             texts: what to classify; where the whole exceeds the context, its end is cut, with a warning.
             build: from a text to its prompt; default: the template's query.
+            cut: False refuses what would be cut.
 
         Raises:
-            I2CLError: on a text that is empty or no Unicode, or if the prompt without it exceeds the
-                context.
+            I2CLError: on a text that is empty or no Unicode, or what exceeds the context all the same.
         """
         require_texts(texts)
         limit = None if self.decoder.max_length is None else self.decoder.max_length - self.labels.room
         ask = partial(_asked, build or self.task.template.query, self.labels.line)
-        return self.decoder.encoder.fitted(ask, texts, limit)
+        return self.decoder.encoder.fitted(ask, texts, limit, cut=cut)
 
     def prompt(self, text: str) -> str:
         """What stands before a label: the template's query, and a line's end where that belongs to it."""

@@ -133,6 +133,7 @@ class LabelLikelihood:
         rows = [row for place in chosen for row in self.rows[place]]
         parts = self.decoder.together([reserve + self.lengths[row] for row in rows])
         found = torch.cat([run([rows[place] for place in part]) for part in parts])
+        self.decoder.pause()
         order = torch.tensor([place for part in parts for place in part], device=found.device).argsort()
         if not self.whole:
             return found[order]

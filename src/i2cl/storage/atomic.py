@@ -1,6 +1,7 @@
 """Writing that leaves either everything or nothing, and names that may be published."""
 
 import itertools
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -185,3 +186,31 @@ def _scratch(path: Path) -> Iterator[Path]:
     """A folder beside ``path``, so that a rename suffices, for as long as the block runs."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:20]}-") as folder:
         yield Path(folder)
+
+
+def synced(*paths: Path) -> None:
+    """Return when files and folders, the names in them, are on the disk.
+
+    Raises:
+        OSError: if they cannot be.
+    """
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def replaced_file(path: Path, text: str) -> None:
+    """Write a file that has its old content or all of this one; it is on the disk when this returns.
+
+    Raises:
+        I2CLError: if it cannot be written.
+    """
+    with write_errors(repr(str(path))), _scratch(path) as scratch:
+        fresh = scratch / path.name
+        fresh.write_text(text, encoding="utf-8")
+        synced(fresh)
+        fresh.replace(path)
+        synced(path.parent)

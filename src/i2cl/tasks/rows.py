@@ -112,6 +112,25 @@ def read_examples(
     return tuple(Example(_text(row), _label(row, lookup)) for row in rows), words
 
 
+def refused_rows(path: Path, labels: Sequence[str] | None = None) -> list[str]:
+    """What is wrong with the rows of a file of examples (``text``, ``label``), each that is, one by one.
+
+    What keeps `read_examples` from reading the rest is the last.
+    """
+    found: list[str] = []
+    lookup = LabelLookup(labels) if labels is not None else None
+    try:
+        for row in read_rows(str(path), Columns("text", "label")):
+            try:
+                _text(row)
+                _word(row) if lookup is None else _label(row, lookup)
+            except RowError as error:
+                found.append(str(error))
+    except RowError as error:
+        found.append(str(error))
+    return found
+
+
 def read_queries(
     source: str, kind: RowFormat | None = None, column: str = "text", kept: tuple[str, ...] = ()
 ) -> Iterator[Query]:
@@ -353,13 +372,7 @@ def _as_id(word: str) -> int | None:
 
 
 def _derive_labels(path: Path, rows: Sequence[Row]) -> tuple[str, ...]:
-    words = set()
-    for row in rows:
-        label = row.values[1]
-        if not isinstance(label, str) or not label.strip():
-            cure = "write a label word there, or pass the label words for class ids"
-            raise RowError(f"{row.place}: label {_show(label)} is not a word: {cure}")
-        words.add(label.strip())
+    words = set(map(_word, rows))
     if all(_as_id(word) is not None for word in words):
         shown = ", ".join(sorted(words)[:8])
         raise RowError(f"{path}: the labels are class ids ({shown}): pass the label words, one per id")
@@ -367,6 +380,14 @@ def _derive_labels(path: Path, rows: Sequence[Row]) -> tuple[str, ...]:
         cure = "add rows of another class or pass the label words"
         raise RowError(f"{path}: every label is {words.pop()!r}: {cure}")
     return tuple(sorted(words))
+
+
+def _word(row: Row) -> str:
+    label = row.values[1]
+    if not isinstance(label, str) or not label.strip():
+        cure = "write a label word there, or pass the label words for class ids"
+        raise RowError(f"{row.place}: label {_show(label)} is not a word: {cure}")
+    return label.strip()
 
 
 def _show(value: object) -> str:

@@ -19,6 +19,7 @@ from i2cl.faces.cli import (
     predict,
     push,
     report,
+    serve,
     verify,
 )
 from i2cl.storage.atomic import system_cause
@@ -43,6 +44,7 @@ app.command()(report.report)
 app.command()(export.export)
 app.command()(verify.verify)
 app.command()(push.push)
+app.command()(serve.serve)
 app.command()(check.check)
 app.command()(ls.ls)
 

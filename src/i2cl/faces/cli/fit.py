@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,13 +16,9 @@ from i2cl.storage.atomic import public_name, require_writable
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
-    from i2cl.methods.anchored import Anchored
-    from i2cl.methods.distilled import Distilled
-    from i2cl.methods.i2cl import I2CL
+    from i2cl.methods import Injector
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Example, Task
-
-    Injector = I2CL | Anchored | Distilled
 
 PATIENCE = 120.0
 """Seconds of calibration left from which on a faster recipe is named."""
@@ -86,10 +82,11 @@ def fit(
     from i2cl.core.artefact import own_files
     from i2cl.experiments.worth import labelled_rows
     from i2cl.injections.label_prior import with_label_prior
+    from i2cl.methods import calibrating_method
     from i2cl.methods.distilled import Distilled
 
     require_writable(output, own_files(output))
-    chosen = _method(method, recipe, settings)
+    chosen = calibrating_method(method, load.options(settings), recipe)
     loaded = load.task(task, rows)
     demonstrations = loaded.sample(shots, seed)
     queries = labelled_rows(loaded, demonstrations, evaluate)
@@ -115,23 +112,6 @@ def fit(
     if console.FIRST:
         injection.save_pretrained(output)
     _show_fit(injection, output, model, seconds, asked=evaluate > 0, json=json)
-
-
-def _method(name: str | None, recipe: str | None, settings: list[str] | None) -> "Injector":
-    """What fits. A recipe, and an option that only I2CL has, name it.
-
-    Raises:
-        I2CLError: on a recipe for anchored calibration, or an option that the method has not.
-    """
-    from i2cl.methods.anchored import Anchored
-    from i2cl.methods.i2cl import I2CL
-
-    if name not in {None, I2CL.name} and recipe is not None:
-        raise I2CLError("a recipe is I2CL's: leave out --recipe, or take --method i2cl")
-    named = {setting.partition("=")[0].strip() for setting in settings or []}
-    own = recipe is not None or named & (set(I2CL.options()) - set(Anchored.options()))
-    name = name or (I2CL if own else Anchored).name
-    return cast("Injector", load.methods([name], settings, recipe or "paper")[0])
 
 
 def _fitted(

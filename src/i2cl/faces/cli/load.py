@@ -169,15 +169,24 @@ def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -
     """Methods under a recipe and what ``--set`` says.
 
     Raises:
-        I2CLError: on something that is not NAME=VALUE.
+        I2CLError: as `options`, or on an option or a method that is not known.
     """
     from i2cl.core.recipe import RECIPES
     from i2cl.methods import make_methods
 
-    options: dict[str, str] = {}
+    return make_methods(names, options(settings), RECIPES[recipe])
+
+
+def options(settings: Sequence[str] | None) -> dict[str, str]:
+    """What ``--set`` says, by name.
+
+    Raises:
+        I2CLError: on something that is not NAME=VALUE.
+    """
+    found: dict[str, str] = {}
     for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals:
             raise I2CLError(f"--set {setting!r} is not NAME=VALUE: write it like --set formula=add")
-        options[name.strip()] = value.strip()
-    return make_methods(names, options, RECIPES[recipe])
+        found[name.strip()] = value.strip()
+    return found

@@ -1,0 +1,1 @@
+"""One model that answers for many tasks over HTTP: `i2cl serve`."""

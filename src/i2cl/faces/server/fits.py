@@ -1,0 +1,202 @@
+"""A task out of labelled examples: checked when they come, fitted when it is their turn."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from i2cl.core.anchored import require_few
+from i2cl.core.edits import LinearEdit, NoisyEdit, RowsEdit
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.experiments.worth import labelled_rows, with_left_out, with_worth
+from i2cl.faces.server.batcher import Batcher
+from i2cl.faces.server.jobs import Job
+from i2cl.faces.server.refusals import RefusalError
+from i2cl.faces.server.tasks import TaskFolder
+from i2cl.methods import calibrating_method
+from i2cl.methods.anchored import Anchored
+from i2cl.methods.i2cl import I2CL
+from i2cl.models.batching import Batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.scoring import Questions
+from i2cl.tasks import Example, Task, load_task
+from i2cl.tasks.rows import refused_rows
+from i2cl.tasks.sampling import group_by_label
+
+SHOTS = 5
+"""Demonstrations a class where nobody says how many and each class has as many."""
+
+
+class SharedDecoder(Decoder):
+    """The server's model, as a fit has it: in short passes, with requests let in between them.
+
+    Attributes:
+        job: that it is used for.
+        seen: what was injected last.
+    """
+
+    def __init__(self, batcher: Batcher, job: Job) -> None:
+        whole = batcher.pool.decoder
+        super().__init__(
+            whole.model,
+            whole.tokenizer,
+            architecture=whole.architecture,
+            name=whole.name,
+            revision=whole.revision,
+            token_budget=batcher.slice,
+        )
+        vars(self).update(base=whole.base, identity=whole.identity)  # read once for all fits
+        self.job = job
+        self.seen: Edit | None = None
+        self._batcher = batcher
+
+    def pause(self) -> None:
+        """Answer requests that wait; end a fit that is not wanted any more."""
+        self.job.require_wanted()
+        self._batcher.pause()
+
+    def forward(self, batch: Batch, *, edit: Edit | None = None, **options: Any) -> torch.Tensor:
+        """See `Decoder.forward`."""
+        self.seen = edit
+        return super().forward(batch, edit=edit, **options)
+
+
+def checked(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[Task, tuple[Example, ...]]:
+    """A task with its rows, and its demonstrations, if it can be fitted.
+
+    Args:
+        decoder: the model.
+        told: fields of a request for a fit, see `i2cl.faces.server.schemas.Fit`.
+        folder: holds ``input.json`` or ``input.csv``, and ``input.test.json`` where there are test rows.
+
+    Raises:
+        RefusalError: 422 naming every row that cannot be used, 413 on a text that exceeds the context.
+        I2CLError: on labels, a template or options that cannot be used.
+    """
+    try:
+        task = _read(told, folder)
+    except RefusalError:
+        raise
+    except I2CLError as error:
+        raise RefusalError(422, "bad_input", _short(str(error), folder)) from None
+    task = replace(task, name=told["name"], title=told["name"])
+    if told.get("chat"):
+        task = task.chat(decoder.tokenizer, told.get("instruction"))
+    elif told.get("instruction"):
+        task = task.instructed(told["instruction"])
+    fewest = min(map(len, group_by_label(task.train, len(task.labels))))
+    demonstrations = task.sample(told.get("shots") or max(1, min(SHOTS, fewest)), told["seed"])
+    if isinstance(_method(told), Anchored):
+        require_few(task, demonstrations)
+    questions = Questions(decoder, task)
+    for rows in (task.train, task.test):
+        questions.queries([example.text for example in rows], cut=False)
+    return task, demonstrations
+
+
+def _read(told: Mapping[str, Any], folder: Path) -> Task:
+    path = next(folder / name for name in ("input.json", "input.csv") if (folder / name).is_file())
+    test = folder / "input.test.json"
+    tests = [test] if test.is_file() else []
+    for file in (path, *tests):
+        if refused := [_short(why, folder) for why in refused_rows(file, told.get("labels"))]:
+            raise RefusalError(422, "bad_rows", refused[0], rows=refused)
+    return load_task(
+        path, template=told["template"], labels=told.get("labels"), test_path=test if tests else None
+    )
+
+
+def fitted(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
+    """Do the job of a fit: what its last event tells.
+
+    It begins anew after a kill, and comes to the same artefact: nothing in it is random but what its seed
+    says.
+
+    Raises:
+        I2CLError: on examples that cannot be fitted, such as scores that are not finite.
+        FitStoppedError: if it is cancelled, or the server stops.
+    """
+    told = job.told
+    decoder = SharedDecoder(batcher, job)
+    task, demonstrations = checked(decoder, told, job.folder)
+
+    def work() -> Injection:
+        started = time.perf_counter()
+        method = _method(told)
+
+        def step(done: int, of: int, loss: float) -> None:
+            job.tell("step", step=done, steps=of, loss=loss, **_map_of(decoder.seen))
+
+        injection = method.injection(decoder, task, demonstrations, told["seed"], step)
+        seconds = time.perf_counter() - started
+        job.tell("fitted", seconds=seconds, loss=injection.history[-1] if injection.history else None)
+        queries = labelled_rows(task, demonstrations, told["evaluate"])
+        watched: Any = {"seconds": seconds, "watch": lambda name: job.tell("scoring", method=name)}
+        if queries:
+            watched["method"] = method
+            return with_worth(injection, decoder, task, demonstrations, queries, **watched)
+        if told["evaluate"] and isinstance(method, Anchored):
+            return with_left_out(injection, decoder, task, demonstrations, method, **watched)
+        return injection
+
+    injection: Injection = batcher.run(work).result()
+    entry = tasks.put(told["name"], injection)
+    return {
+        "name": entry.name,
+        "digest": entry.digest,
+        "labels": list(entry.labels),
+        "demonstrations": len(demonstrations),
+        "history": list(injection.history),
+        "worth": injection.worth or None,
+        "tokens": _tokens(decoder, task, demonstrations),
+        **map_of(injection),
+    }
+
+
+def map_of(injection: Injection) -> dict[str, Any]:
+    """Coefficients [layer][writer][lambda, beta] and the size of lambda v [layer][writer], for JSON."""
+    return _map_of(injection.edit())
+
+
+def _map_of(edit: Edit | None) -> dict[str, Any]:
+    """The same of what a pass had injected; of several rows' own ones, the first."""
+    if isinstance(edit, NoisyEdit):
+        edit = edit.injection
+    if isinstance(edit, LinearEdit):
+        pairs = edit.coefficients.detach()
+        scaled = pairs[..., :1] * edit.values.to(pairs.device)
+    elif isinstance(edit, RowsEdit):
+        scaled, keep = edit.scaled[0].detach(), edit.keep[0].detach()
+        pairs = torch.stack([torch.ones_like(keep), keep], dim=-1)
+    else:
+        return {}
+    sizes = scaled.square().mean(-1).sqrt()
+    return {"coefficients": _rounded(pairs), "sizes": _rounded(sizes)}
+
+
+def _rounded(values: torch.Tensor) -> Any:
+    return (values.double() * 1e5).round().div(1e5).tolist()
+
+
+def _method(told: Mapping[str, Any]) -> I2CL | Anchored:
+    return calibrating_method(told.get("method"), told.get("settings"), told.get("recipe"))
+
+
+def _tokens(decoder: Decoder, task: Task, demonstrations: tuple[Example, ...]) -> dict[str, int]:
+    """Tokens read for a text of middle length: by the task and by zero-shot, and by few-shot."""
+    rows = task.test or task.train
+    ids = sorted(Questions(decoder, task).queries([row.text for row in rows]), key=len)[len(rows) // 2]
+    shown = [(row.text, task.labels[row.label]) for row in demonstrations]
+    front = decoder.encoder([task.template.prompt(shown, "")])[0]
+    empty = decoder.encoder([task.template.query("")])[0]
+    return {"task": len(ids), "few_shot": len(ids) + len(front) - len(empty)}
+
+
+def _short(message: str, folder: Path) -> str:
+    """Without the server's own folders."""
+    return message.replace(f"{folder}/", "")

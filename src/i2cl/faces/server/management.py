@@ -1,0 +1,250 @@
+"""Routes that list, make and remove tasks, and tell of jobs."""
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+
+from i2cl.errors import first_problem
+from i2cl.faces.server import files, fits, schemas, uploads
+from i2cl.faces.server.jobs import Job, Jobs
+from i2cl.faces.server.refusals import RefusalError
+from i2cl.faces.server.service import Service
+from i2cl.faces.server.tasks import Entry, require_name
+
+LOOK = 0.2
+"""Seconds between two looks for new events."""
+
+_BODIES: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": schemas.Fit.model_json_schema()},
+            "text/csv": {"schema": {"type": "string"}},
+        },
+    }
+}
+_TAR: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+_LINES: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {"application/jsonl": {"schema": {"type": "string"}}}}
+}
+
+
+def router(service: Service) -> APIRouter:
+    """All of them."""
+    routes = APIRouter()
+    _of_tasks(routes, service)
+    _of_jobs(routes, service)
+    return routes
+
+
+def _of_tasks(routes: APIRouter, service: Service) -> None:
+    tasks = service.tasks
+
+    @routes.get("/v1/models", summary="The base model and every task")
+    def models() -> dict[str, Any]:
+        base = {"id": service.base, "object": "model", "created": 0, "owned_by": "i2cl", "parent": None}
+        return {"object": "list", "data": [base, *(_model(entry, service.base) for entry in tasks.entries())]}
+
+    @routes.get("/v1/models/{name:path}", summary="One of them")
+    def model(name: str) -> dict[str, Any]:
+        return _model(tasks.entry(name), service.base)
+
+    @routes.get("/v1/tasks", summary="Every task")
+    def listed() -> dict[str, Any]:
+        return {"object": "list", "data": [_task(entry) for entry in tasks.entries()]}
+
+    @routes.post("/v1/tasks", status_code=202, summary="Fit a task to examples", openapi_extra=_BODIES)
+    async def fit(request: Request) -> Response:
+        body = await request.body()
+        return await asyncio.to_thread(_fit, service, request, body)
+
+    @routes.get("/v1/tasks/{name:path}", summary="A task, its settings and figures")
+    def task(name: str) -> dict[str, Any]:
+        entry = tasks.entry(name)
+        injection = tasks.injection(entry.digest)
+        return _task(entry) | {
+            "template": injection.task.template.format,
+            "demonstrations": injection.context.demonstrations,
+            "settings": injection.settings,
+            "history": list(injection.history),
+            "metrics": injection.metrics,
+            "worth": injection.worth or None,
+            "label_bias": injection.label_bias,
+            "read_out": injection.read_out is not None,
+            **fits.map_of(injection),
+        }
+
+    @routes.put("/v1/tasks/{name:path}", summary="Upload an artefact's folder", openapi_extra=_TAR)
+    async def put(name: str, request: Request) -> dict[str, Any]:
+        body = await request.body()
+        tasks.require_writable()
+        _require_other(service, name)
+        injection = await asyncio.to_thread(uploads.unpacked, body)
+        return _task(await asyncio.to_thread(tasks.put, name, injection))
+
+    @routes.delete("/v1/tasks/{name:path}", summary="Remove a task")
+    def delete(name: str) -> dict[str, Any]:
+        tasks.delete(name)
+        return {"id": name, "object": "task", "deleted": True}
+
+
+def _of_jobs(routes: APIRouter, service: Service) -> None:
+    @routes.get("/v1/jobs", summary="Fits and files, the newest first")
+    async def jobs() -> dict[str, Any]:
+        return {"object": "list", "data": [job.described() for job in _jobs(service).all()]}
+
+    @routes.get("/v1/jobs/{identity}", summary="Where a job stands")
+    async def job(identity: str) -> dict[str, Any]:
+        return _jobs(service).get(identity).described()
+
+    @routes.delete("/v1/jobs/{identity}", summary="Cancel a job, or remove one that has ended")
+    def cancel(identity: str) -> dict[str, Any]:
+        found = _jobs(service).get(identity)
+        _jobs(service).cancel(found)
+        return found.described()
+
+    @routes.get(
+        "/v1/jobs/{identity}/events", summary="What happens to a job", response_class=StreamingResponse
+    )
+    async def events(
+        identity: str, seen: Annotated[int, Header(alias="Last-Event-ID", ge=0, le=2**31)] = 0
+    ) -> StreamingResponse:
+        stream = _events(service, _jobs(service).get(identity), seen)
+        return StreamingResponse(stream, media_type="text/event-stream")
+
+    @routes.post("/v1/batches", status_code=202, summary="Classify a file", openapi_extra=_LINES)
+    async def batch(
+        request: Request,
+        model: Annotated[str | None, Query(description="Task of lines that name none.")] = None,
+    ) -> Response:
+        body = await request.body()
+        return await asyncio.to_thread(_batch, service, body, model)
+
+    @routes.get("/v1/batches/{identity}", summary="The answers for a file", response_class=FileResponse)
+    def answers(identity: str) -> FileResponse:
+        found = _jobs(service).get(identity)
+        if found.kind != "batch":
+            raise RefusalError(404, "unknown_job", f"job {identity!r} is no file: GET /v1/jobs/{identity}")
+        if found.status != "done":
+            raise RefusalError(
+                409, "not_done", f"job {identity!r} is {found.status}: see /v1/jobs/{identity}/events"
+            )
+        return FileResponse(found.folder / files.OUTPUT, media_type="application/jsonl")
+
+
+def _jobs(service: Service) -> Jobs:
+    if service.jobs is None:
+        raise RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
+    return service.jobs
+
+
+def _fit(service: Service, request: Request, body: bytes) -> Response:
+    jobs = _jobs(service)
+    if request.headers["content-type"].startswith("text/csv"):
+        query: dict[str, Any] = dict(request.query_params)
+        if "labels" in query:
+            query["labels"] = [label.strip() for label in query["labels"].split(",")]
+        query |= {
+            name: int(query[name])
+            for name in ("shots", "seed", "evaluate")
+            if query.get(name, "").isdecimal()
+        }
+        query |= {name: query[name] == "true" for name in ("chat", "check") if name in query}
+        if isinstance(query.get("template"), str):
+            query["template"] = query["template"].replace("\\n", "\n")
+        options = _valid(schemas.FitOptions, query)
+        inputs = {"input.csv": body}
+    else:
+        given = _parsed(body)
+        fit = _valid(schemas.Fit, given)
+        options = schemas.FitOptions(**fit.model_dump(exclude={"examples", "test"}))
+        inputs = {"input.json": _json(given["examples"])}
+        if fit.test:
+            inputs["input.test.json"] = _json(given["test"])
+    require_name(options.name)
+    _require_other(service, options.name)
+    told = options.model_dump(exclude={"check"})
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for name, content in inputs.items():
+            (folder / name).write_bytes(content)
+        task, demonstrations = fits.checked(service.decoder, told, folder)
+    if options.check:
+        rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(demonstrations)}
+        return JSONResponse({"object": "check", "labels": list(task.labels), **rows})
+    return _accepted(jobs.add("fit", told, inputs))
+
+
+def _batch(service: Service, body: bytes, model: str | None) -> Response:
+    jobs = _jobs(service)
+    with service.tasks.unchanged():  # or a version could go between the two
+        told, lines = files.checked(body, model, service.tasks)
+        return _accepted(jobs.add("batch", told, {files.INPUT: lines}))
+
+
+def _accepted(job: Job) -> Response:
+    return JSONResponse(job.described(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
+
+
+async def _events(service: Service, job: Job, seen: int) -> AsyncIterator[str]:
+    while True:
+        while seen < len(job.events):
+            told = job.events[seen]
+            seen += 1
+            yield f"id: {seen}\nevent: {told['event']}\ndata: {json.dumps(told)}\n\n"
+        if job.ended or not service.ready:
+            return
+        await asyncio.sleep(LOOK)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusalError(
+            422, "bad_request", f"the body is no JSON ({type(error).__name__}): correct it"
+        ) from None
+
+
+def _valid(kind: type[Any], given: Any) -> Any:
+    try:
+        return kind.model_validate(given)
+    except pydantic.ValidationError as error:
+        message = f"{first_problem(error)}: see /openapi.json for what this address takes"
+        raise RefusalError(422, "bad_request", message.encode(errors="backslashreplace").decode()) from None
+
+
+def _json(rows: Any) -> bytes:
+    return json.dumps(rows).encode()
+
+
+def _require_other(service: Service, name: str) -> None:
+    if name == service.base:
+        raise RefusalError(422, "bad_name", f"{name!r} is the base model's name: choose another")
+
+
+def _task(entry: Entry) -> dict[str, Any]:
+    return {
+        "id": entry.name,
+        "object": "task",
+        "digest": entry.digest,
+        "created": entry.created,
+        "labels": list(entry.labels),
+    }
+
+
+def _model(entry: Entry, base: str) -> dict[str, Any]:
+    own = {"object": "model", "owned_by": "i2cl", "root": base, "parent": base}
+    return _task(entry) | own

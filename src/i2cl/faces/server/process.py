@@ -1,0 +1,83 @@
+"""The process of `i2cl serve`: a socket, uvicorn on it, and an end that loses no answer."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from i2cl.errors import I2CLError
+
+DRAIN_SECONDS = 30
+"""For which what runs may still be answered after SIGTERM."""
+
+
+BACKLOG = 2048
+"""Connections that may wait to be taken."""
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 takes a free one.
+
+    Raises:
+        I2CLError: if that address cannot be had.
+    """
+    listener = socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET,
+        socket.SOCK_STREAM,
+        socket.IPPROTO_TCP,  # asyncio switches Nagle's delay of 40 ms off where it is told that this is TCP
+    )
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise I2CLError(
+            f"cannot listen on {host} port {port} ({error}): choose another --host or --port"
+        ) from None
+    return listener
+
+
+def served(app: Any, listener: socket.socket, ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C; then take no new work, answer what runs, and return.
+
+    Args:
+        app: an ASGI program.
+        listener: see `bound`.
+        ready: called when requests are taken.
+    """
+    config = uvicorn.Config(
+        app, log_level="error", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS, server_header=False
+    )
+    _Server(config, ready).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Ends with exit code 0: uvicorn itself raises the signal that ended it once more."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let SIGTERM and Ctrl-C begin the end; a second one does not wait."""
+        loop = asyncio.get_running_loop()
+        wanted = (signal.SIGINT, signal.SIGTERM)
+        for number in wanted:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in wanted:
+                loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin, and say so."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._ready()

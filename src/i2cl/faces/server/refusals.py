@@ -1,0 +1,81 @@
+"""What the server refuses: a status, a word for programs, a sentence and its cure for people."""
+
+from i2cl.errors import I2CLError
+from i2cl.models.encoding import TooLongError
+
+
+class RefusalError(I2CLError):
+    """A request that is not done, and why.
+
+    Attributes:
+        status: of HTTP.
+        code: one word, for programs.
+        headers: of the answer.
+        rows: what is wrong with rows, one by one, where that is known.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        headers: dict[str, str] | None = None,
+        rows: list[str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+        self.headers, self.rows = headers or {}, rows
+
+    @classmethod
+    def of(cls, error: I2CLError) -> "RefusalError":
+        """An error of the package as what a request is refused with."""
+        if isinstance(error, RefusalError):
+            return error
+        if isinstance(error, TooLongError):
+            return cls(413, "text_too_long", str(error))
+        return cls(422, "bad_input", str(error))
+
+    def body(self) -> dict[str, object]:
+        """As OpenAI's clients and people read it; the cure is what stands behind the last colon."""
+        message, _, cure = str(self).rpartition(": ")
+        told: dict[str, object] = {
+            "message": str(self),
+            "type": "server_error" if self.status >= 500 else "invalid_request_error",
+            "code": self.code,
+            "cure": cure if message else "see /openapi.json",
+        }
+        return {"error": told if self.rows is None else told | {"rows": self.rows}}
+
+
+def unknown_task(name: str) -> RefusalError:
+    """There is none of that name."""
+    return RefusalError(404, "unknown_task", f"no task {name!r} is here: GET /v1/models lists those that are")
+
+
+def too_late() -> RefusalError:
+    """Its time was over before it ran."""
+    return RefusalError(
+        504, "deadline", "the time of this request was over before it ran: send it again later"
+    )
+
+
+def stopping() -> RefusalError:
+    """No new work is taken."""
+    return RefusalError(
+        503,
+        "stopping",
+        "this server stops and takes nothing new: send it again",
+        headers={"Retry-After": "5"},
+    )
+
+
+def no_memory(error: Exception) -> RefusalError:
+    """Not even one row alone fits."""
+    told = str(error) if isinstance(error, I2CLError) else "the model is out of memory: send it again later"
+    return RefusalError(503, "out_of_memory", told, headers={"Retry-After": "5"})
+
+
+def failed(error: Exception) -> RefusalError:
+    """What nobody expected; its words may hold a user's text, so its kind alone is told."""
+    return RefusalError(500, "internal", f"the server failed with a {type(error).__name__}: please report it")
