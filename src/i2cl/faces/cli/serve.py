@@ -81,9 +81,7 @@ def serve(
             f"--host {host} can be reached from other machines: give a --token-file, or listen on 127.0.0.1"
         )
     names = {"localhost", "127.0.0.1", "[::1]", host} if own else set()
-    hosts = frozenset(
-        name.lower() for name in (*(allowed_host or ()), *names)
-    )
+    hosts = frozenset(name.lower() for name in (*(allowed_host or ()), *names))
     load.libraries()
     from i2cl.faces.server.app import make_app
     from i2cl.faces.server.metrics import Metrics

@@ -24,7 +24,7 @@ from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.scoring import Questions
-from i2cl.tasks import Example, Task, load_task
+from i2cl.tasks import Example, Task, Template, load_task
 from i2cl.tasks.rows import refused_rows
 from i2cl.tasks.sampling import group_by_label
 
@@ -103,19 +103,20 @@ def _read(told: Mapping[str, Any], folder: Path) -> Task:
     path = next(folder / name for name in ("input.json", "input.csv") if (folder / name).is_file())
     test = folder / "input.test.json"
     tests = [test] if test.is_file() else []
+    shape = Template(told["template"])
+    if told.get("labels") is not None:
+        Task(told["name"], tuple(told["labels"]), shape)  # what is wrong with these is not told of each row
     for file in (path, *tests):
         if refused := [_short(why, folder) for why in refused_rows(file, told.get("labels"))]:
             raise RefusalError(422, "bad_rows", refused[0], rows=refused)
-    return load_task(
-        path, template=told["template"], labels=told.get("labels"), test_path=test if tests else None
-    )
+    labels, test_path = told.get("labels"), test if tests else None
+    return load_task(path, template=shape, labels=labels, test_path=test_path)
 
 
 def fitted(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
     """Do the job of a fit: what its last event tells.
 
-    It begins anew after a kill, and comes to the same artefact: nothing in it is random but what its seed
-    says.
+    It begins anew after a kill and comes to the same vectors: nothing in it is random but by its seed.
 
     Raises:
         I2CLError: on examples that cannot be fitted, such as scores that are not finite.

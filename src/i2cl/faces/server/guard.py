@@ -27,7 +27,7 @@ SHORTEST_TOKEN = 16
 BODY_SECONDS = 30.0
 """For which a body may come in."""
 
-POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
 POLICY += "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 HEADERS = {

@@ -93,8 +93,8 @@ class Chat(Ignored):
 class LabelledText(BaseModel):
     """A row of examples; what is wrong with it is told with its number."""
 
-    text: Any
-    label: Any
+    text: Any = None
+    label: Any = None
 
 
 class FitOptions(_Body):

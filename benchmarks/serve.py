@@ -1,0 +1,302 @@
+"""What serving costs beside calling: ratios of neighbouring measurements, on a model that takes 20 ms a text.
+
+    python benchmarks/serve.py --shape gpt2-small -o results/serve.json
+
+Server and direct calls take turns in one process; clients are processes of their own. Takes the extra
+``serve``.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from i2cl.faces.server.app import make_app
+from i2cl.faces.server.guard import Access
+from i2cl.faces.server.process import bound
+from i2cl.faces.server.service import Service
+from i2cl.injections.pool import Asked
+from i2cl.models.scoring import score
+from measures import paired
+from tables import machine
+from workload import SHAPES, Workload, random_decoder
+
+ROWS = 64
+OVERLOAD = 4
+"""Times the rate that it can serve."""
+
+
+def asked(connection: HTTPConnection, task: str, text: str) -> tuple[float, int]:
+    """Seconds that one request took, and its status."""
+    body = json.dumps({"model": task, "input": text}).encode()
+    started = time.perf_counter()
+    connection.request("POST", "/v1/classify", body, {"Content-Type": "application/json"})
+    reply = connection.getresponse()
+    reply.read()
+    return time.perf_counter() - started, reply.status
+
+
+def client(
+    port: int, connections: int, seconds: float, rate: float, tasks: int, texts: Sequence[str]
+) -> None:
+    """A process of clients: prints seconds and status of every request; a rate waits for no answer."""
+    found: list[tuple[float, int]] = []
+    ends = time.perf_counter() + seconds
+    begun = time.perf_counter()
+
+    def run(number: int) -> None:
+        connection = HTTPConnection("127.0.0.1", port)
+        draw = random.Random(number)
+        turn = number
+        while time.perf_counter() < ends:
+            if rate:  # request number `turn` is due then
+                due = begun + turn / rate
+                if due > ends:
+                    return
+                time.sleep(max(0.0, due - time.perf_counter()))
+                turn += connections
+            found.append(asked(connection, f"t{draw.randrange(tasks)}", draw.choice(texts)))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(connections)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(json.dumps({"requests": found, "seconds": time.perf_counter() - begun}))
+
+
+class Bench:
+    """A server in this process, and what is measured of it."""
+
+    def __init__(self, work: Workload, folder: Path, seconds: float, rounds: int) -> None:
+        self.work, self.seconds, self.rounds = work, seconds, rounds
+        self.decoder = work.decoder
+        self.service = Service(self.decoder, folder / "tasks")
+        self.put(ROWS)
+        listener = bound("127.0.0.1", 0)
+        self.port = int(listener.getsockname()[1])
+        ready = threading.Event()
+        app = make_app(self.service, Access())
+        threading.Thread(target=_served, args=(app, listener, ready.set), daemon=True).start()
+        ready.wait()
+        self.texts = sorted(work.texts, key=len)[len(work.texts) // 4 : -len(work.texts) // 4]
+        (folder / "texts.json").write_text(json.dumps(self.texts), encoding="utf-8")
+        self.file = folder / "texts.json"
+
+    def put(self, count: int) -> None:
+        """Tasks t0, t1, ... of so many different injections."""
+        for number in range(len(self.service.tasks.entries()), count):
+            self.service.tasks.put(f"t{number}", self.work.injection(seed=number))
+
+    def load(
+        self, connections: int = 1, rate: float = 0.0, tasks: int = 8, seconds: float = 0.0
+    ) -> dict[str, Any]:
+        """Clients for a while: seconds of each answer, of each refusal, rows a second, rows a batch."""
+        batches: list[int] = []
+        observer, self.service.batcher._observer = self.service.batcher._observer, _Rows(batches)  # noqa: SLF001
+        options = [self.port, connections, seconds or self.seconds, rate, tasks, self.file]
+        command = [sys.executable, __file__, "--client", *map(str, options)]
+        told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        self.service.batcher._observer = observer  # noqa: SLF001
+        done = sorted(taken for taken, status in told["requests"] if status == 200)
+        refused = sorted(taken for taken, status in told["requests"] if status == 429)
+        others = [status for _, status in told["requests"] if status not in {200, 429}]
+        return {
+            "done": done,
+            "refused": refused,
+            "others": others,
+            "rate": len(done) / told["seconds"],
+            "batch": sum(batches) / max(1, len(batches)),
+        }
+
+    def direct(self, rows: int, seconds: float = 0.0) -> float:
+        """Rows a second of `InjectionPool.scores` in lists of so many rows."""
+        pool, names = self.service.tasks.pool, list(self.service.tasks.pool)
+        texts, count = cycle(self.texts), 0
+        started = time.perf_counter()
+        while time.perf_counter() - started < (seconds or self.seconds):
+            pool.scores(list(islice(texts, rows)), [names[at % len(names)] for at in range(rows)])
+            count += rows
+        return count / (time.perf_counter() - started)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All lines of the table."""
+        self.load(connections=4, seconds=2.0)
+        found = [self.load(connections=16) for _ in range(1)]
+        size = max(1, round(found[0]["batch"]))
+        pairs = [(self.load(connections=16)["rate"], self.direct(size)) for _ in range(self.rounds)]
+        detail: dict[str, Any] = {"pairs": pairs, "rows_a_batch": size}
+        yield _row("16 connections / direct lists, rows a second", _ratio(pairs), "x", ">= 0.85", detail)
+        pairs = [(median(self.load()["done"]), 1 / self.direct(1)) for _ in range(self.rounds)]
+        more = median(1000 * (one - other) for one, other in pairs)
+        yield _row("one connection, p50 beyond a direct call", more, "ms", "<= 5", {"pairs": pairs})
+        pairs = []
+        for _ in range(self.rounds):
+            injected = median(self.load()["done"])
+            with self.plain():
+                pairs.append((injected, median(self.load()["done"])))
+        yield _row(
+            "injected / plain through the server, p50", _ratio(pairs), "x", "<= 1.05", {"pairs": pairs}
+        )
+        mixed, alone = self.asked(ROWS), self.asked(1)
+        answers = self.service.tasks.pool.answers
+        pair = paired(lambda: answers(alone), lambda: answers(mixed), self.decoder.device, 4 * self.rounds)
+        yield _row("a batch of 64 tasks / of one task, time", pair.ratio, "x", "<= 1.10", vars(pair))
+        yield self.overload()
+        yield from self.beside()
+        few = median(median(self.load(tasks=10)["done"]) for _ in range(self.rounds))
+        self.put(1000)
+        self.load(tasks=1000, connections=8)
+        pairs = [
+            (median(self.load(tasks=1000)["done"]), median(self.load(tasks=10)["done"]))
+            for _ in range(self.rounds)
+        ]
+        resident = len(self.service.tasks.pool)
+        detail = {"pairs": pairs, "p50_before": few, "resident": resident}
+        yield _row("1,000 tasks / 10 tasks, p50", _ratio(pairs), "x", "<= 1.05", detail)
+
+    def overload(self) -> dict[str, Any]:
+        """Four times what it can serve."""
+        capacity = self.load(connections=32)["rate"]
+        tokens = sum(row.tokens for row in self.asked(1)) / ROWS
+        batcher = self.service.batcher
+        before, batcher.bound = batcher.bound, round(2 * capacity * tokens)  # two seconds' worth
+        found = self.load(connections=256, rate=OVERLOAD * capacity, seconds=6 * self.seconds)
+        bound_seconds, batcher.bound = batcher.bound / (capacity * tokens), before
+        detail = {
+            "capacity": capacity,
+            "goodput": found["rate"] / capacity,
+            "p99_over_bound": _quantile(found["done"], 0.99) / bound_seconds,
+            "refused_p99_ms": 1000 * _quantile(found["refused"], 0.99),
+            "refused_p50_ms": 1000 * _quantile(found["refused"], 0.5),
+            "refused": len(found["refused"]),
+            "others": len(found["others"]),
+        }
+        return _row("4 x the rate it can serve: goodput / capacity", detail["goodput"], "x", ">= 0.9", detail)
+
+    def beside(self) -> Iterator[dict[str, Any]]:
+        """Single texts while a task is fitted, and while a file runs, against single texts alone."""
+        from i2cl.faces.server.client import Client
+
+        asks = Client(f"http://127.0.0.1:{self.port}")
+        examples = [
+            {"text": row.text, "label": self.work.task.labels[row.label]} for row in self.work.demonstrations
+        ]
+        template = self.work.task.template.format
+        fit = {"evaluate": 0, "shots": 5, "settings": {"steps": 1000, "tolerance": 0}}
+        slow = {"evaluate": 0, "shots": 5, "method": "i2cl", "settings": {"epochs": 100000}}
+        for name, begin in (
+            ("an anchored fit", lambda: asks.fit("fit", examples, template, **fit)),
+            ("an I2CL fit", lambda: asks.fit("fit", examples, template, **slow)),
+            ("a file of 100,000 rows", lambda: asks.batch([{"input": self.texts[0]}] * 100_000, "t0")),
+        ):
+            alone = self.load(seconds=2 * self.seconds)["done"]
+            job = begin()
+            time.sleep(1.0)
+            during = self.load(seconds=2 * self.seconds)["done"]
+            status = asks.job(job)["status"]
+            asks.cancel(job)
+            while asks.job(job)["status"] == "running":
+                time.sleep(0.1)
+            pair = [(_quantile(one, 0.99), median(one), len(one)) for one in (during, alone)]
+            detail = {"during": pair[0], "alone": pair[1], "job": status}
+            yield _row(f"single texts beside {name}, p99", pair[0][0] / pair[1][0], "x", "<= 3", detail)
+
+    def asked(self, tasks: int) -> list[Asked]:
+        """64 texts of so many tasks."""
+        texts = list(islice(cycle(self.texts), ROWS))
+        return [self.service.tasks.asked(f"t{row % tasks}", [text])[1][0] for row, text in enumerate(texts)]
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """The server answers with the plain model."""
+        pool: Any = self.service.tasks.pool
+
+        def answers(rows: Sequence[Asked]) -> list[torch.Tensor]:
+            labels = [row.task.questions.labels for row in rows]
+            return list(score(self.decoder, [row.ids for row in rows], labels))
+
+        pool.answers = answers
+        try:
+            yield
+        finally:
+            del pool.answers
+
+
+class _Rows:
+    def __init__(self, found: list[int]) -> None:
+        self.found = found
+
+    def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:  # noqa: ARG002
+        """Note the rows."""
+        self.found.append(rows)
+
+
+def _served(app: Any, listener: Any, ready: Any) -> None:
+    import uvicorn
+
+    config = uvicorn.Config(app, log_level="error", access_log=False)
+    server = uvicorn.Server(config)
+    threading.Thread(target=_told, args=(server, ready), daemon=True).start()
+    server.run(sockets=[listener])  # signals belong to the main thread, so not `served`
+
+
+def _told(server: Any, ready: Any) -> None:
+    while not server.started:
+        time.sleep(0.01)
+    ready()
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    return median(one / other for one, other in pairs)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+
+
+def _row(name: str, value: float, unit: str, target: str, detail: dict[str, Any]) -> dict[str, Any]:
+    print(f"{name}: {value:.3g} {unit} (target {target})  {json.dumps(detail)}", flush=True)
+    return {"name": name, "value": value, "unit": unit, "target": target, "detail": detail}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    if "--client" in sys.argv:
+        port, connections, seconds, rate, tasks, file = sys.argv[2:]
+        texts = json.loads(Path(file).read_text(encoding="utf-8"))
+        client(int(port), int(connections), float(seconds), float(rate), int(tasks), texts)
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="gpt2-small")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("-o", "--output", type=Path)
+    given = parser.parse_args()
+    work = Workload.make(random_decoder(given.shape, given.device), queries=64)
+    with TemporaryDirectory() as scratch:
+        rows = list(Bench(work, Path(scratch), given.seconds, given.rounds).rows())
+    if given.output:
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        told = {"machine": machine(), "shape": given.shape, "rows": rows}
+        given.output.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""`i2cl serve` killed at random moments, and under mixed load for minutes: what was acknowledged is there.
+
+    python scripts/fuzz_serve.py --kills 50 --minutes 5
+
+Needs the extra ``serve``. Exit code 1 if something was lost, doubled, wrong, or memory grew.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch  # noqa: E402
+
+from i2cl import Decoder, Injection  # noqa: E402
+from i2cl.faces.server.client import Client, ServerError  # noqa: E402
+from i2cl.tasks import load_task  # noqa: E402
+from processes import COMMAND, Program  # noqa: E402
+
+TASK = load_task("mood-colour-1")
+TEXTS = [row.text for row in TASK.test]
+EXAMPLES = [{"text": row.text, "label": TASK.labels[row.label]} for row in TASK.train[:40]]
+QUICK: dict[str, Any] = {"settings": {"steps": 1}, "evaluate": 0, "shots": 1}
+GROWTH = 0.05
+"""Share by which resident memory may grow from the second fifth of the time to the last."""
+
+
+def started(folder: Path) -> tuple[Program, Client]:
+    """A server of that folder, once it answers."""
+    program = Program(COMMAND, "serve", "reference", "--tasks", folder, "--port", 0)
+    while not (found := re.search(r"http://\S+", program.said()[0])):
+        assert program.process.is_alive(), program.said()
+        time.sleep(0.02)
+    return program, Client(found[0], retries=0)
+
+
+def artefacts(folder: Path, count: int) -> list[Injection]:
+    """Different injections of the bundled model, saved as 0, 1, ..."""
+    from workload import Workload
+
+    work = Workload.make(Decoder.from_pretrained("reference"), queries=1)
+    found = []
+    for number in range(count):
+        injection = work.injection(seed=number)
+        injection.save_pretrained(folder / str(number))
+        found.append(injection)
+    return found
+
+
+def kills(count: int, draw: random.Random) -> Counter[str]:
+    """Upload, delete, fit and send files until a kill; the next start has what was acknowledged."""
+    found: Counter[str] = Counter()
+    with TemporaryDirectory() as scratch:
+        artefacts(Path(scratch), 6)
+        folder = Path(scratch) / "tasks"
+        names: dict[str, str | None] = {}  # what was acknowledged: a digest, or None for deleted
+        doubtful: set[str] = set()  # sent and not acknowledged before the kill
+        fits: set[str] = set()
+        batches: dict[str, list[str]] = {}
+        for number in range(count + 1):
+            program, client = started(folder)
+            here = {one["id"]: one["digest"] for one in client.tasks()}
+            for name, digest in names.items():
+                if name not in doubtful and here.get(name) != digest:
+                    found["lost or changed task"] += 1
+            names = {name: here.get(name) for name in names}
+            for name in here:  # each can be loaded: its files are whole
+                if not name.startswith("fit-"):
+                    client.classify(name, ["a warm film"])
+            doubtful.clear()
+            known = {job["id"] for job in client.jobs()}
+            found["lost job"] += len((fits | set(batches)) - known)
+            if number == count:
+                check_ends(client, fits, batches, found)
+                os.kill(program.process.pid, signal.SIGTERM)
+                found["exit code not 0"] += program.wait()[0] != 0
+                break
+            threading.Timer(draw.uniform(0.02, 2.0), os.kill, (program.process.pid, signal.SIGKILL)).start()
+            with suppress(ServerError):
+                while True:
+                    act(client, Path(scratch), draw, names, doubtful, fits, batches)
+                    found["acknowledged"] += 1
+            program.process.join()
+            found["kills"] += 1
+    return found
+
+
+def act(
+    client: Client,
+    scratch: Path,
+    draw: random.Random,
+    names: dict[str, str | None],
+    doubtful: set[str],
+    fits: set[str],
+    batches: dict[str, list[str]],
+) -> None:
+    """One request; what it is acknowledged to have done is noted."""
+    kind = draw.random()
+    name = draw.choice("abcdef")
+    if kind < 0.5:
+        doubtful.add(name)
+        names[name] = client.upload(name, scratch / str(draw.randrange(6)))
+        doubtful.discard(name)
+    elif kind < 0.6 and names.get(name):
+        doubtful.add(name)
+        client.delete(name)
+        names[name] = None
+        doubtful.discard(name)
+    elif kind < 0.7 and len(fits) < 12:
+        new = f"fit-{draw.randrange(10**9)}"
+        fits.add(client.fit(new, EXAMPLES, TASK.template.format, **QUICK))
+    elif kind < 0.8 and names.get(name) and len(batches) < 30:
+        texts = draw.choices(TEXTS, k=150)
+        batches[client.batch([{"input": text} for text in texts], name)] = texts
+    else:
+        time.sleep(0.02)
+
+
+def check_ends(client: Client, fits: set[str], batches: dict[str, list[str]], found: Counter[str]) -> None:
+    """Every job that was acknowledged ends, and no line of a file is missing or twice."""
+    for job in fits:
+        found["fits done"] += client.wait(job)["event"] == "done"
+    for job, texts in batches.items():
+        client.wait(job)
+        lines = [one["line"] for one in client.answers(job)]
+        found["files done"] += 1
+        found["lines missing, twice or out of order"] += lines != list(range(1, len(texts) + 1))
+
+
+class Load:
+    """Requests of every kind from several threads; every answer is held against its version's."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        decoder = Decoder.from_pretrained("reference")
+        self.texts = TEXTS[:20]
+        self.right = [one.scores(decoder, self.texts).softmax(-1) for one in artefacts(scratch, 8)]
+        self.program, self.client = started(scratch / "tasks")
+        self.versions = {self.client.upload(f"t{at % 4}", scratch / str(at)): at for at in range(8)}
+        self.found: Counter[str] = Counter()
+        self.ends = 0.0
+
+    def run(self, minutes: float) -> Counter[str]:
+        """All of it for so long."""
+        self.ends = time.monotonic() + 60 * minutes
+        threads = [threading.Thread(target=self.ask, args=(number,)) for number in range(4)]
+        threads.append(threading.Thread(target=self.change))
+        for thread in threads:
+            thread.start()
+        sizes = []
+        while time.monotonic() < self.ends:
+            time.sleep(5)
+            sizes.append(resident(self.program.process.pid))
+        for thread in threads:
+            thread.join()
+        part = len(sizes) // 5
+        growth = max(sizes[-part:]) / max(sizes[part : 2 * part]) - 1
+        self.found["growth of memory, per mille"] = round(1000 * growth)
+        self.found["memory grew"] = growth > GROWTH
+        os.kill(self.program.process.pid, signal.SIGTERM)
+        self.found["exit code not 0"] = self.program.wait()[0] != 0
+        return self.found
+
+    def ask(self, seed: int) -> None:
+        """One thread's texts."""
+        draw = random.Random(seed)
+        while time.monotonic() < self.ends:
+            chosen = draw.sample(range(20), draw.choice((1, 1, 1, 5)))
+            answers = self.client.classify(f"t{draw.randrange(4)}", [self.texts[row] for row in chosen])
+            for row, one in zip(chosen, answers, strict=True):
+                expected = self.right[self.versions[one.digest]][row]
+                away = torch.tensor(list(one.probabilities.values())).sub(expected).abs().max()
+                self.found["answers" if away < 1e-5 else "wrong answers"] += 1
+
+    def change(self) -> None:
+        """Another one's uploads, fits and files."""
+        draw = random.Random(99)
+        while time.monotonic() < self.ends:
+            self.client.upload(f"t{draw.randrange(4)}", self.scratch / str(draw.randrange(8)))
+            self.found["uploads"] += 1
+            if draw.random() < 0.1:
+                self.client.wait(self.client.fit("fit", EXAMPLES, TASK.template.format, **QUICK))
+                self.found["fits"] += 1
+            if draw.random() < 0.2:
+                job = self.client.batch([{"input": text} for text in self.texts], "t0")
+                self.client.wait(job)
+                self.client.cancel(job)
+                self.found["files"] += 1
+            time.sleep(0.2)
+
+
+def resident(pid: int) -> int:
+    """Bytes that a process has in memory."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+WRONG = (
+    "lost or changed task",
+    "lost job",
+    "lines missing, twice or out of order",
+    "wrong answers",
+    "memory grew",
+    "exit code not 0",
+)
+
+
+def main() -> None:
+    """Kill, load, count."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    torch.set_num_threads(1)
+    draw = random.Random(given.seed)
+    found: Counter[str] = Counter()
+    if given.kills:
+        found.update(kills(given.kills, draw))
+    if given.minutes:
+        with TemporaryDirectory() as scratch:
+            found.update(Load(Path(scratch)).run(given.minutes))
+    print(json.dumps(dict(found), indent=1))
+    sys.exit(any(found[name] for name in WRONG))
+
+
+if __name__ == "__main__":
+    main()

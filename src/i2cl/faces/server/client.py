@@ -1,0 +1,264 @@
+r"""A client of `i2cl serve` without packages of its own: `Client`, and `AsyncClient` with the same methods.
+
+client = Client("http://127.0.0.1:8000", token=...)
+job = client.fit("films", examples, "Review: {text}\nSentiment: {label}")
+client.wait(job)
+client.classify("films", ["a warm film"])
+"""
+
+import asyncio
+import http.client
+import io
+import json
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from i2cl.errors import I2CLError
+
+AGAIN = (429, 503)
+"""Answers after which the same request may be sent again."""
+
+
+class ServerError(I2CLError):
+    """What the server refused.
+
+    Attributes:
+        status: of HTTP; 0 where it cannot be reached.
+        code: the server's word for it.
+    """
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The answer for one text.
+
+    Attributes:
+        label: the most probable one.
+        probabilities: of every label.
+        digest: of the task's version that answered.
+    """
+
+    label: str
+    probabilities: dict[str, float]
+    digest: str
+
+
+class Client:
+    """Asks a server; safe to share between threads, which have a connection each."""
+
+    def __init__(
+        self, url: str, *, token: str | None = None, retries: int = 5, timeout: float = 120.0
+    ) -> None:
+        """Say where the server is; it is not asked yet.
+
+        Args:
+            url: such as ``http://127.0.0.1:8000``.
+            token: of the server's token file.
+            retries: how often a request is sent again that was refused for now, or that a server lost.
+            timeout: seconds for which an answer is waited for.
+        """
+        self._url = urlsplit(url.rstrip("/"))
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._retries, self._timeout = retries, timeout
+        self._own = threading.local()
+
+    def classify(self, task: str, texts: Sequence[str]) -> list[Prediction]:
+        """The labels of texts.
+
+        Raises:
+            ServerError: if the server refuses them.
+        """
+        told, headers = self._asked("POST", "/v1/classify", {"model": task, "input": list(texts)})
+        return [
+            Prediction(
+                one["label"], dict(zip(told["labels"], one["probs"], strict=True)), headers["x-task-digest"]
+            )
+            for one in told["data"]
+        ]
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Every task: ``id``, ``digest``, ``created``, ``labels``."""
+        found: list[dict[str, Any]] = self._asked("GET", "/v1/tasks")[0]["data"]
+        return found
+
+    def fit(self, name: str, examples: Sequence[Mapping[str, str]], template: str, **options: Any) -> str:
+        """Begin a fit, and return its job's id.
+
+        Args:
+            name: of the task.
+            examples: each with its ``text`` and ``label``.
+            template: with ``{text}`` and ``{label}``.
+            options: other fields of the request, see /openapi.json.
+
+        Raises:
+            ServerError: naming rows that cannot be used.
+        """
+        body = {"name": name, "examples": [dict(row) for row in examples], "template": template, **options}
+        return str(self._asked("POST", "/v1/tasks", body)[0]["id"])
+
+    def upload(self, name: str, folder: str | Path) -> str:
+        """Send an artefact's folder, and return its digest.
+
+        Raises:
+            ServerError: if it is none of the server's model.
+        """
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            for file in ("injection.json", "injection.safetensors"):
+                tar.add(Path(folder) / file, arcname=file)
+        return str(
+            self._asked("PUT", f"/v1/tasks/{quote(name)}", packed.getvalue(), "application/x-tar")[0][
+                "digest"
+            ]
+        )
+
+    def delete(self, name: str) -> None:
+        """Remove a task.
+
+        Raises:
+            ServerError: if there is none.
+        """
+        self._asked("DELETE", f"/v1/tasks/{quote(name)}")
+
+    def batch(self, lines: Sequence[Mapping[str, Any]], model: str | None = None) -> str:
+        """Begin to classify a file's lines (``input``, ``model``, ``custom_id``), and return its job's id.
+
+        Raises:
+            ServerError: naming lines that cannot be used.
+        """
+        body = b"".join(json.dumps(dict(line)).encode() + b"\n" for line in lines)
+        query = f"?{urlencode({'model': model})}" if model is not None else ""
+        return str(self._asked("POST", f"/v1/batches{query}", body, "application/jsonl")[0]["id"])
+
+    def answers(self, job: str) -> list[dict[str, Any]]:
+        """The answers for a file, in the order of its lines.
+
+        Raises:
+            ServerError: if it has not been done.
+        """
+        found: bytes = self._asked("GET", f"/v1/batches/{quote(job)}")[0]
+        return [json.loads(line) for line in found.splitlines()]
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Fits and files, the newest first."""
+        found: list[dict[str, Any]] = self._asked("GET", "/v1/jobs")[0]["data"]
+        return found
+
+    def job(self, job: str) -> dict[str, Any]:
+        """Where a job stands."""
+        found: dict[str, Any] = self._asked("GET", f"/v1/jobs/{quote(job)}")[0]
+        return found
+
+    def cancel(self, job: str) -> None:
+        """End a job, or remove one that has ended."""
+        self._asked("DELETE", f"/v1/jobs/{quote(job)}")
+
+    def wait(self, job: str, look: float = 0.5) -> dict[str, Any]:
+        """Wait for a job's end, and return its last event.
+
+        Raises:
+            ServerError: if it failed or was cancelled.
+        """
+        while (told := self.job(job))["status"] not in {"done", "failed", "cancelled"}:
+            time.sleep(look)
+        last: dict[str, Any] = told["last"]
+        if told["status"] != "done":
+            error = last.get(
+                "error", {"code": "cancelled", "message": f"job {job} was cancelled: begin it anew"}
+            )
+            raise ServerError(0, error["code"], error["message"])
+        return last
+
+    def events(self, job: str) -> Iterator[dict[str, Any]]:
+        """What happens to a job, as it happens.
+
+        Raises:
+            ServerError: if the server cannot be reached.
+        """
+        connection = self._connection()
+        try:
+            connection.request("GET", f"{self._url.path}/v1/jobs/{quote(job)}/events", headers=self._headers)
+            reply = connection.getresponse()
+            if reply.status != 200:
+                raise _refused(reply.status, reply.read())
+            for line in reply:
+                if line.startswith(b"data: "):
+                    yield json.loads(line[6:])
+        except OSError as error:
+            raise self._lost(error) from None
+        finally:
+            connection.close()
+
+    def _asked(
+        self, method: str, path: str, body: Any = None, kind: str = "application/json"
+    ) -> tuple[Any, dict[str, str]]:
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        headers = self._headers | ({"Content-Type": kind} if content is not None else {})
+        for attempt in range(self._retries + 1):
+            last = attempt == self._retries
+            try:
+                connection = self._kept()
+                connection.request(method, self._url.path + path, content, headers)
+                reply = connection.getresponse()
+                found = reply.read()
+            except (OSError, http.client.HTTPException) as error:
+                self._own.connection = None
+                if last:
+                    raise self._lost(error) from None
+                time.sleep(min(2.0, 0.1 * 2**attempt))
+                continue
+            told = {name.lower(): value for name, value in reply.getheaders()}
+            if reply.status in AGAIN and not last:
+                time.sleep(float(told.get("retry-after", "1")))
+                continue
+            if reply.status >= 400:
+                raise _refused(reply.status, found)
+            is_json = told.get("content-type", "").startswith("application/json")
+            return (json.loads(found) if is_json else found), told
+        raise AssertionError  # the last attempt returns or raises
+
+    def _kept(self) -> http.client.HTTPConnection:
+        found: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+        if found is None:
+            found = self._own.connection = self._connection()
+        return found
+
+    def _connection(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        return kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
+
+    def _lost(self, error: Exception) -> ServerError:
+        address = self._url.geturl()
+        return ServerError(0, "unreachable", f"no answer from {address} ({error}): check that it serves")
+
+
+class AsyncClient:
+    """`Client` for coroutines: the same methods, each to be awaited (``events`` aside)."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """As that of `Client`."""
+        self._client = Client(url, **options)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or name == "events":
+            raise AttributeError(name)
+        return partial(asyncio.to_thread, getattr(self._client, name))
+
+
+def _refused(status: int, body: bytes) -> ServerError:
+    try:
+        error = json.loads(body)["error"]
+        return ServerError(status, error["code"], error["message"])
+    except (ValueError, KeyError, TypeError):
+        return ServerError(status, "unknown", f"the server answered with status {status}: is it i2cl serve?")

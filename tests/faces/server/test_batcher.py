@@ -1,0 +1,244 @@
+"""Batches of many tasks and versions, whoever comes and goes meanwhile."""
+
+import os
+import random
+import threading
+import time
+from concurrent.futures import CancelledError, wait
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from i2cl.core.anchored import AnchoredConfig
+from i2cl.errors import I2CLError
+from i2cl.faces.server.batcher import Batcher, FitStoppedError
+from i2cl.faces.server.fits import SharedDecoder
+from i2cl.faces.server.refusals import RefusalError
+from i2cl.faces.server.tasks import TaskFolder
+from i2cl.injections.pool import InjectionPool
+from i2cl.methods.anchored import Anchored
+from i2cl.methods.i2cl import I2CL
+
+from .conftest import TEXTS, made
+
+SOON = 30.0
+
+
+class Watch:
+    def __init__(self):
+        self.batches = []
+
+    def batch(self, *, rows, tasks, seconds, waited):
+        self.batches.append((rows, tasks))
+
+
+@pytest.fixture
+def running(decoder, tmp_path):
+    """A batcher, and a folder of tasks that holds two of them on the device at a time."""
+    pool = InjectionPool(decoder)
+    folder = TaskFolder(tmp_path / "tasks", pool, most_resident=2, read_only=False)
+    batcher = Batcher(pool, 10**9, Watch())
+    yield batcher, folder
+    if batcher.alive:
+        batcher.close()
+
+
+def later():
+    return time.monotonic() + SOON
+
+
+@pytest.fixture
+def held(running):
+    """Keeps the model busy until the block ends, so that what comes meanwhile waits."""
+    batcher, _ = running
+    go = threading.Event()
+    begun = threading.Event()
+
+    def work():
+        begun.set()
+        go.wait(SOON)
+
+    batcher.run(work)
+    begun.wait(SOON)
+    yield go
+    go.set()
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("I2CL_SERVER_MIXES", "1"))))
+def test_every_answer_is_of_the_version_that_was_asked(running, decoder, seed):
+    """Mixes of tasks, versions, loads, drops, replacements, cancelled requests and sizes."""
+    batcher, folder = running
+    decoder.token_budget = 48
+    draw = random.Random(seed)
+    versions, asked, dropped = {}, [], 0
+    for turn in range(30):
+        kind = draw.random()
+        names = [entry.name for entry in folder.entries()]
+        if kind < 0.25 or not names:
+            injection = made(decoder, draw.randrange(40))
+            versions[folder.put(draw.choice("abcde"), injection).digest] = injection
+        elif kind < 0.3 and len(names) > 1:
+            folder.delete(draw.choice(names))
+        else:
+            texts = [draw.choice(TEXTS) + " so" * draw.randrange(4) for _ in range(draw.choice((1, 1, 2, 9)))]
+            entry, rows = folder.asked(draw.choice(names), texts)
+            ticket = batcher.submit_slices(rows) if turn % 5 == 0 else batcher.submit(rows, later())
+            if draw.random() < 0.15:
+                batcher.cancel(ticket)
+            asked.append((entry.digest, texts, ticket))
+    wait([ticket.done for _, _, ticket in asked], SOON)
+    decoder.token_budget = 1024
+    for digest, texts, ticket in asked:
+        if ticket.done.cancelled():
+            dropped += 1
+            continue
+        right = versions[digest].scores(decoder, texts)
+        for row, one in zip(ticket.done.result(), right, strict=True):
+            torch.testing.assert_close(row, one, rtol=1e-5, atol=1e-5)
+    assert batcher.waiting == 0
+    assert dropped < len(asked)
+    assert len(batcher.pool) <= 2
+
+
+def test_what_waits_is_one_batch_of_many_tasks(running, decoder, held):
+    batcher, folder = running
+    for number in range(2):
+        folder.put(str(number), made(decoder, number))
+    tickets = [batcher.submit(folder.asked(str(number % 2), [TEXTS[0]])[1], later()) for number in range(8)]
+    held.set()
+    wait([ticket.done for ticket in tickets], SOON)
+    assert (8, 2) in batcher._observer.batches
+
+
+def test_a_large_job_goes_in_slices_between_requests(running, decoder, held):
+    batcher, folder = running
+    decoder.token_budget = 128
+    folder.put("a", made(decoder, 0))
+    large = batcher.submit_slices(folder.asked("a", TEXTS * 10)[1])
+    small = [batcher.submit(folder.asked("a", [TEXTS[0]])[1], later()) for _ in range(3)]
+    held.set()
+    wait([ticket.done for ticket in small], SOON)
+    assert not large.done.done()
+    assert len(large.done.result(SOON)) == 10 * len(TEXTS)
+
+
+def test_the_earliest_deadline_goes_first(running, decoder, held):
+    batcher, folder = running
+    decoder.token_budget = 4  # one row a batch
+    folder.put("a", made(decoder, 0))
+    rows = folder.asked("a", [TEXTS[4]])[1]
+    ended = []
+    for name, seconds in (("late", 20), ("soon", 10)):
+        ticket = batcher.submit(rows, time.monotonic() + seconds)
+        ticket.large = False
+        ticket.done.add_done_callback(lambda _, name=name: ended.append(name))
+    held.set()
+    while len(ended) < 2:
+        time.sleep(0.01)
+    assert ended == ["soon", "late"]
+
+
+def test_what_is_late_or_cancelled_does_not_run(running, decoder, held):
+    batcher, folder = running
+    folder.put("a", made(decoder, 0))
+    rows = folder.asked("a", [TEXTS[0]])[1]
+    late, gone, kept = batcher.submit(rows, time.monotonic()), *(batcher.submit(rows, later()) for _ in "ab")
+    batcher.cancel(gone)
+    held.set()
+    assert len(kept.done.result(SOON)) == 1
+    with pytest.raises(RefusalError) as refused:
+        late.done.result(SOON)
+    assert (refused.value.status, gone.done.cancelled()) == (504, True)
+    assert batcher.waiting == 0
+    assert batcher._observer.batches == [(1, 1)]
+
+
+def test_more_than_the_bound_is_refused_at_once(running, decoder, held):
+    batcher, folder = running
+    folder.put("a", made(decoder, 0))
+    rows = folder.asked("a", [TEXTS[0]])[1]
+    batcher.bound = 3 * rows[0].tokens
+    tickets = [batcher.submit(rows, later()) for _ in range(2)]
+    with pytest.raises(RefusalError, match="wait already") as busy:
+        batcher.submit(rows, later())
+    assert (busy.value.status, busy.value.headers["Retry-After"]) == (429, "1")
+    with pytest.raises(RefusalError) as long:
+        batcher.submit(rows * 4, later())
+    assert long.value.status == 413
+    held.set()
+    wait([ticket.done for ticket in tickets], SOON)
+    assert batcher.waiting == 0
+    assert len(batcher.submit(rows, later()).done.result(SOON)) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(torch.OutOfMemoryError("no room"), 503), (KeyError("secret text"), 500)]
+)
+def test_rows_that_cannot_run_take_no_others_with_them(running, decoder, held, monkeypatch, error, status):
+    batcher, folder = running
+    folder.put("a", made(decoder, 0))
+    answers = batcher.pool.answers
+
+    def fails(rows):
+        if any(len(row.ids) > 20 for row in rows):
+            raise error
+        return answers(rows)
+
+    monkeypatch.setattr(batcher.pool, "answers", fails)
+    long, short = ("so " * 30).strip(), TEXTS[0]
+    tickets = [batcher.submit(folder.asked("a", [text])[1], later()) for text in (short, long, short)]
+    held.set()
+    assert [len(ticket.done.result(SOON)) for ticket in (tickets[0], tickets[2])] == [1, 1]
+    with pytest.raises(RefusalError) as refused:
+        tickets[1].done.result(SOON)
+    assert refused.value.status == status
+    assert "secret" not in str(refused.value)
+    assert batcher.waiting == 0
+
+
+@pytest.mark.parametrize(
+    "method", [Anchored(anchoring=AnchoredConfig(steps=1)), I2CL.configured({"epochs": 2})]
+)
+def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(running, decoder, task, method):
+    batcher, folder = running
+    folder.put("a", made(decoder, 0))
+    right = folder.injection(folder.entry("a").digest).scores(decoder, [TEXTS[0]])[0]
+    shared = SharedDecoder(batcher, SimpleNamespace(require_wanted=lambda: None))
+    shown = task.sample(1)
+    alone = batcher.run(lambda: method.injection(shared, task, shown)).result(SOON)
+    during, fit = [], batcher.run(lambda: method.injection(shared, task, shown))
+    while not fit.done():
+        ticket = batcher.submit(folder.asked("a", [TEXTS[0]])[1], later())
+        during.append((ticket.done.result(SOON), fit.done()))
+    assert sum(not done for _, done in during) > 2
+    for (row,), _ in during:
+        torch.testing.assert_close(row, right, rtol=1e-5, atol=1e-5)
+    found = fit.result()
+    assert torch.equal(found.coefficients, alone.coefficients)
+    assert torch.equal(found.context.values, alone.context.values)
+
+
+def test_the_end_answers_what_waits_and_stops_what_is_long(running, decoder, task, held):
+    batcher, folder = running
+    folder.put("a", made(decoder, 0))
+    shared = SharedDecoder(batcher, SimpleNamespace(require_wanted=lambda: None))
+    fit = batcher.run(shared.pause)
+    file = batcher.submit_slices(folder.asked("a", TEXTS)[1])
+    single = batcher.submit(folder.asked("a", [TEXTS[0]])[1], later())
+    threading.Timer(0.1, held.set).start()
+    batcher.close()
+    assert len(single.done.result(0)) == 1
+    with pytest.raises((CancelledError, FitStoppedError)):
+        fit.result(0)
+    with pytest.raises(CancelledError):
+        file.done.result(0)
+    with pytest.raises(RefusalError, match="stops"):
+        batcher.submit(folder.asked("a", [TEXTS[0]])[1], later())
+
+
+def test_a_text_beyond_the_context_is_refused_and_not_cut(running, decoder):
+    _, folder = running
+    folder.put("a", made(decoder, 0))
+    with pytest.raises(I2CLError, match="text 2 takes "):
+        folder.asked("a", ["short", "long " * 3000])
