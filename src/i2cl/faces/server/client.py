@@ -224,7 +224,7 @@ class Client:
                 continue
             if reply.status >= 400:
                 raise _refused(reply.status, found)
-            is_json = told.get("content-type", "").startswith("application/json")
+            is_json = told.get("content-type", "").partition(";")[0] == "application/json"
             return (json.loads(found) if is_json else found), told
         raise AssertionError  # the last attempt returns or raises
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=10_000)]
@@ -90,11 +90,16 @@ class Chat(Ignored):
     response_format: dict[str, Any] | None = None
 
 
-class LabelledText(BaseModel):
-    """A row of examples; what is wrong with it is told with its number."""
-
-    text: Any = None
-    label: Any = None
+LabelledText = Annotated[
+    Any,  # what is wrong with a row is told with its number, and not by a schema
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "label": {"type": "string"}},
+            "required": ["text", "label"],
+        }
+    ),
+]
 
 
 class FitOptions(_Body):
