@@ -202,6 +202,57 @@ class Load:
             time.sleep(0.2)
 
 
+def on_ray() -> Counter[str]:
+    """Two replicas of Ray Serve: the same answers, also while one is killed, to a client that retries."""
+    import ray
+    from ray import serve
+
+    from i2cl.faces.server.ray_serve import deployment
+
+    found: Counter[str] = Counter()
+    with TemporaryDirectory() as scratch:
+        (injection,) = artefacts(Path(scratch), 1)
+        folder = Path(scratch) / "tasks"
+        program, client = started(folder)
+        client.upload("a", Path(scratch) / "0")
+        os.kill(program.process.pid, signal.SIGTERM)
+        program.wait()
+        texts = TEXTS[:20]
+        right = injection.scores(Decoder.from_pretrained("reference"), texts).softmax(-1)
+        paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+        runtime = {"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}}
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=runtime)
+        serve.run(deployment("reference", folder, replicas=2))
+        client = Client("http://127.0.0.1:8000", retries=20)
+        replicas = _processes("ServeReplica")
+        found["replicas"] = len(replicas)
+        for number in range(300):
+            if number == 100:
+                os.kill(replicas[0], signal.SIGKILL)
+            try:
+                (answer,) = client.classify("a", [texts[number % 20]])
+            except ServerError as error:
+                found[f"lost request: {error.status}"] += 1
+                continue
+            expected = right[number % 20]
+            away = torch.tensor(list(answer.probabilities.values())).sub(expected).abs().max()
+            found["answers" if away < 1e-5 else "wrong answers"] += 1
+        serve.shutdown()
+        ray.shutdown()
+    found["lost requests"] = 300 - found["answers"] - found["wrong answers"]
+    return found
+
+
+def _processes(word: str) -> list[int]:
+    """Those whose command line holds a word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if word in path.read_text(encoding="utf-8", errors="replace"):
+                found.append(int(path.parent.name))
+    return found
+
+
 def resident(pid: int) -> int:
     """Bytes that a process has in memory."""
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
@@ -215,6 +266,7 @@ WRONG = (
     "wrong answers",
     "memory grew",
     "exit code not 0",
+    "lost requests",
 )
 
 
@@ -225,6 +277,7 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--ray", action="store_true", help="and Ray Serve (i2cl[ray])")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -236,6 +289,8 @@ def main() -> None:
     if given.minutes:
         with TemporaryDirectory() as scratch:
             found.update(Load(Path(scratch)).run(given.minutes))
+    if given.ray:
+        found.update(on_ray())
     print(json.dumps(dict(found), indent=1))
     sys.exit(any(found[name] for name in WRONG))
 

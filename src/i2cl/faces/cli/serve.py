@@ -109,4 +109,4 @@ def serve(
         else:
             console.say(f"Serving {model} at {address}")
 
-    served(app, listener, ready)
+    served(app, listener, ready, service.stop)

@@ -190,14 +190,18 @@ class Batcher:
         if not self._one(self._single):
             self._one(self._large)
 
-    def close(self) -> None:
-        """Take nothing new, answer what waits, and end; files and fits stop where they are."""
+    def stop(self) -> None:
+        """Take nothing new, answer what waits, and end then; files and fits stop where they are."""
         with self._changed:
             self._stops = True
             for _, _, ticket in self._large:
                 if not ticket.counted:
                     ticket.done.cancel()
             self._changed.notify()
+
+    def close(self) -> None:
+        """`stop`, and wait for the end."""
+        self.stop()
         self._thread.join()
 
     @property

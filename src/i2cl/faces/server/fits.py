@@ -32,6 +32,10 @@ SHOTS = 5
 """Demonstrations a class where nobody says how many and each class has as many."""
 
 
+LOOK = 0.1
+"""Seconds between two steps that are told of: a small model takes hundreds a second."""
+
+
 class SharedDecoder(Decoder):
     """The server's model, as a fit has it: in short passes, with requests let in between them.
 
@@ -130,14 +134,19 @@ def fitted(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
         started = time.perf_counter()
         method = _method(told)
 
+        shown = 0.0
+
         def step(done: int, of: int, loss: float) -> None:
-            job.tell("step", step=done, steps=of, loss=loss, **_map_of(decoder.seen))
+            nonlocal shown
+            if done == of or time.monotonic() - shown > LOOK:
+                shown = time.monotonic()
+                job.show("step", step=done, steps=of, loss=loss, **_map_of(decoder.seen))
 
         injection = method.injection(decoder, task, demonstrations, told["seed"], step)
         seconds = time.perf_counter() - started
-        job.tell("fitted", seconds=seconds, loss=injection.history[-1] if injection.history else None)
+        job.show("fitted", seconds=seconds, loss=injection.history[-1] if injection.history else None)
         queries = labelled_rows(task, demonstrations, told["evaluate"])
-        watched: Any = {"seconds": seconds, "watch": lambda name: job.tell("scoring", method=name)}
+        watched: Any = {"seconds": seconds, "watch": lambda name: job.show("scoring", method=name)}
         if queries:
             watched["method"] = method
             return with_worth(injection, decoder, task, demonstrations, queries, **watched)

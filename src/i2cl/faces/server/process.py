@@ -42,26 +42,27 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def served(app: Any, listener: socket.socket, ready: Callable[[], None]) -> None:
+def served(app: Any, listener: socket.socket, ready: Callable[[], None], ending: Callable[[], None]) -> None:
     """Serve until SIGTERM or Ctrl-C; then take no new work, answer what runs, and return.
 
     Args:
         app: an ASGI program.
         listener: see `bound`.
         ready: called when requests are taken.
+        ending: called when the end begins.
     """
     config = uvicorn.Config(
         app, log_level="error", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS, server_header=False
     )
-    _Server(config, ready).run(sockets=[listener])
+    _Server(config, ready, ending).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
     """Ends with exit code 0: uvicorn itself raises the signal that ended it once more."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], ending: Callable[[], None]) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._ending = ready, ending
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -69,12 +70,16 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         wanted = (signal.SIGINT, signal.SIGTERM)
         for number in wanted:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
+            loop.add_signal_handler(number, self._end, number)
         try:
             yield
         finally:
             for number in wanted:
                 loop.remove_signal_handler(number)
+
+    def _end(self, number: int) -> None:
+        self._ending()
+        self.handle_exit(number, None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin, and say so."""

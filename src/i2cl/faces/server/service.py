@@ -165,8 +165,12 @@ class Service:
         self.metrics.texts(name, len(texts))
         return Answer(entry, [row.softmax(-1).tolist() for row in scores], [len(row.ids) for row in rows])
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Take nothing new, answer what waits, leave jobs to the next start."""
+        self.batcher.stop()
+
+    def close(self) -> None:
+        """`stop`, and wait for the end."""
         self.batcher.close()
         if self.jobs is not None:
             self.jobs.close()

@@ -83,7 +83,7 @@ class TaskFolder:
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
         elif not self._names.is_dir():
             raise I2CLError(f"{str(root)!r} holds no tasks: name a folder that `i2cl serve` has written")
-        self._named = {entry.name: entry.digest for entry in self.entries()}
+        self._named = {} if read_only else {entry.name: entry for entry in self._stored_entries()}
 
     def entry(self, name: str) -> Entry:
         """What a name stands for now.
@@ -92,18 +92,13 @@ class TaskFolder:
             RefusalError: 404 if there is none.
         """
         try:
-            told = json.loads(self._alias(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeEncodeError):
+            return _read(self._alias(name)) if self.read_only else self._named[name]
+        except (OSError, KeyError, UnicodeEncodeError):
             raise unknown_task(name) from None
-        return Entry(**told | {"labels": tuple(told["labels"])})
 
     def entries(self) -> list[Entry]:
         """All of them, by name."""
-        found = []
-        for path in self._names.glob("*.json"):
-            with suppress(OSError):  # deleted just now
-                told = json.loads(path.read_text(encoding="utf-8"))
-                found.append(Entry(**told | {"labels": tuple(told["labels"])}))
+        found = self._stored_entries() if self.read_only else list(self._named.values())
         return sorted(found, key=lambda entry: entry.name)
 
     def put(self, name: str, injection: Injection) -> Entry:
@@ -123,9 +118,9 @@ class TaskFolder:
             entry = Entry(name, digest, int(time.time()), injection.task.labels)
             before = self._named.get(name)
             replaced_file(self._alias(name), json.dumps(asdict(entry)) + "\n")
-            self._named[name] = digest
-            if before is not None and before != digest:
-                self._sweep(before)
+            self._named[name] = entry
+            if before is not None and before.digest != digest:
+                self._sweep(before.digest)
         return entry
 
     def delete(self, name: str) -> None:
@@ -195,7 +190,7 @@ class TaskFolder:
 
     def sweep(self) -> None:
         """Remove versions that no name stands for and nobody needs."""
-        known = set(self._named.values()) | self.needed()
+        known = self._live()
         for folder in self._artefacts.iterdir():
             if folder.name not in known:
                 self._sweep(folder.name)
@@ -211,6 +206,17 @@ class TaskFolder:
 
     def _alias(self, name: str) -> Path:
         return self._names / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+
+    def _stored_entries(self) -> list[Entry]:
+        found = []
+        for path in self._names.glob("*.json"):
+            with suppress(OSError):  # deleted just now
+                found.append(_read(path))
+        return found
+
+    def _live(self) -> set[str]:
+        """Digests that a name stands for, or that somebody needs."""
+        return {entry.digest for entry in self._named.values()} | self.needed()
 
     def _stored(self, injection: Injection) -> str:
         with (
@@ -229,13 +235,18 @@ class TaskFolder:
     def _sweep(self, digest: str) -> None:
         """Remove a version, unless a name stands for it or somebody needs it."""
         with self._writing:
-            if digest in self._named.values() or digest in self.needed():
+            if digest in self._live():
                 return
             with self._loading:
                 if digest in self._used:
                     del self._used[digest]
                     self.pool.drop(digest)
                 shutil.rmtree(self._artefacts / digest, ignore_errors=True)
+
+
+def _read(path: Path) -> Entry:
+    told = json.loads(path.read_text(encoding="utf-8"))
+    return Entry(**told | {"labels": tuple(told["labels"])})
 
 
 def content_digest(folder: Path) -> str:
