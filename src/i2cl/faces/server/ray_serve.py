@@ -88,7 +88,8 @@ def deployment(
     needs("a deployment of Ray Serve", "serve", "fastapi", "prometheus_client")
     from ray import serve
 
-    made = serve.deployment(Replica).options(
+    made: Any = serve.deployment(Replica)
+    made = made.options(
         num_replicas=replicas, ray_actor_options=dict(actor or {"num_cpus": 1}), max_ongoing_requests=256
     )
     return made.bind(model, str(Path(tasks).resolve()), options)
