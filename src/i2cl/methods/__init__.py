@@ -50,6 +50,9 @@ _ALL: tuple[type[Method], ...] = (
     KNNPrompting,
 )
 
+Injector = I2CL | Anchored | Distilled
+"""A method that makes an `i2cl.Injection`."""
+
 METHODS: Mapping[str, type[Method]] = MappingProxyType({method.name: method for method in _ALL})
 """Every method by its name. Read-only."""
 
@@ -77,7 +80,7 @@ def make_methods(
 
 def calibrating_method(
     name: str | None = None, options: Mapping[str, Any] | None = None, recipe: str | None = None
-) -> I2CL | Anchored | Distilled:
+) -> Injector:
     """What makes an injection: the named method; else I2CL where a recipe or an option of its own is given.
 
     Raises:
@@ -87,7 +90,7 @@ def calibrating_method(
         raise I2CLError("a recipe is I2CL's: leave out --recipe, or take --method i2cl")
     own = recipe is not None or (options or {}).keys() & (set(I2CL.options()) - set(Anchored.options()))
     found = make_methods([name or (I2CL if own else Anchored).name], options, RECIPES[recipe or "paper"])[0]
-    return cast("I2CL | Anchored | Distilled", found)
+    return cast("Injector", found)
 
 
 def _parts(name: str) -> list[str]:
@@ -116,4 +119,4 @@ def _known(name: str) -> type[Method]:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "Cost", "Method", "Predictor", "calibrating_method", "make_methods"]
+__all__ = ["METHODS", "Cost", "Injector", "Method", "Predictor", "calibrating_method", "make_methods"]

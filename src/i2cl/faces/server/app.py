@@ -17,7 +17,7 @@ from i2cl.faces.server import completions, management, schemas
 from i2cl.faces.server.guard import Access, Guard
 from i2cl.faces.server.refusals import RefusalError, failed
 from i2cl.faces.server.service import Service, answered, new_id
-from i2cl.faces.server.uploads import most_bytes
+from i2cl.faces.server.tasks import most_bytes
 from i2cl.version import __version__
 
 PAGE = Path(__file__).with_name("page")

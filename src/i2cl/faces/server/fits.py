@@ -17,9 +17,8 @@ from i2cl.faces.server.batcher import Batcher
 from i2cl.faces.server.jobs import Job
 from i2cl.faces.server.refusals import RefusalError
 from i2cl.faces.server.tasks import TaskFolder
-from i2cl.methods import calibrating_method
+from i2cl.methods import Injector, calibrating_method
 from i2cl.methods.anchored import Anchored
-from i2cl.methods.i2cl import I2CL
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
@@ -193,7 +192,7 @@ def _rounded(values: torch.Tensor) -> Any:
     return (values.double() * 1e5).round().div(1e5).tolist()
 
 
-def _method(told: Mapping[str, Any]) -> I2CL | Anchored:
+def _method(told: Mapping[str, Any]) -> Injector:
     return calibrating_method(told.get("method"), told.get("settings"), told.get("recipe"))
 
 

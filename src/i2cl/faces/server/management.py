@@ -12,11 +12,11 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from i2cl.errors import first_problem
-from i2cl.faces.server import files, fits, schemas, uploads
+from i2cl.faces.server import files, fits, schemas
 from i2cl.faces.server.jobs import Job, Jobs
 from i2cl.faces.server.refusals import RefusalError
 from i2cl.faces.server.service import Service
-from i2cl.faces.server.tasks import Entry, require_name
+from i2cl.faces.server.tasks import Entry, require_name, unpacked
 
 LOOK = 0.2
 """Seconds between two looks for new events."""
@@ -91,7 +91,7 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
         body = await request.body()
         tasks.require_writable()
         _require_other(service, name)
-        injection = await asyncio.to_thread(uploads.unpacked, body)
+        injection = await asyncio.to_thread(unpacked, body)
         return _task(await asyncio.to_thread(tasks.put, name, injection))
 
     @routes.delete("/v1/tasks/{name:path}", summary="Remove a task")
