@@ -56,8 +56,8 @@ class Packed:
             raise I2CLError("this injection edits block outputs: vLLM takes those into the residual writers")
         if injection.positions != "all":
             raise I2CLError(
-                f"this injection acts on positions={injection.positions!r}: a request's cached tokens are all "
-                "injected in vLLM; fit it with positions=all"
+                f"this injection acts on positions={injection.positions!r}: in vLLM all tokens of a "
+                "request are injected; fit it with positions=all"
             )
         if injection.read_out is not None:
             raise I2CLError(
@@ -82,7 +82,7 @@ class Packed:
 
 
 def digest_of(params: Any) -> str | None:
-    """The digest that a request's ``SamplingParams`` carry; None for a plain request, and for one that pools."""
+    """The digest that a request's ``SamplingParams`` carry; None for a plain request."""
     extra: Mapping[str, Any] = getattr(params, "extra_args", None) or {}
     return extra.get(DIGEST)
 
@@ -154,8 +154,8 @@ class Ledger:
                 self._free.append(self._places.pop(digest))
                 return
         raise I2CLError(
-            f"all {self.slots} slots hold tasks that are loaded or still answering: drop some, or start with more "
-            f'(--additional-config \'{{"i2cl": {{"slots": {2 * self.slots}}}}}\')'
+            f"all {self.slots} slots hold tasks that are loaded or still answering: drop some, or start with "
+            f'more (--additional-config \'{{"i2cl": {{"slots": {2 * self.slots}}}}}\')'
         )
 
 

@@ -72,8 +72,8 @@ def require_version(version: str) -> None:
     if minor not in TESTED and os.environ.get(ANY) != "1":
         known = ", ".join(f"{one}.*" for one in TESTED)
         raise I2CLError(
-            f"vLLM {version} was not tested with i2cl {__version__} (tested: {known}): install one of these, or "
-            f"set {ANY}=1 to go on, and see that the start does not fail"
+            f"vLLM {version} was not tested with i2cl {__version__} (tested: {known}): install one of these, "
+            f"or set {ANY}=1 to go on, and see that the start does not fail"
         )
 
 
@@ -92,7 +92,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     known = isinstance(given, dict) and given.keys() <= {"slots", "version"}
     if not known or not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
         raise I2CLError(
-            f"additional_config={whole!r} is none that i2cl reads: write {{'i2cl': {{'slots': 64}}}}, at least 2"
+            f"additional_config={whole!r} is none that i2cl reads: write {{'i2cl': {{'slots': 64}}}}"
         )
     return {"slots": slots, "version": __version__}
 
@@ -101,12 +101,11 @@ _ONE_ENGINE = "tasks are loaded by one front end into one engine: start several 
 _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (
         lambda config: config.model_config.architecture not in WRITERS,
-        f"its residual writers in vLLM are not known (known: {', '.join(sorted(WRITERS))}): serve it with "
-        "InjectionPool, or folded",
+        f"its residual writers in vLLM are not known (those of {', '.join(sorted(WRITERS))} are)",
     ),
     (
         lambda config: config.parallel_config.enable_dbo or config.parallel_config.ubatch_size > 1,
-        "dual-batch overlap runs half a batch at a time, and the slots are those of a whole one: leave it off",
+        "dual-batch overlap runs halves of a batch, and the slots are those of a whole one: leave it off",
     ),
     (
         lambda config: (
@@ -149,6 +148,6 @@ def require_supported(config: Any) -> None:
     for refused, reason in _REFUSED:
         if refused(config):
             raise I2CLError(
-                f"i2cl cannot inject into {config.model_config.architecture} as it is started here: {reason}; "
+                f"i2cl cannot inject into {config.model_config.architecture} as it is started: {reason}; "
                 "without i2cl in VLLM_PLUGINS vLLM runs as ever"
             )

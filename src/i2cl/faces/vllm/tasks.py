@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,10 +19,9 @@ from i2cl.export.sources import checkpoint_folder
 from i2cl.faces.vllm.engine import DROP, LOAD
 from i2cl.faces.vllm.slots import DIGEST, Packed
 from i2cl.faces.vllm.support import NAME
-from i2cl.models.batching import Ids, context_length
+from i2cl.models.batching import Ids
 from i2cl.models.checkpoint import Files
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import (
     ModelIdentity,
     named_weights,
@@ -50,15 +49,6 @@ class Answer:
 
     label: str
     scores: Float[Tensor, " labels"]
-
-
-@dataclass(frozen=True)
-class Asker:
-    """What `i2cl.models.scoring.Questions` needs of a decoder, without its weights."""
-
-    tokenizer: PreTrainedTokenizerBase
-    encoder: Encoder
-    max_length: int
 
 
 @dataclass(frozen=True)
@@ -170,9 +160,9 @@ class Tasks:
         if config.model not in self._bases:
             self._bases[config.model] = base_of(config, tokenizer)
         injection.require_base(self._bases[config.model], force=force)
-        limit = context_length(config.hf_text_config, config.max_model_len) or config.max_model_len
-        asker = Asker(tokenizer, Encoder.of(tokenizer), min(limit, config.max_model_len - 1))
-        questions = injection.questions(cast("Decoder", asker))
+        asker = Decoder(skeleton(config.hf_config), tokenizer, token_budget=1)  # asks, and cannot answer
+        asker.max_length = min(asker.max_length or config.max_model_len, config.max_model_len - 1)
+        questions = injection.questions(asker)
         _ = questions.labels  # labels that cannot be asked for are refused now
         return Served(name, packed, questions, injection.label_bias)
 

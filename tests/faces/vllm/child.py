@@ -1,0 +1,104 @@
+"""An engine of vLLM in a process of its own: it reads a job as JSON, and writes what it was told as JSON.
+
+A job: ``model``, ``options`` of ``vllm.LLM``, ``tasks`` (artefact folders by name), and ``steps``, each the name of a
+method of `Engine` and its arguments.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+from vllm import LLM, SamplingParams
+
+from i2cl import I2CLError, Injection
+from i2cl.faces.vllm import classify, drop, load
+
+COUNTED = {"vllm:num_preemptions", "vllm:prefix_cache_hits"}
+
+
+class Engine:
+    """An engine and what it is asked."""
+
+    def __init__(self, job):
+        torch.set_num_threads(1)
+        self.job = job
+        self.llm = LLM(job["model"], disable_log_stats=False, **job["options"])
+        for name, folder in job["tasks"].items():
+            self.load(name, folder)
+
+    def classify(self, texts, tasks):
+        return [one.scores.tolist() for one in classify(self.llm, texts, tasks)]
+
+    def load(self, name, folder):
+        load(self.llm, name, Injection.from_pretrained(folder))
+
+    def drop(self, name):
+        drop(self.llm, name)
+
+    def ask(self, ids, task, new):
+        (output,) = self.llm.generate([{"prompt_token_ids": ids}], params(task, new), use_tqdm=False)
+        return told(output)
+
+    def crowd(self, seed, size):
+        """Requests of random tasks and lengths, some of which are aborted, as the engine goes."""
+        draw, engine = random.Random(seed), self.llm.llm_engine
+        names = [*self.job["tasks"], None]
+        asked = {
+            f"{seed}-{place}": (draw.choices(range(1, 690), k=draw.randint(1, 150)), draw.choice(names))
+            for place in range(size)
+        }
+        waiting, aborted, done = list(asked), set(), {}
+        while waiting or engine.has_unfinished_requests():
+            for _ in range(min(len(waiting), draw.randint(0, 6))):
+                key = waiting.pop()
+                ids, task = asked[key]
+                engine.add_request(key, {"prompt_token_ids": ids}, params(task, draw.randint(1, 40)))
+                aborted |= {key} if draw.random() < 0.15 else set()
+            done |= {output.request_id: told(output) for output in engine.step() if output.finished}
+            if draw.random() < 0.3:
+                engine.abort_request([key for key in aborted if key not in done])
+        kept = {key: found for key, found in done.items() if key not in aborted}
+        return [{"prompt": asked[key][0], "task": asked[key][1], **found} for key, found in kept.items()]
+
+    def step(self, kind, *given):
+        try:
+            return getattr(self, kind)(*given)
+        except (I2CLError, ValueError) as error:
+            return {"error": str(error)}
+
+    def counted(self):
+        return {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in COUNTED}
+
+
+def params(task, new):
+    extra = {} if task is None else {"i2cl": task}
+    return SamplingParams(max_tokens=new, temperature=0.0, logprobs=1, ignore_eos=True, extra_args=extra)
+
+
+def told(output):
+    ids = list(output.outputs[0].token_ids)
+    steps = zip(output.outputs[0].logprobs, ids, strict=True)
+    values = [step[token].logprob for step, token in steps]
+    return {"ids": ids, "logprobs": values, "cached": output.num_cached_tokens}
+
+
+def main(source, result):
+    job = json.loads(Path(source).read_text(encoding="utf-8"))
+    if job.get("unsalted"):
+        from i2cl.faces.vllm import engine as core
+
+        core.salted = lambda salt, digest: salt
+    if job.get("unedited"):
+        from i2cl.faces.vllm import model
+
+        model.edited = lambda writer, inputs, output: None
+    engine = Engine(job)
+    answers = [engine.step(*step) for step in job["steps"]]
+    told = {"answers": answers, "counted": engine.counted()}
+    Path(result).write_text(json.dumps(told), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
