@@ -1,8 +1,8 @@
 """What tasks cost in vLLM: plain against the plugin, and ten tasks against a thousand, on a random Llama.
 
 Three engines are up at once, each in a process of its own, and take turns with one list of requests, so that
-whatever else the machine does meets all of them. Printed are medians of processor seconds, and their ratios; on a GPU
-wall-clock seconds are what counts (``--wall``).
+whatever else the machine does meets all of them. Printed are medians of processor seconds, and their ratios; on
+a GPU wall-clock seconds are what counts (``--wall``).
 
     python benchmarks/vllm_tasks.py [--rounds 7] [--wall]
 """
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ENGINES = {"plain": 0, "ten": 10, "thousand": 1000}
 REQUESTS, LAYERS, WIDTH = 48, 8, 576
@@ -50,8 +51,8 @@ def serve(model: str, tasks: int) -> None:
     from vllm import LLM, SamplingParams
 
     from i2cl.faces.vllm.engine import LOAD
-    from i2cl.faces.vllm.slots import DIGEST, Packed
-    from i2cl.faces.vllm.tasks import TASKS
+    from i2cl.faces.vllm.slots import Packed
+    from i2cl.faces.vllm.tasks import TASKS, Served
 
     options = {"i2cl": {"slots": max(2, tasks)}} if tasks else {}
     llm = LLM(
@@ -63,14 +64,13 @@ def serve(model: str, tasks: int) -> None:
         enforce_eager=not torch.cuda.is_available(),
         additional_config=options,
     )
-    digests = []
+    names = [f"task-{number}" for number in range(tasks)]
     draw = torch.Generator().manual_seed(0)
-    for _ in range(tasks):
+    for name in names:
         scales = 1 + 0.1 * torch.randn(LAYERS, 2, generator=draw)
         packed = Packed.of(0.1 * torch.randn(LAYERS, 2, WIDTH, generator=draw), scales)
         llm.collective_rpc(LOAD, args=(packed.rows, packed.scales))
-        digests.append(packed.digest)
-    TASKS.admit = lambda params: None  # type: ignore[method-assign] # edits without label words
+        TASKS.add(Served(name, packed, None, None))  # an edit without label words
     chosen = random.Random(0)
     prompts = [
         {"prompt_token_ids": chosen.choices(range(1, 690), k=chosen.randint(20, 80))} for _ in range(REQUESTS)
@@ -81,7 +81,7 @@ def serve(model: str, tasks: int) -> None:
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
-            extra_args={DIGEST: chosen.choice(digests)} if digests else None,
+            extra_args={"i2cl": chosen.choice(names)} if names else None,
         )
         for _ in prompts
     ]
@@ -92,7 +92,7 @@ def serve(model: str, tasks: int) -> None:
         print(json.dumps([time.process_time() - before[0], time.perf_counter() - before[1]]), flush=True)
 
 
-def start(model: Path, name: str) -> "subprocess.Popen[str]":
+def start(model: Path, name: str) -> Any:
     """One of the engines, without its log."""
     env = os.environ | {
         "VLLM_PLUGINS": "i2cl" if ENGINES[name] else "",
@@ -108,15 +108,13 @@ def start(model: Path, name: str) -> "subprocess.Popen[str]":
     )
 
 
-def told(engine: "subprocess.Popen[str]", word: str) -> str:
+def told(engine: Any, word: str) -> str:
     """The next line of an engine that holds a word; vLLM prints lines of its own."""
-    assert engine.stdout is not None
     return next(line for line in engine.stdout if word in line)
 
 
-def turn(engine: "subprocess.Popen[str]") -> list[float]:
+def turn(engine: Any) -> list[float]:
     """Let an engine run the requests once."""
-    assert engine.stdin is not None
     engine.stdin.write("\n")
     engine.stdin.flush()
     found: list[float] = json.loads(told(engine, "["))

@@ -58,7 +58,13 @@ def ask_server(
     name = model or _first_model(root, timeout)
 
     def complete(prompt: list[int] | str | None, **options: Any) -> Any:
-        body = {"model": name, "prompt": prompt, "max_tokens": 1, "logprobs": logprobs, "temperature": 0}
+        body: dict[str, Any] = {
+            "model": name,
+            "prompt": prompt,
+            "max_tokens": 1,
+            "logprobs": logprobs,
+            "temperature": 0,
+        }
         if task is not None:
             body["vllm_xargs"] = {"i2cl": task}
         return _call(f"{root}/completions", body | options, timeout)

@@ -1,7 +1,7 @@
 """An engine of vLLM in a process of its own: it reads a job as JSON, and writes what it was told as JSON.
 
-A job: ``model``, ``options`` of ``vllm.LLM``, ``tasks`` (artefact folders by name), and ``steps``, each the name of
-a method of `Engine` and its arguments.
+A job: ``model``, ``options`` of ``vllm.LLM``, ``tasks`` (artefact folders by name), and ``steps``, each the
+name of a method of `Engine` and its arguments.
 """
 
 import json
