@@ -1,8 +1,8 @@
 """What tasks cost in vLLM: plain against the plugin, and ten tasks against a thousand, on a random Llama.
 
-Three engines are up at once, each in a process of its own, and take turns with one list of requests, so that
-whatever else the machine does meets all of them. Printed are medians of processor seconds, and their ratios; on
-a GPU wall-clock seconds are what counts (``--wall``).
+Three engines are up at once, each in its own process, and take turns with one list of requests, so that
+whatever else the machine does meets all of them. Printed are medians of processor seconds, and their
+ratios; on a GPU wall-clock seconds are what counts (``--wall``).
 
     python benchmarks/vllm_tasks.py [--rounds 7] [--wall]
 """

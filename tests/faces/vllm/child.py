@@ -1,19 +1,25 @@
-"""An engine of vLLM in a process of its own: it reads a job as JSON, and writes what it was told as JSON.
+"""Engines of vLLM, each in a process of its own that is forked from this one, which has imported all of it.
 
-A job: ``model``, ``options`` of ``vllm.LLM``, ``tasks`` (artefact folders by name), and ``steps``, each the
-name of a method of `Engine` and its arguments.
+Every line that comes in is a job as JSON, and is answered with the exit status of the process that did it.
+A job: ``result``, the file that is written; ``log``; ``env``; ``model`` and ``options`` of ``vllm.LLM``; ``tasks``,
+artefact folders by name; and ``steps``, each the name of a method of `Engine` and its arguments.
 """
 
 import json
+import os
 import random
 import sys
+import traceback
 from pathlib import Path
 
 import torch
+import vllm.model_executor.models.llama
+import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 
 from i2cl import I2CLError, Injection
-from i2cl.faces.vllm import classify, drop, load
+from i2cl.faces.vllm import classify, drop, load, model
+from i2cl.faces.vllm import engine as core
 
 COUNTED = {"vllm:num_preemptions", "vllm:prefix_cache_hits"}
 
@@ -84,21 +90,38 @@ def told(output):
     return {"ids": ids, "logprobs": values, "cached": output.num_cached_tokens}
 
 
-def main(source, result):
-    job = json.loads(Path(source).read_text(encoding="utf-8"))
+def main(job):
     if job.get("unsalted"):
-        from i2cl.faces.vllm import engine as core
-
         core.salted = lambda salt, digest: salt
     if job.get("unedited"):
-        from i2cl.faces.vllm import model
-
         model.edited = lambda writer, inputs, output: None
     engine = Engine(job)
     answers = [engine.step(*step) for step in job["steps"]]
-    told = {"answers": answers, "counted": engine.counted()}
-    Path(result).write_text(json.dumps(told), encoding="utf-8")
+    found = {"answers": answers, "counted": engine.counted()}
+    Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+def forked(job):
+    """The exit status of a process that does a job."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(job["env"])
+    status = 1
+    try:
+        main(job)
+        status = 0
+    except BaseException:  # noqa: BLE001 - the end of a process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for line in sys.stdin:
+        print(forked(json.loads(line)), flush=True)

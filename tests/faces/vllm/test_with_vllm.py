@@ -1,6 +1,6 @@
 """The plugin in vLLM itself, on a CPU: what it answers is what `Injection` answers.
 
-Each test starts engines in processes of their own, a minute each; all are skipped without vLLM.
+Each test starts engines in processes of their own; all are skipped without vLLM.
 """
 
 import json
@@ -100,30 +100,35 @@ def artefacts(decoder, tmp_path_factory):
     return folder, found
 
 
-def run(tmp_path, model, steps, tasks=None, *, options=None, env=None, succeeds=True, **more):
-    """What an engine in another process answers; what it printed, if it is to fail."""
-    job = {
-        "model": str(model),
-        "options": EAGER | (options or {}),
-        "tasks": tasks or {},
-        "steps": steps,
-    } | more
-    source, result = tmp_path / "job.json", tmp_path / "result.json"
-    result.unlink(missing_ok=True)
-    source.write_text(json.dumps(job), encoding="utf-8")
-    environment = ENVIRONMENT | {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, str(CHILD), str(source), str(result)],
-        env=environment | (env or {}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if not succeeds:
-        assert done.returncode != 0
-        return done.stdout + done.stderr
-    assert result.is_file(), done.stdout[-2000:] + done.stderr[-6000:]
-    return json.loads(result.read_text(encoding="utf-8"))
+@pytest.fixture(scope="module")
+def engines():
+    """A process that forks one for every engine, and has imported what they need."""
+    command = [sys.executable, str(CHILD)]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def run(engines, tmp_path, model):
+    """What an engine answers; where its start is to fail, what it prints."""
+
+    def run(steps, tasks=None, *, where=model, options=None, env=None, succeeds=True, **more):
+        result, log = tmp_path / "result.json", tmp_path / "log"
+        result.unlink(missing_ok=True)
+        job = {"model": str(where), "options": EAGER | (options or {}), "tasks": tasks or {}, "steps": steps}
+        job |= {"result": str(result), "log": str(log), "env": env or {}}
+        engines.stdin.write(json.dumps(job | more) + "\n")
+        engines.stdin.flush()
+        while not (status := engines.stdout.readline().strip()).lstrip("-").isdigit():
+            assert engines.poll() is None
+        told = log.read_text(encoding="utf-8")
+        assert (status == "0") == succeeds, told[-6000:]
+        return json.loads(result.read_text(encoding="utf-8")) if succeeds else told
+
+    return run
 
 
 def texts(count, seed=0, most=60):
@@ -150,16 +155,14 @@ def followed(decoder, injection, prompt, ids):
     return logits[0].float().log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
 
-def test_fifty_tasks_share_batches_with_aborts_and_preemption(
-    tmp_path, model, decoder, artefacts, record_property
-):
+def test_fifty_tasks_share_batches_with_aborts_and_preemption(run, decoder, artefacts):
     folder, injections = artefacts
     asked = texts(60)
     tasks = [f"t{number % 50}" for number in range(60)]
     random.Random(1).shuffle(tasks)
     steps = [["classify", asked, tasks], ["crowd", 1, 80], ["crowd", 2, 80]]
     paths = {name: str(folder / name) for name in injections}
-    got = run(tmp_path, model, steps, paths)
+    got = run(steps, paths)
     labels, *crowds = got["answers"]
     worst = [apart(labels, decoder, injections, asked, tasks)]
     for one in crowds[0] + crowds[1]:
@@ -172,12 +175,12 @@ def test_fifty_tasks_share_batches_with_aborts_and_preemption(
     assert got["counted"]["vllm:num_preemptions"] > 0
 
 
-def cached(tmp_path, model, decoder, artefacts, **more):
+def cached(run, decoder, artefacts, **more):
     folder, injections = artefacts
     prompt = [1 + 7 * number % 600 for number in range(130)]  # four blocks and a little
     order = ["t0", None, "t1", "t0", None]
     steps = [["ask", prompt, task, 1] for task in order]
-    got = run(tmp_path, model, steps, {name: str(folder / name) for name in ("t0", "t1")}, **more)
+    got = run(steps, {name: str(folder / name) for name in ("t0", "t1")}, **more)
     wrong = []
     for task, one in zip(order, got["answers"], strict=True):
         wanted = followed(decoder, injections.get(task), prompt, one["ids"])
@@ -185,21 +188,21 @@ def cached(tmp_path, model, decoder, artefacts, **more):
     return wrong, [one["cached"] for one in got["answers"]]
 
 
-def test_the_prefix_cache_keeps_tasks_apart(tmp_path, model, decoder, artefacts):
-    wrong, hits = cached(tmp_path, model, decoder, artefacts)
+def test_the_prefix_cache_keeps_tasks_apart(run, decoder, artefacts):
+    wrong, hits = cached(run, decoder, artefacts)
     print(f"\nworst {max(wrong):.2e}, cached tokens {hits}")
     assert max(wrong) < 1e-4
     assert hits == [0, 0, 0, 128, 128]
 
 
-def test_without_the_salt_they_are_mixed_up(tmp_path, model, decoder, artefacts):
-    wrong, hits = cached(tmp_path, model, decoder, artefacts, unsalted=True)
+def test_without_the_salt_they_are_mixed_up(run, decoder, artefacts):
+    wrong, hits = cached(run, decoder, artefacts, unsalted=True)
     print(f"\nnats off {[round(one, 2) for one in wrong]}, cached tokens {hits}")
     assert hits[1] == 128
     assert max(wrong) > 0.1
 
 
-def test_tasks_come_go_and_are_replaced(tmp_path, model, decoder, artefacts):
+def test_tasks_come_go_and_are_replaced(run, decoder, artefacts):
     folder, injections = artefacts
     asked = texts(2)
     one = {name: injections[name].scores(decoder, asked) for name in ("t0", "t3", "t4")}
@@ -216,7 +219,7 @@ def test_tasks_come_go_and_are_replaced(tmp_path, model, decoder, artefacts):
         ["classify", asked, ["a", "a"]],
     ]
     more = {"options": {"additional_config": {"i2cl": {"slots": 2}}}}
-    answers = run(tmp_path, model, steps, {"a": str(folder / "t0")}, **more)["answers"]
+    answers = run(steps, {"a": str(folder / "t0")}, **more)["answers"]
     close = {"rtol": 0, "atol": 1e-4}
     torch.testing.assert_close(torch.tensor(answers[0]), one["t0"], **close)
     torch.testing.assert_close(torch.tensor(answers[2]), one["t3"], **close)
@@ -227,13 +230,13 @@ def test_tasks_come_go_and_are_replaced(tmp_path, model, decoder, artefacts):
     torch.testing.assert_close(torch.tensor(answers[9]), one["t3"], **close)
 
 
-def test_a_start_whose_edit_does_not_act_fails(tmp_path, model):
-    told = run(tmp_path, model, [], unedited=True, succeeds=False)
+def test_a_start_whose_edit_does_not_act_fails(run):
+    told = run([], unedited=True, succeeds=False)
     assert "edit does not act in this vLLM: its answer with a task is that without one" in told
 
 
-def test_what_is_not_supported_does_not_start(tmp_path, model):
-    told = run(tmp_path, model, [], options={"enable_lora": True}, succeeds=False)
+def test_what_is_not_supported_does_not_start(run):
+    told = run([], options={"enable_lora": True}, succeeds=False)
     assert "LoRA puts layers of its own around the residual writers" in told
 
 
@@ -242,17 +245,17 @@ def graphs(tmp_path):
 
 
 def test_compiled_answers_are_the_eager_ones_also_after_a_start_without_the_plugin(
-    tmp_path, model, decoder, artefacts
+    run, tmp_path, decoder, artefacts
 ):
     folder, injections = artefacts
     asked, tasks = texts(12, seed=4), [f"t{number % 3}" for number in range(12)]
     paths = {f"t{number}": str(folder / f"t{number}") for number in range(3)}
-    compiled = {"enforce_eager": False}
-    run(tmp_path, model, [["ask", [5, 6, 7], None, 1]], options=compiled, env={"VLLM_PLUGINS": ""})
+    compiled, env = {"enforce_eager": False}, {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    run([["ask", [5, 6, 7], None, 1]], options=compiled, env=env | {"VLLM_PLUGINS": ""})
     plain = graphs(tmp_path)
     worst = []
     for _ in range(2):  # the second start takes the graph that the first one saved
-        found = run(tmp_path, model, [["classify", asked, tasks]], paths, options=compiled)["answers"][0]
+        found = run([["classify", asked, tasks]], paths, options=compiled, env=env)["answers"][0]
         worst.append(apart(found, decoder, injections, asked, tasks))
     print(f"\nworst {worst}, saved graphs {len(plain)} and then {len(graphs(tmp_path))}")
     assert max(worst) < 1e-4
@@ -260,13 +263,12 @@ def test_compiled_answers_are_the_eager_ones_also_after_a_start_without_the_plug
     assert len(graphs(tmp_path)) == 2 * len(plain)
 
 
-def test_two_ranks_answer_as_one(tmp_path, model, decoder, artefacts):
+def test_two_ranks_answer_as_one(run, decoder, artefacts):
     folder, injections = artefacts
     asked, tasks = texts(12, seed=5), [f"t{number % 3}" for number in range(12)]
     paths = {f"t{number}": str(folder / f"t{number}") for number in range(3)}
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    found = run(tmp_path, model, [["classify", asked, tasks]], paths, options=options, env=env)["answers"][0]
+    found = run([["classify", asked, tasks]], paths, options=options)["answers"][0]
     worst = apart(found, decoder, injections, asked, tasks)
     print(f"\nworst {worst:.2e}")
     assert worst < 1e-4
@@ -281,7 +283,7 @@ def nats(found, injection, decoder, prompts):
     return max(abs(one["logprobs"][0] - value) for one, value in zip(found, wanted, strict=True))
 
 
-def test_a_folded_checkpoint_agrees_and_in_bfloat16_is_no_closer(tmp_path, model, decoder, artefacts):
+def test_a_folded_checkpoint_agrees_and_in_bfloat16_is_no_closer(run, tmp_path, model, decoder, artefacts):
     folder, injections = artefacts
     export_hf(decoder, injections["t0"], tmp_path / "folded")
     draw = random.Random(6)
@@ -294,7 +296,7 @@ def test_a_folded_checkpoint_agrees_and_in_bfloat16_is_no_closer(tmp_path, model
     ):
         steps = [["ask", prompt, task, 1] for prompt in prompts]
         paths = {} if task is None else {task: str(folder / task)}
-        found = run(tmp_path, where, steps, paths, options=options)["answers"]
+        found = run(steps, paths, where=where, options=options)["answers"]
         worst[name] = nats(found, injections["t0"], decoder, prompts)
     print(f"\n{worst}")
     assert worst["folded"] < 1e-4
@@ -341,7 +343,6 @@ def server(tmp_path, model, artefacts):
         port = free.getsockname()[1]
     own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
         "I2CL_VLLM_TASKS": str(tmp_path / "tasks"),
         "I2CL_VLLM_ADMIN_KEY": ADMIN,
     }
