@@ -1,7 +1,7 @@
 """Engines of vLLM, each in a process of its own that is forked from this one, which has imported all of it.
 
 Every line that comes in is a job as JSON, and is answered with the exit status of the process that did it.
-A job: ``result``, the file that is written; ``log``; ``env``; ``model`` and ``options`` of ``vllm.LLM``; ``tasks``,
+A job: ``result``, the file to write; ``log``; ``env``; ``model`` and ``options`` of ``vllm.LLM``; ``tasks``,
 artefact folders by name; and ``steps``, each the name of a method of `Engine` and its arguments.
 """
 
@@ -18,7 +18,7 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 
 from i2cl import I2CLError, Injection
-from i2cl.faces.vllm import classify, drop, load, model
+from i2cl.faces.vllm import classify, drop, load, tables
 from i2cl.faces.vllm import engine as core
 
 COUNTED = {"vllm:num_preemptions", "vllm:prefix_cache_hits"}
@@ -94,7 +94,7 @@ def main(job):
     if job.get("unsalted"):
         core.salted = lambda salt, digest: salt
     if job.get("unedited"):
-        model.edited = lambda writer, inputs, output: None
+        tables.edited = lambda writer, inputs, output: None
     engine = Engine(job)
     answers = [engine.step(*step) for step in job["steps"]]
     found = {"answers": answers, "counted": engine.counted()}

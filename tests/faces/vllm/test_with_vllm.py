@@ -309,8 +309,9 @@ def test_model_runner_v2_asks_the_model_for_the_slots_of_its_batches(monkeypatch
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
     from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
-    from i2cl.faces.vllm.model import Hooked, Tables
+    from i2cl.faces.vllm.model import Hooked
     from i2cl.faces.vllm.slots import Packed
+    from i2cl.faces.vllm.tables import Tables
 
     model = type("Model", (Hooked, nn.Module), {"__init__": nn.Module.__init__})()
     model.i2cl_tables = Tables([nn.Linear(4, 4), nn.Linear(4, 4)], 3, 4, 32)

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from i2cl.faces.vllm.model import Hooked, Tables
 from i2cl.faces.vllm.slots import PLAIN, digest_of, token_slots
+from i2cl.faces.vllm.tables import Tables
 
 
 def fill_v1(runner: Any, size: int) -> None:
@@ -34,7 +34,7 @@ def forward_v1(original: Any) -> Any:
         inputs_embeds: Any = None,
         **more: Any,
     ) -> Any:
-        if isinstance(runner.model, Hooked):
+        if hasattr(runner.model, "i2cl_tables"):  # vLLM's wrappers for graphs pass it on
             given = input_ids if input_ids is not None else inputs_embeds
             fill_v1(runner, len(given))
         return original(runner, input_ids, positions, intermediate_tensors, inputs_embeds, **more)
