@@ -23,6 +23,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
+from i2cl.export import Golden, ask_server, export_hf
+from i2cl.export.verify import judged
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import located
 from i2cl.models.scoring import labelled_batch
@@ -372,7 +374,7 @@ def call(url, body=None, key=USER, method=None):
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urlopen(Request(url, data, headers, method=method), timeout=120) as reply:
-            return reply.status, json.load(reply), dict(reply.headers)
+            return reply.status, json.load(reply), reply.headers
     except HTTPError as error:
         return error.code, error.read().decode(), {}
 
