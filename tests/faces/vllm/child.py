@@ -11,6 +11,13 @@ import random
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
+
+if sys.argv[1:] == ["V2"]:  # its Triton kernels run on a CPU in Triton's interpreter, where vLLM lets them
+    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
 import torch
 import vllm.model_executor.models.llama
@@ -97,7 +104,10 @@ def main(job):
         tables.edited = lambda writer, inputs, output: None
     engine = Engine(job)
     answers = [engine.step(*step) for step in job["steps"]]
-    found = {"answers": answers, "counted": engine.counted()}
+    executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
+    runner = getattr(getattr(executor, "driver_worker", None), "worker", None)  # or one a rank
+    v2 = None if runner is None else runner.use_v2_model_runner
+    found = {"answers": answers, "counted": engine.counted(), "v2": v2}
     Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
 
 

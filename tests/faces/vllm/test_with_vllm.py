@@ -19,12 +19,13 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.export import Golden, ask_server, export_hf
 from i2cl.export.verify import judged
+from i2cl.faces.vllm.support import WRITERS
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import located
 from i2cl.models.scoring import labelled_batch
@@ -50,6 +51,7 @@ ENVIRONMENT = os.environ | {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
 }
+RUNNERS = pytest.mark.parametrize("runner", ["V1", "V2"])
 WORDS = ("the", "letter", "arrived", "on", "a", "quiet", "morning", "nobody", "had", "expected", "rise")
 
 
@@ -82,6 +84,14 @@ def decoder(model):
     return Decoder.from_pretrained(str(model), dtype="float32", device="cpu")
 
 
+def random_injection(decoder, draw, name):
+    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=draw)
+    pairs = torch.randn(decoder.layers, 2, 2, generator=draw) * 0.3 + torch.tensor([0.0, 1.0])
+    return Injection(
+        ContextVector(values, ExtractConfig(), 4, decoder.base), pairs, load_task(name), decoder.base
+    )
+
+
 @pytest.fixture(scope="module")
 def artefacts(decoder, tmp_path_factory):
     """Fifty tasks that change what the model says by nats, saved."""
@@ -89,14 +99,7 @@ def artefacts(decoder, tmp_path_factory):
     names = ("mood-colour-1", "place-colour-2", "job-letter-2")
     found = {}
     for number in range(50):
-        values = torch.randn(decoder.layers, 2, decoder.d_model, generator=draw)
-        pairs = torch.randn(decoder.layers, 2, 2, generator=draw) * 0.3 + torch.tensor([0.0, 1.0])
-        injection = Injection(
-            ContextVector(values, ExtractConfig(), 4, decoder.base),
-            pairs,
-            load_task(names[number % 3]),
-            decoder.base,
-        )
+        injection = random_injection(decoder, draw, names[number % 3])
         injection.save_pretrained(folder / f"t{number}")
         found[f"t{number}"] = injection
     return folder, found
@@ -104,31 +107,48 @@ def artefacts(decoder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engines():
-    """A process that forks one for every engine, and has imported what they need."""
-    command = [sys.executable, str(CHILD)]
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
+    """For each model runner, a process that forks one for every engine, and has imported what they need."""
+    started = {}
+
+    def engine(runner):
+        if runner not in started:
+            started[runner] = subprocess.Popen(
+                [sys.executable, str(CHILD), runner],
+                env=ENVIRONMENT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        return started[runner]
+
+    yield engine
+    for process in started.values():
         process.stdin.close()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.fixture
 def run(engines, tmp_path, model):
     """What an engine answers; where its start is to fail, what it prints."""
 
-    def run(steps, tasks=None, *, where=model, options=None, env=None, succeeds=True, **more):
+    def run(steps, tasks=None, *, where=model, options=None, env=None, succeeds=True, runner="V1", **more):
         result, log = tmp_path / "result.json", tmp_path / "log"
         result.unlink(missing_ok=True)
         job = {"model": str(where), "options": EAGER | (options or {}), "tasks": tasks or {}, "steps": steps}
         job |= {"result": str(result), "log": str(log), "env": env or {}}
-        engines.stdin.write(json.dumps(job | more) + "\n")
-        engines.stdin.flush()
-        while not (status := engines.stdout.readline().strip()).lstrip("-").isdigit():
-            assert engines.poll() is None
+        engine = engines(runner)
+        engine.stdin.write(json.dumps(job | more) + "\n")
+        engine.stdin.flush()
+        while not (status := engine.stdout.readline().strip()).lstrip("-").isdigit():
+            assert engine.poll() is None
         told = log.read_text(encoding="utf-8")
         assert (status == "0") == succeeds, told[-6000:]
-        return json.loads(result.read_text(encoding="utf-8")) if succeeds else told
+        if not succeeds:
+            return told
+        found = json.loads(result.read_text(encoding="utf-8"))
+        assert found["v2"] in {None, runner == "V2"}
+        return found
 
     return run
 
@@ -157,14 +177,15 @@ def followed(decoder, injection, prompt, ids):
     return logits[0].float().log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
 
-def test_fifty_tasks_share_batches_with_aborts_and_preemption(run, decoder, artefacts):
+@RUNNERS
+def test_fifty_tasks_share_batches_with_aborts_and_preemption(run, decoder, artefacts, runner):
     folder, injections = artefacts
     asked = texts(60)
     tasks = [f"t{number % 50}" for number in range(60)]
     random.Random(1).shuffle(tasks)
     steps = [["classify", asked, tasks], ["crowd", 1, 80], ["crowd", 2, 80]]
     paths = {name: str(folder / name) for name in injections}
-    got = run(steps, paths)
+    got = run(steps, paths, runner=runner)
     labels, *crowds = got["answers"]
     worst = [apart(labels, decoder, injections, asked, tasks)]
     for one in crowds[0] + crowds[1]:
@@ -190,8 +211,9 @@ def cached(run, decoder, artefacts, **more):
     return wrong, [one["cached"] for one in got["answers"]]
 
 
-def test_the_prefix_cache_keeps_tasks_apart(run, decoder, artefacts):
-    wrong, hits = cached(run, decoder, artefacts)
+@RUNNERS
+def test_the_prefix_cache_keeps_tasks_apart(run, decoder, artefacts, runner):
+    wrong, hits = cached(run, decoder, artefacts, runner=runner)
     print(f"\nworst {max(wrong):.2e}, cached tokens {hits}")
     assert max(wrong) < 1e-4
     assert hits == [0, 0, 0, 128, 128]
@@ -232,8 +254,9 @@ def test_tasks_come_go_and_are_replaced(run, decoder, artefacts):
     torch.testing.assert_close(torch.tensor(answers[9]), one["t3"], **close)
 
 
-def test_a_start_whose_edit_does_not_act_fails(run):
-    told = run([], unedited=True, succeeds=False)
+@RUNNERS
+def test_a_start_whose_edit_does_not_act_fails(run, runner):
+    told = run([], unedited=True, succeeds=False, runner=runner)
     assert "edit does not act in this vLLM: its answer with a task is that without one" in told
 
 
@@ -263,6 +286,51 @@ def test_compiled_answers_are_the_eager_ones_also_after_a_start_without_the_plug
     assert max(worst) < 1e-4
     assert plain
     assert len(graphs(tmp_path)) == 2 * len(plain)
+
+
+SMALL = {"vocab_size": 694, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {
+    "intermediate_size": 96,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+}
+SMALL |= {"eos_token_id": 0, "pad_token_id": None, "initializer_range": 0.15}
+KINDS = {
+    "GPT2LMHeadModel": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
+    "GemmaForCausalLM": {"model_type": "gemma", "head_dim": 32},
+    "GraniteForCausalLM": {"model_type": "granite", "residual_multiplier": 0.5},
+    "MistralForCausalLM": {"model_type": "mistral", "head_dim": 32},
+    "NemotronForCausalLM": {"model_type": "nemotron", "head_dim": 32},
+    "OPTForCausalLM": {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.15},
+    "Phi3ForCausalLM": {"model_type": "phi3"},
+    "Qwen2ForCausalLM": {"model_type": "qwen2"},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "head_dim": 32},
+    "StableLmForCausalLM": {"model_type": "stablelm"},
+}
+
+
+@pytest.mark.parametrize("architecture", sorted(WRITERS.keys() - {"LlamaForCausalLM"}))
+def test_every_architecture_of_the_table_answers_as_injected(run, tmp_path, architecture):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**SMALL | KINDS[architecture])
+    tokenizer = AutoTokenizer.from_pretrained(located("reference"))
+    decoder = Decoder(AutoModelForCausalLM.from_config(config).eval(), tokenizer)
+    decoder.model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    injection = random_injection(decoder, torch.Generator().manual_seed(0), "mood-colour-1")
+    injection.save_pretrained(tmp_path / "task")
+    draw = random.Random(8)
+    prompts = [[draw.randrange(1, 690) for _ in range(draw.randint(3, 60))] for _ in range(12)]
+    steps = [["ask", prompt, task, 4] for prompt in prompts for task in ("task", None)]
+    options = {"max_model_len": 128}
+    found = run(steps, {"task": str(tmp_path / "task")}, where=tmp_path / "model", options=options)["answers"]
+    worst = {
+        task: nats(found[start::2], own, decoder, prompts)
+        for start, task, own in ((0, "injected", injection), (1, "plain", None))
+    }
+    print(f"\n{architecture} {worst}")
+    assert max(worst.values()) < 1e-4
 
 
 def test_two_ranks_answer_as_one(run, decoder, artefacts):
