@@ -46,6 +46,7 @@ HEAVY = (
     "gguf",
     "llama_cpp",
     "lm_eval",
+    "vllm",
 )
 
 

@@ -47,7 +47,7 @@ def serving(
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            seen.append(body)
+            seen.append(body | {"key": self.headers["Authorization"]})
             if not isinstance(body["prompt"], takes):
                 self._send({"error": "Input should be another type"}, 422)
                 return
@@ -92,6 +92,18 @@ def test_a_faithful_server_passes(exported, golden, capsys, shape, end):  # noqa
     assert "holds" in capsys.readouterr().out
     assert {body["model"] for body in seen} == {"folded"}
     assert all(body["max_tokens"] == 1 and body["temperature"] == 0 for body in seen)
+
+
+def test_a_server_with_the_vllm_plugin_is_asked_under_a_task(exported, golden, monkeypatch):  # noqa: F811
+    with serving(golden) as (url, seen):
+        assert run("verify", exported, "--url", url) == 0
+        assert all("vllm_xargs" not in body and body["key"] is None for body in seen)
+        seen.clear()
+        monkeypatch.setenv("VLLM_API_KEY", "mine")
+        assert run("verify", exported, "--url", url, "--task", "mood") == 0
+    assert seen
+    assert all(body["vllm_xargs"] == {"i2cl": "mood"} and body["key"] == "Bearer mine" for body in seen)
+    assert run("verify", exported, "--task", "mood") == 2
 
 
 def test_a_server_that_takes_no_token_ids_gets_text(exported, golden, capsys):  # noqa: F811

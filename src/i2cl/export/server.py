@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference/completions; vLLM, SGLang and lla
 
 import json
 import math
+import os
 from dataclasses import replace
 from http.client import HTTPException
 from typing import Any
@@ -18,9 +19,18 @@ from i2cl.export.verify import Answer
 TOLERANCE = 0.05
 """Servers run in lower precision."""
 
+KEY = "VLLM_API_KEY"
+"""Environment variable of the key that is sent, by the name that vLLM's own server reads it from."""
+
 
 def ask_server(
-    golden: Golden, url: str, *, model: str | None = None, logprobs: int = 20, timeout: float = 60.0
+    golden: Golden,
+    url: str,
+    *,
+    model: str | None = None,
+    task: str | None = None,
+    logprobs: int = 20,
+    timeout: float = 60.0,
 ) -> list[Answer]:
     """Send every golden prompt, and read the next token's log-probabilities.
 
@@ -35,6 +45,7 @@ def ask_server(
         golden: what to ask.
         url: of the server, with or without ``/v1``.
         model: name that the server gives it; default: the first it lists.
+        task: to be answered under, by a server of the base model that runs the vLLM plugin.
         logprobs: how many of the most probable tokens to ask for.
         timeout: seconds to wait for an answer.
 
@@ -47,7 +58,15 @@ def ask_server(
     name = model or _first_model(root, timeout)
 
     def complete(prompt: list[int] | str | None, **options: Any) -> Any:
-        body = {"model": name, "prompt": prompt, "max_tokens": 1, "logprobs": logprobs, "temperature": 0}
+        body: dict[str, Any] = {
+            "model": name,
+            "prompt": prompt,
+            "max_tokens": 1,
+            "logprobs": logprobs,
+            "temperature": 0,
+        }
+        if task is not None:
+            body["vllm_xargs"] = {"i2cl": task}
         return _call(f"{root}/completions", body | options, timeout)
 
     def ask(prompt: GoldenPrompt, *, as_text: bool = False) -> Answer:
@@ -135,7 +154,10 @@ def _first_model(root: str, timeout: float) -> str:
 
 def _call(url: str, body: dict[str, Any] | None, timeout: float) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = Request(url, data, {"Content-Type": "application/json"})  # noqa: S310 - http or https
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(KEY):
+        headers["Authorization"] = f"Bearer {key}"
+    request = Request(url, data, headers)  # noqa: S310 - http or https
     try:
         with urlopen(request, timeout=timeout) as reply:  # noqa: S310
             return json.load(reply)

@@ -23,6 +23,9 @@ def verify(
     model_name: Annotated[
         str | None, typer.Option(help="What the server calls the model; default: the first it lists.")
     ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Task of a server with the vLLM plugin to answer under.")
+    ] = None,
     logprobs: Annotated[
         int | None, typer.Option(min=1, help="Tokens to ask the server about; default: 20.")
     ] = None,
@@ -40,13 +43,13 @@ def verify(
     load.quiet()
     device = loading.device
     if url is None:
-        if model_name is not None or logprobs is not None:
-            raise I2CLError("--model-name and --logprobs are for a server: add --url")
+        if model_name is not None or logprobs is not None or task is not None:
+            raise I2CLError("--model-name, --task and --logprobs are for a server: add --url")
         outcome = _run_here(folder, model, device, tolerance)
     else:
         if model is not None or device is not None:
             raise I2CLError("--model and --device are for a check without a server: leave out --url")
-        outcome = _asked(folder, url, model_name, logprobs or 20, tolerance)
+        outcome = _asked(folder, url, model_name, task, logprobs or 20, tolerance)
     _show(outcome, json=json)
     if not outcome.passed:
         raise typer.Exit(1)
@@ -67,14 +70,19 @@ def _run_here(folder: Path, model: str | None, device: str | None, tolerance: fl
 
 
 def _asked(
-    folder: Path, url: str, model_name: str | None, logprobs: int, tolerance: float | None
+    folder: Path,
+    url: str,
+    model_name: str | None,
+    task: str | None,
+    logprobs: int,
+    tolerance: float | None,
 ) -> "Verification":
     from i2cl.export import Golden, ask_server
     from i2cl.export.server import TOLERANCE
     from i2cl.export.verify import judged
 
     golden = Golden.from_export(folder)
-    answers = ask_server(golden, url, model=model_name, logprobs=logprobs)
+    answers = ask_server(golden, url, model=model_name, task=task, logprobs=logprobs)
     return judged(golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance)
 
 

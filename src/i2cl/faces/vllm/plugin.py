@@ -1,0 +1,59 @@
+"""Where vLLM finds the plugin, and the list of all that it puts in place of vLLM's own.
+
+Group ``vllm.general_plugins``: vLLM calls `register` in the front end, the engine core and every worker.
+"""
+
+from typing import Any
+
+from i2cl.faces.vllm.support import NAME, WRITERS, require_version
+
+_MARK = "_i2cl_wraps"
+
+
+def register() -> None:
+    """Install the plugin, once a process, where ``VLLM_PLUGINS`` names it.
+
+    An environment that holds both packages for other reasons is left as it is.
+
+    Raises:
+        I2CLError: if this version of vLLM was not tested.
+    """
+    import vllm
+    from vllm import envs
+
+    if NAME not in (envs.VLLM_PLUGINS or ()):
+        return
+    require_version(vllm.__version__)
+    for architecture in WRITERS:
+        vllm.ModelRegistry.register_model(architecture, f"i2cl.faces.vllm.model:{architecture}")
+    _install()
+
+
+def _install() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+    from vllm.v1.request import Request
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from i2cl.faces.vllm import engine, rows, tasks
+
+    _put(SamplingParams, "verify", tasks.verified)  # an unknown task is its request's error
+    _put(Executor, "__init__", engine.executed)  # refusals
+    _put(EngineCore, "get_supported_tasks", engine.ready)  # the canary
+    _put(EngineCore, "collective_rpc", engine.called)  # slots
+    _put(Request, "from_engine_core_request", engine.made)  # cache salt
+    _put(GPUModelRunner, "_model_forward", rows.forward_v1)  # rows of model runner V1; V2 asks the model
+    setattr(WorkerBase, engine.WRITE, engine.written)  # a method more, which replaces none
+
+
+def _put(owner: Any, name: str, wrap: Any) -> None:
+    """Wrap a method of vLLM, once."""
+    own = vars(owner)[name]
+    classmethod_ = isinstance(own, classmethod)
+    original = own.__func__ if classmethod_ else own
+    if not hasattr(original, _MARK):
+        fresh = wrap(original)
+        setattr(fresh, _MARK, original)
+        setattr(owner, name, classmethod(fresh) if classmethod_ else fresh)

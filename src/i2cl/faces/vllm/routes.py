@@ -1,0 +1,194 @@
+"""Routes of the server: ``/v1/i2cl/classify``, and ``/v1/i2cl/tasks`` for who has the admin's key.
+
+They stand below ``/v1/``, since vLLM's ``--api-key`` guards nothing else.
+"""
+
+import asyncio
+import hmac
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, ConfigDict
+
+from i2cl.core.artefact import DESCRIPTION
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.faces.vllm.engine import DROP, LOAD
+from i2cl.faces.vllm.slots import Packed
+from i2cl.faces.vllm.tasks import TASKS, Answer, Served, collect, parameters, told_by
+from i2cl.models.batching import Ids
+
+FOLDER = "I2CL_VLLM_TASKS"
+"""Environment variable: a folder of artefacts that are loaded at the start, each by its folder's name."""
+
+ADMIN = "I2CL_VLLM_ADMIN_KEY"
+"""Environment variable: the key that loads, drops and lists tasks. Without it nobody can over HTTP."""
+
+
+class ClassifyRequest(BaseModel):
+    """What to classify: one text or several, under one task."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    input: str | list[str]
+
+
+class LoadRequest(BaseModel):
+    """An artefact on the server's machine, or on the hub, and the name that requests call it by."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    artefact: str
+
+
+class Routes:
+    """What vLLM's group ``vllm.endpoint_plugins`` asks for."""
+
+    name = "i2cl"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes."""
+        router, admin = APIRouter(prefix="/v1/i2cl"), [Depends(_only_admin)]
+        router.add_api_route("/classify", classify, methods=["POST"])
+        router.add_api_route("/tasks", listed, methods=["GET"], dependencies=admin)
+        router.add_api_route("/tasks", load, methods=["POST"], dependencies=admin)
+        router.add_api_route("/tasks/{name}", drop, methods=["DELETE"], dependencies=admin)
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, _args: Any) -> None:
+        """Load the tasks of the folder that the environment names.
+
+        Raises:
+            I2CLError: if one cannot be loaded: then the server does not start.
+        """
+        state.i2cl_engine, state.i2cl_lock = engine_client, asyncio.Lock()
+        folder = os.environ.get(FOLDER)
+        if folder is None:
+            return
+        found = sorted(path.parent for path in Path(folder).glob(f"*/{DESCRIPTION}"))
+        if not found:
+            raise I2CLError(f"{FOLDER}={folder!r} holds no folder with an injection: name one that does")
+        for path in found:
+            await _load(state, path.name, str(path))
+
+
+def _only_admin(authorization: Annotated[str, Header()] = "") -> None:
+    key = os.environ.get(ADMIN)
+    if not key:
+        raise HTTPException(403, f"tasks are fixed: start the server with {ADMIN} to load and drop them")
+    if not hmac.compare_digest(authorization.encode(), f"Bearer {key}".encode()):
+        raise HTTPException(403, "this key may not load, drop or list tasks: send the admin's")
+
+
+async def classify(body: ClassifyRequest, request: Request, response: Response) -> dict[str, Any]:
+    """The most probable label of each text, and every label's probability among them."""
+    served = _named(body.model)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    try:
+        queries = await run_in_threadpool(served.questions.queries, texts)
+    except I2CLError as error:
+        raise HTTPException(400, str(error)) from None
+    answers = await _answers(request.app.state.i2cl_engine, served, queries)
+    if TASKS.served.get(body.model) is not served:
+        raise HTTPException(409, f"the task {body.model!r} was replaced or dropped meanwhile: ask again")
+    response.headers["X-I2CL-Digest"] = served.packed.digest
+    tokens = sum(map(len, queries))
+    return {
+        "id": f"classify-{uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model,
+        "labels": list(served.questions.task.labels),
+        "data": [
+            {
+                "index": index,
+                "label": one.label,
+                "probs": one.scores.softmax(-1).tolist(),
+                "num_classes": len(one.scores),
+            }
+            for index, one in enumerate(answers)
+        ],
+        "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
+    }
+
+
+async def listed() -> dict[str, Any]:
+    """Every loaded task."""
+    return {"object": "list", "data": [_described(one) for one in TASKS.served.values()]}
+
+
+async def load(body: LoadRequest, request: Request) -> dict[str, Any]:
+    """Load an artefact, or replace the one of that name."""
+    try:
+        return _described(await _load(request.app.state, body.name, body.artefact))
+    except I2CLError as error:
+        raise HTTPException(400, str(error)) from None
+
+
+async def drop(name: str, request: Request) -> dict[str, Any]:
+    """Let no more requests name a task; those that run end as they began."""
+    state = request.app.state
+    async with state.i2cl_lock:
+        _named(name)
+        digest = TASKS.remove(name)
+        if digest is not None:
+            await state.i2cl_engine.collective_rpc(DROP, args=(digest,))
+    return {"name": name, "object": "task", "deleted": True}
+
+
+def _named(name: str) -> Served:
+    try:
+        return TASKS.get(name)
+    except I2CLError as error:
+        raise HTTPException(404, str(error)) from None
+
+
+def _described(served: Served) -> dict[str, Any]:
+    labels = list(served.questions.task.labels)
+    return {"name": served.name, "object": "task", "digest": served.packed.digest, "labels": labels}
+
+
+async def _load(state: Any, name: str, artefact: str) -> Served:
+    engine = state.i2cl_engine
+    async with state.i2cl_lock:
+        injection = await run_in_threadpool(Injection.from_pretrained, artefact)
+        config, tokenizer = engine.model_config, engine.get_tokenizer()
+        served: Served = await run_in_threadpool(
+            TASKS.prepare, name, injection, config, tokenizer, force=False
+        )
+        await _booked(engine, served.packed)
+        digest = TASKS.add(served)
+        if digest is not None:
+            await engine.collective_rpc(DROP, args=(digest,))
+    return served
+
+
+async def _booked(engine: Any, packed: Packed) -> None:
+    try:
+        await engine.collective_rpc(LOAD, args=(packed.rows, packed.scales))
+    except Exception as error:  # noqa: BLE001 - vLLM's clients raise plain ones, with the core's words
+        raise I2CLError(str(error).rpartition("failed: ")[2]) from None
+
+
+async def _answers(engine: Any, served: Served, queries: Sequence[Ids]) -> list[Answer]:
+    async def told(ids: Ids, tokens: Sequence[int]) -> tuple[str, Ids, dict[int, float]]:
+        prompt, name = {"prompt_token_ids": list(ids)}, f"i2cl-{uuid4().hex}"
+        async for output in engine.generate(prompt, parameters(served.name, tokens), name):
+            last = output
+        return served.name, ids, told_by(last)
+
+    asked = [each for query in queries for each in served.asked(query)]
+    try:
+        found = collect(await asyncio.gather(*(told(*each) for each in asked)))
+    except I2CLError as error:  # dropped meanwhile
+        raise HTTPException(404, str(error)) from None
+    return [served.answer(query, found.get(served.name, {})) for query in queries]

@@ -1,0 +1,194 @@
+"""Tasks by name, admission and classification, with a front end that stands in for vLLM's."""
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from i2cl.core.edits import LinearEdit
+from i2cl.errors import I2CLError
+from i2cl.faces.vllm import tasks
+from i2cl.faces.vllm.engine import DROP, LOAD
+from i2cl.faces.vllm.slots import DIGEST, Packed
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import next_token_log_probabilities
+from tiny import tiny_model, tiny_tokenizer
+
+from .standins import injection_for, params
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(found)
+    tiny_tokenizer().save_pretrained(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    return Decoder.from_pretrained(str(folder), device="cpu")
+
+
+class LLM:
+    """``vllm.LLM``: the decoder answers, under the edit of the digest that a request was admitted with."""
+
+    def __init__(self, decoder, folder):
+        text = decoder.model.config
+        self.decoder, self.sent, self.held = decoder, [], {}
+        config = SimpleNamespace(
+            model=str(folder),
+            revision=None,
+            dtype=torch.float32,
+            max_model_len=64,
+            hf_config=text,
+            hf_text_config=text,
+        )
+        self.llm_engine = SimpleNamespace(model_config=config)
+
+    def get_tokenizer(self):
+        return self.decoder.tokenizer
+
+    def collective_rpc(self, method, args):
+        self.sent.append(method)
+        if method == LOAD:
+            self.held[Packed(*args).digest] = Packed(*args)
+        else:
+            del self.held[args[0]]
+
+    def generate(self, prompts, given, *, use_tqdm):
+        return [
+            self.answer(tuple(one["prompt_token_ids"]), each)
+            for one, each in zip(prompts, given, strict=True)
+        ]
+
+    def answer(self, ids, asked):
+        tasks.TASKS.admit(asked)
+        held = self.held[asked.extra_args[DIGEST]]
+        rows, scales = held.tensors(self.decoder.d_model)
+        pairs = torch.stack([torch.ones_like(scales), scales], -1).view(self.decoder.layers, 2, 2)
+        edit = LinearEdit(rows.view(self.decoder.layers, 2, -1), pairs)
+        told = next_token_log_probabilities(self.decoder, [ids], edit=edit)[0]
+        assert len(asked.logprob_token_ids) <= tasks.MOST_TOKENS
+        found = {token: SimpleNamespace(logprob=float(told[token])) for token in asked.logprob_token_ids}
+        return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[found])])
+
+
+@pytest.fixture
+def llm(base, folder, monkeypatch):
+    def parameters(name, tokens):
+        return SimpleNamespace(extra_args={"i2cl": name}, logprob_token_ids=list(tokens))
+
+    monkeypatch.setattr(tasks, "TASKS", tasks.Tasks())
+    monkeypatch.setattr(tasks, "parameters", parameters)
+    return LLM(base, folder)
+
+
+TEXTS = ("this film", "nobody expected the river to rise", "good")
+
+
+def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, task):
+    one, other = (injection_for(base, task, seed) for seed in (0, 1))
+    other = replace(other, label_bias=(0.5, -0.5))
+    whole = replace(
+        other, task=replace(task, labels=("best film", "best ever")), scoring="full", label_bias=None
+    )
+    held = {"one": one, "other": other, "whole": whole}
+    for name, injection in held.items():
+        tasks.load(llm, name, injection)
+    assert llm.sent == [LOAD] * 3
+    texts = [text for text in TEXTS for _ in held]
+    found = tasks.classify(llm, texts, list(held) * len(TEXTS))
+    for place, (text, name) in enumerate(zip(texts, list(held) * len(TEXTS), strict=True)):
+        wanted = held[name].scores(base, [text])[0]
+        torch.testing.assert_close(found[place].scores, wanted, rtol=0, atol=1e-5)
+        assert found[place].label == held[name].predict(base, [text])[0]
+
+
+def test_more_labels_than_vllm_tells_at_once_are_asked_in_parts(llm, base, task, monkeypatch):
+    monkeypatch.setattr(tasks, "MOST_TOKENS", 2)
+    labels = ("positive", "negative", "good", "bad", "this")
+    many = injection_for(base, replace(task, labels=labels, train=(), test=()))
+    tasks.load(llm, "many", many)
+    (found,) = tasks.classify(llm, TEXTS[:1], ["many"])
+    torch.testing.assert_close(found.scores, many.scores(base, TEXTS[:1])[0], rtol=0, atol=1e-5)
+
+
+def test_a_name_is_looked_up_for_every_request(llm, base, task):
+    asked = params(i2cl="a", other=1)
+    mine = asked.extra_args
+    before = copy.deepcopy(mine)
+    tasks.load(llm, "a", injection_for(base, task, 0))
+    tasks.TASKS.admit(asked)
+    first = asked.extra_args[DIGEST]
+    tasks.load(llm, "a", injection_for(base, task, 1))
+    tasks.TASKS.admit(asked)
+    assert asked.extra_args[DIGEST] != first
+    assert asked.extra_args["other"] == 1
+    assert mine == before
+    assert llm.sent == [LOAD, LOAD, DROP]
+    assert set(llm.held) == {asked.extra_args[DIGEST]}
+
+
+def test_an_edit_that_two_names_share_stays_until_both_are_gone(llm, base, task):
+    for name in ("a", "b"):
+        tasks.load(llm, name, injection_for(base, task))
+    tasks.drop(llm, "a")
+    assert llm.held
+    tasks.drop(llm, "b")
+    assert not llm.held
+    with pytest.raises(I2CLError, match=r"no task 'b' is loaded \(of 0\)"):
+        tasks.drop(llm, "b")
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"i2cl": "moods"}, r"no task 'moods' is loaded \(of 1\): did you mean 'mood'\?"),
+        ({"i2cl": 3}, "has to be a name, not 3"),
+        ({"i2cl": ["mood"]}, "has to be a name"),
+        ({DIGEST: "0" * 32}, "not yours to send"),
+    ],
+)
+def test_requests_that_name_no_task_are_refused(llm, base, task, extra, reason):
+    tasks.load(llm, "mood", injection_for(base, task))
+    with pytest.raises(I2CLError, match=reason):
+        tasks.TASKS.admit(SimpleNamespace(extra_args=extra))
+    for fine in (None, {}, {"other": 1}):
+        asked = SimpleNamespace(extra_args=fine)
+        tasks.TASKS.admit(asked)
+        assert asked.extra_args == fine
+
+
+def test_verify_still_verifies(llm):
+    seen = []
+    verify = tasks.verified(lambda params, *args: seen.append(args))
+    verify(params(), "config")
+    assert seen == [("config",)]
+    with pytest.raises(I2CLError, match="no task"):
+        verify(params(i2cl="a"), "config")
+
+
+def test_a_task_of_another_model_is_refused_and_nothing_is_loaded(llm, base, task):
+    other = injection_for(base, task)
+    other = replace(other, base=replace(other.base, weights="0" * 16))
+    with pytest.raises(I2CLError, match="weights"):
+        tasks.load(llm, "a", other)
+    with pytest.raises(I2CLError, match="needs a name"):
+        tasks.load(llm, " ", injection_for(base, task))
+    assert not llm.sent
+    assert not tasks.TASKS.served
+    tasks.load(llm, "a", other, force=True)
+
+
+def test_bad_questions_are_refused(llm, base, task):
+    tasks.load(llm, "a", injection_for(base, task))
+    for texts, names, reason in (
+        (["x"], [], "1 texts, but 0 tasks"),
+        ([" "], ["a"], "text 1 is empty"),
+        (["x"], ["b"], "no task 'b'"),
+    ):
+        with pytest.raises(I2CLError, match=reason):
+            tasks.classify(llm, texts, names)
