@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
-from i2cl.export import Golden, ask_server, export_hf
+from i2cl.export import ask_server, export_hf, make_golden
 from i2cl.export.verify import judged
 from i2cl.faces.vllm.support import WRITERS
 from i2cl.models.decoder import Decoder
@@ -503,8 +503,9 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
     right()
 
     monkeypatch.setenv("VLLM_API_KEY", USER)
-    export_hf(decoder, injections["t0"], tmp_path / "plain")
-    golden = Golden.from_export(tmp_path / "plain")
-    assert judged(golden, ask_server(golden, server, task="t0")).passed
+    golden = make_golden(decoder, injections["t0"])
+    outcome = judged(golden, ask_server(golden, server, task="t0"))
+    print(f"\nverify over HTTP: {outcome.worst:.1e}")
+    assert outcome.passed
     assert not judged(golden, ask_server(golden, server, task="t1")).passed
     assert not judged(golden, ask_server(golden, server)).passed

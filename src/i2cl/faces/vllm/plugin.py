@@ -3,8 +3,10 @@
 Group ``vllm.general_plugins``: vLLM calls `register` in the front end, the engine core and every worker.
 """
 
+from functools import partial
 from typing import Any
 
+from i2cl.errors import I2CLError
 from i2cl.faces.vllm.support import NAME, WRITERS, require_version
 
 _MARK = "_i2cl_wraps"
@@ -31,6 +33,7 @@ def register() -> None:
 
 def _install() -> None:
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
     from vllm.v1.request import Request
@@ -39,7 +42,8 @@ def _install() -> None:
 
     from i2cl.faces.vllm import engine, rows, tasks
 
-    _put(SamplingParams, "verify", tasks.verified)  # an unknown task is its request's error
+    refusal = type("TaskError", (VLLMValidationError, I2CLError), {})
+    _put(SamplingParams, "verify", partial(tasks.verified, refusal=refusal))  # an unknown task is a 400
     _put(Executor, "__init__", engine.executed)  # refusals
     _put(EngineCore, "get_supported_tasks", engine.ready)  # the canary
     _put(EngineCore, "collective_rpc", engine.called)  # slots

@@ -191,12 +191,20 @@ TASKS = Tasks()
 """Those of this process."""
 
 
-def verified(original: Callable[..., None]) -> Callable[..., None]:
-    """``SamplingParams.verify``: a task that is not loaded is its request's error, in the front end."""
+def verified(original: Callable[..., None], refusal: type[I2CLError] = I2CLError) -> Callable[..., None]:
+    """``SamplingParams.verify``: a task that is not loaded is its request's error, in the front end.
+
+    Args:
+        original: vLLM's.
+        refusal: what is raised, of which vLLM's server makes a 400.
+    """
 
     def verify(params: Any, *args: Any, **more: Any) -> None:
         original(params, *args, **more)
-        TASKS.admit(params)
+        try:
+            TASKS.admit(params)
+        except I2CLError as error:
+            raise refusal(str(error)) from None
 
     return verify
 
