@@ -1,8 +1,8 @@
 """What tasks cost in vLLM: plain against the plugin, and ten tasks against a thousand, on a random Llama.
 
 Three engines are up at once, each in its own process, and take turns with one list of requests, so that
-whatever else the machine does meets all of them. Printed are medians of processor seconds, and their
-ratios; on a GPU wall-clock seconds are what counts (``--wall``).
+whatever else the machine does meets all of them. Printed are medians of processor seconds, and of
+neighbouring runs' ratios; on a GPU wall-clock seconds are what counts (``--wall``).
 
     python benchmarks/vllm_tasks.py [--rounds 7] [--wall]
 """
@@ -146,11 +146,11 @@ def main() -> None:
         finally:
             for engine in engines.values():
                 engine.kill()
-    median = {name: statistics.median(values) for name, values in taken.items()}
     for name, values in taken.items():
-        print(f"{name:9} {median[name]:.2f} s, of {min(values):.2f} to {max(values):.2f}")
-    print(f"ten tasks / plain {median['ten'] / median['plain']:.3f}")
-    print(f"thousand / ten    {median['thousand'] / median['ten']:.3f}")
+        print(f"{name:9} {statistics.median(values):.2f} s, of {min(values):.2f} to {max(values):.2f}")
+    for one, other in (("ten", "plain"), ("thousand", "ten")):
+        ratios = [mine / theirs for mine, theirs in zip(taken[one], taken[other], strict=True)]
+        print(f"{one} / {other}: {statistics.median(ratios):.3f} of neighbouring runs")
 
 
 if __name__ == "__main__":

@@ -416,7 +416,7 @@ def server(tmp_path, model, artefacts):
         "I2CL_VLLM_TASKS": str(tmp_path / "tasks"),
         "I2CL_VLLM_ADMIN_KEY": ADMIN,
     }
-    options = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 16 --block-size 32"
+    options = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 16 --max-logprobs 694"
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += [*options.split(), "--port", str(port), "--host", "127.0.0.1", "--api-key", USER, ADMIN]
@@ -504,8 +504,8 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
 
     monkeypatch.setenv("VLLM_API_KEY", USER)
     golden = make_golden(decoder, injections["t0"])
-    outcome = judged(golden, ask_server(golden, server, task="t0"))
+    outcome = judged(golden, ask_server(golden, server, task="t0", logprobs=694))
     print(f"\nverify over HTTP: {outcome.worst:.1e}")
     assert outcome.passed
-    assert not judged(golden, ask_server(golden, server, task="t1")).passed
-    assert not judged(golden, ask_server(golden, server)).passed
+    assert not judged(golden, ask_server(golden, server, task="t1", logprobs=694)).passed
+    assert not judged(golden, ask_server(golden, server, logprobs=694)).passed
