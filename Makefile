@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 REAL := $(VENV)/.real
 DOCS := $(VENV)/.docs
 
-.PHONY: demo demo-real test fuzz test-real test-wheel bench lint format docs docs-results real-results clean
+.PHONY: demo demo-real test fuzz fuzz-serve test-real test-wheel bench lint format docs docs-results real-results clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,9 @@ test: $(READY)  ## every test, offline
 
 fuzz: $(READY)  ## 10,000 spoiled inputs, 1,000 artefacts, 100 kills and full disks, counted (an hour)
 	$(VENV)/bin/python scripts/fuzz.py
+
+fuzz-serve: $(READY)  ## `i2cl serve`: 50 kills, five minutes of mixed load, a replica of Ray Serve killed; counted
+	$(VENV)/bin/python scripts/fuzz_serve.py --ray
 
 test-real: $(REAL)  ## the tests that need that model
 	$(VENV)/bin/pytest tests/real

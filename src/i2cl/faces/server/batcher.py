@@ -23,13 +23,13 @@ from i2cl.faces.server.refusals import RefusalError, failed, no_memory, stopping
 from i2cl.injections.pool import Asked, InjectionPool
 from i2cl.models.batching import is_out_of_memory
 
-SLICES = 16
+SLICES = 32
 """Slices of a large job that are as long as a full batch: what a request may have to wait for."""
 
 LARGE = 4
 """A request of more than so many parts of a full batch is a large job."""
 
-QUIET = 2.0
+QUIET = 60.0
 """Seconds without a request after which large jobs run in full batches."""
 
 

@@ -19,6 +19,10 @@ BACKLOG = 2048
 """Connections that may wait to be taken."""
 
 
+IDLE_SECONDS = 75
+"""For which a connection without a request stays open: longer than proxies and clients keep one."""
+
+
 def bound(host: str, port: int) -> socket.socket:
     """A socket that listens there; port 0 takes a free one.
 
@@ -52,7 +56,12 @@ def served(app: Any, listener: socket.socket, ready: Callable[[], None], ending:
         ending: called when the end begins.
     """
     config = uvicorn.Config(
-        app, log_level="error", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS, server_header=False
+        app,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
     )
     _Server(config, ready, ending).run(sockets=[listener])
 
