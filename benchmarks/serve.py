@@ -2,12 +2,13 @@
 
     python benchmarks/serve.py --shape gpt2-small -o results/serve.json
 
-Server and direct calls take turns in one process; clients are processes of their own. Takes the extra
-``serve``.
+Server and direct calls take turns in one process; clients are processes of their own, and the model leaves
+them a core. Takes the extra ``serve``.
 """
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -38,6 +39,9 @@ from workload import SHAPES, Workload, random_decoder
 ROWS = 64
 OVERLOAD = 4
 """Times the rate that it can serve."""
+
+SHORTER = 3
+"""So many more and shorter turns where a few milliseconds are to be seen beside the machine's moods."""
 
 
 def asked(connection: HTTPConnection, task: str, text: str) -> tuple[float, int]:
@@ -103,8 +107,10 @@ class Bench:
 
     def put(self, count: int) -> None:
         """Tasks t0, t1, ... of so many different injections."""
-        for number in range(len(self.service.tasks.entries()), count):
-            self.service.tasks.put(f"t{number}", self.work.injection(seed=number))
+        there = {entry.name for entry in self.service.tasks.entries()}
+        for number in range(count):
+            if f"t{number}" not in there:
+                self.service.tasks.put(f"t{number}", self.work.injection(seed=number))
 
     def load(
         self, connections: int = 1, rate: float = 0.0, tasks: int = 8, seconds: float = 0.0
@@ -162,17 +168,22 @@ class Bench:
 
     def latency(self) -> Iterator[dict[str, Any]]:
         """One connection against direct calls."""
-        pairs = [(median(self.load()["done"]), 1 / self.direct(1)) for _ in range(self.rounds)]
+        short = self.seconds / SHORTER
+        pairs = [
+            (median(self.load(seconds=short)["done"]), 1 / self.direct(1, short))
+            for _ in range(SHORTER * self.rounds)
+        ]
         more = median(1000 * (one - other) for one, other in pairs)
         yield _row("one connection, p50 beyond a direct call", more, "ms", "<= 5", {"pairs": pairs})
 
     def injected(self) -> Iterator[dict[str, Any]]:
         """Injections against the plain model, both through the server."""
         pairs = []
-        for _ in range(self.rounds):
-            injected = median(self.load()["done"])
+        short = self.seconds / SHORTER
+        for _ in range(SHORTER * self.rounds):
+            injected = median(self.load(seconds=short)["done"])
             with self.plain():
-                pairs.append((injected, median(self.load()["done"])))
+                pairs.append((injected, median(self.load(seconds=short)["done"])))
         yield _row(
             "injected / plain through the server, p50", _ratio(pairs), "x", "<= 1.05", {"pairs": pairs}
         )
@@ -199,22 +210,34 @@ class Bench:
 
     def overload(self) -> Iterator[dict[str, Any]]:
         """Four times what it can serve."""
-        capacity = self.load(connections=32)["rate"]
         tokens = sum(row.tokens for row in self.asked(1)) / ROWS
         batcher = self.service.batcher
-        before, batcher.bound = batcher.bound, round(2 * capacity * tokens)  # two seconds' worth
-        found = self.load(connections=256, rate=OVERLOAD * capacity, seconds=6 * self.seconds)
-        bound_seconds, batcher.bound = batcher.bound / (capacity * tokens), before
-        detail = {
-            "capacity": capacity,
-            "goodput": found["rate"] / capacity,
-            "p99_over_bound": _quantile(found["done"], 0.99) / bound_seconds,
-            "refused_p99_ms": 1000 * _quantile(found["refused"], 0.99),
-            "refused_p50_ms": 1000 * _quantile(found["refused"], 0.5),
-            "refused": len(found["refused"]),
-            "others": len(found["others"]),
-        }
-        yield _row("4 x the rate it can serve: goodput / capacity", detail["goodput"], "x", ">= 0.9", detail)
+        capacity = self.load(connections=32)["rate"]
+        told = []
+        for _ in range(self.rounds):
+            before, batcher.bound = batcher.bound, round(2 * capacity * tokens)  # two seconds' worth
+            found = self.load(connections=256, rate=OVERLOAD * capacity, seconds=2 * self.seconds)
+            bound, batcher.bound = batcher.bound, before
+            after = self.load(connections=32)["rate"]
+            near, capacity = (capacity + after) / 2, after  # the machine is not as fast all the time
+            told.append(
+                {
+                    "capacity": near,
+                    "goodput": found["rate"] / near,
+                    "p99_over_bound": _quantile(found["done"], 0.99) * near * tokens / bound,
+                    "refused_p99_ms": 1000 * _quantile(found["refused"], 0.99),
+                    "refused_p50_ms": 1000 * _quantile(found["refused"], 0.5),
+                    "refused": len(found["refused"]),
+                    "others": len(found["others"]),
+                }
+            )
+        names = (
+            ("4 x the rate it can serve: goodput / capacity", "goodput", "x", ">= 0.9"),
+            ("the same: p99 of what is accepted / (bound / capacity)", "p99_over_bound", "x", "<= 1.2"),
+            ("the same: p99 of refusals", "refused_p99_ms", "ms", "< 50"),
+        )
+        for name, key, unit, target in names:
+            yield _row(name, median(one[key] for one in told), unit, target, {"rounds": told})
 
     def beside(self) -> Iterator[dict[str, Any]]:
         """Single texts while a task is fitted, and while a file runs, against single texts alone."""
@@ -226,7 +249,7 @@ class Bench:
         ]
         template = self.work.task.template.format
         fit = {"evaluate": 0, "shots": 5}
-        slow = {"evaluate": 0, "shots": 5, "method": "i2cl", "settings": {"epochs": 100000}}
+        slow = {"evaluate": 0, "shots": 5, "method": "i2cl", "settings": {"epochs": 2000}}
         for name, begin in (
             ("an anchored fit", lambda: [asks.fit("fit", examples, template, **fit) for _ in range(60)]),
             ("an I2CL fit", lambda: [asks.fit("fit", examples, template, **slow)]),
@@ -300,7 +323,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def _row(name: str, value: float, unit: str, target: str, detail: dict[str, Any]) -> dict[str, Any]:
-    print(f"{name}: {value:.3g} {unit} (target {target})  {json.dumps(detail)}", flush=True)
+    print(f"{name}: {value:.3g} {unit} (target {target})", flush=True)
     return {"name": name, "value": value, "unit": unit, "target": target, "detail": detail}
 
 
@@ -323,6 +346,7 @@ def main() -> None:
     )
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
     work = Workload.make(random_decoder(given.shape, given.device), queries=64)
     with TemporaryDirectory() as scratch:
         rows = list(Bench(work, Path(scratch), given.seconds, given.rounds).rows(given.only))
