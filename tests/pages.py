@@ -88,7 +88,8 @@ def said(typed):
         return done.stdout + done.stderr
     with redirect_stdout(StringIO()) as told, redirect_stderr(told), suppress(SystemExit):
         main(shlex.split(typed)[1:])
-    return "".join(line for line in told.getvalue().splitlines(keepends=True) if "it/s" not in line)
+    bar = re.compile("it/s|s/it")  # tqdm's, of what is fast and what is slow
+    return "".join(line for line in told.getvalue().splitlines(keepends=True) if not bar.search(line))
 
 
 def alike(text):
