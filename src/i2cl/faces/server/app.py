@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Header, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException
@@ -30,13 +30,6 @@ MOST_FILE = 256 * 2**20
 """Bytes of a file of texts."""
 
 REFUSED = (400, 401, 403, 404, 409, 413, 415, 421, 422, 429, 503, 504)
-
-Timeout = Annotated[
-    float | None,
-    Header(
-        alias="X-Request-Timeout", ge=1, le=3600, description="Seconds before which the request has to begin."
-    ),
-]
 
 
 def make_app(service: Service, access: Access, *, page: bool = True, origins: Sequence[str] = ()) -> Any:
@@ -91,7 +84,7 @@ def _answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/classify", summary="Classify texts")
     async def classify(
-        body: schemas.Classify, request: Request, response: Response, timeout: Timeout = None
+        body: schemas.Classify, request: Request, response: Response, timeout: schemas.Timeout = None
     ) -> schemas.Classification:
         texts = [body.input] if isinstance(body.input, str) else body.input
         answer = await answered(service, request, body.model, texts, timeout)
@@ -128,7 +121,7 @@ def _answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/predict", summary="Classify texts, as text-embeddings-inference answers")
     async def predict(
-        body: schemas.Predict, request: Request, response: Response, timeout: Timeout = None
+        body: schemas.Predict, request: Request, response: Response, timeout: schemas.Timeout = None
     ) -> list[list[schemas.LabelScore]]:
         name = body.model
         if name is None:
@@ -144,7 +137,11 @@ def _answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/models/{name:path}", summary="The same of one task, as Hugging Face's clients ask")
     async def models(
-        name: str, body: schemas.Predict, request: Request, response: Response, timeout: Timeout = None
+        name: str,
+        body: schemas.Predict,
+        request: Request,
+        response: Response,
+        timeout: schemas.Timeout = None,
     ) -> list[list[schemas.LabelScore]]:
         return await predicted(name, body, request, response, timeout)
 
@@ -182,8 +179,9 @@ def _refusals(app: FastAPI, service: Service) -> None:
 
     async def invalid(_request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)  # noqa: S101
-        problem = error.errors()[0]
-        place = ".".join(str(part) for part in problem["loc"] if part not in {"body", "str"})
+        problem = max(error.errors(), key=lambda one: len(one["loc"]))  # the text rather than the list of it
+        parts = [str(part) for part in problem["loc"] if part not in {"body", "str"}]
+        place = ".".join(part for part in parts if not part.startswith(("constrained-", "list[")))
         message = problem["msg"].removeprefix("Value error, ")
         cure = "see /openapi.json for what this address takes"
         return told(
@@ -220,8 +218,10 @@ def _limit(service: Service, method: str, path: str) -> int:
 
 
 def _types(method: str, path: str) -> Sequence[str]:
-    if method == "PUT":
+    if method == "PUT" and path.startswith("/v1/tasks/"):
         return ("application/x-tar",)
+    if method != "POST":
+        return ()
     if path == "/v1/batches":
         return ("application/jsonl", "application/x-ndjson")
     return ("application/json", "text/csv") if path == "/v1/tasks" else ("application/json",)

@@ -152,19 +152,13 @@ def _jobs(service: Service) -> Jobs:
 
 def _fit(service: Service, request: Request, body: bytes) -> Response:
     jobs = _jobs(service)
-    if request.headers["content-type"].startswith("text/csv"):
+    if request.headers["content-type"].lower().startswith("text/csv"):
         query: dict[str, Any] = dict(request.query_params)
         if "labels" in query:
             query["labels"] = [label.strip() for label in query["labels"].split(",")]
-        query |= {
-            name: int(query[name])
-            for name in ("shots", "seed", "evaluate")
-            if query.get(name, "").isdecimal()
-        }
-        query |= {name: query[name] == "true" for name in ("chat", "check") if name in query}
         if isinstance(query.get("template"), str):
             query["template"] = query["template"].replace("\\n", "\n")
-        options = _valid(schemas.FitOptions, query)
+        options = _valid(schemas.FitOptions, query, strict=False)  # all of a query is text
         inputs = {"input.csv": body}
     else:
         given = _parsed(body)
@@ -218,9 +212,9 @@ def _parsed(body: bytes) -> Any:
         ) from None
 
 
-def _valid(kind: type[Any], given: Any) -> Any:
+def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(given, strict=strict)
     except pydantic.ValidationError as error:
         message = f"{first_problem(error)}: see /openapi.json for what this address takes"
         raise RefusalError(422, "bad_request", message.encode(errors="backslashreplace").decode()) from None
