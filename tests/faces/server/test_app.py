@@ -226,6 +226,12 @@ def test_a_query_that_cannot_be_read_is_refused(refusing, query, told):
     assert told in reply.json()["error"]["message"]
 
 
+def test_a_table_without_its_columns_is_refused_with_a_cure_for_clients(refusing):
+    query = {"name": "new", "template": "{text} {label}"}
+    reply = refusing.post("/v1/tasks", params=query, content="a,b\n", headers={"Content-Type": "text/csv"})
+    assert reply.json()["error"]["cure"] == "name the columns text and label"
+
+
 def test_a_cure_is_told_with_the_colons_in_its_quotations(refusing):
     rows = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
     told = refusing.post("/v1/tasks", json={**NAMED, "template": "none", "examples": rows}).json()["error"]
@@ -275,6 +281,8 @@ def test_addresses_methods_bodies_and_times_that_are_wrong(client, monkeypatch):
     assert error_of(client.get(CLASSIFY)) == (405, "method")
     for method in ("PUT", "PATCH", "TRACE"):
         assert error_of(client.request(method, CLASSIFY, content=b"x")) == (405, "method")
+    assert error_of(post("/healthz", content=b"x")) == (405, "method")
+    assert client.put("/v1/tasks", content=b"x").headers["Allow"] == "GET, POST"
     assert error_of(client.get("/v1/jobs/none")) == (404, "unknown_job")
     assert error_of(post(CLASSIFY, content=b"{")) == (415, "content_type")
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):

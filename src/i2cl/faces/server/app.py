@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from i2cl.errors import I2CLError
 from i2cl.faces.server import completions, management, schemas
@@ -21,13 +22,15 @@ from i2cl.faces.server.tasks import most_bytes
 from i2cl.version import __version__
 
 PAGE = Path(__file__).with_name("page")
-PAGE_FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+PAGE_FILES = {"/": "index.html", **{f"/{name}": name for name in ("page.css", "page.js", "example.csv")}}
 
 MOST_BODY = 4 * 2**20
 """Bytes of a body of texts, or of examples."""
 
 MOST_FILE = 256 * 2**20
 """Bytes of a file of texts."""
+
+METHODS = ("DELETE", "GET", "POST", "PUT")
 
 REFUSED = (400, 401, 403, 404, 409, 413, 415, 421, 422, 429, 503, 504)
 
@@ -65,7 +68,7 @@ def make_app(service: Service, access: Access, *, page: bool = True, origins: Se
     if page:
         for path, name in PAGE_FILES.items():
             app.add_api_route(path, partial(_file, PAGE / name), include_in_schema=False)
-    guard: Any = Guard(app, access, partial(_limit, service), _types, service.metrics)
+    guard: Any = Guard(app, access, partial(_limit, service), partial(_types, app), service.metrics)
     if origins:
         from starlette.middleware.cors import CORSMiddleware
 
@@ -188,9 +191,12 @@ def _refusals(app: FastAPI, service: Service) -> None:
             RefusalError(422, "bad_request", f"{place or 'the body'} cannot be used, {message}: {cure}")
         )
 
-    async def http(_request: Request, error: Exception) -> JSONResponse:
+    async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)  # noqa: S101
         headers = dict(error.headers or {})
+        if error.status_code == 405:  # Starlette names the methods of one route of several
+            path = request.url.path
+            headers["Allow"] = ", ".join(name for name in METHODS if _takes(app, name, path))
         what = {404: "no such address", 405: "no such method here"}.get(
             error.status_code, "it cannot be read"
         )
@@ -217,11 +223,16 @@ def _limit(service: Service, method: str, path: str) -> int:
     return MOST_FILE if path == "/v1/batches" else MOST_BODY
 
 
-def _types(method: str, path: str) -> Sequence[str]:
-    if method == "PUT" and path.startswith("/v1/tasks/"):
-        return ("application/x-tar",)
-    if method != "POST":
+def _types(app: FastAPI, method: str, path: str) -> Sequence[str]:
+    if method not in {"POST", "PUT"} or not _takes(app, method, path):
         return ()
+    if method == "PUT":
+        return ("application/x-tar",)
     if path == "/v1/batches":
         return ("application/jsonl", "application/x-ndjson")
     return ("application/json", "text/csv") if path == "/v1/tasks" else ("application/json",)
+
+
+def _takes(app: FastAPI, method: str, path: str) -> bool:
+    asked = {"type": "http", "method": method, "path": path}
+    return any(route.matches(asked)[0] is Match.FULL for route in app.routes)

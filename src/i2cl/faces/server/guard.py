@@ -19,7 +19,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Role = Literal["read", "admin"]
 
-OPEN = ("/", "/healthz", "/readyz", "/openapi.json", "/page.css", "/page.js")
+OPEN = ("/", "/healthz", "/readyz", "/openapi.json", "/page.css", "/page.js", "/example.csv")
 """What needs no token: nothing there is a task's."""
 
 SHORTEST_TOKEN = 16

@@ -103,7 +103,10 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
 def _of_jobs(routes: APIRouter, service: Service) -> None:
     @routes.get("/v1/jobs", summary="Fits and files, the newest first")
     async def jobs() -> dict[str, Any]:
-        return {"object": "list", "data": [job.described() for job in _jobs(service).all()]}
+        told = [job.described() for job in _jobs(service).all()]
+        for one in told:
+            del one["last"]  # of a fit it holds a map of the whole model
+        return {"object": "list", "data": told}
 
     @routes.get("/v1/jobs/{identity}", summary="Where a job stands")
     async def job(identity: str) -> dict[str, Any]:
