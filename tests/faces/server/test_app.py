@@ -11,6 +11,7 @@ pytest.importorskip("fastapi")
 
 from i2cl.faces.server.app import make_app
 from i2cl.faces.server.guard import Access, read_tokens
+from i2cl.faces.server.jobs import Job
 from i2cl.faces.server.service import Service
 from i2cl.models.decoder import Decoder
 from tiny import tiny_model, tiny_tokenizer
@@ -88,7 +89,8 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
         events = re.findall(r"^event: (\w+)$", stream.read().decode(), re.MULTILINE)
     assert (events[0], events[-1]) == ("queued", "done")
     assert client.get(reply.headers["Location"]).json()["status"] == "done"
-    assert [job["name"] for job in client.get("/v1/jobs").json()["data"]] == ["new"]
+    (listed,) = client.get("/v1/jobs").json()["data"]
+    assert (listed["name"], listed["status"], "last" in listed) == ("new", "done", False)
     csv = "text,label\n" + "\n".join(f"{row['text']},{row['label']}" for row in rows[:12])
     query = {
         **NAMED,
@@ -114,6 +116,23 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
     )
     assert client.delete(f"/v1/tasks/{name}").json()["deleted"]
     assert error_of(client.get(f"/v1/tasks/{name}")) == (404, "unknown_task")
+
+
+def test_a_job_that_waits_shows_that_the_server_is_there(service, monkeypatch):
+    import asyncio
+
+    from i2cl.faces.server import management
+
+    monkeypatch.setattr(management, "QUIET", 0.0)
+    job = Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued"}])
+
+    async def first(count):
+        stream = management._events(service, job, 0)
+        return [await anext(stream) for _ in range(count)]
+
+    queued, *quiet = asyncio.run(asyncio.wait_for(first(3), 20))
+    assert queued.startswith("id: 1\nevent: queued\n")
+    assert quiet == [": waiting\n\n"] * 2
 
 
 def test_a_file_is_classified(client, service):

@@ -87,7 +87,7 @@ def test_huggingface_hub(served):
             client.text_classification(TEXTS[0], function_to_apply="sigmoid")
     if token:
         with pytest.raises(hub.errors.HfHubHTTPError, match="401"):
-            hub.InferenceClient(base_url=f"{url}/predict", token=False).text_classification(TEXTS[0])
+            hub.InferenceClient(base_url=f"{url}/predict", token="wrong").text_classification(TEXTS[0])
 
 
 def test_curl(served):

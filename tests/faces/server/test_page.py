@@ -99,7 +99,7 @@ def test_a_task_is_made_tried_and_compared_by_keyboard_alone(opened, url):
     accessible(page)
 
     def to(selector):
-        for _ in range(60):
+        for _ in range(80):  # behind the last comes the first
             keys.press("Tab")
             if page.evaluate("given => document.activeElement.matches(given)", selector):
                 return
@@ -111,14 +111,15 @@ def test_a_task_is_made_tried_and_compared_by_keyboard_alone(opened, url):
     keys.press("Enter")
     shows(page, "#code", "gloomy baker")
     assert page.input_value("#name") == NAME
-    page.focus("#shots")
     to("#check")
     keys.press("Enter")
     shows(page, "#state", "40 rows can be used, labels blue, green, red, yellow; 20 become demonstrations")
-    page.focus("#file")
     to("#begin")
     keys.press("Enter")
-    shows(page, "#state", "is ready: 20 demonstrations, loss")
+    shows(page, "#state", "is ready, from 20 demonstrations")
+    first, last = map(float, page.inner_text("#losses").split(" → "))
+    assert first > 0.5 > last
+    assert len(page.get_attribute("#loss polyline", "points").split()) >= 3
     assert NAME in page.inner_text("#state")
     assert page.locator("img").count() == 0
     assert page.locator("#tasks option:checked").inner_text() == NAME
@@ -152,7 +153,6 @@ def test_a_task_is_made_tried_and_compared_by_keyboard_alone(opened, url):
         page.set_viewport_size({"width": 1100, "height": 900})
         accessible(page)
         narrow(page)
-    page.focus("#texts")
     to("#remove")
     keys.press("Enter")
     shows(page, "#answered", "is removed")

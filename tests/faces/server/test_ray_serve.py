@@ -1,6 +1,8 @@
 """A replica without Ray: the answers of the plain server. `scripts/fuzz_serve.py --ray` kills one of two."""
 
 import asyncio
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -11,6 +13,7 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 from i2cl.errors import I2CLError
+from i2cl.faces.server.client import Client, ServerError
 from i2cl.faces.server.ray_serve import Replica
 
 from .conftest import HOST, TEXTS, made
@@ -63,3 +66,30 @@ def test_a_replica_answers_a_handle_and_tells_when_it_is_ill(replica):
     replica._service.close()
     with pytest.raises(RuntimeError, match="thread has ended"):
         replica.check_health()
+
+
+def test_a_request_that_a_killed_replica_lost_is_sent_again():
+    told = [(500, b"Internal Server Error"), (502, b"<html>"), (200, b'{"data": [{"id": "films"}]}')]
+    told += [(500, b'{"error": {"code": "internal", "message": "the server failed: please report it"}}')]
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, body = told.pop(0)
+            self.send_response(status)
+            for name, value in (("Content-Length", len(body)), ("Content-Type", "application/json")):
+                self.send_header(name, str(value))
+            self.send_header("Retry-After", "0")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever).start()
+        client = Client(f"http://127.0.0.1:{proxy.server_port}")
+        assert client.tasks() == [{"id": "films"}]
+        with pytest.raises(ServerError, match="please report it"):
+            client.tasks()
+        proxy.shutdown()
+    assert not told

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,9 @@ from i2cl.faces.server.tasks import Entry, require_name, unpacked
 
 LOOK = 0.2
 """Seconds between two looks for new events."""
+
+QUIET = 15.0
+"""Seconds without an event after which clients, and proxies between, are shown that somebody is there."""
 
 _BODIES: dict[str, Any] = {
     "requestBody": {
@@ -196,13 +200,18 @@ def _accepted(job: Job) -> Response:
 
 
 async def _events(service: Service, job: Job, seen: int) -> AsyncIterator[str]:
+    last = time.monotonic()
     while True:
         while seen < len(job.events):
             told = job.events[seen]
             seen += 1
+            last = time.monotonic()
             yield f"id: {seen}\nevent: {told['event']}\ndata: {json.dumps(told)}\n\n"
         if job.ended or not service.ready:
             return
+        if time.monotonic() - last >= QUIET:
+            last = time.monotonic()
+            yield ": waiting\n\n"
         await asyncio.sleep(LOOK)
 
 

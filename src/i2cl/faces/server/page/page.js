@@ -98,6 +98,7 @@ async function sent(check) {
 async function followed(id) {
   job = id;
   $("cancel").hidden = false;
+  $("progress").hidden = true;
   while (job) {
     try {
       await watched(id);
@@ -112,7 +113,8 @@ async function followed(id) {
       await new Promise((done) => setTimeout(done, AGAIN));
     }
   }
-  $("progress").hidden = true;
+  $("steps").hidden = true;
+  $("live").replaceChildren();
   if (document.activeElement === $("cancel")) $("begin").focus();
   $("cancel").hidden = true;
 }
@@ -123,8 +125,8 @@ async function watched(id) {
     if (told.event === "queued") say("state", "Waiting for its turn");
     if (told.event === "started" || told.event === "resumed") say("state", "Fitting");
     if (told.event === "step") {
-      losses.push(told.loss);
-      $("progress").hidden = false;
+      losses.push([told.step, told.loss]);
+      $("steps").hidden = false;
       $("bar").max = told.steps;
       $("bar").value = told.step;
       $("step").textContent = `step ${told.step} of at most ${told.steps}`;
@@ -137,8 +139,8 @@ async function watched(id) {
     if (told.event === "failed") refuse(new Error(told.error.message));
     if (told.event === "cancelled") say("state", "Cancelled");
     if (told.event === "done") {
-      const fell = told.history.length ? `, loss ${told.history[0].toFixed(3)} → ${told.history.at(-1).toFixed(3)}` : "";
-      say("state", `Task ${told.name} is ready: ${told.demonstrations} demonstrations${fell}.`);
+      say("state", `Task ${told.name} is ready, from ${told.demonstrations} demonstrations.`);
+      if (told.history.length) curve(told.history.map((loss, step) => [step, loss]));
       read[told.digest] = told.tokens;
       await tasks(told.name);
     }
@@ -160,11 +162,13 @@ async function* events(reply) {
   }
 }
 
+// Of pairs of a step and its loss: not every step is told of.
 function curve(losses) {
-  const most = Math.max(...losses, 1e-9), step = 400 / Math.max(1, losses.length - 1);
-  const points = losses.map((loss, place) => `${place * step},${98 - 94 * loss / most}`).join(" ");
-  $("losses").textContent = `${losses[0].toFixed(3)} → ${losses.at(-1).toFixed(3)}`;
+  const most = Math.max(...losses.map(([, loss]) => loss), 1e-9), wide = Math.max(1, losses.at(-1)[0] - losses[0][0]);
+  const points = losses.map(([step, loss]) => `${400 * (step - losses[0][0]) / wide},${98 - 94 * loss / most}`).join(" ");
+  $("losses").textContent = `${losses[0][1].toFixed(3)} → ${losses.at(-1)[1].toFixed(3)}`;
   $("loss").replaceChildren(made("polyline", undefined, { points, class: "curve" }, SVG));
+  $("progress").hidden = false;
 }
 
 const writers = (sizes) => sizes[0].length === 1 ? ["block"] : ["attention", "MLP"];
