@@ -17,9 +17,6 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from PIL import Image
-from playwright.sync_api import sync_playwright
-
 from processes import COMMAND, Program
 
 MOST_BYTES = 150_000
@@ -27,6 +24,9 @@ MOST_BYTES = 150_000
 
 def main() -> None:
     """Start a server, use its page, keep what it shows."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
     with TemporaryDirectory() as folder, sync_playwright() as play:
         program = Program(COMMAND, "serve", "reference", "--tasks", folder, "--port", 0)
         while not (found := re.search(r"http://\S+", program.said()[0])):
