@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 REAL := $(VENV)/.real
 DOCS := $(VENV)/.docs
 
-.PHONY: demo demo-real test fuzz fuzz-serve test-real test-wheel bench lint format docs docs-results real-results clean
+.PHONY: demo demo-real test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,7 +34,12 @@ fuzz: $(READY)  ## 10,000 spoiled inputs, 1,000 artefacts, 100 kills and full di
 	$(VENV)/bin/python scripts/fuzz.py
 
 fuzz-serve: $(READY)  ## `i2cl serve`: 50 kills, five minutes of mixed load, a replica of Ray Serve killed; counted
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	$(VENV)/bin/python scripts/fuzz_serve.py --ray
+
+test-serve: $(READY)  ## `i2cl serve` as others see it: their clients, its description fuzzed, its page in Chromium
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check openai schemathesis playwright axe-playwright-python
+	$(VENV)/bin/pytest -rs tests/faces/server
 
 test-real: $(REAL)  ## the tests that need that model
 	$(VENV)/bin/pytest tests/real

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +35,8 @@ TASK = load_task("mood-colour-1")
 TEXTS = [row.text for row in TASK.test]
 EXAMPLES = [{"text": row.text, "label": TASK.labels[row.label]} for row in TASK.train[:40]]
 QUICK: dict[str, Any] = {"settings": {"steps": 1}, "evaluate": 0, "shots": 1}
+ASKED = 600
+"""Requests to Ray Serve, of eight clients at once; a replica is killed after a third of them."""
 GROWTH = 0.05
 """Share by which resident memory may grow from the second fifth of the time to the last."""
 
@@ -203,7 +206,7 @@ class Load:
 
 
 def on_ray() -> Counter[str]:
-    """Two replicas of Ray Serve: the same answers, also while one is killed, to a client that retries."""
+    """Two replicas of Ray Serve under load: the same answers, also when one is killed, if clients retry."""
     import ray
     from ray import serve
 
@@ -226,31 +229,40 @@ def on_ray() -> Counter[str]:
         client = Client("http://127.0.0.1:8000", retries=20)
         replicas = _processes("ServeReplica")
         found["replicas"] = len(replicas)
-        for number in range(300):
-            if number == 100:
+
+        def ask(number: int) -> str:
+            if number == ASKED // 3:
                 os.kill(replicas[0], signal.SIGKILL)
             try:
                 (answer,) = client.classify("a", [texts[number % 20]])
             except ServerError as error:
-                found[f"lost request: {error.status}"] += 1
-                continue
-            expected = right[number % 20]
-            away = torch.tensor(list(answer.probabilities.values())).sub(expected).abs().max()
-            found["answers" if away < 1e-5 else "wrong answers"] += 1
+                return f"lost requests: status {error.status}"
+            away = torch.tensor(list(answer.probabilities.values())).sub(right[number % 20]).abs().max()
+            return "answers" if away < 1e-5 else "wrong answers"
+
+        with ThreadPoolExecutor(8) as threads:
+            found.update(threads.map(ask, range(ASKED)))
         serve.shutdown()
         ray.shutdown()
-    found["lost requests"] = 300 - found["answers"] - found["wrong answers"]
+    found["lost requests"] = ASKED - found["answers"] - found["wrong answers"]
+    found["replicas lacking"] = 2 - found["replicas"]
     return found
 
 
 def _processes(word: str) -> list[int]:
-    """Those whose command line holds a word."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    """Those below this one whose command line holds a word."""
+    found, parents = [], {}
+    for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if word in path.read_text(encoding="utf-8", errors="replace"):
-                found.append(int(path.parent.name))
-    return found
+            told = (path / "stat").read_text(encoding="utf-8", errors="replace")
+            parents[int(path.name)] = int(told.rpartition(")")[2].split()[1])
+            if word in (path / "cmdline").read_text(encoding="utf-8", errors="replace"):
+                found.append(int(path.name))
+
+    def own(pid: int) -> bool:
+        return pid == os.getpid() or (pid in parents and own(parents[pid]))
+
+    return [pid for pid in found if own(pid)]
 
 
 def resident(pid: int) -> int:
@@ -267,6 +279,7 @@ WRONG = (
     "memory grew",
     "exit code not 0",
     "lost requests",
+    "replicas lacking",
 )
 
 

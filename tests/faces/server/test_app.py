@@ -11,6 +11,7 @@ pytest.importorskip("fastapi")
 
 from i2cl.faces.server.app import make_app
 from i2cl.faces.server.guard import Access, read_tokens
+from i2cl.faces.server.jobs import Job
 from i2cl.faces.server.service import Service
 from i2cl.models.decoder import Decoder
 from tiny import tiny_model, tiny_tokenizer
@@ -88,7 +89,8 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
         events = re.findall(r"^event: (\w+)$", stream.read().decode(), re.MULTILINE)
     assert (events[0], events[-1]) == ("queued", "done")
     assert client.get(reply.headers["Location"]).json()["status"] == "done"
-    assert [job["name"] for job in client.get("/v1/jobs").json()["data"]] == ["new"]
+    (listed,) = client.get("/v1/jobs").json()["data"]
+    assert (listed["name"], listed["status"], "last" in listed) == ("new", "done", False)
     csv = "text,label\n" + "\n".join(f"{row['text']},{row['label']}" for row in rows[:12])
     query = {
         **NAMED,
@@ -114,6 +116,23 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
     )
     assert client.delete(f"/v1/tasks/{name}").json()["deleted"]
     assert error_of(client.get(f"/v1/tasks/{name}")) == (404, "unknown_task")
+
+
+def test_a_job_that_waits_shows_that_the_server_is_there(service, monkeypatch):
+    import asyncio
+
+    from i2cl.faces.server import management
+
+    monkeypatch.setattr(management, "QUIET", 0.0)
+    job = Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued"}])
+
+    async def first(count):
+        stream = management._events(service, job, 0)
+        return [await anext(stream) for _ in range(count)]
+
+    queued, *quiet = asyncio.run(asyncio.wait_for(first(3), 20))
+    assert queued.startswith("id: 1\nevent: queued\n")
+    assert quiet == [": waiting\n\n"] * 2
 
 
 def test_a_file_is_classified(client, service):
@@ -193,6 +212,7 @@ def test_what_cannot_be_classified_is_told(refusing, path, body, status, code):
         ({"examples": []}, "examples"),
         ({"template": "no field"}, r"\{text\} 0 times"),
         ({"name": " "}, "cannot be called"),
+        ({"name": "a/../films"}, "cannot be called"),
         ({"name": "tiny-llama"}, "base model's name"),
         ({"shots": 5}, "fewer shots"),
         ({"settings": {"none": 1}}, "no chosen method has the option"),
@@ -209,6 +229,40 @@ def test_examples_that_make_no_task_are_refused_row_by_row(refusing, change, tol
     reply = refusing.post("/v1/tasks", content=body, headers={"Content-Type": "application/json"})
     assert error_of(reply)[0] == 422, reply.text
     assert re.search(told, reply.json()["error"]["message"]), reply.text
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [({"shots": "9" * 5000}, "shots"), ({"shots": "x"}, "shots"), ({"check": "maybe"}, "check")],
+    ids=["long", "word", "doubt"],
+)
+def test_a_query_that_cannot_be_read_is_refused(refusing, query, told):
+    headers = {"Content-Type": "text/csv"}
+    reply = refusing.post(
+        "/v1/tasks", params=NAMED | query, content="text,label\na,x\nb,y\n", headers=headers
+    )
+    assert error_of(reply) == (422, "bad_request")
+    assert told in reply.json()["error"]["message"]
+
+
+def test_a_table_without_its_columns_is_refused_with_a_cure_for_clients(refusing):
+    query = {"name": "new", "template": "{text} {label}"}
+    reply = refusing.post("/v1/tasks", params=query, content="a,b\n", headers={"Content-Type": "text/csv"})
+    assert reply.json()["error"]["cure"] == "name the columns text and label"
+
+
+def test_a_cure_is_told_with_the_colons_in_its_quotations(refusing):
+    rows = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
+    told = refusing.post("/v1/tasks", json={**NAMED, "template": "none", "examples": rows}).json()["error"]
+    assert told["cure"].startswith("write it like 'Review: {text}")
+
+
+def test_a_text_that_cannot_be_used_is_named_in_its_list(refusing):
+    for text in ("", 3, "\ud800"):
+        body = json.dumps({"model": "films", "input": ["a", text]})
+        reply = refusing.post(CLASSIFY, content=body, headers={"Content-Type": "application/json"})
+        assert error_of(reply) == (422, "bad_request")
+        assert reply.json()["error"]["message"].startswith("input.1 cannot be used")
 
 
 def test_every_row_that_is_refused_is_named(refusing):
@@ -244,6 +298,10 @@ def test_addresses_methods_bodies_and_times_that_are_wrong(client, monkeypatch):
     post = client.post
     assert error_of(client.get("/nowhere")) == (404, "not_found")
     assert error_of(client.get(CLASSIFY)) == (405, "method")
+    for method in ("PUT", "PATCH", "TRACE"):
+        assert error_of(client.request(method, CLASSIFY, content=b"x")) == (405, "method")
+    assert error_of(post("/healthz", content=b"x")) == (405, "method")
+    assert client.put("/v1/tasks", content=b"x").headers["Allow"] == "GET, POST"
     assert error_of(client.get("/v1/jobs/none")) == (404, "unknown_job")
     assert error_of(post(CLASSIFY, content=b"{")) == (415, "content_type")
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
@@ -265,6 +323,28 @@ def test_a_deadline_that_has_passed(client, service, monkeypatch):
     monkeypatch.setattr("i2cl.faces.server.service.TIMEOUT", -1.0)
     body = {"model": "films", "input": TEXT}
     assert error_of(client.post(CLASSIFY, json=body)) == (504, "deadline")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CLASSIFY, {"model": "films", "input": TEXT}),
+        ("/predict", {"inputs": TEXT}),
+        ("/v1/completions", {"model": "films", "prompt": TEXT, "seed": 5.0}),  # JSON's 5.0 is a whole number
+        ("/v1/chat/completions", {"model": "films", "messages": [{"role": "user", "content": TEXT}]}),
+    ],
+)
+def test_each_way_of_asking_takes_a_deadline(client, monkeypatch, path, body):
+    from i2cl.faces.server.service import Service
+
+    seen = []
+
+    async def answered(self, name, texts, *, timeout, gone):
+        seen.append(timeout)
+
+    monkeypatch.setattr(Service, "answered", answered)
+    client.post(path, json=body, headers={"X-Request-Timeout": "7"})
+    assert seen == [7]
 
 
 def test_what_nobody_expected_is_told_without_its_words(client, service, monkeypatch, caplog):

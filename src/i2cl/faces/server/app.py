@@ -5,12 +5,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Header, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from i2cl.errors import I2CLError
 from i2cl.faces.server import completions, management, schemas
@@ -21,7 +22,7 @@ from i2cl.faces.server.tasks import most_bytes
 from i2cl.version import __version__
 
 PAGE = Path(__file__).with_name("page")
-PAGE_FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+PAGE_FILES = {"/": "index.html", **{f"/{name}": name for name in ("page.css", "page.js", "example.csv")}}
 
 MOST_BODY = 4 * 2**20
 """Bytes of a body of texts, or of examples."""
@@ -29,14 +30,9 @@ MOST_BODY = 4 * 2**20
 MOST_FILE = 256 * 2**20
 """Bytes of a file of texts."""
 
-REFUSED = (400, 401, 403, 404, 409, 413, 415, 421, 422, 429, 503, 504)
+METHODS = ("DELETE", "GET", "POST", "PUT")
 
-Timeout = Annotated[
-    float | None,
-    Header(
-        alias="X-Request-Timeout", ge=1, le=3600, description="Seconds before which the request has to begin."
-    ),
-]
+REFUSED = (400, 401, 403, 404, 409, 413, 415, 421, 422, 429, 503, 504)
 
 
 def make_app(service: Service, access: Access, *, page: bool = True, origins: Sequence[str] = ()) -> Any:
@@ -72,7 +68,7 @@ def make_app(service: Service, access: Access, *, page: bool = True, origins: Se
     if page:
         for path, name in PAGE_FILES.items():
             app.add_api_route(path, partial(_file, PAGE / name), include_in_schema=False)
-    guard: Any = Guard(app, access, partial(_limit, service), _types, service.metrics)
+    guard: Any = Guard(app, access, partial(_limit, service), partial(_types, app), service.metrics)
     if origins:
         from starlette.middleware.cors import CORSMiddleware
 
@@ -91,7 +87,7 @@ def _answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/classify", summary="Classify texts")
     async def classify(
-        body: schemas.Classify, request: Request, response: Response, timeout: Timeout = None
+        body: schemas.Classify, request: Request, response: Response, timeout: schemas.Timeout = None
     ) -> schemas.Classification:
         texts = [body.input] if isinstance(body.input, str) else body.input
         answer = await answered(service, request, body.model, texts, timeout)
@@ -128,7 +124,7 @@ def _answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/predict", summary="Classify texts, as text-embeddings-inference answers")
     async def predict(
-        body: schemas.Predict, request: Request, response: Response, timeout: Timeout = None
+        body: schemas.Predict, request: Request, response: Response, timeout: schemas.Timeout = None
     ) -> list[list[schemas.LabelScore]]:
         name = body.model
         if name is None:
@@ -144,7 +140,11 @@ def _answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/models/{name:path}", summary="The same of one task, as Hugging Face's clients ask")
     async def models(
-        name: str, body: schemas.Predict, request: Request, response: Response, timeout: Timeout = None
+        name: str,
+        body: schemas.Predict,
+        request: Request,
+        response: Response,
+        timeout: schemas.Timeout = None,
     ) -> list[list[schemas.LabelScore]]:
         return await predicted(name, body, request, response, timeout)
 
@@ -182,17 +182,21 @@ def _refusals(app: FastAPI, service: Service) -> None:
 
     async def invalid(_request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)  # noqa: S101
-        problem = error.errors()[0]
-        place = ".".join(str(part) for part in problem["loc"] if part not in {"body", "str"})
+        problem = max(error.errors(), key=lambda one: len(one["loc"]))  # the text rather than the list of it
+        parts = [str(part) for part in problem["loc"] if part not in {"body", "str"}]
+        place = ".".join(part for part in parts if not part.startswith(("constrained-", "list[")))
         message = problem["msg"].removeprefix("Value error, ")
         cure = "see /openapi.json for what this address takes"
         return told(
             RefusalError(422, "bad_request", f"{place or 'the body'} cannot be used, {message}: {cure}")
         )
 
-    async def http(_request: Request, error: Exception) -> JSONResponse:
+    async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)  # noqa: S101
         headers = dict(error.headers or {})
+        if error.status_code == 405:  # Starlette names the methods of one route of several
+            path = request.url.path
+            headers["Allow"] = ", ".join(name for name in METHODS if _takes(app, name, path))
         what = {404: "no such address", 405: "no such method here"}.get(
             error.status_code, "it cannot be read"
         )
@@ -219,9 +223,16 @@ def _limit(service: Service, method: str, path: str) -> int:
     return MOST_FILE if path == "/v1/batches" else MOST_BODY
 
 
-def _types(method: str, path: str) -> Sequence[str]:
+def _types(app: FastAPI, method: str, path: str) -> Sequence[str]:
+    if method not in {"POST", "PUT"} or not _takes(app, method, path):
+        return ()
     if method == "PUT":
         return ("application/x-tar",)
     if path == "/v1/batches":
         return ("application/jsonl", "application/x-ndjson")
     return ("application/json", "text/csv") if path == "/v1/tasks" else ("application/json",)
+
+
+def _takes(app: FastAPI, method: str, path: str) -> bool:
+    asked = {"type": "http", "method": method, "path": path}
+    return any(route.matches(asked)[0] is Match.FULL for route in app.routes)

@@ -25,6 +25,9 @@ from i2cl.errors import I2CLError
 AGAIN = (429, 503)
 """Answers after which the same request may be sent again."""
 
+UNKNOWN = "unknown"
+"""What is not the server's own answer: that of a proxy, such as Ray Serve's for a replica that was killed."""
+
 
 class ServerError(I2CLError):
     """What the server refused.
@@ -219,11 +222,13 @@ class Client:
                 time.sleep(min(2.0, 0.1 * 2**attempt))
                 continue
             told = {name.lower(): value for name, value in reply.getheaders()}
-            if reply.status in AGAIN and not last:
+            refused = _refused(reply.status, found) if reply.status >= 400 else None
+            lost = reply.status >= 500 and refused is not None and refused.code == UNKNOWN
+            if (reply.status in AGAIN or lost) and not last:
                 time.sleep(float(told.get("retry-after", "1")))
                 continue
-            if reply.status >= 400:
-                raise _refused(reply.status, found)
+            if refused is not None:
+                raise refused
             is_json = told.get("content-type", "").partition(";")[0] == "application/json"
             return (json.loads(found) if is_json else found), told
         raise AssertionError  # the last attempt returns or raises
@@ -261,4 +266,4 @@ def _refused(status: int, body: bytes) -> ServerError:
         error = json.loads(body)["error"]
         return ServerError(status, error["code"], error["message"])
     except (ValueError, KeyError, TypeError):
-        return ServerError(status, "unknown", f"the server answered with status {status}: is it i2cl serve?")
+        return ServerError(status, UNKNOWN, f"the server answered with status {status}: is it i2cl serve?")

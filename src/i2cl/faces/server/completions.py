@@ -18,7 +18,9 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
     @routes.post("/v1/completions", summary="The label of a text, as a completion")
-    async def completions(body: schemas.Completion, request: Request, response: Response) -> dict[str, Any]:
+    async def completions(
+        body: schemas.Completion, request: Request, response: Response, timeout: schemas.Timeout = None
+    ) -> dict[str, Any]:
         _require_label_alone(body)
         for name in ("echo", "suffix"):
             if getattr(body, name):
@@ -26,7 +28,7 @@ def router(service: Service) -> APIRouter:
         if body.best_of not in {None, 1}:
             raise _refused("best_of asks for more than the label", "leave best_of out")
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        answer = await answered(service, request, body.model, texts, None)
+        answer = await answered(service, request, body.model, texts, timeout)
         response.headers["X-Task-Digest"] = answer.entry.digest
         choices = [
             {
@@ -40,7 +42,9 @@ def router(service: Service) -> APIRouter:
         return _told("text_completion", "cmpl", body.model, choices, answer)
 
     @routes.post("/v1/chat/completions", summary="The label of a text, as an answer in a chat")
-    async def chat(body: schemas.Chat, request: Request, response: Response) -> dict[str, Any]:
+    async def chat(
+        body: schemas.Chat, request: Request, response: Response, timeout: schemas.Timeout = None
+    ) -> dict[str, Any]:
         _require_label_alone(body)
         for name in ("tools", "response_format"):
             if getattr(body, name):
@@ -49,7 +53,7 @@ def router(service: Service) -> APIRouter:
             raise _refused("a task has a prompt of its own", "send one message, the user's, with the text")
         content = body.messages[0].content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        answer = await answered(service, request, body.model, [text], None)
+        answer = await answered(service, request, body.model, [text], timeout)
         response.headers["X-Task-Digest"] = answer.entry.digest
         message = {"role": "assistant", "content": answer.entry.labels[answer.best(0)], "refusal": None}
         choice = {

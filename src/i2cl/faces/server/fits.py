@@ -1,5 +1,6 @@
 """A task out of labelled examples: checked when they come, fitted when it is their turn."""
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -207,5 +208,6 @@ def _tokens(decoder: Decoder, task: Task, demonstrations: tuple[Example, ...]) -
 
 
 def _short(message: str, folder: Path) -> str:
-    """Without the server's own folders."""
-    return message.replace(f"{folder}/", "")
+    """Without the server's own folders and the options of its functions."""
+    own = message.replace(f"{folder}/", "")
+    return re.sub(r"name it with \w+ \(--[\w-]+\)", "name the columns text and label", own)

@@ -19,7 +19,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Role = Literal["read", "admin"]
 
-OPEN = ("/", "/healthz", "/readyz", "/openapi.json", "/page.css", "/page.js")
+OPEN = ("/", "/healthz", "/readyz", "/openapi.json", "/page.css", "/page.js", "/example.csv")
 """What needs no token: nothing there is a task's."""
 
 SHORTEST_TOKEN = 16
@@ -118,7 +118,7 @@ class Guard:
         access: who may ask.
         limit: the longest body in bytes of a method and a path.
         metrics: counts requests and refusals.
-        types: of bodies that a method and a path take.
+        types: of bodies that a method and a path take; none where a body is not read.
     """
 
     app: Any
@@ -180,10 +180,10 @@ class Guard:
                 raise RefusalError(401, "no_token", message, headers=told)
             if role == "read" and _changes(method, path):
                 raise RefusalError(403, "read_token", "this token only reads: take an admin's")
-        if method in {"GET", "HEAD", "OPTIONS", "DELETE"}:
+        allowed = self.types(method, path)
+        if not allowed:
             return receive
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        allowed = self.types(method, path)
         if kind not in allowed:
             raise RefusalError(
                 415, "content_type", f"the body is no {' or '.join(allowed)}: say so in Content-Type"

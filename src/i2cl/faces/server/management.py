@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,9 @@ from i2cl.faces.server.tasks import Entry, require_name, unpacked
 
 LOOK = 0.2
 """Seconds between two looks for new events."""
+
+QUIET = 15.0
+"""Seconds without an event after which clients, and proxies between, are shown that somebody is there."""
 
 _BODIES: dict[str, Any] = {
     "requestBody": {
@@ -103,7 +107,10 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
 def _of_jobs(routes: APIRouter, service: Service) -> None:
     @routes.get("/v1/jobs", summary="Fits and files, the newest first")
     async def jobs() -> dict[str, Any]:
-        return {"object": "list", "data": [job.described() for job in _jobs(service).all()]}
+        told = [job.described() for job in _jobs(service).all()]
+        for one in told:
+            del one["last"]  # of a fit it holds a map of the whole model
+        return {"object": "list", "data": told}
 
     @routes.get("/v1/jobs/{identity}", summary="Where a job stands")
     async def job(identity: str) -> dict[str, Any]:
@@ -152,19 +159,13 @@ def _jobs(service: Service) -> Jobs:
 
 def _fit(service: Service, request: Request, body: bytes) -> Response:
     jobs = _jobs(service)
-    if request.headers["content-type"].startswith("text/csv"):
+    if request.headers["content-type"].lower().startswith("text/csv"):
         query: dict[str, Any] = dict(request.query_params)
         if "labels" in query:
             query["labels"] = [label.strip() for label in query["labels"].split(",")]
-        query |= {
-            name: int(query[name])
-            for name in ("shots", "seed", "evaluate")
-            if query.get(name, "").isdecimal()
-        }
-        query |= {name: query[name] == "true" for name in ("chat", "check") if name in query}
         if isinstance(query.get("template"), str):
             query["template"] = query["template"].replace("\\n", "\n")
-        options = _valid(schemas.FitOptions, query)
+        options = _valid(schemas.FitOptions, query, strict=False)  # all of a query is text
         inputs = {"input.csv": body}
     else:
         given = _parsed(body)
@@ -199,13 +200,18 @@ def _accepted(job: Job) -> Response:
 
 
 async def _events(service: Service, job: Job, seen: int) -> AsyncIterator[str]:
+    last = time.monotonic()
     while True:
         while seen < len(job.events):
             told = job.events[seen]
             seen += 1
+            last = time.monotonic()
             yield f"id: {seen}\nevent: {told['event']}\ndata: {json.dumps(told)}\n\n"
         if job.ended or not service.ready:
             return
+        if time.monotonic() - last >= QUIET:
+            last = time.monotonic()
+            yield ": waiting\n\n"
         await asyncio.sleep(LOOK)
 
 
@@ -218,9 +224,9 @@ def _parsed(body: bytes) -> Any:
         ) from None
 
 
-def _valid(kind: type[Any], given: Any) -> Any:
+def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(given, strict=strict)
     except pydantic.ValidationError as error:
         message = f"{first_problem(error)}: see /openapi.json for what this address takes"
         raise RefusalError(422, "bad_request", message.encode(errors="backslashreplace").decode()) from None

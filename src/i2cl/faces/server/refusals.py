@@ -1,7 +1,12 @@
 """What the server refuses: a status, a word for programs, a sentence and its cure for people."""
 
+import re
+
 from i2cl.errors import I2CLError
 from i2cl.models.encoding import TooLongError
+
+CURE = re.compile(r".*?: ((?:(?<!\w)'[^']*'(?!\w)|(?!: ).)*+)", re.DOTALL)
+"""A message up to its last colon, and the cure behind it, whose quotations may have colons of their own."""
 
 
 class RefusalError(I2CLError):
@@ -37,13 +42,13 @@ class RefusalError(I2CLError):
         return cls(422, "bad_input", str(error))
 
     def body(self) -> dict[str, object]:
-        """As OpenAI's clients and people read it; the cure is what stands behind the last colon."""
-        message, _, cure = str(self).rpartition(": ")
+        """As OpenAI's clients and people read it."""
+        cure = CURE.fullmatch(str(self))
         told: dict[str, object] = {
             "message": str(self),
             "type": "server_error" if self.status >= 500 else "invalid_request_error",
             "code": self.code,
-            "cure": cure if message else "see /openapi.json",
+            "cure": cure[1] if cure else "see /openapi.json",
         }
         return {"error": told if self.rows is None else told | {"rows": self.rows}}
 

@@ -2,11 +2,26 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from fastapi import Header
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=10_000)]
 Name = Annotated[str, Field(min_length=1, max_length=128, description="Of a task.")]
+
+Int = Annotated[
+    int,
+    BeforeValidator(
+        lambda value: int(value) if isinstance(value, float) and value.is_integer() else value,
+    ),
+]
+"""JSON has one kind of number: 5.0 is as whole as 5."""
+
+Timeout = Annotated[
+    Annotated[float, Field(ge=1, le=3600)] | None,
+    WithJsonSchema({"type": "number", "minimum": 1, "maximum": 3600}),  # a header is there or not, never null
+    Header(alias="X-Request-Timeout", description="Seconds before which the request has to begin."),
+]
 
 
 class _Body(BaseModel):
@@ -24,7 +39,7 @@ class Parameters(_Body):
     """What Hugging Face's clients may ask for."""
 
     function_to_apply: Literal["softmax"] | None = None
-    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_k: Annotated[Int, Field(ge=1)] | None = None
 
 
 class Predict(_Body):
@@ -40,16 +55,16 @@ class Ignored(_Body):
 
     temperature: float | int | None = None
     top_p: float | int | None = None
-    seed: int | None = None
+    seed: Int | None = None
     user: str | None = None
     presence_penalty: float | int | None = None
     frequency_penalty: float | int | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[Int, Field(ge=1)] | None = None
     stop: str | list[str] | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
-    n: int | None = None
+    n: Int | None = None
 
 
 class Completion(Ignored):
@@ -57,9 +72,9 @@ class Completion(Ignored):
 
     model: Name
     prompt: Text | Texts
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[Int, Field(ge=0)] | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Int | None = None
     suffix: str | None = None
 
 
@@ -84,8 +99,8 @@ class Chat(Ignored):
     model: Name
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
 
@@ -110,12 +125,12 @@ class FitOptions(_Body):
     labels: list[str] | None = None
     instruction: str | None = None
     chat: bool = False
-    shots: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    shots: Annotated[Int, Field(ge=1, le=10_000)] | None = None
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     method: Literal["anchored", "i2cl"] | None = None
     recipe: Literal["paper", "released", "fast"] | None = None
     settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    evaluate: Annotated[int, Field(ge=0, le=10_000, description="Rows to score on at most.")] = 160
+    evaluate: Annotated[Int, Field(ge=0, le=10_000, description="Rows to score on at most.")] = 160
     check: Annotated[bool, Field(description="Say whether it can be fitted, and do not.")] = False
 
 

@@ -274,7 +274,7 @@ def require_name(name: str) -> None:
     if (
         not 0 < len(name) <= LONGEST_NAME
         or name != name.strip()
-        or name in {".", ".."}
+        or {".", ".."} & {*name.split("/")}  # clients resolve these in an address: they mean another task
         or HALF_PAIR.search(name)
         or not name.isprintable()
     ):
@@ -282,7 +282,7 @@ def require_name(name: str) -> None:
             422,
             "bad_name",
             f"a task cannot be called {name!a}: give 1 to {LONGEST_NAME} characters that can be printed, "
-            "without spaces around them",
+            "without spaces around them, and nothing like '../'",
         )
 
 

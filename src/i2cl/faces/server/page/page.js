@@ -2,7 +2,10 @@
 // Everything from users and from the server goes into textContent, never into HTML.
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-let call = "curl", job = null;
+const METHODS = { zero_shot: "Zero-shot", "zero_shot+batch_calibration": "Zero-shot, calibrated", few_shot: "Few-shot" };
+const MOST_SHOWN = 100; // rows that are refused
+const AGAIN = 2000; // milliseconds before a server that went away is asked again
+let call = "curl", job = null, read = {};
 
 function made(tag, text, attributes = {}, space) {
   const found = space ? document.createElementNS(space, tag) : document.createElement(tag);
@@ -11,37 +14,61 @@ function made(tag, text, attributes = {}, space) {
   return found;
 }
 
+// Cells are text, or numbers already written as [text, whether it is the largest].
 function table(head, rows) {
   const found = made("table"), top = made("tr");
-  for (const cell of head) top.append(made("th", cell, { scope: "col" }));
+  head.forEach((cell, place) => top.append(made("th", cell,
+    { scope: "col", ...(Array.isArray(rows[0]?.[place]) ? { class: "number" } : {}) })));
   found.append(made("thead"), made("tbody"));
   found.tHead.append(top);
   for (const row of rows) {
     const line = made("tr");
     row.forEach((cell, place) => line.append(place === 0 ? made("th", cell, { scope: "row" })
-      : made("td", cell, typeof cell === "number" || /^[\d.–%-]/.test(cell) ? { class: "number" } : {})));
+      : Array.isArray(cell) ? made("td", cell[0], { class: cell[1] ? "number best" : "number" }) : made("td", cell)));
     found.tBodies[0].append(line);
   }
   return found;
 }
 
+function lost() {
+  throw Object.assign(new Error("The server cannot be reached: check that it runs."), { away: true });
+}
+
 async function asked(method, path, body, type = "application/json") {
   const headers = body === undefined ? {} : { "Content-Type": type };
   if ($("token").value) headers.Authorization = `Bearer ${$("token").value}`;
-  const reply = await fetch(path, { method, headers, body });
+  const reply = await fetch(path, { method, headers, body }).catch(lost);
   if (reply.ok) return reply;
-  const told = await reply.json().catch(() => ({ error: { message: `status ${reply.status}` } }));
-  if (reply.status === 401) $("access").open = true;
-  throw Object.assign(new Error(told.error.message), { rows: told.error.rows });
+  const { error } = await reply.json().catch(() => ({ error: { message: `The server answered with status ${reply.status}.` } }));
+  if (reply.status === 401) {
+    $("access").open = true;
+    $("denied").textContent = error.message;
+  }
+  throw Object.assign(new Error(error.message), { rows: error.rows, code: error.code, status: reply.status });
 }
 
 const json = async (method, path, body) =>
   (await asked(method, path, body === undefined ? undefined : JSON.stringify(body))).json();
 const at = (name) => encodeURIComponent(name).replace(/%2F/g, "/");
 
+function say(id, text, wrong = false) {
+  $(id).textContent = text;
+  $(id).classList.toggle("wrong", wrong);
+}
+
 function refuse(error) {
-  $("state").textContent = error.message;
-  $("refused").replaceChildren(...(error.rows || []).map((row) => made("li", row)));
+  const rows = error.rows || [];
+  say("state", rows.length > 1 ? `${rows.length} rows cannot be used.` : error.message, true);
+  $("refused").replaceChildren(...rows.slice(0, MOST_SHOWN).map((row) => made("li", row)));
+  if (rows.length > MOST_SHOWN) $("refused").append(made("li", `and ${rows.length - MOST_SHOWN} more`));
+}
+
+function parsed(text, where) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${where} cannot be read as JSON (${error.message}): correct it.`);
+  }
 }
 
 function request(check) {
@@ -49,55 +76,82 @@ function request(check) {
   const options = { name: $("name").value, template: $("template").value };
   if (shots) options.shots = Number(shots);
   if (check) options.check = true;
-  if (text.startsWith("[")) {
-    return asked("POST", "v1/tasks", JSON.stringify({ ...options, examples: JSON.parse(text) }));
-  }
-  if (text.startsWith("{")) {
-    const examples = text.split("\n").filter((line) => line.trim()).map((line) => JSON.parse(line));
-    return asked("POST", "v1/tasks", JSON.stringify({ ...options, examples }));
-  }
-  return asked("POST", `v1/tasks?${new URLSearchParams(options)}`, text + "\n", "text/csv");
+  if (!/^[[{]/.test(text)) return asked("POST", `v1/tasks?${new URLSearchParams(options)}`, `${text}\n`, "text/csv");
+  const examples = text.startsWith("[") ? parsed(text, "The list")
+    : text.split("\n").flatMap((line, place) => line.trim() ? [parsed(line, `Line ${place + 1}`)] : []);
+  return asked("POST", "v1/tasks", JSON.stringify({ ...options, examples }));
 }
 
 async function sent(check) {
+  if (!$("fit").reportValidity()) return;
+  if (job) return say("state", "A fit runs: wait for it, or cancel it.", true);
   $("refused").replaceChildren();
-  $("state").textContent = check ? "Checking" : "Sending";
+  say("state", check ? "Checking" : "Sending");
   try {
     const told = await (await request(check)).json();
     if (!check) return await followed(told.id);
-    $("state").textContent =
-      `${told.rows} rows can be used, labels ${told.labels.join(", ")}; ${told.demonstrations} become demonstrations.`;
+    say("state", `${told.rows} rows can be used, labels ${told.labels.join(", ")}; ${told.demonstrations} become demonstrations.`);
   } catch (error) { refuse(error); }
 }
 
+// Until the fit has ended, also over a server that goes away and comes back: it tells all from the start again.
 async function followed(id) {
   job = id;
   $("cancel").hidden = false;
+  $("progress").hidden = true;
+  while (job) {
+    try {
+      await watched(id);
+    } catch (error) {
+      if (!error.away) {
+        refuse(error);
+        job = null;
+      }
+    }
+    if (job) {
+      say("state", "The server does not answer; the fit goes on when it is back.", true);
+      await new Promise((done) => setTimeout(done, AGAIN));
+    }
+  }
+  $("steps").hidden = true;
+  $("live").replaceChildren();
+  if (document.activeElement === $("cancel")) $("begin").focus();
+  $("cancel").hidden = true;
+}
+
+async function watched(id) {
   const losses = [];
-  $("state").textContent = "Waiting for its turn";
   for await (const told of events(await asked("GET", `v1/jobs/${id}/events`))) {
+    if (told.event === "queued") say("state", "Waiting for its turn");
+    if (told.event === "started" || told.event === "resumed") say("state", "Fitting");
     if (told.event === "step") {
-      losses.push(told.loss);
-      $("state").textContent = `Step ${told.step} of at most ${told.steps}, loss ${told.loss.toFixed(4)}`;
+      losses.push([told.step, told.loss]);
+      $("steps").hidden = false;
+      $("bar").max = told.steps;
+      $("bar").value = told.step;
+      $("step").textContent = `step ${told.step} of at most ${told.steps}`;
       curve(losses);
-    } else if (told.event === "scoring") $("state").textContent = `Scoring ${told.method}`;
-    if (told.sizes) map(told);
+      if (told.sizes) map($("live"), told);
+    }
+    if (told.event === "scoring") say("state", `Scoring ${METHODS[told.method] || "the task"} on rows that it was not fitted to`);
+    if (!["failed", "cancelled", "done"].includes(told.event)) continue;
+    job = null;
     if (told.event === "failed") refuse(new Error(told.error.message));
-    if (told.event === "cancelled") $("state").textContent = "Cancelled";
+    if (told.event === "cancelled") say("state", "Cancelled");
     if (told.event === "done") {
-      $("state").textContent = `Task ${told.name} is ready.`;
-      worth(told);
+      say("state", `Task ${told.name} is ready, from ${told.demonstrations} demonstrations.`);
+      if (told.history.length) curve(told.history.map((loss, step) => [step, loss]));
+      read[told.digest] = told.tokens;
       await tasks(told.name);
     }
   }
-  $("cancel").hidden = true;
 }
 
 async function* events(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(lost);
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -108,123 +162,199 @@ async function* events(reply) {
   }
 }
 
+// Of pairs of a step and its loss: not every step is told of.
 function curve(losses) {
-  const most = Math.max(...losses, 1e-9), step = 380 / Math.max(1, losses.length - 1);
-  const points = losses.map((loss, place) => `${10 + place * step},${105 - 90 * loss / most}`).join(" ");
+  const most = Math.max(...losses.map(([, loss]) => loss), 1e-9), wide = Math.max(1, losses.at(-1)[0] - losses[0][0]);
+  const points = losses.map(([step, loss]) => `${400 * (step - losses[0][0]) / wide},${98 - 94 * loss / most}`).join(" ");
+  $("losses").textContent = `${losses[0][1].toFixed(3)} → ${losses.at(-1)[1].toFixed(3)}`;
+  $("loss").replaceChildren(made("polyline", undefined, { points, class: "curve" }, SVG));
   $("progress").hidden = false;
-  $("loss").replaceChildren(made("polyline", undefined, { points, class: "curve" }, SVG),
-    made("text", most.toFixed(3), { x: 0, y: 10 }, SVG), made("text", "0", { x: 0, y: 112 }, SVG));
 }
 
-function map({ coefficients, sizes }) {
-  const writers = sizes[0].length === 1 ? ["block"] : ["attention", "MLP"], side = 14, left = 60;
-  const betas = coefficients.map((layer) => layer.map((pair) => pair[1]));
+const writers = (sizes) => sizes[0].length === 1 ? ["block"] : ["attention", "MLP"];
+
+function map(figure, { coefficients, sizes }) {
+  const side = 18, left = 92, names = writers(sizes), betas = coefficients.map((layer) => layer.map((pair) => pair[1]));
   const most = Math.max(...sizes.flat(), 1e-9), away = Math.max(...betas.flat().map((beta) => Math.abs(beta - 1)), 1e-9);
-  const cells = [];
-  const drawn = (row, name, value, share, sign) => {
-    cells.push(made("text", name, { x: 0, y: row * side + 11 }, SVG));
-    value.forEach((one, layer) => cells.push(made("rect", undefined, {
-      x: left + layer * side, y: row * side, width: side - 1, height: side - 1, stroke: "#8a8f98", "stroke-width": .3,
-      fill: sign(one) < 0 ? "#b4560e" : "#0b5cad", "fill-opacity": Math.min(1, share(one)).toFixed(3) }, SVG)));
+  const width = left + sizes.length * side, height = (2 * names.length + 1) * side, cells = [];
+  const row = (number, name, values, share, kind) => {
+    cells.push(made("text", name, { x: 0, y: number * side + 13 }, SVG));
+    values.forEach((value, layer) => {
+      const cell = made("rect", undefined, { x: left + layer * side, y: number * side, width: side - 2, height: side - 2,
+        class: kind(value), "fill-opacity": Math.min(1, share(value)).toFixed(3) }, SVG);
+      cell.append(made("title", `${name}, layer ${layer + 1}: ${value.toFixed(4)}`, {}, SVG));
+      cells.push(cell);
+    });
   };
-  writers.forEach((name, index) => {
-    drawn(index, `λv ${name}`, sizes.map((layer) => layer[index]), (one) => one / most, () => 1);
-    drawn(writers.length + index, `β ${name}`, betas.map((layer) => layer[index]),
-      (one) => Math.abs(one - 1) / away, (one) => one - 1);
+  names.forEach((name, index) => {
+    row(index, `λv ${name}`, sizes.map((layer) => layer[index]), (one) => one / most, () => "more");
+    row(names.length + index, `β ${name}`, betas.map((layer) => layer[index]),
+      (one) => Math.abs(one - 1) / away, (one) => one < 1 ? "less" : "more");
   });
-  $("heat").setAttribute("viewBox", `0 0 ${Math.max(200, left + sizes.length * side)} ${2 * writers.length * side}`);
-  $("heat").replaceChildren(...cells);
-  const rows = sizes.flatMap((layer, number) => layer.map((size, index) =>
-    [`${number + 1} ${writers[index]}`, coefficients[number][index][0], coefficients[number][index][1], size]));
-  $("numbers").replaceChildren(...table(["Layer, writer", "lambda", "beta", "size of lambda v"], rows).children);
-  $("map").hidden = false;
+  for (let layer = 0; layer < sizes.length; layer += layer ? 5 : 4) {
+    cells.push(made("text", layer + 1, { x: left + layer * side + 3, y: height - 4 }, SVG));
+  }
+  const drawn = made("svg", undefined, { width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
+    "aria-label": "Map of lambda v and beta by layer and writer" }, SVG);
+  drawn.append(...cells);
+  const wide = made("div", undefined, { class: "wide", role: "region", "aria-label": "Map", tabindex: 0 });
+  wide.append(drawn);
+  const told = away > 1e-5 ? `β, blue above 1 and orange below, up to ${away.toFixed(3)} away from it` : "β is 1 throughout";
+  figure.replaceChildren(made("figcaption", `What is injected by layer: the size of λv, up to ${most.toFixed(3)}; ${told}`), wide);
 }
 
-function worth({ worth: found, tokens }) {
+async function about() {
+  const name = $("tasks").value;
+  $("about").hidden = !name;
+  if (!name) return;
+  const told = await json("GET", `v1/tasks/${at(name)}`), found = told.worth, tokens = read[told.digest];
+  if ($("tasks").value !== name) return;
+  $("what").textContent = `${name}: ${told.labels.length} labels from ${told.demonstrations} demonstrations.`;
+  map($("map"), told);
+  $("numbers").replaceChildren(...table(["Layer, writer", "λ", "β", "size of λv"], told.sizes.flatMap((layer, number) =>
+    layer.map((size, index) => [`${number + 1} ${writers(told.sizes)[index]}`,
+      ...[...told.coefficients[number][index], size].map((value) => [value.toFixed(5)])]))).children);
   $("worth").hidden = !found;
+  $("verdict").textContent = found ? `Whether it pays: ${found.verdict}.` : "It was not scored: no labelled rows were left for that.";
   if (!found) return;
-  const read = (name) => name.startsWith("few_shot") ? tokens.few_shot : tokens.task;
-  const rows = Object.entries(found.methods).map(([name, one]) => [name,
-    `${(100 * one.accuracy).toFixed(1)} % (${(100 * one.low).toFixed(0)}–${(100 * one.high).toFixed(0)})`,
-    one.milliseconds_per_query.toFixed(1), read(name)]);
-  $("worth").replaceChildren(
-    table(["Method", `Accuracy on ${found.rows} rows (95 %)`, "ms a text", "Tokens read"], rows),
-    made("p", `Whether it pays: ${found.verdict}.`));
+  const percent = (share) => (100 * share).toFixed(0), best = Math.max(...Object.values(found.methods).map((one) => one.accuracy));
+  const rows = Object.entries(found.methods).map(([method, one]) => [METHODS[method] || "This task",
+    [`${(100 * one.accuracy).toFixed(1)} %`, one.accuracy === best], [`${percent(one.low)}–${percent(one.high)}`],
+    [one.milliseconds_per_query.toFixed(1)], ...(tokens ? [[method.startsWith("few_shot") ? tokens.few_shot : tokens.task]] : [])]);
+  const head = ["Method", `Accuracy on ${found.rows} rows`, "95 %", "ms a text"];
+  $("worth").replaceChildren(table(tokens ? [...head, "Tokens read"] : head, rows),
+    ...Object.entries(found.not_run).map(([method, why]) => made("p", `${METHODS[method] || "This task"} was not run: ${why}`)));
 }
 
 async function tasks(chosen) {
-  const told = await json("GET", "v1/tasks");
-  $("tasks").replaceChildren(...told.data.map((one) => made("option", one.id, { value: one.id })));
+  const told = await json("GET", "v1/models"), [base, ...all] = told.data;
+  $("base").textContent = `Labelled examples become a task of one frozen model, ${base.id}.`;
+  $("tasks").replaceChildren(...all.map((one) => made("option", one.id, { value: one.id })));
   if (chosen !== undefined) $("tasks").value = chosen;
+  $("ask").hidden = !all.length;
+  $("none").hidden = all.length > 0;
+  $("answers").hidden = true;
+  say("answered", "");
   shown();
+  await about();
 }
 
 async function classified(event) {
   event.preventDefault();
-  const input = $("texts").value.split("\n").filter((line) => line.trim());
-  const started = performance.now();
+  const input = $("texts").value.split("\n").filter((line) => line.trim()), started = performance.now();
+  say("answered", "Asking");
+  $("answers").hidden = true;
   try {
     const told = await json("POST", "v1/classify", { model: $("tasks").value, input });
-    const rows = told.data.map((one) => [input[one.index], one.label, ...one.probs.map((p) => p.toFixed(4))]);
+    const rows = told.data.map((one) => [input[one.index], one.label,
+      ...one.probs.map((p) => [p.toFixed(4), p === Math.max(...one.probs)])]);
     $("answers").replaceChildren(table(["Text", "Label", ...told.labels], rows));
     $("answers").hidden = false;
     const milliseconds = (performance.now() - started).toFixed(0);
-    $("answered").textContent = `${input.length} texts, ${milliseconds} ms, ${told.usage.prompt_tokens} tokens read.`;
-  } catch (error) { $("answered").textContent = error.message; }
-  shown();
+    say("answered", `${input.length} text${input.length > 1 ? "s" : ""}, ${milliseconds} ms, ${told.usage.prompt_tokens} tokens read.`);
+  } catch (error) { say("answered", error.message, true); }
 }
 
+async function removed() {
+  const name = $("tasks").value;
+  if (!confirm(`Remove the task ${name}?`)) return;
+  try {
+    await json("DELETE", `v1/tasks/${at(name)}`);
+    await tasks();
+    say("answered", `Task ${name} is removed.`);
+  } catch (error) { say("answered", error.message, true); }
+}
+
+// With a token, calls name the variable that holds it, and never the token itself.
 const CALLS = {
-  curl: (url, task, text) => `curl ${url}/v1/classify -H 'Content-Type: application/json' \\\n  -d ${
+  curl: (url, task, text, token) => `curl ${url}/v1/classify -H 'Content-Type: application/json' \\\n${
+    token ? "  -H \"Authorization: Bearer $I2CL_TOKEN\" \\\n" : ""}  -d ${
     `'${JSON.stringify({ model: task, input: text }).replaceAll("'", "'\\''")}'`}`,
-  Python: (url, task, text) => `from i2cl.faces.server.client import Client\n\nclient = Client(${
-    JSON.stringify(url)})\nprint(client.classify(${JSON.stringify(task)}, [${JSON.stringify(text)}]))`,
-  OpenAI: (url, task, text) => `from openai import OpenAI\n\nclient = OpenAI(base_url=${
-    JSON.stringify(`${url}/v1`)}, api_key="TOKEN")\nreply = client.chat.completions.create(\n    model=${
+  Python: (url, task, text, token) => `${token ? "import os\n\n" : ""}from i2cl.faces.server.client import Client\n\nclient = Client(${
+    JSON.stringify(url)}${token ? ", token=os.environ[\"I2CL_TOKEN\"]" : ""})\nprint(client.classify(${
+    JSON.stringify(task)}, [${JSON.stringify(text)}]))`,
+  OpenAI: (url, task, text, token) => `${token ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(\n    base_url=${
+    JSON.stringify(`${url}/v1`)},\n    api_key=${token ? "os.environ[\"I2CL_TOKEN\"]" : "\"none\""},\n)\nreply = client.chat.completions.create(\n    model=${
     JSON.stringify(task)},\n    messages=[{"role": "user", "content": ${
     JSON.stringify(text)}}],\n    logprobs=True,\n)\nprint(reply.choices[0].message.content)`,
 };
 
 function shown() {
-  const text = $("texts").value.split("\n")[0] || "a text";
-  $("code").textContent = CALLS[call](location.origin, $("tasks").value || "TASK", text);
-  for (const button of $("copies").children) {
-    if (button.dataset.call) button.setAttribute("aria-pressed", String(button.dataset.call === call));
+  const text = $("texts").value.split("\n").find((line) => line.trim()) || "a text";
+  const url = new URL(".", location.href).href.replace(/\/$/, "");
+  $("code").textContent = CALLS[call](url, $("tasks").value || "TASK", text, $("token").value);
+  for (const button of $("copies").children) button.setAttribute("aria-pressed", String(button.dataset.call === call));
+  $("copied").textContent = "";
+}
+
+async function taken(file) {
+  if (!file) return;
+  try {
+    $("examples").value = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    say("state", "");
+  } catch {
+    refuse(new Error(`${file.name} is no text in UTF-8: save it as that.`));
+  }
+}
+
+async function example() {
+  $("name").value ||= "mood";
+  $("template").value = "{text}\nAnswer: {label}";
+  $("examples").value = await (await asked("GET", "example.csv")).text();
+  $("texts").value ||= "the gloomy baker rested near the harbour\na cheerful nurse walked despite the rain";
+  shown();
+}
+
+async function opened() {
+  $("denied").textContent = "";
+  try {
+    await tasks();
+    const running = (await json("GET", "v1/jobs")).data.find((one) => one.kind === "fit" && ["queued", "running"].includes(one.status));
+    if (running && !job) {
+      $("name").value ||= running.name;
+      await followed(running.id);
+    }
+  } catch (error) {
+    $("closed").hidden = error.code !== "read_only";
+    $("fit").hidden = error.code === "read_only";
+    if (error.status !== 401 && error.code !== "read_only") refuse(error);
   }
 }
 
 function started() {
   for (const name of Object.keys(CALLS)) {
-    const button = made("button", name, { type: "button", "data-call": name, "aria-pressed": "false" });
+    const button = made("button", name, { type: "button", "data-call": name });
     button.addEventListener("click", () => { call = name; shown(); });
     $("copies").append(button);
   }
-  const copy = made("button", "Copy", { type: "button" });
-  copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText($("code").textContent).then(
-      () => { $("copied").textContent = "Copied"; }, () => { $("copied").textContent = "Select it and copy by hand"; });
-  });
-  $("copies").append(copy);
+  $("copy").addEventListener("click", () => (navigator.clipboard?.writeText($("code").textContent) ?? Promise.reject()).then(
+    () => { $("copied").textContent = "Copied"; }, () => { $("copied").textContent = "Select it and copy by hand"; }));
   $("check").addEventListener("click", () => sent(true));
   $("fit").addEventListener("submit", (event) => { event.preventDefault(); sent(false); });
+  $("example").addEventListener("click", () => example().catch(refuse));
   $("cancel").addEventListener("click", () => json("DELETE", `v1/jobs/${job}`).catch(refuse));
   $("ask").addEventListener("submit", classified);
-  $("tasks").addEventListener("change", shown);
+  $("tasks").addEventListener("change", () => { shown(); about().catch(refuse); });
   $("texts").addEventListener("input", shown);
-  $("token").addEventListener("change", () => tasks().catch(refuse));
-  $("remove").addEventListener("click", () =>
-    json("DELETE", `v1/tasks/${at($("tasks").value)}`).then(() => tasks(), (error) => { $("answered").textContent = error.message; }));
-  $("file").addEventListener("change", async () => { $("examples").value = await $("file").files[0].text(); });
+  $("remove").addEventListener("click", removed);
+  $("enter").addEventListener("submit", (event) => {
+    event.preventDefault();
+    sessionStorage.setItem("token", $("token").value);
+    opened();
+  });
   const field = $("examples");
+  $("file").addEventListener("change", () => taken($("file").files[0]));
   field.addEventListener("dragover", (event) => { event.preventDefault(); field.classList.add("drop"); });
   field.addEventListener("dragleave", () => field.classList.remove("drop"));
-  field.addEventListener("drop", async (event) => {
+  field.addEventListener("drop", (event) => {
     field.classList.remove("drop");
     if (!event.dataTransfer.files.length) return;
     event.preventDefault();
-    field.value = await event.dataTransfer.files[0].text();
+    taken(event.dataTransfer.files[0]);
   });
-  tasks().catch(refuse);
+  $("token").value = sessionStorage.getItem("token") ?? "";
+  shown();
+  opened();
 }
 
 started();

@@ -1,0 +1,54 @@
+"""The picture of the page of `i2cl serve` in the documents: its own example fitted, tried and compared.
+
+    python scripts/serve_screenshot.py docs/_static/serve.png
+
+Needs the extra ``serve``, playwright, and Chromium; Pillow makes the file small.
+"""
+
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from processes import COMMAND, Program
+
+MOST_BYTES = 150_000
+
+
+def main() -> None:
+    """Start a server, use its page, keep what it shows."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    with TemporaryDirectory() as folder, sync_playwright() as play:
+        program = Program(COMMAND, "serve", "reference", "--tasks", folder, "--port", 0)
+        while not (found := re.search(r"http://\S+", program.said()[0])):
+            assert program.process.is_alive(), program.said()
+            time.sleep(0.1)
+        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 900, "height": 600})
+        page.goto(found[0])
+        page.click("#example")
+        page.wait_for_function("document.getElementById('examples').value")
+        page.click("#begin")
+        page.wait_for_selector("#worth table", timeout=120_000)
+        page.click("#ask .main")
+        page.wait_for_selector("#answers table")
+        shot = Image.open(BytesIO(page.screenshot(full_page=True)))
+        browser.close()
+        os.kill(program.process.pid, signal.SIGTERM)
+        program.wait()
+    out = Path(sys.argv[1])
+    shot.convert("P", palette=Image.Palette.ADAPTIVE).save(out, optimize=True)
+    assert out.stat().st_size <= MOST_BYTES, out.stat().st_size
+
+
+if __name__ == "__main__":
+    main()

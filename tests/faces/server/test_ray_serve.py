@@ -1,0 +1,95 @@
+"""A replica without Ray: the answers of the plain server. `scripts/fuzz_serve.py --ray` kills one of two."""
+
+import asyncio
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
+
+from i2cl.errors import I2CLError
+from i2cl.faces.server.client import Client, ServerError
+from i2cl.faces.server.ray_serve import Replica
+
+from .conftest import HOST, TEXTS, made
+
+
+def answers(reply):
+    told = reply.json()
+    return told["data"] if isinstance(told, dict) else told
+
+
+@pytest.fixture
+def replica(service, monkeypatch, tmp_path):
+    """Of a folder that a service has written."""
+    service.tasks.put("films", made(service.decoder, 0))
+    monkeypatch.setattr("i2cl.models.decoder.Decoder.from_pretrained", lambda *_, **__: service.decoder)
+    return Replica("tiny-llama", str(tmp_path / "tasks"), {})
+
+
+def test_a_replica_answers_as_the_server(replica, service, asking):
+    class Through:
+        """What Ray does: gives a request, and sends what comes."""
+
+        async def __call__(self, scope, receive, send):
+            from starlette.requests import Request
+
+            await (await replica(Request(scope, receive)))(scope, receive, send)
+
+    plain = asking(service)
+    ray = TestClient(Starlette(routes=[Mount("/", app=Through())]), base_url=HOST)
+    for path, body, status in (
+        ("/v1/classify", {"model": "films", "input": list(TEXTS)}, 200),
+        ("/models/films", {"inputs": TEXTS[0]}, 200),
+        ("/v1/classify", {"model": "none", "input": "a"}, 404),
+        ("/v1/tasks", {"name": "new"}, 403),
+    ):
+        found = ray.post(path, json=body)
+        assert found.status_code == status
+        if status == 200:
+            right = plain.post(path, json=body)
+            assert found.headers["x-task-digest"] == right.headers["x-task-digest"]
+            assert answers(found) == answers(right)
+
+
+def test_a_replica_answers_a_handle_and_tells_when_it_is_ill(replica):
+    found = asyncio.run(replica.classify("films", list(TEXTS)))
+    assert (found["labels"], len(found["probabilities"])) == (["positive", "negative"], len(TEXTS))
+    with pytest.raises(I2CLError, match="no task 'none'"):
+        asyncio.run(replica.classify("none", ["a"]))
+    replica.check_health()
+    replica._service.close()
+    with pytest.raises(RuntimeError, match="thread has ended"):
+        replica.check_health()
+
+
+def test_a_request_that_a_killed_replica_lost_is_sent_again():
+    told = [(500, b"Internal Server Error"), (502, b"<html>"), (200, b'{"data": [{"id": "films"}]}')]
+    told += [(500, b'{"error": {"code": "internal", "message": "the server failed: please report it"}}')]
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, body = told.pop(0)
+            self.send_response(status)
+            for name, value in (("Content-Length", len(body)), ("Content-Type", "application/json")):
+                self.send_header(name, str(value))
+            self.send_header("Retry-After", "0")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever).start()
+        client = Client(f"http://127.0.0.1:{proxy.server_port}")
+        assert client.tasks() == [{"id": "films"}]
+        with pytest.raises(ServerError, match="please report it"):
+            client.tasks()
+        proxy.shutdown()
+    assert not told
