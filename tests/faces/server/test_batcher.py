@@ -66,7 +66,7 @@ def held(running):
     go.set()
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("I2CL_SERVER_MIXES", "1"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("I2CL_SERVER_MIXES", "6"))))
 def test_every_answer_is_of_the_version_that_was_asked(running, decoder, seed):
     """Mixes of tasks, versions, loads, drops, replacements, cancelled requests and sizes."""
     batcher, folder = running
@@ -202,20 +202,28 @@ def test_rows_that_cannot_run_take_no_others_with_them(running, decoder, held, m
 @pytest.mark.parametrize(
     "method", [Anchored(anchoring=AnchoredConfig(steps=1)), I2CL.configured({"epochs": 2})]
 )
-def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(running, decoder, task, method):
+def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(running, decoder, task, held, method):
+    """Every answer brings the next request, so that one waits at each of the fit's pauses."""
     batcher, folder = running
     folder.put("a", made(decoder, 0))
     right = folder.injection(folder.entry("a").digest).scores(decoder, [TEXTS[0]])[0]
     shared = SharedDecoder(batcher, SimpleNamespace(require_wanted=lambda: None))
     shown = task.sample(1)
-    alone = batcher.run(lambda: method.injection(shared, task, shown)).result(SOON)
-    during, fit = [], batcher.run(lambda: method.injection(shared, task, shown))
-    while not fit.done():
-        ticket = batcher.submit(folder.asked("a", [TEXTS[0]])[1], later())
-        during.append((ticket.done.result(SOON), fit.done()))
-    assert sum(not done for _, done in during) > 2
-    for (row,), _ in during:
-        torch.testing.assert_close(row, right, rtol=1e-5, atol=1e-5)
+    alone, fit = (batcher.run(lambda: method.injection(shared, task, shown)) for _ in range(2))
+    rows, tickets = folder.asked("a", [TEXTS[0]])[1], []
+
+    def ask(_=None):
+        if not fit.done():
+            tickets.append(batcher.submit(rows, later()))
+            tickets[-1].done.add_done_callback(ask)
+
+    alone.add_done_callback(ask)
+    held.set()
+    wait([fit], SOON)
+    assert len(tickets) > 3
+    for ticket in tickets:
+        torch.testing.assert_close(ticket.done.result(SOON)[0], right, rtol=1e-5, atol=1e-5)
+    alone = alone.result()
     found = fit.result()
     assert torch.equal(found.coefficients, alone.coefficients)
     assert torch.equal(found.context.values, alone.context.values)
