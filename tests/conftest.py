@@ -30,6 +30,11 @@ from i2cl.models.decoder import Decoder  # noqa: E402
 from i2cl.tasks import Example, Task, Template  # noqa: E402
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits long for other processes comes first, so that others run beside it."""
+    items.sort(key=lambda item: item.path.name != "test_ray.py")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

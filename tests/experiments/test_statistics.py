@@ -252,7 +252,7 @@ POINTS = norm.pdf(EASE / np.sqrt(2)) / np.sqrt(2)
 """How much accuracy moves with the luck of a seed."""
 
 
-@pytest.mark.parametrize(("seeds", "points"), [(4, 0), (4, 4.4), (6, 4.4), (10, 0), (10, 4.4)])
+@pytest.mark.parametrize(("seeds", "points"), [(4, 4.4), (6, 4.4), (10, 0)])
 def test_a_table_of_equal_methods_shows_a_difference_in_less_than_seven_of_a_hundred(seeds, points):
     """Each of 8 equal methods against a ninth on 500 queries; seeds differ by so many points."""
     rng = np.random.default_rng(seeds)

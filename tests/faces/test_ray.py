@@ -90,9 +90,8 @@ def stop():
     raise KeyboardInterrupt
 
 
-@pytest.fixture(scope="module")
-def told(folder):
-    """Stdout and stderr of three commands."""
+def test_three_commands_on_one_cluster(folder, tmp_path):
+    """In one test, since a cluster and its workers take half a minute of two cores."""
     grid = ["experiment", "run", str(folder / "mine.toml"), "--store", str(folder / "store"), "--json"]
     commands = {
         "texts": predict(folder, "texts.txt", "out.tsv"),
@@ -102,26 +101,28 @@ def told(folder):
     on_ray = {name: [*words, "--executor", "ray", "--workers", "1"] for name, words in commands.items()}
     code, out, err = finished(COMMANDS, json.dumps(on_ray))
     assert code == 0, err
-    return out, err.splitlines()
+    goes_on_with_a_local_run_and_gives_the_same_bytes(folder, err.splitlines()[:3])
+    says_of_a_bad_row_one_line(folder, err.splitlines()[3:5])
+    assert err.splitlines()[-1] == "cells ended with 1"  # I2CL with -1 epochs cannot work
+    makes_the_cells_that_run_here(folder, json.loads(out), tmp_path)
 
 
-def test_it_goes_on_with_a_local_run_and_gives_the_same_bytes(folder, told):
-    first, saved, code = told[1][:3]
+def goes_on_with_a_local_run_and_gives_the_same_bytes(folder, told):
+    first, saved, code = told
     assert (first, code) == ("10 rows of an earlier run are kept", "texts ended with 0")
     assert "25 rows" in saved
     assert (folder / "out.tsv").read_bytes() == (folder / "here.tsv").read_bytes()
     assert not list(folder.glob(".*.part*"))
 
 
-def test_a_bad_row_is_one_line(folder, told):
+def says_of_a_bad_row_one_line(folder, told):
     expected = f"error: {folder / 'bad.txt'} line 15: the text is empty: fill it in or delete the row"
-    assert told[1][3:5] == [expected, "bad texts ended with 2"]
+    assert told == [expected, "bad texts ended with 2"]
     assert not (folder / "none.tsv").exists()
 
 
-def test_cells_are_those_that_run_here(folder, told, tmp_path):
-    assert told[1][-1] == "cells ended with 1"  # I2CL with -1 epochs cannot work
-    assert {key: json.loads(told[0])[key] for key in ("done", "failed")} == {"done": 2, "failed": 2}
+def makes_the_cells_that_run_here(folder, told, tmp_path):
+    assert {key: told[key] for key in ("done", "failed")} == {"done": 2, "failed": 2}
     decoder = Decoder.from_pretrained("reference")
     for record in Store.open(folder / "store").records.values():
         here = run_alone(record.cell, decoder, tmp_path)
