@@ -1,5 +1,6 @@
 """Systems that were trained to turn a long prompt into a few vectors."""
 
 from i2cl.methods.compressors.autocompressor import AutoCompressor
+from i2cl.methods.compressors.icae import ICAE
 
-__all__ = ["AutoCompressor"]
+__all__ = ["ICAE", "AutoCompressor"]
