@@ -3,8 +3,10 @@
 Source: Chevalier et al. 2023, https://arxiv.org/abs/2305.14788, and the released checkpoints.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -19,7 +21,9 @@ from i2cl.methods.compressors.base import (
     asked_behind,
     bare,
     beside,
+    bundled,
     exchanges,
+    once,
     require_type,
 )
 from i2cl.models.batching import Ids
@@ -106,11 +110,13 @@ class Summarizer:
             if len(found[-1]) + len(ids) <= self._fits(len(found), most):
                 found[-1] += ids
                 continue
-            if len(ids) > self._fits(len(found) + 1, most) or found == [front]:
+            place = len(found) + (found != [front])  # of the segment that it would begin
+            holds = max(0, self._fits(place, most))
+            if found == [front] or len(ids) > holds:
                 raise I2CLError(
                     f"demonstration {number} takes {len(ids)} tokens, and a segment behind "
-                    f"{self._vectors(len(found) - 1)} summary vectors holds {self._fits(len(found), most)}: "
-                    "use shorter or fewer demonstrations"
+                    f"{self._vectors(place - 1)} summary vectors holds {holds}: use shorter or fewer "
+                    "demonstrations"
                 )
             found.append(ids)
         return found
@@ -164,9 +170,19 @@ def summarizer(decoder: Decoder) -> Summarizer:
     """
     require_type(decoder, AutoCompressor.name, COUNTED)
 
+    found = bundled(decoder, AutoCompressor.name)
+    if found is not None:
+        decoder = once(decoder, AutoCompressor.name, partial(_with_weights, decoder, found.tensors))
     cure = "give an AutoCompressor as MODEL, such as princeton-nlp/AutoCompressor-Llama-2-7b-6k"
-    found = beside(decoder, AutoCompressor.name, lambda name: name == SUMMARY, cure)
+    found = found or beside(decoder, AutoCompressor.name, lambda name: name == SUMMARY, cure)
     width = decoder.embed((0,)).shape[1]
     embeddings = found.tensor(SUMMARY, found.settings.get("summary_length", -1), width)
     kept = embeddings.to(decoder.device, decoder.model.dtype)
     return Summarizer(decoder, kept, bool(found.settings.get("accumulate_summary", True)))
+
+
+def _with_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Decoder:
+    """A copy of a model that learnt further: with these weights."""
+    model = copy.deepcopy(decoder.model)
+    model.load_state_dict({name: one for name, one in tensors.items() if name != SUMMARY}, strict=False)
+    return Decoder(model, decoder.tokenizer, name=decoder.name, token_budget=decoder.token_budget)

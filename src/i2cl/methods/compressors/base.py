@@ -1,7 +1,9 @@
 """What prompt compressors share: their tensors, the demonstrations as text, and queries behind vectors."""
 
+import json
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -11,14 +13,18 @@ from torch import Tensor, nn
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
 from i2cl.models.batching import Ids
-from i2cl.models.checkpoint import checkpoint_folder, stored_tensors
+from i2cl.models.checkpoint import checkpoint_folder, read_tensors, stored_tensors
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
+from i2cl.models.loading import REFERENCE
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Progress, Questions, require_texts, score
 from i2cl.tasks import Example, Task
 
 T = TypeVar("T")
+
+BUNDLED = Path(__file__).parent / "reference"
+"""Folder of the bundled model's compressors, which `scripts/train_compressor.py` makes."""
 
 
 class NoCompressorError(I2CLError):
@@ -86,6 +92,15 @@ def beside(decoder: Decoder, kind: str, wanted: Callable[[str], bool], cure: str
     if not tensors:
         raise NoCompressorError(f"{decoder.name!r} holds no {kind} compressor beside its weights: {cure}")
     return Compressor(decoder.model.config.to_dict(), tensors)
+
+
+def bundled(decoder: Decoder, kind: str) -> Compressor | None:
+    """Our own compressor for the bundled model; None for any other model."""
+    file = BUNDLED / f"{kind}.safetensors"
+    if decoder.name != REFERENCE or not file.is_file():
+        return None
+    settings = json.loads((BUNDLED / f"{kind}.json").read_text(encoding="utf-8"))["settings"]
+    return Compressor(settings, read_tensors(str(file), lambda _name: True))
 
 
 def require_type(decoder: Decoder, kind: str, known: Collection[str]) -> None:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.compressors.base import Compressor, bare, beside, exchanges, once, require_type
+from i2cl.methods.compressors.base import Compressor, bare, beside, bundled, exchanges, once, require_type
 from i2cl.methods.prompts import PromptPredictor, shared_ids
 from i2cl.models.batching import Batch, Ids, budget_chunks, make_batch
 from i2cl.models.decoder import Decoder
@@ -230,9 +230,8 @@ def context_encoder(decoder: Decoder) -> ContextEncoder:
 
 
 def _loaded(decoder: Decoder) -> ContextEncoder:
-    found = beside(
-        decoder, CEPE.name, _is_ours, "give a CEPE model as MODEL, such as hyen/CEPED-LLaMA-2-Chat-7B"
-    )
+    cure = "give a CEPE model as MODEL, such as hyen/CEPE-LLaMA-2-7B"
+    found = bundled(decoder, CEPE.name) or beside(decoder, CEPE.name, _is_ours, cure)
     count, told = found.settings.get("num_cross_attn_layers"), found.settings.get("encoder_config")
     if not isinstance(count, int) or not 0 < count <= decoder.layers or not isinstance(told, dict):
         raise I2CLError(

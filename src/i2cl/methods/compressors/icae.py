@@ -24,6 +24,7 @@ from i2cl.methods.compressors.base import (
     Compressor,
     NoCompressorError,
     asked_behind,
+    bundled,
     exchanges,
     require_type,
 )
@@ -223,9 +224,10 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
         I2CLError: if none is given, or it does not fit the model.
     """
     require_type(decoder, ICAE.name, VERSIONS)
-    name = config.compressor or _beside(decoder)
+    ours = None if config.compressor else bundled(decoder, ICAE.name)
+    name = "the bundled file" if ours else config.compressor or _beside(decoder)
     version: Any = VERSIONS[decoder.model.config.model_type] if config.version == "auto" else config.version
-    found = Compressor({}, read_tensors(name, _is_ours))
+    found = ours or Compressor({}, read_tensors(name, _is_ours))
     rows = -1 if config.memory is None else config.memory + len(AFTER_MEMORY)
     memory = found.tensor(MEMORY, rows, decoder.d_model)
     if len(memory) <= len(AFTER_MEMORY):
