@@ -383,6 +383,7 @@ def test_run_then_run_again_then_report(tmp_path, capsys):
     assert {k: v for k, v in json.loads(told.out).items() if k != "store"} == {
         "done": 4,
         "failed": 0,
+        "skipped": 0,
         "kept": 14,
     }
     with pytest.raises(SystemExit) as stop:
