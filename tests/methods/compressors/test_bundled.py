@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import i2cl.methods.compressors.base as shared
-from i2cl import Decoder, load_task
+from i2cl import Decoder, evaluate, load_task
 from i2cl.methods import make_methods
 from i2cl.tasks.corpus import TASKS
 
@@ -57,3 +57,17 @@ def test_documents_hold_no_unseen_task_and_no_held_out_words(script):
         assert name not in script.UNSEEN
         assert 4 <= len(shown) <= 20
         assert not {one.text for one in (*shown, *asked)} & held_out
+
+
+@pytest.mark.parametrize("path", sorted(shared.BUNDLED.glob("*.json")), ids=lambda path: path.stem)
+def test_what_is_bundled_is_of_this_model_and_knows_a_task_it_has_seen(path, decoder):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert (record["kind"], record["base"]) == (path.stem, decoder.base.weights)
+    assert sum(one.stat().st_size for one in shared.BUNDLED.iterdir()) < 3_000_000
+    task = load_task("mood-colour-2")
+    assert task.name in record["tasks"]
+    compressed, bare = (
+        evaluate(decoder, task, method, limit=60).accuracy
+        for method in make_methods([path.stem, "zero_shot"])
+    )
+    assert compressed > bare + 0.2
