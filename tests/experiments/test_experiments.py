@@ -21,8 +21,9 @@ from i2cl import (
     load_task,
 )
 from i2cl.experiments.evaluation import fit_seeds
-from i2cl.experiments.grid import Cell
+from i2cl.experiments.grid import Cell, Experiment
 from i2cl.experiments.library import BROUGHT, ORDER, load_experiment
+from i2cl.experiments.report.document import build
 from i2cl.experiments.runner import Group, GroupJob, pending, run_groups
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, plain, run_study, worst_group
@@ -34,6 +35,7 @@ from i2cl.methods.i2cl import I2CL
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.scoring import Questions
 from processes import COMMAND, Program, finished
+from tiny import tiny_model, tiny_tokenizer
 
 ONE, OTHER = "mood-colour-1", "job-letter-1"
 GRID = """
@@ -200,6 +202,23 @@ def test_a_failing_cell_is_a_record(decoder, tmp_path):
     assert record.error.startswith("I2CLError: task 'mood-colour-1'")
 
 
+def test_a_compressor_that_the_model_has_not_is_skipped_and_not_tried_again(tmp_path):
+    decoder = Decoder(tiny_model("gpt2"), tiny_tokenizer(), name="tiny")
+    names = ("autocompressor", "icae", "cepe")
+    cells = [cell(method=name) for name in ("zero_shot", *names)]
+    with Store.writing(tmp_path / "store") as store:
+        tally = run_groups(
+            pending(cells, store), store, lambda jobs: (job.run(decoder) for job in jobs), None
+        )
+        assert (tally.done, tally.failed, tally.skipped) == (1, 0, 3)
+        assert pending(cells, store) == []
+    rows = ({"name": "I2CL", "method": "zero_shot"}, {"name": "AutoComp.", "method": "autocompressor"})
+    plan = Experiment(name="mine", title="T", measures="M", rows=rows)
+    (section,) = build([plan], store.records.values(), {}, figures=False).sections
+    told = "AutoComp. was skipped: autocompressor is known for llama and opt, not for 'gpt2'"
+    assert told in section.missing
+
+
 def test_records_say_where_they_come_from(decoder, tmp_path):
     record = run_alone(cell(method="zero_shot"), decoder, tmp_path)
     assert record.key == cell(method="zero_shot").key
@@ -364,6 +383,7 @@ def test_run_then_run_again_then_report(tmp_path, capsys):
     assert {k: v for k, v in json.loads(told.out).items() if k != "store"} == {
         "done": 4,
         "failed": 0,
+        "skipped": 0,
         "kept": 14,
     }
     with pytest.raises(SystemExit) as stop:

@@ -97,7 +97,10 @@ def commands(group, *path):
 COMMANDS = dict(commands(typer.main.get_command(app)))
 NOTHING_RANDOM = {
     *(("experiment", name) for name in ("ls", "run", "pack", "unpack")),
-    *((name,) for name in ("predict", "report", "export", "serve", "verify", "push", "check", "ls")),
+    *(
+        (name,)
+        for name in ("predict", "report", "export", "serve", "verify", "push", "convert", "check", "ls")
+    ),
 }
 """Commands that accept --seed, since all do, but do not show it; a grid brings its own seeds."""
 

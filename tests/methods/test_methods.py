@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from compressed import with_compressor
 from i2cl import (
     CalibrationConfig,
     Decoder,
@@ -251,6 +252,14 @@ def test_costs_add_up(decoder):
 
 
 QUICK = {"epochs": 1}
+
+
+@pytest.fixture
+def decoder(request, decoder, tmp_path):
+    """The shared one; for a compressor, the same with tensors for it beside its weights."""
+    name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")
+    known = name in METHODS and METHODS[name].__module__.startswith("i2cl.methods.compressors.")
+    return with_compressor(name, tmp_path) if known else decoder
 
 
 def contract(name, decoder, task):

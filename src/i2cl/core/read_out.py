@@ -72,7 +72,7 @@ def head_states(
         return states[-1][:, 0].float().cpu()
 
     with decoder.frozen(), torch.no_grad():
-        for batch, states in decoder.run_batches(queries, run, reserve=len(prefix.ids) if prefix else 0):
+        for batch, states in decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0):
             found[list(batch.rows)] = states
     return found
 

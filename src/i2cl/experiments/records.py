@@ -122,9 +122,9 @@ class Record(BaseModel):
     Attributes:
         key: of the cell.
         cell: what was run.
-        status: whether it ended well.
-        outcome: results, where it did; a line holds model, task, method and seed once, in its cell.
-        error: what went wrong, where it did not.
+        status: whether it ended well, or was skipped since its method needs another model.
+        outcome: results, where it ended well; a line holds model, task, method and seed once, in its cell.
+        error: what went wrong, or why it was skipped, where it did not.
         started: UTC time, ISO 8601.
         peak_memory_bytes: the most that the device's allocator held (CUDA), or that the process ever
             held up to then (CPU).
@@ -135,7 +135,7 @@ class Record(BaseModel):
 
     key: str
     cell: Cell
-    status: Literal["done", "failed"]
+    status: Literal["done", "failed", "skipped"]
     outcome: Run | None = None
     error: str | None = None
     started: str
@@ -146,7 +146,7 @@ class Record(BaseModel):
     def _coherent(self) -> Self:
         if self.key != self.cell.key:
             raise ValueError(f"the key {self.key!r} is not that of its cell, {self.cell.key!r}")
-        if (self.outcome is None) != (self.status == "failed"):
+        if (self.outcome is None) != (self.status != "done"):
             raise ValueError(
                 f"a cell that is {self.status} has {'no' if self.outcome is None else 'an'} outcome"
             )

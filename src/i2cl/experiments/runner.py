@@ -3,7 +3,7 @@
 import os
 import platform
 import subprocess
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, FittedCell, fit_cells, fit_key, is_joint, plain, run_study
+from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.models.batching import peak_memory
 from i2cl.models.decoder import Decoder
 from i2cl.storage.atomic import WriteError
@@ -65,18 +66,20 @@ def _records(bench: Bench, group: Group) -> list[Record]:
 
 def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str, memory: int) -> Record:
     """Score a cell, which is fitted first if it is not yet; ``memory`` was the most until now."""
-    outcome, error = None, None
+    outcome, error, status = None, None, "done"
     with peak_memory(bench.decoder.device) as peak:
         try:
             outcome = fitted.run() if fitted else run_study(bench, cell)
         except WriteError:  # every other cell would meet it too
             raise
+        except NoCompressorError as lacking:
+            status, error = "skipped", str(lacking)
         except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
-            error = f"{type(raised).__name__}: {raised}"
+            status, error = "failed", f"{type(raised).__name__}: {raised}"
     return Record(
         key=cell.key,
         cell=cell,
-        status="done" if outcome else "failed",
+        status=status,
         outcome=outcome,
         error=error,
         started=started,
@@ -96,10 +99,12 @@ class Tally:
     Attributes:
         done: cells that ended well.
         failed: cells that did not.
+        skipped: cells whose method needs another model.
     """
 
     done: int
     failed: int
+    skipped: int
 
 
 def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) -> list[Group]:
@@ -164,14 +169,13 @@ def run_groups(
         same[fit_key(group.cells[0])].append(group)
     vectors = store.vectors_folder.resolve()
     jobs = [GroupJob(tuple(standing), data_dir, vectors) for standing in same.values()]
-    done = failed = 0
+    found: Counter[str] = Counter()
     for record in chain.from_iterable(execute(jobs)):
         store.append(record)
-        done += record.status == "done"
-        failed += record.status == "failed"
+        found[record.status] += 1
         if watch is not None:
             watch(record)
-    return Tally(done, failed)
+    return Tally(found["done"], found["failed"], found["skipped"])
 
 
 def provenance(decoder: Decoder) -> dict[str, Any]:

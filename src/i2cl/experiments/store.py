@@ -112,8 +112,8 @@ class Store:
         return self.folder / VECTORS
 
     def done(self, key: str) -> bool:
-        """Whether a cell ended well."""
-        return key in self.records and self.records[key].status == "done"
+        """Whether a cell ended well, or was skipped since its method needs another model."""
+        return key in self.records and self.records[key].status != "failed"
 
     def append(self, record: Record) -> None:
         """Keep a record for good. Only inside `writing`.

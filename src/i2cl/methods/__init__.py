@@ -8,6 +8,7 @@ from i2cl.core.recipe import RECIPES
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import Cost, Method, Predictor, Wrapper
+from i2cl.methods.compressors import CEPE, ICAE, AutoCompressor
 from i2cl.methods.distilled import Distilled
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
 from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, Noise
@@ -48,6 +49,9 @@ _ALL: tuple[type[Method], ...] = (
     BatchCalibration,
     LabelPrior,
     KNNPrompting,
+    AutoCompressor,
+    ICAE,
+    CEPE,
 )
 
 Injector = I2CL | Anchored | Distilled

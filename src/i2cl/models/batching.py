@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 Ids = tuple[int, ...]
@@ -79,6 +79,18 @@ def behind(batch: Batch, front: Ids) -> Batch:
         first=batch.first + len(front),
         last=batch.last + len(front),
     )
+
+
+def gather(
+    positions: Int[Tensor, "batch positions"], packed: bool, states: list[Tensor] | None, hidden: Tensor
+) -> Float[Tensor, "batch positions d"]:
+    """The hidden states (lines x tokens x d) that the LM head is to see."""
+    index = positions.to(hidden.device)
+    wide = index[..., None].expand(-1, -1, hidden.shape[-1])
+    found = hidden[0, index] if packed else hidden.gather(1, wide)
+    if states is not None:
+        states.append(found)
+    return found
 
 
 def rope_limits(config: Any) -> tuple[int, ...]:

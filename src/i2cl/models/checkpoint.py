@@ -1,17 +1,21 @@
 """Weights as a checkpoint's safetensors hold them, read one tensor at a time."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from i2cl.errors import I2CLError
+from i2cl.storage.hub import download_file
 
 INDEX = "model.safetensors.index.json"
 
@@ -55,18 +59,75 @@ class Files:
 
 def stored_weights(model: PreTrainedModel) -> Files | None:
     """The checkpoint that a model was loaded from, where its files are on this machine."""
-    name = str(model.name_or_path or "")
-    folder = Path(name)
+    folder = checkpoint_folder(model)
     try:
-        if not name or not folder.is_dir():
-            commit = getattr(model.config, "_commit_hash", None)
-            found = try_to_load_from_cache(name, "config.json", revision=commit)
-            if not isinstance(found, str):
-                return None
-            folder = Path(found).parent
-        return Files(folder, model, "embed_out")
-    except (I2CLError, ValueError):  # no weights, damaged ones, or a name that is no hub id
+        return None if folder is None else Files(folder, model, "embed_out")
+    except I2CLError:  # no weights, or damaged ones
         return None
+
+
+def checkpoint_folder(model: PreTrainedModel) -> Path | None:
+    """The folder of files that a model was loaded from, where they are on this machine."""
+    name = str(model.name_or_path or "")
+    if name and Path(name).is_dir():
+        return Path(name)
+    try:
+        commit = getattr(model.config, "_commit_hash", None)
+        found = try_to_load_from_cache(name, "config.json", revision=commit)
+    except ValueError:  # a name that is no hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Those tensors of a folder's safetensors, on the CPU, whose name there is wanted.
+
+    Raises:
+        I2CLError: on a damaged file.
+    """
+    found: dict[str, Tensor] = {}
+    for path in _weight_files(folder):
+        with _readable(path), safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
+    return found
+
+
+def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Those tensors of one file, on the CPU, whose name is wanted; what is no tensor is left out.
+
+    Args:
+        name: a file in safetensors or a pickle (`unpickled`), here or as owner/repository/file of the hub.
+        wanted: by the names in the file.
+
+    Raises:
+        I2CLError: if there is no such file, or it is damaged or no mere weights.
+    """
+    path = Path(name) if Path(name).is_file() else download_file(name)
+    if path.suffix == ".safetensors":
+        with _readable(path), safe_open(path, "pt") as file:
+            return {one: file.get_tensor(one) for one in file.keys() if wanted(one)}  # noqa: SIM118
+    return {one: value for one, value in unpickled(path).items() if wanted(one) and isinstance(value, Tensor)}
+
+
+def unpickled(path: Path) -> dict[str, Any]:
+    """What a pickle of weights holds, by torch's loader that runs no code of the file.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.load.html, ``weights_only``.
+
+    Raises:
+        I2CLError: if the file is damaged, or holds anything but tensors and plain values.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - a damaged file raises whatever its bytes lead to
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise I2CLError(
+            f"{str(path)!r} is damaged, or would run code when loaded ({shorten(reason, 120)}): take a copy "
+            "in safetensors from those who made it"
+        ) from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise I2CLError(f"{str(path)!r} holds no weights by name: give a checkpoint's file")
+    return found
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError
 from i2cl.models.architectures import Architecture, architecture_of
@@ -23,13 +23,14 @@ from i2cl.models.batching import (
     behind,
     by_side,
     context_length,
+    gather,
     longest_first,
     make_batch,
     rope_limits,
     unless_out_of_memory,
 )
-from i2cl.models.borrowing import frozen, lock_of, uninterrupted
-from i2cl.models.edits import Edit, Keep, Site
+from i2cl.models.borrowing import frozen, lock_of
+from i2cl.models.edits import Edit, Keep, Site, editing
 from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import (
     ModelIdentity,
@@ -37,7 +38,7 @@ from i2cl.models.fingerprint import (
     told_config,
     weights_fingerprint,
 )
-from i2cl.models.hooks import edit_inputs, edit_outputs
+from i2cl.models.hooks import edit_inputs
 from i2cl.models.identity import ResidualIdentity, residual_identity
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit
@@ -286,7 +287,8 @@ class Decoder:
         prefix's positions turn otherwise in front of so long a batch, it runs again with every row.
 
         Raises:
-            I2CLError: if that is so, or a window is too short, and tokens were taken out of the prefix.
+            I2CLError: if that is so, or a window is too short, and tokens were taken out of the prefix; or if
+                that is so and it is made of vectors.
         """
         self.pause()
         rows, width = batch.input_ids.shape
@@ -294,7 +296,7 @@ class Decoder:
         if prefix is not None and not self._joins(prefix, width):
             batch, positions = behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
-        gather = partial(_gather, positions, batch.packed, states)
+        look = partial(gather, positions, batch.packed, states)
         arguments: dict[str, Any] = {"use_cache": False}
         if batch.packed:
             arguments["position_ids"] = batch.position_ids
@@ -308,7 +310,7 @@ class Decoder:
             }
             if prefix.kept is not None:
                 placed = keys_at(self.model, self.blocks, keys)
-        looked_at = edit_inputs([(self.model.get_output_embeddings(), gather)])
+        looked_at = edit_inputs([(self.model.get_output_embeddings(), look)])
         with lock_of(self.model), placed, looked_at, self._editing(edit, batch):
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
         return logits
@@ -334,7 +336,38 @@ class Decoder:
         with self.frozen(), self._editing(edit, batch):
             cache = DynamicCache() if whole else DynamicCache(config=self.model.config)
             self.model.base_model(input_ids=batch.input_ids, past_key_values=cache, use_cache=True)
-        return Prefix(ids, cache)
+        return Prefix(ids, cache, len(ids), len(ids))
+
+    def embed(self, ids: Ids) -> Float[Tensor, "tokens d"]:
+        """The input embeddings of some tokens."""
+        found: Tensor = self.model.get_input_embeddings()(torch.tensor(ids, device=self.device))
+        return found
+
+    def read(
+        self,
+        vectors: Float[Tensor, "places d"],
+        positions: Sequence[int] | None = None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "places d"]:
+        """The last hidden states, behind the final norm, of input embeddings run as one row.
+
+        Positions count from 0 unless given; a cache receives keys and values. Gradients flow if the caller
+        has them on.
+        """
+        self.pause()
+        places = torch.tensor([positions or range(len(vectors))], device=self.device)
+        arguments: dict[str, Any] = {"inputs_embeds": vectors[None], "position_ids": places}
+        arguments |= {"past_key_values": cache, "use_cache": cache is not None}
+        mask = torch.ones_like(places)  # without one, places that do not rise by one pass for packed rows
+        with self.frozen():
+            states: Tensor = self.model.base_model(attention_mask=mask, **arguments).last_hidden_state
+        return states[0]
+
+    def prefix_of(self, vectors: Float[Tensor, "places d"], positions: Sequence[int] | None = None) -> Prefix:
+        """Run input embeddings once, as `read` does, and keep their keys and values."""
+        cache = DynamicCache(config=self.model.config)
+        self.read(vectors, positions, cache)
+        return Prefix((), cache, len(vectors), 1 + max(positions or range(len(vectors))))
 
     def frozen(self) -> AbstractContextManager[None]:
         """Evaluation mode without parameter gradients and with `i2cl.models.products`; restored on leaving.
@@ -348,10 +381,10 @@ class Decoder:
 
         A window counts cached keys, so tokens taken out of the cache would shift it.
         """
-        tokens = len(prefix.ids) + width
-        joins = len(self.together([len(prefix.ids), tokens])) == 1
-        short = self.window is not None and tokens > self.window
-        if prefix.thinned and (short or not joins):
+        tokens = prefix.length + width
+        joins = len(self.together([prefix.length, tokens])) == 1
+        short = prefix.thinned and self.window is not None and tokens > self.window
+        if short or not (joins or (prefix.ids and not prefix.thinned)):
             why = f"some layers see only {self.window} at a time"
             if not short:
                 limits = " or ".join(map(str, self.rope_limits))
@@ -362,39 +395,5 @@ class Decoder:
             )
         return joins
 
-    @uninterrupted
-    def _editing(self, edit: Edit | None, batch: Batch) -> Iterator[None]:
-        if edit is None:
-            yield
-            return
-        if edit.site == "head":
-            head = self.model.get_output_embeddings()
-            with edit_inputs([(head, lambda states: edit.output(self.layers, 0, states, batch))]):
-                yield
-            return
-        changes = [
-            (module, partial(_changed, edit, layer, index, batch))
-            for layer, index, module in self.sites(edit.site)
-        ]
-        entries = enumerate(self.blocks) if edit.sees_input else ()
-        looks = [(block, partial(edit.enter, layer)) for layer, block in entries]
-        with edit_inputs(looks), edit_outputs(changes):
-            yield
-
-
-def _gather(
-    positions: Int[Tensor, "batch positions"], packed: bool, states: list[Tensor] | None, hidden: Tensor
-) -> Float[Tensor, "batch positions d"]:
-    """The hidden states (lines x tokens x d) that the LM head is to see."""
-    index = positions.to(hidden.device)
-    wide = index[..., None].expand(-1, -1, hidden.shape[-1])
-    found = hidden[0, index] if packed else hidden.gather(1, wide)
-    if states is not None:
-        states.append(found)
-    return found
-
-
-def _changed(edit: Edit, layer: int, index: int, batch: Batch, output: Tensor) -> Tensor | None:
-    rows, width = batch.input_ids.shape
-    changed = edit.output(layer, index, output.view(rows, width, -1), batch)  # OPT's fc2 is 2-D
-    return None if changed is None else changed.view(output.shape)
+    def _editing(self, edit: Edit | None, batch: Batch) -> AbstractContextManager[None]:
+        return editing(edit, self.model, self.blocks, self.sites, batch)

@@ -3,28 +3,36 @@
 Source: paper, section "Context Injection", which changes what the residual writers put out.
 """
 
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from i2cl.models.batching import Batch
+from i2cl.models.borrowing import uninterrupted
+from i2cl.models.hooks import edit_inputs, edit_outputs
 
 Site = Literal["writers", "hidden"]
 """What is captured and edited: the two residual writers of a layer, or its block output."""
+
+Places = Callable[[Site], list[tuple[int, int, nn.Module]]]
+"""(layer, index, module) of everything that a site names."""
 
 
 class Edit:
     """Changes what a decoder's layers write. Subclasses override `output` and, if need be, `enter`.
 
     Attributes:
-        site: the two residual writers (index 0 attention, 1 MLP), the block output (index 0), or what the LM
-            head reads where logits are asked for (layer: the number of blocks, index 0).
+        site: the two residual writers (index 0 attention, 1 MLP), the block output (index 0), what the LM
+            head reads where logits are asked for (layer: the number of blocks, index 0), or the tokens' input
+            embeddings (layer 0, index 0).
         sees_input: whether `enter` is to be called.
     """
 
-    site: Site | Literal["head"] = "writers"
+    site: Site | Literal["head", "embeddings"] = "writers"
     sees_input: bool = False
 
     def enter(self, layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
@@ -55,3 +63,42 @@ class Keep(Edit):
         """Copy it."""
         row = torch.arange(len(output), device=output.device)
         self.kept.append(output[row, self.at.to(output.device)])  # a copy, also where the block adds in place
+
+
+@uninterrupted
+def editing(
+    edit: Edit | None, model: Any, blocks: Sequence[nn.Module], places: Places, batch: Batch
+) -> Iterator[None]:
+    """Let an edit work on a model while the block runs.
+
+    Args:
+        edit: or None, for nothing.
+        model: any decoder, perhaps with an adapter on.
+        blocks: its decoder blocks.
+        places: where its sites are.
+        batch: what is to run.
+    """
+    if edit is None:
+        yield
+        return
+    if edit.site == "head":
+        head = model.get_output_embeddings()
+        with edit_inputs([(head, lambda states: edit.output(len(blocks), 0, states, batch))]):
+            yield
+        return
+    if edit.site == "embeddings":
+        first = model.get_input_embeddings()
+        with edit_outputs([(first, lambda vectors: edit.output(0, 0, vectors, batch))]):
+            yield
+        return
+    changes = [(module, partial(_changed, edit, layer, at, batch)) for layer, at, module in places(edit.site)]
+    entries = enumerate(blocks) if edit.sees_input else ()
+    looks = [(block, partial(edit.enter, layer)) for layer, block in entries]
+    with edit_inputs(looks), edit_outputs(changes):
+        yield
+
+
+def _changed(edit: Edit, layer: int, index: int, batch: Batch, output: Tensor) -> Tensor | None:
+    rows, width = batch.input_ids.shape
+    changed = edit.output(layer, index, output.view(rows, width, -1), batch)  # OPT's fc2 is 2-D
+    return None if changed is None else changed.view(output.shape)

@@ -48,6 +48,16 @@ def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
 
 
 @uninterrupted
+def add_to_outputs(changes: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+    """Add ``change(argument)`` of its first argument to what each module returns while the block runs."""
+    with ExitStack() as stack:
+        for module, change in changes:
+            handle = module.register_forward_hook(_adding_hook(change))
+            stack.callback(handle.remove)
+        yield
+
+
+@uninterrupted
 def edit_keywords(changes: Iterable[tuple[nn.Module, KeywordChange]]) -> Iterator[None]:
     """Replace the keyword arguments of each module by ``change(module, keywords)`` while the block runs."""
     with ExitStack() as stack:
@@ -55,6 +65,13 @@ def edit_keywords(changes: Iterable[tuple[nn.Module, KeywordChange]]) -> Iterato
             handle = module.register_forward_pre_hook(_keyword_hook(change), with_kwargs=True)
             stack.callback(handle.remove)
         yield
+
+
+def _adding_hook(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output + change(args[0])
+
+    return hook
 
 
 def _keyword_hook(change: KeywordChange) -> Callable[..., Any]:

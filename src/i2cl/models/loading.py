@@ -254,6 +254,11 @@ def _told(what: str) -> Iterator[None]:
             raise I2CLError(
                 f"{what} brings its own code: if you trust it, pass trust_remote_code (--trust-remote-code)"
             ) from None
+        if "model.safetensors" in str(error):
+            raise I2CLError(
+                f"{what} has no safetensors there, and pickles can run code when loaded: give --revision "
+                "refs/pr/1 where the hub has a safetensors copy, or download it and `i2cl convert FOLDER NEW`"
+            ) from None
         raise I2CLError(f"cannot load {what}: {_first_line(error)}") from error
 
 
@@ -337,7 +342,7 @@ def _check_folder(folder: Path) -> None:
     if pickles:
         raise I2CLError(
             f"{str(folder)!r} holds only pickle weights ({pickles[0]}), which can run code when loaded: "
-            "convert them with model.save_pretrained(folder) in a place you trust"
+            f"`i2cl convert {folder} NEW` rewrites them, running none"
         )
     raise I2CLError(f"{str(folder)!r} holds no weights: expected *.safetensors beside config.json")
 

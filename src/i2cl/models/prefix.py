@@ -1,8 +1,8 @@
-"""Keys and values of tokens that many queries share."""
+"""Keys and values of tokens, or of vectors in their place, that many queries share."""
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,16 +17,20 @@ from i2cl.models.hooks import KeywordChange, edit_keywords
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens run once, whose keys and values every query then reuses.
+    """Tokens or input vectors run once, whose keys and values every query then reuses.
 
     Attributes:
-        ids: the tokens; a query's positions start behind all of them.
+        ids: the tokens; none where it is made of vectors.
         cache: keys and values for one row (transformers Cache); never changed.
+        length: how many tokens or vectors it was made of.
+        behind: position of the first token behind it; less than the length where vectors have no position.
         kept: places of the tokens that the cache still holds, or None for all.
     """
 
     ids: Ids
     cache: Cache
+    length: int
+    behind: int
     kept: tuple[int, ...] | None = None
 
     def expanded(self, rows: int) -> Cache:
@@ -40,7 +44,7 @@ class Prefix:
     @property
     def thinned(self) -> bool:
         """Whether tokens were taken out of the cache."""
-        return self.kept is not None and len(self.kept) < len(self.ids)
+        return self.kept is not None and len(self.kept) < self.length
 
     @property
     def values(self) -> int:
@@ -61,11 +65,11 @@ class Prefix:
         for number, layer in enumerate(layers):
             index = torch.tensor(places, device=layer.keys.device)
             cache.update(layer.keys.index_select(2, index), layer.values.index_select(2, index), number)
-        return Prefix(self.ids, cache, places)
+        return replace(self, cache=cache, kept=places)
 
     def key_places(self, width: int, device: torch.device) -> Int[Tensor, " keys"]:
-        """Token index of every key that ``width`` more tokens attend to."""
-        seen = len(self.ids)
+        """Position of every key that ``width`` more tokens attend to."""
+        seen = self.behind
         cached = range(seen) if self.kept is None else self.kept
         return torch.tensor([*cached, *range(seen, seen + width)], device=device)
 

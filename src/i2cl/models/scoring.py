@@ -315,9 +315,7 @@ def _read(
         logits = decoder.forward(batch, edit=edit, prefix=prefix, states=states)
         return logits[:, 0].float().log_softmax(-1), states[-1][:, 0].float().cpu()
 
-    for batch, (values, states) in decoder.run_batches(
-        queries, run, reserve=len(prefix.ids) if prefix else 0
-    ):
+    for batch, (values, states) in decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0):
         yield batch, values, states
 
 
@@ -337,7 +335,7 @@ def _full(
         batch = labelled_batch([queries[row] for row in rows], targets, decoder.device)
         return sequence_log_probabilities(decoder, replace(batch, rows=rows), targets, edit, prefix)
 
-    for group, values in decoder.run_batches(whole, run, reserve=len(prefix.ids) if prefix else 0):
+    for group, values in decoder.run_batches(whole, run, reserve=prefix.length if prefix else 0):
         rows, columns = torch.tensor([pairs[place] for place in group.rows]).unbind(-1)
         yield rows, columns, values.cpu(), sum(1 / len(labels[row].ids) for row in rows.tolist())
 

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: an artefact's folder down from it, or up to it.
+"""The Hugging Face hub: an artefact's folder down from it, or up to it, and single files down.
 
 Source: https://huggingface.co/docs/huggingface_hub/guides/download and .../guides/upload.
 """
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, get_token, snapshot_download
+from huggingface_hub import HfApi, get_token, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from i2cl.errors import I2CLError
@@ -33,6 +33,22 @@ def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
         raise I2CLError(
             f"no injection at {name!r}{at}: no such folder, and the hub says {type(error).__name__}; "
             "make one with `i2cl fit MODEL TASK -o FOLDER`"
+        ) from None
+
+
+def download_file(name: str) -> Path:
+    """One file of a repository, as owner/repository/file.
+
+    Raises:
+        I2CLError: if there is no such file, or the hub cannot be reached.
+    """
+    owner, repository, file = (*name.split("/", 2), "", "")[:3]
+    try:
+        return Path(hf_hub_download(f"{owner}/{repository}", file))
+    except _FAILURES as error:
+        raise I2CLError(
+            f"no file {name!r}: it is not here, and the hub says {type(error).__name__}; give a path, or "
+            "owner/repository/file"
         ) from None
 
 

@@ -141,7 +141,8 @@ def build(
         for number, results in enumerate(found, start=1):
             anchor = _anchor(experiment.name, sections)
             made = _section(results, vectors, anchor, printed, draw=figures)
-            sections.append(replace(made, missing=(*made.missing, *(aside if number == 1 else ()))))
+            notes = (*made.missing, *_skipped(results, records), *(aside if number == 1 else ()))
+            sections.append(replace(made, missing=notes))
     rows = [row for experiment in experiments for row in experiment.rows]
     failed = [one for one in records if one.status == "failed" and any(row.holds(one.cell) for row in rows)]
     return Report(tuple(sections), _failures(failed), _provenance(list(used.values()), len(failed)))
@@ -202,6 +203,14 @@ def _absent_rows(results: Results) -> list[str]:
     if results.left_out:
         lines.append(f"tasks that at most half of the rows have: {', '.join(results.left_out)}")
     return lines
+
+
+def _skipped(results: Results, records: Sequence[Record]) -> list[str]:
+    """Why rows were skipped on this model, each reason once."""
+    skipped = [one for one in records if one.status == "skipped" and one.cell.model == results.setting.model]
+    rows = results.experiment.rows
+    told = {row.name: one.error for one in skipped for row in rows if row.holds(one.cell)}
+    return [f"{name} was skipped: {error}" for name, error in told.items()]
 
 
 def _reason(view: View, *, draw: bool) -> str:

@@ -10,6 +10,7 @@ from i2cl.errors import I2CLError
 from i2cl.faces.cli import (
     check,
     console,
+    convert,
     demo,
     evaluate,
     experiment,
@@ -42,6 +43,7 @@ app.command(name="eval")(evaluate.evaluate)
 app.add_typer(experiment.app, name="experiment")
 app.command()(report.report)
 app.command()(export.export)
+app.command()(convert.convert)
 app.command()(verify.verify)
 app.command()(push.push)
 app.command()(serve.serve)

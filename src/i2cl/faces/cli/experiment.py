@@ -109,9 +109,14 @@ def run(
         failures = [opened.records[cell.key] for cell in lacking if not opened.done(cell.key)]
     kept = len({cell.key for cell in cells}) - len(lacking)
     if json:
-        console.print_json({"store": str(folder), "done": tally.done, "failed": tally.failed, "kept": kept})
+        counts = {"done": tally.done, "failed": tally.failed, "skipped": tally.skipped, "kept": kept}
+        console.print_json({"store": str(folder)} | counts)
     else:
-        _tell(folder, f"{tally.done} cells done, {tally.failed} failed, {kept} kept from before", failures)
+        skipped = f", {tally.skipped} skipped" if tally.skipped else ""
+        told = f"{tally.done} cells done, {tally.failed} failed{skipped}, {kept} kept from before"
+        _tell(folder, told, failures)
+        for reason in {one.error for one in opened.records.values() if one.status == "skipped"}:
+            console.note(f"skipped: {reason}")
     if tally.failed:
         raise typer.Exit(1)
 

@@ -1,0 +1,257 @@
+"""Train a small prompt compressor for the bundled model: ICAE, AutoCompressor or CEPE.
+
+Documents of the reference corpus (`i2cl.tasks.corpus`): 4 to 20 demonstrations of one task, compressed, and
+queries behind them, whose label is the loss. It never sees four whole tasks, nor held-out word combinations.
+The decoder is frozen for icae and cepe; an AutoCompressor is a whole model, which starts as the bundled one.
+
+    PYTHONPATH=src python scripts/train_compressor.py --kind icae
+"""
+
+import argparse
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
+
+from i2cl import Decoder, Example, Task, load_task
+from i2cl.methods.compressors.autocompressor import SUMMARY, Summarizer
+from i2cl.methods.compressors.base import BUNDLED, bare, exchanges
+from i2cl.methods.compressors.cepe import ContextEncoder, CrossLayer
+from i2cl.methods.compressors.icae import MEMORY, AutoEncoder, ICAEConfig, behind_slots
+from i2cl.models.batching import Ids, make_batch
+from i2cl.models.edits import Edit
+from i2cl.models.prefix import Prefix
+from i2cl.models.scoring import Questions, label_log_probabilities
+from i2cl.tasks.corpus import TASKS, sample_example
+
+UNSEEN = ("mood-colour-1", "job-letter-2", "place-colour-2", "weather-letter-1")
+DOCUMENTS, QUERIES, SHOTS = 12, 6, (4, 20)
+VECTORS, RANK, ALPHA = 16, 16, 32.0
+ENCODER = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+RATES = {"icae": 2e-3, "autocompressor": 1e-3, "cepe": 2e-3}
+WARM_UP, MOST_GRADIENT = 100, 1.0
+TOLD_EVERY = 50
+
+Behind = tuple[Prefix | None, Edit | None, Ids]
+"""What stands in front of queries, what acts on them, and what stands behind each."""
+
+
+class Learner(Decoder):
+    """A decoder whose own weights learn too."""
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """Nothing is frozen."""
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """What is trained.
+
+    Attributes:
+        decoder: the model.
+        parameters: that are trained.
+        front: says what stands around a document's queries.
+        tensors: under the names of the released checkpoints.
+        settings: what its configuration has to say.
+    """
+
+    decoder: Decoder
+    parameters: list[nn.Parameter]
+    front: Callable[[Task, list[Example]], Behind]
+    tensors: Callable[[], Mapping[str, Tensor]]
+    settings: Mapping[str, object]
+
+
+def drawn(*shape: int, scale: float = 0.02) -> nn.Parameter:
+    """A normal matrix."""
+    return nn.Parameter(torch.randn(shape) * scale)
+
+
+def icae(decoder: Decoder) -> Compressor:
+    """Low-rank pairs of the query and value projections, and a memory."""
+    names = [
+        name
+        for name, _ in decoder.model.named_modules()
+        if name.endswith(("self_attn.q_proj", "self_attn.v_proj"))
+    ]
+    d, scale = decoder.d_model, ALPHA / RANK
+    pairs = {name: (drawn(RANK, d, scale=d**-0.5), nn.Parameter(torch.zeros(d, RANK))) for name in names}
+    memory = drawn(VECTORS + 3, d, scale=float(decoder.embed((1, 2, 3)).std()))
+    config = ICAEConfig()
+
+    def front(task: Task, shown: list[Example]) -> Behind:
+        scaled = {name: (first, second * scale) for name, (first, second) in pairs.items()}
+        own = AutoEncoder(decoder, memory, scaled, "1")
+        (context,) = decoder.encoder(["".join(exchanges(decoder, task, shown))])
+        found = behind_slots(own, task, own.slots(own.segments(context)), config)
+        return found.prefix, found.edit, found.right
+
+    def tensors() -> Mapping[str, Tensor]:
+        start = "icae.base_model.model."
+        both = {
+            f"{start}{name}.lora_{side}.default.weight": one
+            for name, pair in pairs.items()
+            for side, one in zip("AB", pair, strict=True)
+        }
+        return both | {MEMORY: memory}
+
+    flat = [one for pair in pairs.values() for one in pair]
+    return Compressor(decoder, [*flat, memory], front, tensors, {})
+
+
+def autocompressor(decoder: Decoder) -> Compressor:
+    """A copy of the model and its summary embeddings."""
+    own = Learner(copy.deepcopy(decoder.model), decoder.tokenizer)
+    embeddings = drawn(VECTORS, own.d_model, scale=float(own.embed((1, 2, 3)).std()))
+    summarizer = Summarizer(own, embeddings, accumulate=True)
+
+    def front(task: Task, shown: list[Example]) -> Behind:
+        segments = summarizer.segments(bare(own, exchanges(own, task, shown)), own.encoder.front, 2048)
+        return summarizer.behind(task, summarizer.summaries(segments)).prefix, None, ()
+
+    def tensors() -> Mapping[str, Tensor]:
+        return dict(own.model.named_parameters()) | {SUMMARY: embeddings}  # a tied head is named once
+
+    settings = {"summary_length": VECTORS, "accumulate_summary": True}
+    return Compressor(own, [*own.model.parameters(), embeddings], front, tensors, settings)
+
+
+def cepe(decoder: Decoder) -> Compressor:
+    """An encoder, which starts from the model's own embeddings, and cross-attention in every layer."""
+    d = decoder.d_model
+    config = ENCODER | {"vocab_size": decoder.model.config.vocab_size}
+    encoder = LlamaModel(LlamaConfig.from_dict({**config, "attn_implementation": "sdpa"}))
+    with torch.no_grad():
+        encoder.embed_tokens.weight.copy_(decoder.model.get_input_embeddings().weight)
+    layers = {
+        number: CrossLayer(
+            nn.Parameter(torch.ones(d)),
+            *(drawn(d, d, scale=d**-0.5) for _ in range(3)),
+            nn.Parameter(torch.zeros(d, d)),
+        )
+        for number in range(decoder.layers)
+    }
+    own = ContextEncoder(
+        encoder, layers, decoder.model.config.num_attention_heads, decoder.model.config.rms_norm_eps, 10**6
+    )
+
+    def front(task: Task, shown: list[Example]) -> Behind:
+        return None, own.edit(own.states(bare(decoder, exchanges(decoder, task, shown)))), ()
+
+    def tensors() -> Mapping[str, Tensor]:
+        found = {f"encoder.{name}": one for name, one in encoder.named_parameters()}
+        for number, layer in layers.items():
+            parts = {"layernorm": layer.norm, "q_proj": layer.q, "k_proj": layer.k, "v_proj": layer.v}
+            for name, one in (parts | {"o_proj": layer.o}).items():
+                found[f"model.layers.{number}.cross_attn.{name}.weight"] = one
+        return found
+
+    cross = [one for layer in layers.values() for one in vars(layer).values()]
+    settings = {"num_cross_attn_layers": len(layers), "encoder_config": config}
+    return Compressor(decoder, [*encoder.parameters(), *cross], front, tensors, settings)
+
+
+KINDS = {"icae": icae, "autocompressor": autocompressor, "cepe": cepe}
+
+
+def documents(seed: int) -> Iterator[tuple[str, list[Example], list[Example]]]:
+    """Endless tasks, each with demonstrations and queries of training combinations."""
+    rng = Random(seed)
+    seen = [task for task in TASKS if task.name not in UNSEEN]
+    while True:
+        task = rng.choice(seen)
+        rows = [Example(*sample_example(rng, task)) for _ in range(rng.randint(*SHOTS) + QUERIES)]
+        yield task.name, rows[QUERIES:], rows[:QUERIES]
+
+
+def train(made: Compressor, steps: int, rate: float, seed: int) -> float:
+    """Take the steps; the mean loss of the last of them, in nats."""
+    optimizer = torch.optim.AdamW(made.parameters, lr=rate, weight_decay=0.01)
+    tasks = {task.name: load_task(task.name).without_data() for task in TASKS}
+    labels = {name: Questions(made.decoder, task).labels.first for name, task in tasks.items()}
+    source, started, losses = documents(seed), time.monotonic(), []
+    for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            warm = min(1.0, step / WARM_UP)
+            group["lr"] = rate * warm * (0.02 + 0.98 * (1 + math.cos(math.pi * step / steps)) / 2)
+        optimizer.zero_grad()
+        total = 0.0
+        for _ in range(DOCUMENTS):
+            name, shown, asked = next(source)
+            task, decoder = tasks[name], made.decoder
+            prefix, edit, right = made.front(task, shown)
+            ids = [one + right for one in decoder.encoder([task.template.query(one.text) for one in asked])]
+            found = label_log_probabilities(
+                decoder,
+                make_batch(ids, decoder.device),
+                [labels[name]] * len(asked),
+                [one.label for one in asked],
+                edit,
+                prefix,
+            )
+            loss = -found.mean() / DOCUMENTS
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(made.parameters, MOST_GRADIENT)
+        optimizer.step()
+        losses.append(total)
+        if step % TOLD_EVERY == 0 or step == steps:
+            mean = sum(losses[-TOLD_EVERY:]) / len(losses[-TOLD_EVERY:])
+            print(f"step {step}: loss {mean:.3f}, {time.monotonic() - started:.0f} s", flush=True)
+    return sum(losses[-TOLD_EVERY:]) / len(losses[-TOLD_EVERY:])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train and save."""
+    parser = argparse.ArgumentParser(description="Train a small prompt compressor for the bundled model.")
+    parser.add_argument("--kind", choices=sorted(KINDS), required=True)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path(str(BUNDLED)))
+    given = parser.parse_args(arguments)
+    torch.manual_seed(given.seed)
+    torch.set_num_threads(1)
+    base = Decoder.from_pretrained("reference", device="cpu", dtype="float32")
+    started = time.monotonic()
+    with base.frozen():
+        made = KINDS[given.kind](base)
+        for parameter in made.parameters:
+            parameter.requires_grad_(True)
+        loss = train(made, given.steps, RATES[given.kind], given.seed)
+    given.output.mkdir(parents=True, exist_ok=True)
+    kept = {name: one.detach().half().contiguous() for name, one in made.tensors().items()}
+    save_file(kept, given.output / f"{given.kind}.safetensors")
+    record = {
+        "kind": given.kind,
+        "base": base.base.weights,
+        "tasks": [task.name for task in TASKS if task.name not in UNSEEN],
+        "seed": given.seed,
+        "steps": given.steps,
+        "rows": given.steps * DOCUMENTS * (sum(SHOTS) // 2 + QUERIES),
+        "minutes": round((time.monotonic() - started) / 60, 1),
+        "loss": round(loss, 4),
+        "parameters": sum(one.numel() for one in kept.values()),
+        "settings": dict(made.settings),
+    }
+    (given.output / f"{given.kind}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

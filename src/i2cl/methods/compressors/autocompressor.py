@@ -1,0 +1,188 @@
+"""AutoCompressor: the demonstrations as summary vectors that a language model learnt to write and to read.
+
+Source: Chevalier et al. 2023, https://arxiv.org/abs/2305.14788, and the released checkpoints.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from i2cl.errors import I2CLError
+from i2cl.methods.base import Cost, Method
+from i2cl.methods.compressors.base import (
+    BehindVectors,
+    asked_behind,
+    bare,
+    beside,
+    bundled,
+    exchanges,
+    once,
+    require_type,
+)
+from i2cl.models.batching import Ids
+from i2cl.models.decoder import Decoder
+from i2cl.tasks import Example, Task
+
+SUMMARY = "embed_summary.weight"
+COUNTED = {"llama": True, "opt": False}
+"""Whether vectors have positions: OPT gives all of them the row of its table before the first token's."""
+
+
+class AutoCompressorConfig(BaseModel):
+    """How demonstrations are cut into segments.
+
+    Attributes:
+        segment: tokens of a segment, at most (2,048 in the release).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    segment: int = Field(2048, ge=1)
+
+
+@dataclass(frozen=True)
+class Summarizer:
+    """A language model with its summary embeddings.
+
+    Attributes:
+        decoder: the model.
+        embeddings: one input embedding for each summary vector.
+        accumulate: whether a segment sees the summaries of all before it, or of the last alone.
+    """
+
+    decoder: Decoder
+    embeddings: Float[Tensor, "m d"]
+    accumulate: bool
+
+    @property
+    def counted(self) -> bool:
+        """Whether vectors have positions."""
+        return COUNTED[self.decoder.model.config.model_type]
+
+    def positions(self, front: int, tokens: int, behind: int) -> list[int] | None:
+        """Of vectors, tokens and vectors, where they do not count from 0."""
+        return None if self.counted else [-1] * front + list(range(tokens)) + [-1] * behind
+
+    def room(self, front: int) -> int | None:
+        """Tokens that fit into the context behind ``front`` vectors and in front of a summary."""
+        limit = self.decoder.max_length
+        return limit if limit is None or not self.counted else limit - front - len(self.embeddings)
+
+    def summaries(self, segments: Sequence[Ids]) -> Float[Tensor, "vectors d"]:
+        """The vectors that stand for some segments, those of the first one first."""
+        soft = self.embeddings[:0]
+        for ids in segments:
+            whole = torch.cat([soft, self.decoder.embed(ids), self.embeddings])
+            positions = self.positions(len(soft), len(ids), len(self.embeddings))
+            newest = self.decoder.read(whole, positions)[-len(self.embeddings) :]
+            soft = torch.cat([soft, newest]) if self.accumulate else newest
+        return soft
+
+    def behind(self, task: Task, soft: Float[Tensor, "vectors d"]) -> BehindVectors:
+        """A task whose queries stand behind some vectors.
+
+        Raises:
+            I2CLError: see `i2cl.models.scoring.label_tokens`.
+        """
+        prefix = self.decoder.prefix_of(soft, self.positions(len(soft), 0, 0))
+        return BehindVectors(asked_behind(self.decoder, task), prefix, cost=Cost.of(prefix))
+
+    def segments(self, shown: Sequence[Ids], front: Ids, most: int) -> list[Ids]:
+        """Demonstrations in as few segments as their order allows, none cut in two.
+
+        Args:
+            shown: token ids of each demonstration.
+            front: what stands before the first.
+            most: tokens of a segment.
+
+        Raises:
+            I2CLError: if one is longer than a segment, or the summaries fill the context.
+        """
+        found = [front]
+        for number, ids in enumerate(shown, 1):
+            if len(found[-1]) + len(ids) <= self._fits(len(found), most):
+                found[-1] += ids
+                continue
+            place = len(found) + (found != [front])  # of the segment that it would begin
+            holds = max(0, self._fits(place, most))
+            if found == [front] or len(ids) > holds:
+                raise I2CLError(
+                    f"demonstration {number} takes {len(ids)} tokens, and a segment behind "
+                    f"{self._vectors(place - 1)} summary vectors holds {holds}: use shorter or fewer "
+                    "demonstrations"
+                )
+            found.append(ids)
+        return found
+
+    def _vectors(self, segments: int) -> int:
+        return len(self.embeddings) * (segments if self.accumulate else min(segments, 1))
+
+    def _fits(self, number: int, most: int) -> int:
+        """Tokens of the segment of this number, counted from 1."""
+        room = self.room(self._vectors(number - 1))
+        return most if room is None else min(most, room)
+
+
+@dataclass(frozen=True)
+class AutoCompressor(Method):
+    """Runs the demonstrations segment by segment and keeps the keys and values of their summaries."""
+
+    name: ClassVar[str] = "autocompressor"
+    summary: ClassVar[str] = "demonstrations as summary vectors of a model trained to write them"
+    row: ClassVar[str] = "AutoComp."
+    needs: ClassVar[str] = (
+        "demonstrations, an AutoCompressor as MODEL (a whole model, 7B: trained on 15B tokens)"
+    )
+    formula: ClassVar[str] = "2(M/K)DL"
+    settings = (AutoCompressorConfig,)
+
+    config: AutoCompressorConfig = field(default_factory=AutoCompressorConfig)
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> BehindVectors:
+        """Run the demonstrations, then their summaries.
+
+        Raises:
+            I2CLError: if MODEL is no AutoCompressor, a demonstration is longer than a segment, or the
+                context is full.
+        """
+        own = summarizer(decoder)
+        texts = exchanges(decoder, task, demonstrations)
+        texts[0] = task.template.opening + texts[0]
+        with torch.no_grad():
+            segments = own.segments(bare(decoder, texts), decoder.encoder.front, self.config.segment)
+            return own.behind(task, own.summaries(segments))
+
+
+def summarizer(decoder: Decoder) -> Summarizer:
+    """The AutoCompressor that a model is.
+
+    Raises:
+        I2CLError: if it is none, or its summary embeddings do not fit it.
+    """
+    require_type(decoder, AutoCompressor.name, COUNTED)
+
+    found = bundled(decoder, AutoCompressor.name)
+    if found is not None:
+        decoder = once(decoder, AutoCompressor.name, partial(_with_weights, decoder, found.tensors))
+    cure = "give an AutoCompressor as MODEL, such as princeton-nlp/AutoCompressor-Llama-2-7b-6k"
+    found = found or beside(decoder, AutoCompressor.name, lambda name: name == SUMMARY, cure)
+    width = decoder.embed((0,)).shape[1]
+    embeddings = found.tensor(SUMMARY, found.settings.get("summary_length", -1), width)
+    kept = embeddings.to(decoder.device, decoder.model.dtype)
+    return Summarizer(decoder, kept, bool(found.settings.get("accumulate_summary", True)))
+
+
+def _with_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Decoder:
+    """A copy of a model that learnt further: with these weights."""
+    model = copy.deepcopy(decoder.model)
+    model.load_state_dict({name: one for name, one in tensors.items() if name != SUMMARY}, strict=False)
+    return Decoder(model, decoder.tokenizer, name=decoder.name, token_budget=decoder.token_budget)

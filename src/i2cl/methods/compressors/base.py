@@ -1,0 +1,170 @@
+"""What prompt compressors share: their tensors, the demonstrations as text, and queries behind vectors."""
+
+import json
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from i2cl.errors import I2CLError
+from i2cl.methods.base import Cost
+from i2cl.models.batching import Ids
+from i2cl.models.checkpoint import checkpoint_folder, read_tensors, stored_tensors
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.loading import REFERENCE
+from i2cl.models.prefix import Prefix
+from i2cl.models.scoring import Progress, Questions, require_texts, score
+from i2cl.tasks import Example, Task
+
+T = TypeVar("T")
+
+BUNDLED = Path(__file__).parent / "reference"
+"""Folder of the bundled model's compressors, which `scripts/train_compressor.py` makes."""
+
+
+class NoCompressorError(I2CLError):
+    """The model has no compressor of the kind that a method needs."""
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """A trained compressor.
+
+    Attributes:
+        settings: what its configuration says of it.
+        tensors: its parameters by their names in the checkpoint, on the CPU.
+    """
+
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """One of the parameters, of the shape it must have; -1 stands for any size.
+
+        Raises:
+            I2CLError: if it is missing, or has another shape.
+        """
+        if name not in self.tensors:
+            raise I2CLError(f"the compressor lacks {name}: download or copy it again")
+        found = self.tensors[name]
+        fits = len(shape) == found.ndim and all(
+            want in (-1, size) for want, size in zip(shape, found.shape, strict=True)
+        )
+        if not fits:
+            wanted = ", ".join("any" if size == -1 else str(size) for size in shape)
+            raise I2CLError(
+                f"the compressor holds {name} as {tuple(found.shape)}, this model needs ({wanted}): take the "
+                "compressor and the model that belong together"
+            )
+        return found
+
+
+_MADE: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def once(decoder: Decoder, key: Hashable, make: Callable[[], T]) -> T:
+    """What ``make`` returned when it was first called for this model and key; it must not hold the model."""
+    made = _MADE.setdefault(decoder.model, {})
+    if key not in made:
+        made[key] = make()
+    return cast("T", made[key])
+
+
+def beside(decoder: Decoder, kind: str, wanted: Callable[[str], bool], cure: str) -> Compressor:
+    """The compressor whose tensors stand beside the model's own in its checkpoint.
+
+    Args:
+        decoder: the model.
+        kind: name of the method.
+        wanted: whether a tensor of the checkpoint is one of the compressor's.
+        cure: where there is such a checkpoint.
+
+    Raises:
+        I2CLError: if there is none, or the files are damaged.
+    """
+    folder = checkpoint_folder(decoder.model)
+    tensors = {} if folder is None else stored_tensors(folder, wanted)
+    if not tensors:
+        raise NoCompressorError(f"{decoder.name!r} holds no {kind} compressor beside its weights: {cure}")
+    return Compressor(decoder.model.config.to_dict(), tensors)
+
+
+def bundled(decoder: Decoder, kind: str) -> Compressor | None:
+    """Our own compressor for the bundled model; None for any other model."""
+    file = BUNDLED / f"{kind}.safetensors"
+    if decoder.name != REFERENCE or not file.is_file():
+        return None
+    settings = json.loads((BUNDLED / f"{kind}.json").read_text(encoding="utf-8"))["settings"]
+    return Compressor(settings, read_tensors(str(file), lambda _name: True))
+
+
+def require_type(decoder: Decoder, kind: str, known: Collection[str]) -> None:
+    """Refuse a model type that a compressor is not known for.
+
+    Raises:
+        I2CLError: naming those that are.
+    """
+    found = decoder.model.config.model_type
+    if found not in known:
+        raise NoCompressorError(f"{kind} is known for {' and '.join(sorted(known))}, not for {found!r}")
+
+
+def exchanges(decoder: Decoder, task: Task, demonstrations: Sequence[Example]) -> list[str]:
+    """Each demonstration with its label word and the separator, as text.
+
+    Raises:
+        I2CLError: if there are none.
+    """
+    if not demonstrations:
+        raise I2CLError("a compressor needs demonstrations: give at least one")
+    encoder, template = decoder.encoder, task.template
+    return [template.exchange(encoder.literal(one.text), task.labels[one.label]) for one in demonstrations]
+
+
+def bare(decoder: Decoder, texts: Sequence[str]) -> list[Ids]:
+    """Token ids of texts, without what the tokenizer puts in front."""
+    front = len(decoder.encoder.front)
+    return [ids[front:] for ids in decoder.encoder(texts)]
+
+
+def asked_behind(decoder: Decoder, task: Task) -> Questions:
+    """A task whose opening stands with the demonstrations, asked of a decoder."""
+    return Questions(decoder, replace(task, template=replace(task.template, opening="")))
+
+
+@dataclass(frozen=True)
+class BehindVectors:
+    """Scores label words behind queries that stand behind vectors.
+
+    Attributes:
+        questions: the task, asked of the model; see `asked_behind`.
+        prefix: of the vectors.
+        right: tokens behind each query.
+        edit: applied to queries.
+        cost: what all that takes.
+    """
+
+    questions: Questions
+    prefix: Prefix
+    right: Ids = ()
+    edit: Edit | None = None
+    cost: Cost = field(default_factory=Cost)
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probability of each label word."""
+        decoder, labels = self.questions.decoder, self.questions.labels
+        queries = [ids + self.right for ids in self._queries(texts)]
+        return score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
+
+    def _queries(self, texts: Sequence[str]) -> list[Ids]:
+        """Token ids of each query without a BOS, its text cut where the room behind the vectors is short."""
+        require_texts(texts)
+        decoder, front = self.questions.decoder, len(self.questions.decoder.encoder.front)
+        taken = self.prefix.behind + len(self.right) + self.questions.labels.room - front
+        limit = None if decoder.max_length is None else decoder.max_length - taken
+        return [ids[front:] for ids in decoder.encoder.fitted(self.questions.prompt, texts, limit)]

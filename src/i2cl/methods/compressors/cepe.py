@@ -1,0 +1,272 @@
+"""CEPE: demonstrations read in parallel by a small encoder, which the decoder attends to in further layers.
+
+Source: Yen, Gao and Chen 2024, https://arxiv.org/abs/2402.16617, and the released checkpoints.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+from transformers import LlamaConfig, LlamaModel
+
+from i2cl.errors import I2CLError
+from i2cl.methods.base import Cost, Method
+from i2cl.methods.compressors.base import Compressor, bare, beside, bundled, exchanges, once, require_type
+from i2cl.methods.prompts import PromptPredictor, shared_ids
+from i2cl.models.batching import Batch, Ids, budget_chunks, make_batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.encoding import TruncationWarning
+from i2cl.models.scoring import Progress, Questions
+from i2cl.tasks import Example, Task
+
+CHUNK = 256
+"""Tokens of a chunk, at most."""
+
+
+class CEPEConfig(BaseModel):
+    """Where demonstrations stand.
+
+    Attributes:
+        in_decoder: so many of them as text before the query, the first ones; the others as chunks (the
+            release's own evaluation has 2).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    in_decoder: int = Field(0, ge=0)
+
+
+@dataclass(frozen=True)
+class CrossLayer:
+    """What a layer attends to states with: its norm, and the four projections of its attention."""
+
+    norm: Float[Tensor, " d"]
+    q: Float[Tensor, "heads_and_size d"]
+    k: Float[Tensor, "kv_width width"]
+    v: Float[Tensor, "kv_width width"]
+    o: Float[Tensor, "d heads_and_size"]
+
+
+class CrossAttention(Edit):
+    """Adds to what a layer's attention writes the cross-attention of the stream behind it to some states.
+
+    The keys and values of all layers are made at once, so that a batch costs only the attention itself.
+
+    Attributes:
+        heads: of the decoder's attention.
+        eps: of its norms.
+    """
+
+    sees_input = True
+
+    def __init__(
+        self,
+        layers: Mapping[int, CrossLayer],
+        states: Float[Tensor, "tokens width"],
+        heads: int,
+        eps: float,
+    ) -> None:
+        self.layers = layers if len(states) else {}
+        self.heads, self.eps = heads, eps
+        self._read = {
+            number: (
+                self._split(linear(states, own.k)[None], own),
+                self._split(linear(states, own.v)[None], own),
+            )
+            for number, own in self.layers.items()
+        }
+        self._residual = states
+
+    def enter(self, _layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
+        """Remember the stream: attention adds to it."""
+        self._residual = residual
+
+    def output(
+        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], _batch: Batch
+    ) -> Float[Tensor, "lines tokens d"] | None:
+        """Attention's own output and the cross-attention of their sum; nothing else of the MLP's."""
+        own = self.layers.get(layer)
+        if index == 1 or own is None:
+            return None
+        return output + self.attend(layer, self._residual.to(output.device) + output)
+
+    def attend(self, layer: int, stream: Float[Tensor, "lines tokens d"]) -> Float[Tensor, "lines tokens d"]:
+        """What the cross-attention of a layer writes, given the residual stream."""
+        own, where = self.layers[layer], stream.device
+        normed = rms_norm(stream, (stream.shape[-1],), own.norm.to(where), self.eps)
+        asked = self._split(linear(normed, own.q.to(where)), own)
+        keys, values = (one.to(where).expand(len(stream), -1, -1, -1) for one in self._read[layer])
+        found = scaled_dot_product_attention(asked, keys, values, enable_gqa=True)
+        written: Tensor = linear(found.transpose(1, 2).flatten(2), own.o.to(where))
+        return written
+
+    def _split(self, wide: Float[Tensor, "lines tokens wide"], own: CrossLayer) -> Tensor:
+        """By heads: (lines, heads, tokens, size)."""
+        heads: Tensor = wide.unflatten(-1, (-1, len(own.q) // self.heads)).transpose(1, 2)
+        return heads
+
+
+@dataclass(frozen=True)
+class ContextEncoder:
+    """A bidirectional encoder and the layers that read its states.
+
+    Attributes:
+        encoder: a Llama, run without a causal mask.
+        layers: by the number of the decoder's block that each belongs to.
+        heads: of the decoder's attention.
+        eps: of its norms.
+        budget: padded tokens that the encoder runs at once.
+    """
+
+    encoder: LlamaModel
+    layers: Mapping[int, CrossLayer]
+    heads: int
+    eps: float
+    budget: int
+
+    def states(self, chunks: Sequence[Ids]) -> Float[Tensor, "tokens width"]:
+        """The encoder's output behind its final norm: each chunk by itself, one behind the other."""
+        found: dict[int, Tensor] = {}
+        for rows in budget_chunks(chunks, self.budget):
+            batch = make_batch([chunks[row] for row in rows], self.encoder.device)
+            places = torch.arange(batch.input_ids.shape[1], device=self.encoder.device)
+            real = (places <= batch.last[:, None])[:, None, None]  # every token sees all of its chunk
+            mask = real.expand(-1, 1, len(places), -1)
+            output = self.encoder(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
+            found |= {
+                row: own[: len(chunks[row])] for row, own in zip(rows, output.last_hidden_state, strict=True)
+            }
+        none = torch.empty(0, self.encoder.config.hidden_size, device=self.encoder.device)
+        return torch.cat([none.to(self.encoder.dtype), *(found[row] for row in range(len(chunks)))])
+
+    def edit(self, states: Float[Tensor, "tokens width"]) -> CrossAttention:
+        """Lets the decoder attend to the states."""
+        return CrossAttention(self.layers, states, self.heads, self.eps)
+
+
+@dataclass(frozen=True)
+class CrossPredictor:
+    """Scores label words behind a prompt whose tokens attend to the states of demonstrations too.
+
+    Attributes:
+        prompt: the query, behind demonstrations or not.
+        own: the encoder.
+        states: of the other demonstrations; their keys and values are made at each call.
+    """
+
+    prompt: PromptPredictor
+    own: ContextEncoder
+    states: Float[Tensor, "tokens width"]
+
+    @property
+    def cost(self) -> Cost:
+        """The states are kept, and the prefix if there is one."""
+        return self.prompt.cost
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probability of each label word."""
+        with torch.no_grad():
+            edit = self.own.edit(self.states)
+        return replace(self.prompt, edit=edit).scores(texts, progress)
+
+
+@dataclass(frozen=True)
+class CEPE(Method):
+    """Encodes each demonstration by itself once; queries attend to all of their states."""
+
+    name: ClassVar[str] = "cepe"
+    summary: ClassVar[str] = "demonstrations read by a small encoder, attended to in further layers"
+    row: ClassVar[str] = "CEPE"
+    needs: ClassVar[str] = "demonstrations, a CEPE model as MODEL (1.8B more: 20,000 steps of 128 sequences)"
+    formula: ClassVar[str] = "2(M/K)DL"
+    settings = (CEPEConfig,)
+
+    config: CEPEConfig = field(default_factory=CEPEConfig)
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> CrossPredictor:
+        """Encode the demonstrations, and run those that stand before the query.
+
+        Raises:
+            I2CLError: if MODEL is no CEPE model, or what stands before the query does not fit the context.
+        """
+        own = context_encoder(decoder)
+        first = demonstrations[: self.config.in_decoder]
+        chunks = _ends(bare(decoder, exchanges(decoder, task, demonstrations)[len(first) :]), task)
+        shown = tuple((decoder.encoder.literal(one.text), task.labels[one.label]) for one in first)
+        questions = Questions(decoder, task)
+        with torch.no_grad():
+            states = own.states(chunks)
+            prefix = decoder.prefix(shared_ids(questions, shown), edit=own.edit(states)) if shown else None
+        prompt = PromptPredictor(questions, shown, prefix, cost=Cost.of(states, prefix))
+        return CrossPredictor(prompt, own, states)
+
+
+def _ends(chunks: Sequence[Ids], task: Task) -> list[Ids]:
+    """The last tokens of each chunk, as many as the encoder reads."""
+    cut = sum(len(ids) > CHUNK for ids in chunks)
+    if cut:
+        message = f"{task.name}: {cut} of {len(chunks)} demonstrations were cut to their last {CHUNK} tokens"
+        warnings.warn(message, TruncationWarning, stacklevel=3)
+    return [ids[-CHUNK:] for ids in chunks]
+
+
+def context_encoder(decoder: Decoder) -> ContextEncoder:
+    """The encoder beside a model, and the layers that read it; loaded once.
+
+    Raises:
+        I2CLError: if there is none, or it does not fit the model.
+    """
+    require_type(decoder, CEPE.name, {"llama"})
+    return once(decoder, CEPE.name, lambda: _loaded(decoder))
+
+
+def _loaded(decoder: Decoder) -> ContextEncoder:
+    cure = "give a CEPE model as MODEL, such as hyen/CEPE-LLaMA-2-7B"
+    found = bundled(decoder, CEPE.name) or beside(decoder, CEPE.name, _is_ours, cure)
+    count, told = found.settings.get("num_cross_attn_layers"), found.settings.get("encoder_config")
+    if not isinstance(count, int) or not 0 < count <= decoder.layers or not isinstance(told, dict):
+        raise I2CLError(
+            f"the config.json of {decoder.name!r} tells no encoder_config, or no num_cross_attn_layers from "
+            f"1 to {decoder.layers}: download it again"
+        )
+    encoder = LlamaModel(LlamaConfig.from_dict({**told, "attn_implementation": "sdpa"}))
+    shapes = {name: value.shape for name, value in encoder.state_dict().items()}
+    encoder.load_state_dict({name: found.tensor(f"encoder.{name}", *shape) for name, shape in shapes.items()})
+    encoder = encoder.eval().requires_grad_(False).to(decoder.device, decoder.model.dtype)
+    config: Any = decoder.model.config
+    layers = {
+        number: _layer(decoder, found, number, encoder.config.hidden_size)
+        for number in range(decoder.layers - count, decoder.layers)
+    }
+    return ContextEncoder(
+        encoder, layers, config.num_attention_heads, config.rms_norm_eps, decoder.token_budget
+    )
+
+
+def _layer(decoder: Decoder, found: Compressor, number: int, width: int) -> CrossLayer:
+    config: Any = decoder.model.config
+    own = getattr(config, "head_dim", None) or decoder.d_model // config.num_attention_heads
+    wide, narrow = own * config.num_attention_heads, own * config.num_key_value_heads
+    shapes = {
+        "layernorm": (decoder.d_model,),
+        "q_proj": (wide, decoder.d_model),
+        "k_proj": (narrow, width),
+        "v_proj": (narrow, width),
+        "o_proj": (decoder.d_model, wide),
+    }
+    start = f"model.layers.{number}.cross_attn"
+    tensors = [found.tensor(f"{start}.{name}.weight", *shape) for name, shape in shapes.items()]
+    return CrossLayer(*(one.to(decoder.device, decoder.model.dtype) for one in tensors))
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("encoder.") or ".cross_attn." in name

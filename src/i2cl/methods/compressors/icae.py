@@ -1,0 +1,295 @@
+"""ICAE: the demonstrations as memory slots that the model wrote with an adapter on, and reads without it.
+
+Source: Ge et al. 2024, https://arxiv.org/abs/2307.06945, and the two releases of its checkpoints.
+"""
+
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from i2cl.errors import I2CLError
+from i2cl.methods.base import Cost, Method
+from i2cl.methods.compressors.base import (
+    BehindVectors,
+    Compressor,
+    NoCompressorError,
+    asked_behind,
+    bundled,
+    exchanges,
+    require_type,
+)
+from i2cl.models.batching import Batch, Ids
+from i2cl.models.checkpoint import checkpoint_folder, read_tensors
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.encoding import TruncationWarning
+from i2cl.models.hooks import add_to_outputs
+from i2cl.tasks import Example, Task
+
+VERSIONS = {"llama": "1", "mistral": "2"}
+"""The release that a model type belongs to."""
+
+CUT = 512
+"""Tokens of the context that version 1 reads."""
+
+RATE = 4
+"""Tokens to a memory slot that version 2 aims at."""
+
+MEMORY = "memory_token_embed.weight"
+AFTER_MEMORY = ("ae", "lm", "ft")
+"""Further rows of the memory's embeddings, in this order."""
+
+FILES = ("icae.safetensors", "icae.pt")
+"""What a compressor beside a model's weights is called."""
+
+PAIR = re.compile(r"icae\.base_model\.model\.(?P<module>.+)\.lora_A\.default\.weight")
+
+
+class ICAEConfig(BaseModel):
+    """The compressor, and how it is used.
+
+    Attributes:
+        compressor: its file, here or as owner/repository/file of the hub; default: icae.safetensors or
+            icae.pt beside MODEL's weights.
+        version: of the release; default: 1 for Llama, 2 for Mistral.
+        form: what stands around a query: ``ft`` as after instruction tuning, ``lm`` one vector in front of
+            it, ``bare`` nothing.
+        memory: slots of a segment; default: as the file has it.
+        alpha: of the adapter, which acts by alpha / rank.
+        left: version 2, ``ft``: token ids in front of the slots, spaces between (default: Mistral's [INST]).
+        right: the same, behind the query.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    compressor: str | None = None
+    version: Literal["auto", "1", "2"] = "auto"
+    form: Literal["ft", "lm", "bare"] = "ft"
+    memory: int | None = Field(None, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    left: str = Field("1 733 16289 28793", pattern=r"^\d*( \d+)*$")
+    right: str = Field("733 28748 16289 28793", pattern=r"^\d*( \d+)*$")
+
+
+class PutIn(Edit):
+    """A vector in place of the input embedding of each query's last token."""
+
+    site = "embeddings"
+
+    def __init__(self, vector: Float[Tensor, " d"]) -> None:
+        self.vector = vector
+
+    def output(
+        self, _layer: int, _index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
+    ) -> Float[Tensor, "lines tokens d"]:
+        """The vector there, the tokens' own embeddings elsewhere."""
+        here: Bool[Tensor, "lines tokens"] = torch.zeros_like(batch.input_ids, dtype=torch.bool)
+        here[0 if batch.packed else torch.arange(len(here)), batch.last] = True
+        return torch.where(here[..., None], self.vector, output)
+
+
+@dataclass(frozen=True)
+class AutoEncoder:
+    """A frozen model with what makes it write memory slots.
+
+    Attributes:
+        decoder: the model.
+        embeddings: input embeddings of the memory, then of ae, lm and ft.
+        adapter: low-rank pairs by module, (rank x in) and (out x rank), the scale in the second.
+        version: of the release.
+    """
+
+    decoder: Decoder
+    embeddings: Float[Tensor, "m_and_3 d"]
+    adapter: Mapping[str, tuple[Tensor, Tensor]]
+    version: Literal["1", "2"]
+
+    @property
+    def memory(self) -> Float[Tensor, "m d"]:
+        """Input embeddings of the memory."""
+        return self.embeddings[: -len(AFTER_MEMORY)]
+
+    def special(self, name: str) -> Float[Tensor, "1 d"]:
+        """The input embedding ae, lm or ft."""
+        place = len(self.memory) + AFTER_MEMORY.index(name)
+        return self.embeddings[place : place + 1]
+
+    @contextmanager
+    def adapted(self) -> Iterator[None]:
+        """The model with its adapter on while the block runs."""
+        modules = [
+            (self.decoder.model.get_submodule(name), partial(_low_rank, *pair))
+            for name, pair in self.adapter.items()
+        ]
+        with self.decoder.frozen(), add_to_outputs(modules):
+            yield
+
+    def segments(self, context: Ids) -> list[Ids]:
+        """What is encoded apart: all at once, cut (version 1); or equal parts (version 2)."""
+        if self.version == "1":
+            if len(context) > CUT:
+                message = f"1 of 1 contexts was cut from {len(context)} to {CUT} tokens, all that ICAE reads"
+                warnings.warn(message, TruncationWarning, stacklevel=3)
+            return [context[:CUT]]
+        parts = math.ceil(len(context) / (RATE * len(self.memory)))
+        size = math.ceil(len(context) / parts)
+        return [context[start : start + size] for start in range(0, len(context), size)]
+
+    def slots(self, segments: Sequence[Ids]) -> Float[Tensor, "slots d"]:
+        """The memory slots of some segments, in their order.
+
+        Raises:
+            I2CLError: if a segment and its memory exceed the context.
+        """
+        longest, limit = max(map(len, segments)) + len(self.memory), self.decoder.max_length
+        if limit is not None and longest > limit:
+            raise I2CLError(
+                f"a segment and its memory take {longest} places, and the context holds {limit}: use fewer "
+                "or shorter demonstrations"
+            )
+        with self.adapted():
+            wholes = (torch.cat([self.decoder.embed(ids), self.memory]) for ids in segments)
+            return torch.cat([self.decoder.read(whole)[-len(self.memory) :] for whole in wholes])
+
+
+@dataclass(frozen=True)
+class ICAE(Method):
+    """Reads all demonstrations once with the adapter on and keeps the slots' keys and values."""
+
+    name: ClassVar[str] = "icae"
+    summary: ClassVar[str] = "demonstrations as memory slots, written by the model with an adapter on"
+    row: ClassVar[str] = "ICAE"
+    needs: ClassVar[str] = (
+        "demonstrations, a compressor for MODEL (adapter and memory, 0.15B to 0.2B numbers)"
+    )
+    formula: ClassVar[str] = "2(M/K)DL"
+    settings = (ICAEConfig,)
+
+    config: ICAEConfig = field(default_factory=ICAEConfig)
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> BehindVectors:
+        """Write the slots, then run them.
+
+        Raises:
+            I2CLError: if there is no compressor or it does not fit the model, or the context is full.
+        """
+        own = auto_encoder(decoder, self.config)
+        text = task.template.opening + "".join(exchanges(decoder, task, demonstrations))
+        with torch.no_grad():
+            slots = own.slots(own.segments(decoder.encoder([text])[0]))
+            return behind_slots(own, task, slots, self.config)
+
+
+def behind_slots(
+    own: AutoEncoder, task: Task, slots: Float[Tensor, "slots d"], config: ICAEConfig
+) -> BehindVectors:
+    """A task whose queries stand behind memory slots, in the form that is asked for.
+
+    Raises:
+        I2CLError: if the slots fill the context, or the vocabulary lacks a token id of the form.
+    """
+    decoder, edit = own.decoder, None
+    right: Ids = ()
+    parts = [slots] if config.form == "bare" else [slots, own.special(config.form)]
+    if config.form == "ft" and own.version == "1":
+        right, edit = (0,), PutIn(own.special("ft")[0])  # whatever token stands there
+    elif config.form == "ft":
+        left, right = (_ids(decoder, given) for given in (config.left, config.right))
+        parts = [decoder.embed(left), *parts]
+    whole = torch.cat(parts)
+    if decoder.max_length is not None and len(whole) + len(right) >= decoder.max_length:
+        raise I2CLError(
+            f"the memory slots take {len(whole)} of {decoder.max_length} places: use fewer demonstrations"
+        )
+    prefix = decoder.prefix_of(whole)
+    return BehindVectors(asked_behind(decoder, task), prefix, right, edit, Cost.of(prefix))
+
+
+def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
+    """A model with a compressor of its own.
+
+    Raises:
+        I2CLError: if none is given, or it does not fit the model.
+    """
+    require_type(decoder, ICAE.name, VERSIONS)
+    ours = None if config.compressor else bundled(decoder, ICAE.name)
+    name = "the bundled file" if ours else config.compressor or _beside(decoder)
+    version: Any = VERSIONS[decoder.model.config.model_type] if config.version == "auto" else config.version
+    found = ours or Compressor({}, read_tensors(name, _is_ours))
+    rows = -1 if config.memory is None else config.memory + len(AFTER_MEMORY)
+    memory = found.tensor(MEMORY, rows, decoder.d_model)
+    if len(memory) <= len(AFTER_MEMORY):
+        raise I2CLError(f"{name!r} holds {len(memory)} memory embeddings: give another file")
+    adapter = dict(_pairs(decoder, found, config.alpha))
+    if len(adapter) != 2 * decoder.layers:
+        raise I2CLError(
+            f"{name!r} adapts {len(adapter)} projections, and {decoder.name!r} has "
+            f"{2 * decoder.layers}: take the compressor and the model that belong together"
+        )
+    return AutoEncoder(decoder, _like(decoder, memory), adapter, version)
+
+
+def _beside(decoder: Decoder) -> str:
+    """The file that stands beside the model's weights."""
+    folder = checkpoint_folder(decoder.model)
+    found = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
+    if found:
+        return str(found[0])
+    raise NoCompressorError(
+        f"icae needs a compressor for {decoder.name!r}: give --set compressor=FILE or owner/repository/file "
+        f"of the hub, or put it beside the model's weights as {FILES[0]}"
+    )
+
+
+def _is_ours(name: str) -> bool:
+    return name == MEMORY or ".lora_" in name
+
+
+def _pairs(decoder: Decoder, found: Compressor, alpha: float) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    for name in found.tensors:
+        match = PAIR.fullmatch(name)
+        if match is None:
+            continue
+        try:
+            module: Any = decoder.model.get_submodule(match["module"])
+        except AttributeError:
+            raise I2CLError(
+                f"the compressor adapts {match['module']}, which {decoder.name!r} has not: take the "
+                "compressor and the model that belong together"
+            ) from None
+        first = found.tensor(name, -1, module.in_features)
+        rank = len(first)
+        second = found.tensor(name.replace("lora_A", "lora_B"), module.out_features, rank)
+        yield match["module"], (_like(decoder, first), _like(decoder, second) * (alpha / rank))
+
+
+def _like(decoder: Decoder, tensor: Tensor) -> Tensor:
+    return tensor.to(decoder.device, decoder.model.dtype)
+
+
+def _low_rank(first: Tensor, second: Tensor, states: Tensor) -> Tensor:
+    inner = torch.nn.functional.linear(states, first.to(states.device))
+    return torch.nn.functional.linear(inner, second.to(states.device))
+
+
+def _ids(decoder: Decoder, given: str) -> Ids:
+    words: Any = decoder.model.get_input_embeddings()
+    ids, size = tuple(map(int, given.split())), words.num_embeddings
+    if any(one >= size for one in ids):
+        raise I2CLError(
+            f"token id {max(ids)} of the form is none of {decoder.name!r}, which has {size}: give left= and "
+            "right= for this model, or form=lm"
+        )
+    return ids

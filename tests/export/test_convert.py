@@ -1,0 +1,125 @@
+"""Pickled weights as safetensors, and pickles that would run code."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from compressed import golden
+from i2cl import Decoder, I2CLError
+from i2cl.export import convert
+from i2cl.faces.cli import main
+
+RELEASE = golden("autocompressor-opt")
+
+
+class Trap:
+    """Makes a folder when it is loaded by a loader that runs what pickles hold."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        import os
+
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def pickled(tmp_path):
+    """The release as it is published: two shards of pickles beside configuration and tokenizer."""
+    folder = tmp_path / "pickled"
+    RELEASE.decoder().model.config.save_pretrained(folder)
+    RELEASE.decoder().tokenizer.save_pretrained(folder)
+    tensors = list(load_file(RELEASE.folder / "model.safetensors").items())
+    parts = {
+        "pytorch_model-00001-of-00002.bin": tensors[:20],
+        "pytorch_model-00002-of-00002.bin": tensors[20:],
+    }
+    for name, part in parts.items():
+        torch.save(dict(part) | {"steps": 0.0}, folder / name)
+    homes = {key: name for name, part in parts.items() for key, _ in part}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
+    return folder
+
+
+def test_shards_give_equal_scores(pickled, tmp_path):
+    files = convert(pickled, tmp_path / "new")
+    assert [path.name for path in files] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    decoder = Decoder.from_pretrained(str(tmp_path / "new"), device="cpu")
+    found = RELEASE.fitted(decoder, "autocompressor").scores(RELEASE.record["queries"])
+    expected = RELEASE.fitted(RELEASE.decoder(), "autocompressor").scores(RELEASE.record["queries"])
+    assert torch.equal(found, expected)
+    assert not list((tmp_path / "new").glob("*.bin*"))
+
+
+def test_a_single_file_with_tied_weights(tmp_path):
+    (tmp_path / "old").mkdir()
+    table = torch.randn(4, 3)
+    torch.save({"a": table, "b": table, "c": table.T}, tmp_path / "old" / "pytorch_model.bin")
+    (file,) = convert(tmp_path / "old", tmp_path / "new")
+    found = load_file(file)
+    assert file.name == "model.safetensors"
+    for name, expected in (("a", table), ("b", table), ("c", table.T)):
+        assert torch.equal(found[name], expected)
+
+
+def test_a_pickle_that_would_run_code_is_refused(pickled, tmp_path):
+    torch.save({"weight": Trap(tmp_path / "ran")}, pickled / "pytorch_model-00002-of-00002.bin")
+    with pytest.raises(I2CLError, match="would run code when loaded"):
+        convert(pickled, tmp_path / "new")
+    with pytest.raises(I2CLError, match=r"holds only pickle weights .*: `i2cl convert .* NEW` rewrites them"):
+        Decoder.from_pretrained(str(pickled))
+    icae = golden("icae-v1")
+    torch.save({"memory_token_embed.weight": Trap(tmp_path / "ran")}, tmp_path / "icae.pt")
+    with pytest.raises(I2CLError, match="would run code when loaded"):
+        icae.fitted(icae.decoder(), "icae", compressor=str(tmp_path / "icae.pt"))
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "command", ["convert {pickled} {new}", "eval {pickled} mood-colour-1 --method autocompressor --limit 2"]
+)
+def test_the_commands_refuse_it_in_one_line(pickled, tmp_path, capsys, command):
+    torch.save({"weight": Trap(tmp_path / "ran")}, pickled / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(SystemExit) as stop:
+        main(command.format(pickled=pickled, new=tmp_path / "new").split())
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("error: "), "Traceback" in err) == ("", 1, False)
+    assert "run code when loaded" in " ".join(err.split())
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda folder: (folder / "pytorch_model-00002-of-00002.bin").unlink(),
+            "holds no pytorch_model-00002",
+        ),
+        (lambda folder: (folder / "pytorch_model.bin.index.json").write_text("{"), "index.json' is damaged"),
+        (lambda folder: (folder / "pytorch_model.bin.index.json").unlink(), "holds no pytorch_model.bin"),
+        (
+            lambda folder: (folder / "pytorch_model-00001-of-00002.bin").write_bytes(b"x"),
+            "is damaged, or would",
+        ),
+        (
+            lambda folder: (folder / "pytorch_model.bin.index.json").write_text(
+                '{"weight_map": {"a": "../other.bin"}}'
+            ),
+            "holds no other.bin",
+        ),
+    ],
+)
+def test_what_is_no_such_folder_is_refused_and_nothing_written(pickled, tmp_path, change, told):
+    change(pickled)
+    with pytest.raises(I2CLError, match=told):
+        convert(pickled, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,195 @@
+"""AutoCompressor against what the released code computed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from compressed import CLOSE, LOOSE, golden
+from i2cl import Decoder, I2CLError
+from i2cl.methods.compressors.autocompressor import Summarizer, summarizer
+from tiny import tiny_model, tiny_tokenizer
+
+RELEASES = {"autocompressor-llama": LOOSE, "autocompressor-opt": CLOSE}
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request):
+    return golden(request.param)
+
+
+@pytest.fixture(scope="module")
+def decoder(release):
+    return release.decoder()
+
+
+@pytest.fixture(scope="module")
+def own(decoder):
+    return summarizer(decoder)
+
+
+@pytest.fixture(scope="module")
+def segments(release):
+    return [tuple(ids) for ids in release.record["segments"]]
+
+
+def logits(own, soft, ids):
+    """Logits behind each token of a query behind vectors, without a cache."""
+    positions = own.positions(len(soft), len(ids), 0)
+    with torch.no_grad():
+        states = own.decoder.read(torch.cat([soft, own.decoder.embed(ids)]), positions)
+        return own.decoder.model.get_output_embeddings()(states)[len(soft) :]
+
+
+def after(own, soft, release):
+    return torch.stack([logits(own, soft, ids)[-1] for ids in release.queries])
+
+
+@torch.no_grad()
+def softs(own, segments, release):
+    newest = replace(own, accumulate=False)
+    return {
+        "softprompt_after_1": own.summaries(segments[:1]),
+        "softprompt_after_2": own.summaries(segments),
+        "softprompt_one_segment": own.summaries([release.context]),
+        "softprompt_without_accumulation": newest.summaries(segments),
+    }
+
+
+LOGITS = {
+    "query_logits": "softprompt_after_2",
+    "query_logits_one_segment": "softprompt_one_segment",
+    "query_logits_without_accumulation": "softprompt_without_accumulation",
+}
+
+
+def test_summaries_and_what_follows_them(own, segments, release):
+    found = softs(own, segments, release)
+    for name, soft in found.items():
+        torch.testing.assert_close(soft, release[name], **RELEASES[release.name])
+    for name, soft in LOGITS.items():
+        torch.testing.assert_close(after(own, found[soft], release), release[name], **RELEASES[release.name])
+    nothing = own.embeddings[:0]
+    torch.testing.assert_close(
+        after(own, nothing, release), release["query_logits_plain"], **RELEASES[release.name]
+    )
+
+
+def likelihoods(own, soft, ids, labels):
+    """Mean negative log-likelihood of each label's tokens behind a query."""
+    found = []
+    for label in labels:
+        table = logits(own, soft, ids + label[:-1])[len(ids) - 1 :].log_softmax(-1)
+        found.append(-table[range(len(label)), list(label)].mean())
+    return torch.stack(found)
+
+
+def test_losses(own, segments, release):
+    within = RELEASES[release.name]
+    soft, first = (release[f"softprompt_after_{number}"] for number in (2, 1))
+    options = torch.stack([likelihoods(own, soft, ids, release.labels) for ids in release.queries])
+    torch.testing.assert_close(options, release["option_nll"], **within)
+    empty = likelihoods(own, soft, tuple(release.record["content_free_ids"]), release.labels)
+    torch.testing.assert_close(empty, release["content_free_nll"], **within)
+    both = torch.cat([logits(own, own.embeddings[:0], segments[0]), logits(own, first, segments[1])])
+    targets = torch.tensor(segments[0] + segments[1])
+    loss = torch.nn.functional.cross_entropy(both[:-1], targets[1:])
+    torch.testing.assert_close(loss[None], release["segmented_loss"], **within)
+    torch.testing.assert_close(both[-1], release["segmented_logits_last"], **within)
+
+
+@pytest.mark.parametrize("budget", [1, 60, 1024], ids=["one-by-one", "few", "all"])
+def test_scores_whatever_the_batching(decoder, release, budget):
+    decoder.token_budget = budget
+    predictor = release.fitted(decoder, "autocompressor")
+    found = predictor.scores(release.record["queries"])
+    torch.testing.assert_close(found, release.expected("query_logits_one_segment"), **RELEASES[release.name])
+    whole = after(summarizer(decoder), release["softprompt_one_segment"], release)
+    uncached = whole.log_softmax(-1)[:, [ids[0] for ids in release.labels]]
+    torch.testing.assert_close(found, uncached, atol=3e-5, rtol=0)
+    config = decoder.model.config
+    assert predictor.cost.cached_values == 2 * 5 * config.hidden_size * config.num_hidden_layers
+    assert predictor.cost.trained == 0
+
+
+def test_segments_hold_whole_demonstrations(decoder, release, segments):
+    predictor = release.fitted(decoder, "autocompressor", segment=str(max(map(len, segments))))
+    found = predictor.scores(release.record["queries"])
+    torch.testing.assert_close(found, release.expected("query_logits"), **RELEASES[release.name])
+    assert (predictor.prefix.length, predictor.prefix.behind) == (10, 10 if "llama" in release.name else 0)
+
+
+def test_a_bos_stands_before_the_first_segment_alone(own, release):
+    found = own.segments(release.shown_ids, (7, 8), 60)
+    assert sum(found, ()) == (7, 8, *release.context)
+    assert all(len(ids) <= 60 for ids in found)
+    ends = {len((7, 8, *sum(release.shown_ids[:count], ()))) for count in range(1, 11)}
+    starts = [len(sum(found[:count], ())) for count in range(1, len(found) + 1)]
+    assert set(starts) <= ends
+
+
+class StateBeforeTheNorm(Summarizer):
+    def summaries(self, segments):
+        kept = []
+        model = self.decoder.model.base_model
+        norm = model.norm if hasattr(model, "norm") else model.decoder.final_layer_norm
+        handle = norm.register_forward_pre_hook(
+            lambda _, args: kept.append(args[0][0, -len(self.embeddings) :])
+        )
+        super().summaries(segments)
+        handle.remove()
+        return torch.cat(kept)
+
+
+class NewestFirst(Summarizer):
+    def summaries(self, segments):
+        return super().summaries(segments).view(len(segments), *self.embeddings.shape).flip(0).flatten(0, 1)
+
+
+class OtherPositions(Summarizer):
+    """Llama's restarted behind vectors, OPT's counted."""
+
+    def positions(self, front, tokens, behind):
+        counted = list(range(front + tokens + behind))
+        return counted if not self.counted else [*range(front), *range(tokens + behind)]
+
+
+@pytest.mark.parametrize("mistake", [StateBeforeTheNorm, NewestFirst, OtherPositions])
+def test_a_mistake_shows(own, segments, release, mistake):
+    wrong = mistake(own.decoder, own.embeddings, own.accumulate)
+    with torch.no_grad():
+        found = after(wrong, wrong.summaries(segments), release)
+    assert (found - release["query_logits"]).abs().max() > 0.1
+
+
+def test_what_is_no_autocompressor_is_refused(release, tmp_path):
+    plain = Decoder(tiny_model("llama"), tiny_tokenizer(), name="plain")
+    with pytest.raises(
+        I2CLError, match="'plain' holds no autocompressor compressor beside its weights: give"
+    ):
+        release.fitted(plain, "autocompressor")
+    other = Decoder(tiny_model("gpt2"), tiny_tokenizer())
+    with pytest.raises(I2CLError, match="autocompressor is known for llama and opt, not for 'gpt2'"):
+        release.fitted(other, "autocompressor")
+    config = AutoConfig.from_pretrained(release.folder)
+    config.save_pretrained(tmp_path)
+    tensors = load_file(release.folder / "model.safetensors")
+    tensors["embed_summary.weight"] = tensors["embed_summary.weight"][:, :31].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(I2CLError, match=r"embed_summary.weight as \(5, 31\), this model needs \(5, 32\)"):
+        release.fitted(release.decoder(tmp_path), "autocompressor")
+
+
+def test_what_does_not_fit_is_refused(decoder, release):
+    with pytest.raises(
+        I2CLError, match=r"demonstration 1 takes 30 tokens, and a segment behind 0 .* holds 29"
+    ):
+        release.fitted(decoder, "autocompressor", segment=29)
+    counted = "llama" in release.name
+    short = release.decoder()
+    short.max_length = 60
+    if counted:
+        with pytest.raises(I2CLError, match=r"summary vectors holds \d+: use shorter"):
+            release.fitted(short, "autocompressor", shown=release.shown * 4)

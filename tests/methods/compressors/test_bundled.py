@@ -1,0 +1,73 @@
+"""The bundled model's own compressors, and the script that trains them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import i2cl.methods.compressors.base as shared
+from i2cl import Decoder, evaluate, load_task
+from i2cl.methods import make_methods
+from i2cl.tasks.corpus import TASKS
+
+KINDS = ("autocompressor", "icae", "cepe")
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder.from_pretrained("reference", device="cpu")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "scripts")
+    import train_compressor
+
+    return train_compressor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_steps_make_a_compressor_that_is_used(kind, script, decoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "DOCUMENTS", 2)
+    weights = {name: one.clone() for name, one in decoder.model.state_dict().items()}
+    threads = torch.get_num_threads()
+    script.main(["--kind", kind, "--steps", "2", "--output", str(tmp_path)])
+    torch.set_num_threads(threads)
+    record = json.loads((tmp_path / f"{kind}.json").read_text(encoding="utf-8"))
+    assert (record["kind"], record["base"], record["steps"]) == (kind, decoder.base.weights, 2)
+    assert set(record["tasks"]) == {task.name for task in TASKS} - set(script.UNSEEN)
+    monkeypatch.setattr(shared, "BUNDLED", tmp_path)
+    fresh = Decoder.from_pretrained("reference", device="cpu")
+    task = load_task("mood-colour-1")
+    (method,) = make_methods([kind])
+    predictor = method.fit(fresh, task, task.sample(2, 0), 0)
+    scores = predictor.scores([one.text for one in task.test[:4]])
+    assert torch.isfinite(scores).all()
+    assert all(torch.equal(one, weights[name]) for name, one in fresh.model.state_dict().items())
+    trained = {name: one.float() for name, one in shared.bundled(fresh, kind).tensors.items()}
+    assert sum(one.numel() for one in trained.values()) == record["parameters"]
+
+
+def test_documents_hold_no_unseen_task_and_no_held_out_words(script):
+    source = script.documents(0)
+    held_out = {one.text for name in ("mood-colour-2", "job-letter-1") for one in load_task(name).test}
+    for _ in range(50):
+        name, shown, asked = next(source)
+        assert name not in script.UNSEEN
+        assert 4 <= len(shown) <= 20
+        assert not {one.text for one in (*shown, *asked)} & held_out
+
+
+@pytest.mark.parametrize("path", sorted(shared.BUNDLED.glob("*.json")), ids=lambda path: path.stem)
+def test_what_is_bundled_is_of_this_model_and_knows_a_task_it_has_seen(path, decoder):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert (record["kind"], record["base"]) == (path.stem, decoder.base.weights)
+    assert sum(one.stat().st_size for one in shared.BUNDLED.iterdir()) < 3_000_000
+    task = load_task("mood-colour-2")
+    assert task.name in record["tasks"]
+    compressed, bare = (
+        evaluate(decoder, task, method, limit=60).accuracy
+        for method in make_methods([path.stem, "zero_shot"])
+    )
+    assert compressed > bare + 0.2

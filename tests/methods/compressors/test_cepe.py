@@ -1,0 +1,214 @@
+"""CEPE against what the released code computed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from compressed import ALIKE, CLOSE, golden, with_compressor
+from i2cl import Decoder, Example, I2CLError
+from i2cl.methods.compressors.cepe import CrossAttention, context_encoder
+from i2cl.models.batching import make_batch, pack_batch
+from i2cl.models.encoding import TruncationWarning
+from tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def release():
+    return golden("cepe")
+
+
+@pytest.fixture(scope="module")
+def decoder(release):
+    return release.decoder()
+
+
+@pytest.fixture(scope="module")
+def own(decoder):
+    return context_encoder(decoder)
+
+
+@torch.no_grad()
+def after(decoder, edit, rows, prefix=None):
+    """Logits behind some rows."""
+    return decoder.forward(make_batch(rows, decoder.device), edit=edit, prefix=prefix)[:, 0]
+
+
+@torch.no_grad()
+def states(own, chunks):
+    return own.states(chunks)
+
+
+def test_encoder_states(own, release):
+    torch.testing.assert_close(states(own, release.shown_ids), release["encoder_states"], **CLOSE)
+    alone = replace(own, budget=1)
+    torch.testing.assert_close(states(alone, release.shown_ids), release["encoder_states"], **CLOSE)
+
+
+def test_logits(decoder, own, release):
+    cases = {
+        "query_logits": own.edit(release["encoder_states"]),
+        "query_logits_one_chunk": own.edit(states(own, [release.context])),
+        "query_logits_plain": own.edit(release["encoder_states"][:0]),
+    }
+    for name, edit in cases.items():
+        torch.testing.assert_close(after(decoder, edit, release.queries), release[name], **CLOSE)
+    edit = own.edit(states(own, release.shown_ids[2:]))
+    front = sum(release.shown_ids[:2], ())
+    found = after(decoder, edit, [front + ids for ids in release.queries])
+    torch.testing.assert_close(found, release["query_logits_two_in_decoder"], **CLOSE)
+
+
+def test_losses(decoder, own, release):
+    edit = own.edit(release["encoder_states"])
+    label = release.labels[1]
+    row = release.queries[0] + label
+    batch = make_batch([row], decoder.device)
+    with torch.no_grad():
+        table = decoder.forward(batch, at=torch.arange(len(row))[None], edit=edit)[0]
+    loss = torch.nn.functional.cross_entropy(table[:-1], torch.tensor(row[1:]))
+    torch.testing.assert_close(loss[None], release["lm_loss"], **CLOSE)
+    first = after(decoder, edit, release.queries).log_softmax(-1)[:, [ids[0] for ids in release.labels]]
+    torch.testing.assert_close(first, release["option_loglikelihood"], **CLOSE)
+
+
+@pytest.mark.parametrize("budget", [1, 60, 1024], ids=["one-by-one", "few", "all"])
+@pytest.mark.parametrize(("in_decoder", "name"), [(0, "query_logits"), (2, "query_logits_two_in_decoder")])
+def test_scores_whatever_the_batching(decoder, release, budget, in_decoder, name):
+    decoder.token_budget = budget
+    predictor = release.fitted(decoder, "cepe", in_decoder=str(in_decoder))
+    found = predictor.scores(release.record["queries"])
+    torch.testing.assert_close(found, release.expected(name), **CLOSE)
+    uncached = replace(predictor, prompt=replace(predictor.prompt, prefix=None))
+    torch.testing.assert_close(uncached.scores(release.record["queries"]), found, **ALIKE)
+    shared = predictor.prompt.prefix
+    assert (shared is None) == (in_decoder == 0)
+    keys = 2 * 3 * 16 * shared.length if shared else 0
+    assert predictor.cost.cached_values == 16 * len(predictor.states) + keys
+    assert predictor.cost.trained == 0
+
+
+def test_packed_padded_and_one_by_one(decoder, own, release):
+    edit = own.edit(release["encoder_states"])
+    with torch.no_grad():
+        packed = decoder.forward(pack_batch(release.queries, decoder.device), edit=edit)[:, 0]
+    alone = torch.cat([after(decoder, edit, [ids]) for ids in release.queries])
+    torch.testing.assert_close(packed, release["query_logits"], **CLOSE)
+    torch.testing.assert_close(after(decoder, edit, release.queries), alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+
+
+class BesideAttention(CrossAttention):
+    def output(self, layer, index, output, batch):
+        if index == 1 or layer not in self.layers:
+            return None
+        return output + self.attend(layer, self._residual)
+
+
+class AfterTheMLP(CrossAttention):
+    def output(self, layer, index, output, batch):
+        if layer not in self.layers:
+            return None
+        if index == 0:
+            self._residual = self._residual + output
+            return None
+        return output + self.attend(layer, self._residual + output)
+
+
+class BesideTheMLP(AfterTheMLP):
+    def output(self, layer, index, output, batch):
+        if index == 0 or layer not in self.layers:
+            return super().output(layer, index, output, batch)
+        return output + self.attend(layer, self._residual)
+
+
+@pytest.mark.parametrize("mistake", [BesideAttention, AfterTheMLP, BesideTheMLP])
+def test_cross_attention_at_another_place_shows(decoder, own, release, mistake):
+    edit = mistake(own.layers, release["encoder_states"], own.heads, own.eps)
+    found = after(decoder, edit, release.queries)
+    assert (found - release["query_logits"]).abs().max() > 0.1
+
+
+def test_the_norm_of_the_mlp_shows(decoder, own, release):
+    norms = {number: decoder.blocks[number].post_attention_layernorm.weight for number in own.layers}
+    layers = {number: replace(layer, norm=norms[number]) for number, layer in own.layers.items()}
+    wrong = replace(own, layers=layers).edit(release["encoder_states"])
+    assert (after(decoder, wrong, release.queries) - release["query_logits"]).abs().max() > 0.1
+
+
+def test_a_causal_encoder_and_joined_chunks_show(decoder, own, release):
+    with torch.no_grad():
+        causal = [own.encoder(torch.tensor([ids])).last_hidden_state[0] for ids in release.shown_ids]
+    for wrong in (torch.cat(causal), states(own, [release.context])):
+        assert (wrong - release["encoder_states"]).abs().max() > 0.1
+        assert (after(decoder, own.edit(wrong), release.queries) - release["query_logits"]).abs().max() > 0.1
+
+
+def test_the_last_tokens_of_a_long_demonstration_are_read(decoder, release):
+    shown = [release.shown[0], Example("a long film " * 100, 0)]
+    with pytest.warns(TruncationWarning, match="parity: 1 of 2 demonstrations were cut to their last 256"):
+        predictor = release.fitted(decoder, "cepe", shown=shown)
+    assert len(predictor.states) == len(release.shown_ids[0]) + 256
+
+
+def test_the_model_is_left_as_found_after_an_error(decoder, own, release):
+    before = after(decoder, None, release.queries)
+    with pytest.raises(IndexError):
+        after(decoder, own.edit(release["encoder_states"]), [(10**6,)])
+    hooks = [module._forward_hooks or module._forward_pre_hooks for module in decoder.model.modules()]
+    assert not any(hooks)
+    assert torch.equal(after(decoder, None, release.queries), before)
+
+
+def changed(folder, release, tensors=None, **settings):
+    """A copy of the release with other tensors or settings."""
+    config = AutoConfig.from_pretrained(release.folder)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    config.save_pretrained(folder)
+    whole = load_file(release.folder / "model.safetensors") | (tensors or {})
+    whole = {name: value for name, value in whole.items() if value is not None}
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    return release.decoder(folder)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "settings", "told"),
+    [
+        (
+            {"model.layers.2.cross_attn.o_proj.weight": None},
+            {},
+            "lacks model.layers.2.cross_attn.o_proj.weight",
+        ),
+        (
+            {"encoder.norm.weight": torch.ones(15)},
+            {},
+            r"encoder.norm.weight as \(15,\), this model needs \(16\)",
+        ),
+        ({}, {"num_cross_attn_layers": 3}, "lacks model.layers.0.cross_attn.layernorm.weight"),
+        (
+            {},
+            {"num_cross_attn_layers": 4},
+            "tells no encoder_config, or no num_cross_attn_layers from 1 to 3",
+        ),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(release, tmp_path, tensors, settings, told):
+    with pytest.raises(I2CLError, match=told):
+        release.fitted(changed(tmp_path, release, tensors, **settings), "cepe")
+
+
+def test_what_is_no_cepe_model_is_refused(release):
+    plain = Decoder(tiny_model("llama"), tiny_tokenizer(), name="plain")
+    with pytest.raises(I2CLError, match="'plain' holds no cepe compressor beside its weights: give a CEPE"):
+        release.fitted(plain, "cepe")
+    other = Decoder(tiny_model("mistral"), tiny_tokenizer())
+    with pytest.raises(I2CLError, match="cepe is known for llama, not for 'mistral'"):
+        release.fitted(other, "cepe")
+
+
+def test_the_encoder_is_loaded_once_and_goes_with_its_model(task, tmp_path):
+    decoder = with_compressor("cepe", tmp_path)
+    assert context_encoder(decoder) is context_encoder(Decoder(decoder.model, decoder.tokenizer))

@@ -1,0 +1,265 @@
+"""ICAE against what the released code computed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compressed import CLOSE, LOOSE, golden
+from i2cl import Decoder, I2CLError
+from i2cl.methods.compressors.icae import ICAEConfig, PutIn, auto_encoder, behind_slots
+from i2cl.models.batching import make_batch, pack_batch
+from i2cl.models.encoding import TruncationWarning
+from tiny import tiny_model, tiny_tokenizer
+
+RELEASES = {"icae-v1": LOOSE, "icae-v2": CLOSE}
+ENDS = {"icae-v1": {}, "icae-v2": {"left": "3 17 29", "right": "17 31 29"}}
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request):
+    return golden(request.param)
+
+
+@pytest.fixture(scope="module")
+def within(release):
+    return RELEASES[release.name]
+
+
+@pytest.fixture(scope="module")
+def decoder(release):
+    return release.decoder()
+
+
+@pytest.fixture(scope="module")
+def options(release):
+    return {"compressor": str(release.folder / "icae.safetensors"), **ENDS[release.name]}
+
+
+@pytest.fixture(scope="module")
+def own(decoder, options):
+    return auto_encoder(decoder, ICAEConfig(**options))
+
+
+@torch.no_grad()
+def slots(own, context):
+    return own.slots(own.segments(context))
+
+
+@torch.no_grad()
+def logits(own, *parts):
+    """Logits behind each of some tokens and vectors, run as one row without a cache."""
+    whole = torch.cat([part if isinstance(part, torch.Tensor) else own.decoder.embed(part) for part in parts])
+    return own.decoder.model(inputs_embeds=whole[None], use_cache=False).logits[0]
+
+
+def test_memory_slots(own, release, within):
+    torch.testing.assert_close(slots(own, release.context), release["memory_slots"], **within)
+    for name, tokens in (("one_segment", 32), ("two_segments", 33)):
+        if f"memory_slots_{name}" in release.tensors:
+            found = slots(own, release.context[:tokens])
+            torch.testing.assert_close(found, release[f"memory_slots_{name}"], **within)
+
+
+def forms(own, release, ids):
+    kept, ft = release["memory_slots"], own.special("ft")
+    if own.version == "1":
+        return {"query_logits_ft": (kept, ft, ids, ft), "query_logits_lm": (kept, own.special("lm"), ids)}
+    left, right = (tuple(release.record[side]) for side in ("left", "right"))
+    return {
+        "query_logits_ft": (left, kept, ft, ids, right),
+        "query_logits_lm": (kept, own.special("lm"), ids),
+        "query_logits_continue": (kept, ids),
+        "query_logits_ft_bare": (kept, ft, ids),
+    }
+
+
+def test_logits(own, release, within):
+    for row, ids in enumerate(release.queries):
+        for name, parts in forms(own, release, ids).items():
+            torch.testing.assert_close(logits(own, *parts)[-1], release[name][row], **within)
+    found = logits(own, release["memory_slots"], own.special("ae"))[-1]
+    torch.testing.assert_close(found, release["logits_after_ae"], **within)
+
+
+def nll(table, ids):
+    """Mean negative log-likelihood of tokens, given the logits that end in what follows the last of them."""
+    return torch.nn.functional.cross_entropy(table[-len(ids) - 1 : -1], torch.tensor(ids))[None]
+
+
+def test_losses(own, release, within):
+    kept, query, label = release["memory_slots"], release.queries[0], release.labels[1]
+    ft, first = own.special("ft"), own.version == "1"
+    told = release.context if first else (*release.context, release.record["eos"])
+    found = nll(logits(own, kept, own.special("ae"), told), told)
+    torch.testing.assert_close(found, release["ae_loss"], **within)
+    asked = (kept, ft, query, *([ft] if first else []))
+    torch.testing.assert_close(nll(logits(own, *asked, label), label), release["ft_loss"], **within)
+    front = (kept, own.special("lm")) if first else (kept,)
+    torch.testing.assert_close(nll(logits(own, *front, query), query), release["lm_loss"], **within)
+
+
+@pytest.mark.parametrize("budget", [1, 60, 1024], ids=["one-by-one", "few", "all"])
+def test_scores_whatever_the_batching(decoder, release, options, within, budget):
+    decoder.token_budget = budget
+    before = logits_of(decoder, release)
+    for form, name in (
+        ("ft", "query_logits_ft"),
+        ("lm", "query_logits_lm"),
+        ("bare", "query_logits_continue"),
+    ):
+        if name in release.tensors:
+            predictor = release.fitted(decoder, "icae", form=form, **options)
+            torch.testing.assert_close(
+                predictor.scores(release.record["queries"]), release.expected(name), **within
+            )
+    assert torch.equal(logits_of(decoder, release), before)
+
+
+def logits_of(decoder, release):
+    with torch.no_grad():
+        return decoder.model(torch.tensor([release.context])).logits
+
+
+def test_labels_of_several_tokens_stand_behind_the_last_vector(decoder, own, release, options):
+    words = ("not good", "not dull")
+    task = replace(release.task, labels=words)
+    with torch.no_grad():
+        predictor = behind_slots(own, task, release["memory_slots"], ICAEConfig(**options))
+    with pytest.warns(UserWarning, match="share their first token"):
+        found = predictor.scores(release.record["queries"])
+    for row, ids in enumerate(release.queries):
+        parts = forms(own, release, ids)["query_logits_ft"]
+        for column, word in enumerate(words):
+            label = decoder.encoder([release.task.template.query("x") + f" {word}"])[0]
+            label = label[len(decoder.encoder([release.task.template.query("x")])[0]) :]
+            expected = -nll(logits(own, *parts, label), label) * len(label)
+            torch.testing.assert_close(found[row, column], expected[0], atol=1e-4, rtol=0)
+
+
+def test_a_vector_is_put_in_padded_and_packed_alike(decoder, release):
+    rows = [(*ids, 0) for ids in release.queries]
+    edit = PutIn(torch.linspace(-1, 1, decoder.d_model))
+    with torch.no_grad():
+        padded, packed = (
+            decoder.forward(make(rows, decoder.device), edit=edit) for make in (make_batch, pack_batch)
+        )
+        plain = decoder.forward(make_batch(rows, decoder.device))
+    torch.testing.assert_close(padded, packed, atol=1e-5, rtol=1e-5)
+    assert (padded - plain).abs().max() > 0.1
+
+
+def state_before_the_norm(own, release):
+    kept = []
+    norm = own.decoder.model.model.norm
+    handle = norm.register_forward_pre_hook(lambda _, args: kept.append(args[0][0, -len(own.memory) :]))
+    slots(own, release.context)
+    handle.remove()
+    return torch.cat(kept)
+
+
+def scale_dropped(own, release):
+    pairs = {name: (first, second / 8) for name, (first, second) in own.adapter.items()}
+    return slots(replace(own, adapter=pairs), release.context)
+
+
+def no_adapter(own, release):
+    return slots(replace(own, adapter={}), release.context)
+
+
+def full_windows(own, release):
+    if own.version == "1":
+        return slots(replace(own, version="2"), release.context)
+    size = 4 * len(own.memory)
+    with torch.no_grad():
+        return own.slots([release.context[at : at + size] for at in range(0, len(release.context), size)])
+
+
+@pytest.mark.parametrize("mistake", [state_before_the_norm, scale_dropped, no_adapter, full_windows])
+def test_a_mistake_in_the_slots_shows(own, release, mistake):
+    found, right = mistake(own, release), release["memory_slots"]
+    assert found.shape != right.shape or (found - right).abs().max() > 0.1
+
+
+def test_the_adapter_is_off_in_the_decoder(own, release):
+    parts = forms(own, release, release.queries[0])["query_logits_ft"]
+    with own.adapted():
+        wrong = logits(own, *parts)[-1]
+    assert (wrong - release["query_logits_ft"][0]).abs().max() > 0.1
+
+
+def test_hooks_come_off_after_an_error(own, release):
+    with pytest.raises(IndexError):
+        own.slots([(10**6,)])
+    assert not any(module._forward_hooks for module in own.decoder.model.modules())
+    torch.testing.assert_close(slots(own, release.context), release["memory_slots"], **RELEASES[release.name])
+
+
+def test_what_is_cut_is_told(own, release):
+    if own.version == "1":
+        with pytest.warns(TruncationWarning, match="1 of 1 contexts was cut from 600 to 512 tokens"):
+            assert own.segments((5,) * 600) == [(5,) * 512]
+    else:
+        assert [len(ids) for ids in own.segments((5,) * 600)] == [32] * 18 + [24]
+
+
+@pytest.mark.parametrize("change", ["width", "pair", "layer", "rows", "memory"])
+def test_a_compressor_of_another_model_is_refused(decoder, release, options, tmp_path, change):
+    tensors = load_file(options["compressor"])
+    first = next(name for name in tensors if "layers.0.self_attn.q_proj.lora_B" in name)
+    told = {
+        "width": r"memory_token_embed.weight as \(11, 31\), this model needs \(any, 32\)",
+        "pair": "lacks icae.base_model.model.model.layers.0.self_attn.q_proj.lora_B",
+        "layer": "adapts model.layers.7.self_attn.q_proj, which",
+        "rows": r"q_proj.lora_B.default.weight as \(31, 4\), this model needs \(32, 4\)",
+        "memory": "holds 3 memory embeddings",
+    }
+    if change == "width":
+        tensors["memory_token_embed.weight"] = tensors["memory_token_embed.weight"][:, 1:]
+    elif change == "pair":
+        del tensors[first]
+    elif change == "layer":
+        tensors[first.replace("layers.0", "layers.7").replace("_B", "_A")] = torch.zeros(4, 32)
+    elif change == "rows":
+        tensors[first] = tensors[first][1:]
+    else:
+        tensors["memory_token_embed.weight"] = tensors["memory_token_embed.weight"][:3]
+    path = tmp_path / "icae.safetensors"
+    save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+    with pytest.raises(I2CLError, match=told[change]):
+        auto_encoder(decoder, ICAEConfig(compressor=str(path)))
+
+
+def test_fewer_layers_than_the_model_has_are_refused(decoder, options, tmp_path):
+    tensors = {name: one for name, one in load_file(options["compressor"]).items() if "layers.2" not in name}
+    save_file(tensors, tmp_path / "icae.safetensors")
+    with pytest.raises(I2CLError, match=r"adapts 4 projections, and .* has 6"):
+        auto_encoder(decoder, ICAEConfig(compressor=str(tmp_path / "icae.safetensors")))
+
+
+def test_what_cannot_be_is_told(decoder, release, options):
+    other = Decoder(tiny_model("gpt2"), tiny_tokenizer())
+    with pytest.raises(I2CLError, match=r"icae is known for llama and mistral, not for 'gpt2'"):
+        release.fitted(other, "icae", **options)
+    with pytest.raises(I2CLError, match=r"icae needs a compressor for .*: give --set compressor=FILE or"):
+        release.fitted(decoder, "icae")
+    with pytest.raises(I2CLError, match=r"as \(11, 32\), this model needs \(10, 32\)"):
+        release.fitted(decoder, "icae", **options, memory=7)
+    short = release.decoder()
+    short.max_length = 20
+    with pytest.raises(I2CLError, match=r"a segment and its memory take|the memory slots take"):
+        release.fitted(short, "icae", **options)
+    if "left" in options:
+        with pytest.raises(I2CLError, match="token id 28793 of the form is none of"):
+            release.fitted(decoder, "icae", compressor=options["compressor"])
+
+
+def test_a_pickle_of_the_release_gives_equal_scores(decoder, release, options, tmp_path):
+    tensors = load_file(options["compressor"])
+    zeros = {"icae.base_model.model.model.norm.weight": 0.0, "icae.lm_head.weight": torch.zeros(1)}
+    torch.save(tensors | zeros, tmp_path / "icae.pt")
+    queries = release.record["queries"]
+    expected = release.fitted(decoder, "icae", **options).scores(queries)
+    found = release.fitted(decoder, "icae", **options | {"compressor": str(tmp_path / "icae.pt")})
+    assert torch.equal(found.scores(queries), expected)
