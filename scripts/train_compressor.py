@@ -38,12 +38,17 @@ UNSEEN = ("mood-colour-1", "job-letter-2", "place-colour-2", "weather-letter-1")
 DOCUMENTS, QUERIES, SHOTS = 12, 6, (4, 20)
 VECTORS, RANK, ALPHA = 16, 16, 32.0
 ENCODER = {
-    "hidden_size": 96,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
 }
+"""What a CEPE checkpoint says of its encoder."""
 RATES = {"icae": 2e-3, "autocompressor": 1e-3, "cepe": 2e-3}
 WARM_UP, MOST_GRADIENT = 100, 1.0
 TOLD_EVERY = 50
@@ -134,20 +139,22 @@ def autocompressor(decoder: Decoder) -> Compressor:
 
 
 def cepe(decoder: Decoder) -> Compressor:
-    """An encoder, which starts from the model's own embeddings, and cross-attention in every layer."""
-    d = decoder.d_model
-    config = ENCODER | {"vocab_size": decoder.model.config.vocab_size}
-    encoder = LlamaModel(LlamaConfig.from_dict({**config, "attn_implementation": "sdpa"}))
-    with torch.no_grad():
-        encoder.embed_tokens.weight.copy_(decoder.model.get_input_embeddings().weight)
-    layers = {
-        number: CrossLayer(
-            nn.Parameter(torch.ones(d)),
-            *(drawn(d, d, scale=d**-0.5) for _ in range(3)),
-            nn.Parameter(torch.zeros(d, d)),
+    """An encoder and cross-attention in every layer; both start as copies of the model, and write nothing."""
+    config = decoder.model.config.to_dict() | {"max_position_embeddings": 256, "tie_word_embeddings": False}
+    encoder = LlamaModel(LlamaConfig.from_dict(config))
+    encoder.load_state_dict(decoder.model.model.state_dict())
+
+    def copied(one: Tensor) -> nn.Parameter:
+        return nn.Parameter(one.detach().clone())
+
+    layers = {}
+    for number, block in enumerate(decoder.model.model.layers):
+        reads = (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj)
+        layers[number] = CrossLayer(
+            copied(block.input_layernorm.weight),
+            *(copied(one.weight) for one in reads),
+            nn.Parameter(torch.zeros_like(block.self_attn.o_proj.weight)),
         )
-        for number in range(decoder.layers)
-    }
     own = ContextEncoder(
         encoder, layers, decoder.model.config.num_attention_heads, decoder.model.config.rms_norm_eps, 10**6
     )
@@ -164,7 +171,8 @@ def cepe(decoder: Decoder) -> Compressor:
         return found
 
     cross = [one for layer in layers.values() for one in vars(layer).values()]
-    settings = {"num_cross_attn_layers": len(layers), "encoder_config": config}
+    kept = {key: value for key, value in config.items() if key in ENCODER}
+    settings = {"num_cross_attn_layers": len(layers), "encoder_config": kept}
     return Compressor(decoder, [*encoder.parameters(), *cross], front, tensors, settings)
 
 
