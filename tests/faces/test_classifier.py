@@ -53,7 +53,7 @@ def reference():
 
 
 def quick(**parameters):
-    return I2CLClassifier(**{"model": reference(), "shots": 1, "settings": QUICK} | parameters)
+    return I2CLClassifier(**{"model": reference(), "shots": 1, "settings": QUICK, "evaluate": 0} | parameters)
 
 
 @cache
@@ -101,7 +101,7 @@ FAILING = {
 
 
 @parametrize_with_checks(
-    [OnNumbers("reference", shots=1, settings=QUICK, labels=WORDS | NAMES)],
+    [OnNumbers("reference", shots=1, settings=QUICK, evaluate=0, labels=WORDS | NAMES)],
     expected_failed_checks=lambda _: FAILING,
 )
 def test_scikit_learns_own_checks(estimator, check):
@@ -135,7 +135,8 @@ def test_it_is_what_extract_and_calibrate_make():
 
 def test_another_method_and_unlabelled_texts(tmp_path):
     unlabelled = [example.text for example in TASK.train[-64:]]
-    found = quick(shots=5, method="anchored", settings={"steps": 2}, unlabelled=unlabelled).fit(X, Y)
+    chosen = {"method": "anchored", "settings": {"steps": 2}, "unlabelled": unlabelled}
+    found = quick(shots=5, evaluate=8, **chosen).fit(X, Y)
     task = replace(TASK, labels=tuple(found.classes_), test=())
     rows = [Example(text, task.labels.index(word)) for text, word in zip(X, Y, strict=True)]
     shown = replace(task, train=tuple(rows)).sample(5, 0)
@@ -237,7 +238,7 @@ def test_it_reports_on_the_texts_that_shots_left_over():
 
 
 def test_there_is_no_report_where_no_text_is_left_or_none_is_wanted(tmp_path):
-    assert quick(shots=None).fit(X[:12], Y[:12]).report_ is None
+    assert quick(shots=None, evaluate=160).fit(X[:12], Y[:12]).report_ is None
     found = quick(evaluate=0).fit(X, Y)
     assert found.report_ is None
     found.save_pretrained(tmp_path / "out")
@@ -246,7 +247,7 @@ def test_there_is_no_report_where_no_text_is_left_or_none_is_wanted(tmp_path):
     with pytest.raises(I2CLError, match="-1 queries"):
         quick(evaluate=-1).fit(X, Y)
     with pytest.raises(NotFittedError):
-        _ = quick().report_
+        _ = quick(evaluate=7).report_
 
 
 # Input that is not right
