@@ -14,6 +14,7 @@ from matplotlib.figure import Figure  # noqa: E402
 
 from i2cl.errors import I2CLError  # noqa: E402
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale  # noqa: E402
+from i2cl.experiments.library import load_experiment  # noqa: E402
 from i2cl.experiments.records import Record  # noqa: E402
 from i2cl.experiments.report import figures_maps  # noqa: E402
 from i2cl.experiments.report.figures import FIGURES, save  # noqa: E402
@@ -24,14 +25,21 @@ ZERO = GridRow(name="Zero-shot", method="zero_shot", seeds=1)
 ICL = GridRow(name="Few-shot (ICL)", method="few_shot")
 I2CL = GridRow(name="I2CL")
 MOVED = GridRow(name="Moved", study="move")
-COST = {"zero_shot": (4.0, 0), "few_shot": (20.0, 2_000_000), "i2cl": (5.0, 3000)}
+COST = {
+    "zero_shot": (4.0, 0),
+    "few_shot": (20.0, 2_000_000),
+    "i2cl": (5.0, 3000),
+    "autocompressor": (7.0, 50_000),
+    "icae": (8.0, 60_000),
+    "cepe": (9.0, 70_000),
+}
 
 
 def share(cell):
     """An accuracy of so many in 100 that differs between all cells of these tests."""
     task = TASKS.index(cell.task) if cell.task in TASKS else 0
     source = TASKS.index(cell.sources[0]) if cell.sources and cell.sources[0] in TASKS else 0
-    method = ("zero_shot", "few_shot", "i2cl").index(cell.method)
+    method = [*COST].index(cell.method) % 3
     return 20 + 20 * method + 5 * task + (cell.seed**2) + 7 * source + (cell.shots or 0)
 
 
@@ -230,6 +238,15 @@ def test_efficiency_has_a_point_and_a_name_for_each_row_in_both_panels():
     assert {"5", "10", "20"} <= set(ticks(time.xaxis))
     assert ticks(memory.xaxis) == ["0", "1 kB", "10 kB", "100 kB", "1 MB", "10 MB"]
     assert max(time.get_yticks()) <= 100
+
+
+def test_compressors_have_points_in_the_papers_figure():
+    rows = [row for row in load_experiment("efficiency").rows if row.method in COST]
+    for axes, part in zip(drawn("efficiency", results(*rows)).axes, (0, 1), strict=True):
+        points = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"]
+        found = dict(zip(texts(axes), points, strict=True))
+        for name, method in (("AutoComp.", "autocompressor"), ("ICAE", "icae"), ("CEPE", "cepe")):
+            assert found[name] == pytest.approx(COST[method][part])
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])

@@ -221,6 +221,21 @@ def test_other_models_have_no_table(model):
     assert printed_for("main", model) is None
 
 
+@pytest.mark.parametrize(
+    ("model", "row"),
+    [
+        ("princeton-nlp/AutoCompressor-Llama-2-7b-6k", "AutoComp."),
+        ("models/Llama-2-7b-chat-icae", "ICAE"),
+        ("hyen/CEPE-LLaMA-2-7B", "CEPE"),
+    ],
+)
+def test_the_model_of_one_method_has_its_row_alone(model, row):
+    whole, found = printed_for("main", LLAMA), printed_for("main", model)
+    assert dict(found.rows) == {row: whole.rows[row]}
+    assert (found.paper, found.tasks) == (whole.paper, whole.tasks)
+    assert printed_for("peft", model) is None
+
+
 def test_a_table_is_only_given_for_the_model_it_was_measured_on():
     assert printed_for("peft", LLAMA) is not None
     assert printed_for("peft", GPT2) is None

@@ -13,6 +13,7 @@ import pytest
 
 from i2cl.errors import I2CLError
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
+from i2cl.experiments.library import load_experiment
 from i2cl.experiments.printed import PrintedRow, PrintedTable, printed_for
 from i2cl.experiments.records import COUNTS, Record, Run
 from i2cl.experiments.report.document import CAPTIONS, build
@@ -362,6 +363,34 @@ def test_averages_that_contradict_their_rows_are_flagged(view):
     notes = [note for note in found.notes if note.startswith("§")]
     assert [re.findall(r"\d+\.\d\d", note) for note in notes] == [["81.26", "72.23"], ["81.18", "72.17"]]
     assert not any("other tasks" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "row", "sst2", "average"),
+    [
+        ("princeton-nlp/AutoCompressor-Llama-2-7b-6k", "AutoComp.", "92.44 ± 3.29", "63.94"),
+        ("Llama-2-7b-chat-icae", "ICAE", "91.64 ± 1.69", "64.83"),
+        ("hyen/CEPE-LLaMA-2-7B", "CEPE", "74.28 ± 3.90", "64.08"),
+    ],
+)
+def test_a_compressor_stands_above_its_printed_row_alone(model, row, sst2, average):
+    asked = load_experiment("main")
+    method = next(one.method for one in asked.rows if one.name == row)
+    tasks = printed_for("main", LLAMA).tasks
+    made = [one for name in (method, "i2cl") for one in llama(name, model, [0.72] * len(tasks), tasks)]
+    found = table("tasks", asked, made)
+    assert [one[0].text for one in found.rows] == [row, f"{row} (paper)", "I2CL"]
+    printed = cells(found)[f"{row} (paper)"]
+    assert (printed["sst2"].text, printed["Average"].text) == (sst2, average)
+    assert ("§" in printed["Average"].mark) == (row == "AutoComp.")
+    assert "Table 1" in noted(found, "(paper)")
+    assert ("65.05" in str(found.notes)) == (row == "AutoComp.")
+
+
+def test_compressors_have_a_row_where_a_model_has_them_all():
+    asked = load_experiment("main")
+    made = [one for name in ("autocompressor", "icae", "cepe", "i2cl") for one in llama(name, "reference")]
+    assert list(texts(table("tasks", asked, made))) == ["AutoComp.", "ICAE", "CEPE", "I2CL"]
 
 
 def test_a_table_of_averages_alone_is_compared_over_the_nine_tasks():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from i2cl.faces.cli import main
 from processes import COMMAND, Program
@@ -48,6 +49,7 @@ COMMANDS = {
     "hf": ("export {home}/mood {new} --to hf", 100, 100_000),
     "peft": ("export {home}/mood {new} --to peft", 2000),
     "gguf": ("export {home}/mood {new}.gguf --to gguf", 100, 100_000),
+    "convert": ("convert {home}/pickled {new}", 100, 20_000),
     "run": ("experiment run {home}/grid.toml --store {new} --workers 1", 100, 4000),
     "pack": ("experiment pack {home}/store {new}", 100, 2000),
     "unpack": ("experiment unpack {home}/packed {new}", 100, 2000),
@@ -71,10 +73,13 @@ def _vectors_are_kept():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """An artefact, texts, a grid, its store and the same packed."""
+    """An artefact, texts, pickled weights with a tokenizer, a grid, its store and the same packed."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "texts.txt").write_text("the letter arrived\n")
     (folder / "grid.toml").write_text(GRID)
+    (folder / "pickled").mkdir()
+    torch.save({"weight": torch.zeros(3000)}, folder / "pickled" / "pytorch_model.bin")
+    (folder / "pickled" / "tokenizer.json").write_text(" " * 30_000)
     for command, place in (("fit", "mood"), ("run", "store"), ("pack", "packed")):
         with pytest.raises(SystemExit) as stop:
             main(arguments(command, folder, folder / place))

@@ -81,6 +81,7 @@ class InconsistentAverage(NamedTuple):
 
 class _File(_Frozen):
     models: Mapping[str, tuple[str, ...]]
+    own_models: Mapping[str, tuple[str, ...]]
     table: tuple[PrintedTable, ...]
 
 
@@ -112,6 +113,8 @@ def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
 def printed_for(name: str, model: str) -> PrintedTable | None:
     """The table of a name that was measured on a model, or None if the paper has none.
 
+    Of a model that a single method needs, such as a prompt compressor's, that method's row alone.
+
     Args:
         name: of the table.
         model: hub id or folder. Only its last part counts, and all of it: fine-tuned or instructed
@@ -122,10 +125,12 @@ def printed_for(name: str, model: str) -> PrintedTable | None:
     """
     last = re.split(r"[/\\]", model.rstrip("/\\"))[-1].casefold()
     tables = printed_tables(name)
-    aliases = _file().models
     for table in tables:
-        if last in (alias.casefold() for alias in aliases[table.model]):
+        if last in map(str.casefold, _file().models[table.model]):
             return table
+        for row, own in _file().own_models.items():
+            if row in table.rows and last in map(str.casefold, own):
+                return table.model_copy(update={"rows": {row: table.rows[row]}})
     return None
 
 

@@ -283,8 +283,9 @@ class Decoder:
         """Next-token logits after the tokens at ``at`` (default: each row's last query token).
 
         The LM head runs on those positions alone; ``states`` receives what it is given, a (batch x positions
-        x d) tensor. Gradients flow if the caller has them on. Where the
-        prefix's positions turn otherwise in front of so long a batch, it runs again with every row.
+        x d) tensor. Gradients flow if the caller has them on. Where the prefix's positions turn otherwise in
+        front of so long a batch, it runs again with every row. A packed batch has no prefix: in front of
+        cached keys transformers takes a row for one text, and its queries would see each other.
 
         Raises:
             I2CLError: if that is so, or a window is too short, and tokens were taken out of the prefix; or if

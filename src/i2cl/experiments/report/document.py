@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -140,8 +140,9 @@ def build(
             sections.append(Section(experiment, None, anchor, missing=(hint,)))
         for number, results in enumerate(found, start=1):
             anchor = _anchor(experiment.name, sections)
-            made = _section(results, vectors, anchor, printed, draw=figures)
-            notes = (*made.missing, *_skipped(results, records), *(aside if number == 1 else ()))
+            skipped = _skipped(results, records)
+            made = _section(results, vectors, anchor, printed, skipped, draw=figures)
+            notes = (*made.missing, *(aside if number == 1 else ()))
             sections.append(replace(made, missing=notes))
     rows = [row for experiment in experiments for row in experiment.rows]
     failed = [one for one in records if one.status == "failed" and any(row.holds(one.cell) for row in rows)]
@@ -156,11 +157,20 @@ def _anchor(name: str, sections: Sequence[Section]) -> str:
     return next(one for one in itertools.chain([plain], numbered) if one not in used)
 
 
-def _section(results: Results, vectors: Vectors, anchor: str, printed: PrintedFor, *, draw: bool) -> Section:
+def _section(
+    results: Results,
+    vectors: Vectors,
+    anchor: str,
+    printed: PrintedFor,
+    skipped: Mapping[str, str | None],
+    *,
+    draw: bool,
+) -> Section:
     tables: list[Table] = []
     figures: list[tuple[View, Figure]] = []
     experiment = results.experiment
-    missing = _absent_rows(results)
+    missing = _absent_rows(results, skipped)
+    missing += [f"{name} was skipped: {error}" for name, error in skipped.items()]
     try:
         results.check_queries()
         name = experiment.printed
@@ -193,8 +203,8 @@ def _worth_showing(found: Sequence[Results]) -> tuple[list[Results], list[str]]:
     ]
 
 
-def _absent_rows(results: Results) -> list[str]:
-    there = [row.name for row in results.rows]
+def _absent_rows(results: Results, skipped: Collection[str]) -> list[str]:
+    there = [*skipped, *(row.name for row in results.rows)]
     absent = [row.name for row in results.experiment.rows if row.name not in there]
     model = results.setting.model
     command = f"i2cl experiment run {results.experiment.name}"
@@ -205,12 +215,11 @@ def _absent_rows(results: Results) -> list[str]:
     return lines
 
 
-def _skipped(results: Results, records: Sequence[Record]) -> list[str]:
-    """Why rows were skipped on this model, each reason once."""
+def _skipped(results: Results, records: Sequence[Record]) -> dict[str, str | None]:
+    """Why rows were skipped on this model, by their names."""
     skipped = [one for one in records if one.status == "skipped" and one.cell.model == results.setting.model]
     rows = results.experiment.rows
-    told = {row.name: one.error for one in skipped for row in rows if row.holds(one.cell)}
-    return [f"{name} was skipped: {error}" for name, error in told.items()]
+    return {row.name: one.error for one in skipped for row in rows if row.holds(one.cell)}
 
 
 def _reason(view: View, *, draw: bool) -> str:

@@ -50,8 +50,8 @@ class Paper:
 
     def contradicted(self, line: Line) -> InconsistentAverage | None:
         """What is wrong with the printed average of a row, if anything is."""
-        wrong = (one for one in inconsistent_averages() if self.row(line) and one.table == self.table)
-        return next((one for one in wrong if one.row == line.row.name), None)
+        wrong = (one for one in inconsistent_averages() if one.row == line.row.name and self.row(line))
+        return next((one for one in wrong if self.table and one.table.paper == self.table.paper), None)
 
     def cell(self, line: Line, task: str | None) -> Entry:
         """What the paper prints for a row on a task, or without one on average; empty if nothing."""
