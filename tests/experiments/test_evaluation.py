@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from i2cl import Example, I2CLError
-from i2cl.experiments.evaluation import Evaluation, evaluate, macro_f1, summarize
+from i2cl.experiments.evaluation import Evaluation, SkippedWarning, evaluate, macro_f1, summarize
 from i2cl.experiments.sweep import sweep
 from i2cl.methods import Cost, Method, make_methods
 from i2cl.version import __version__
@@ -206,3 +206,14 @@ def test_a_sweep_fits_once_what_several_methods_stand_on(decoder, task, monkeypa
     assert fits == [0, 1]
     for run, method in zip(runs, [one for one in methods for _ in (0, 1)], strict=True):
         assert run.predictions == evaluate(decoder, task, method, shots=2, seed=run.seed, limit=6).predictions
+
+
+@pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+def test_a_sweep_of_all_methods_leaves_out_those_of_another_model(decoder, task):
+    asked = {"shots": 2, "limit": 6, "workers": 1}
+    methods = make_methods(["autocompressor", "zero_shot", "cepe"])
+    with pytest.warns(SkippedWarning, match="left out: .* compressor beside its weights"):
+        runs = sweep(lambda: decoder, [task], methods, [0], skip=True, **asked)
+    assert [run.method for run in runs] == ["zero_shot"]
+    with pytest.raises(I2CLError, match="autocompressor"):
+        sweep(lambda: decoder, [task], methods, [0], **asked)

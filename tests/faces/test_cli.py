@@ -513,6 +513,16 @@ def test_eval_prints_a_table_for_people(call, home):
     assert "±" in out
 
 
+def test_eval_of_all_methods_leaves_out_those_of_another_model(call, home, monkeypatch):
+    few = {name: METHODS[name] for name in ("zero_shot", "cepe")}
+    monkeypatch.setattr("i2cl.methods.METHODS", few)
+    code, out, err = call(*eval_arguments(home, "--method", "all", "--json"))
+    assert (code, [one["method"] for one in json.loads(out)]) == (0, ["zero_shot"])
+    assert "left out: " in err
+    code, out, err = call(*eval_arguments(home, "--method", "zero_shot,cepe"))
+    assert (code, out, err.count("error: ")) == (2, "", 1)
+
+
 def test_a_table_loses_nothing_on_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     row = {

@@ -2,6 +2,7 @@
 
 import platform
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.records import Run
 from i2cl.methods import Method, Predictor
 from i2cl.methods.base import Wrapper
+from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.precision import quantization_of
@@ -172,6 +174,10 @@ def evaluate(
     return measure(decoder, task, fitted, queries, progress)
 
 
+class SkippedWarning(UserWarning):
+    """A method was left out, since it needs another model."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Methods that stand on one fit, on a task with some seeds: a job for `run_jobs`.
@@ -182,6 +188,7 @@ class Evaluation:
         seeds: of demonstrations and methods; fitted together where that gains time.
         shots: demonstrations per class; default: the task's own.
         limit: at most so many queries.
+        skip: whether methods that need another model are left out with a `SkippedWarning`.
     """
 
     task: Task
@@ -189,6 +196,7 @@ class Evaluation:
     seeds: tuple[int, ...]
     shots: int | None = None
     limit: int | None = None
+    skip: bool = False
 
     def run(self, decoder: Decoder) -> list[Run]:
         """One run for each seed and method.
@@ -197,11 +205,17 @@ class Evaluation:
             I2CLError: see `evaluate`, from the first seed that cannot be fitted.
         """
         queries = self.task.queries(self.limit)
-        return [
-            measure(decoder, self.task, _on_top(method, fitted, self.task), queries)
-            for fitted in self._fitted(decoder)
-            for method in self.methods
-        ]
+        try:
+            return [
+                measure(decoder, self.task, _on_top(method, fitted, self.task), queries)
+                for fitted in self._fitted(decoder)
+                for method in self.methods
+            ]
+        except NoCompressorError as lacking:
+            if not self.skip:
+                raise
+            warnings.warn(f"left out: {lacking}", SkippedWarning, stacklevel=2)
+            return []
 
     def _fitted(self, decoder: Decoder) -> Iterable[Fitted]:
         """All together, or else one after the other, each when it is asked for."""

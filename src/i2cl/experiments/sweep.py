@@ -19,6 +19,7 @@ def sweep(
     shots: int | None = None,
     limit: int | None = None,
     workers: int | None = None,
+    skip: bool = False,
     word: Callable[[Task, Decoder], Task] | None = None,
     watch: Callable[[Run], None] | None = None,
 ) -> list[Run]:
@@ -34,6 +35,7 @@ def sweep(
         shots: demonstrations per class; default: each task's own.
         limit: at most so many queries per task.
         workers: processes; default: by the model's size.
+        skip: leave out methods that need another model, with a `SkippedWarning`.
         word: gives a task other words once the model is there, such as those of its chat template.
         watch: called with each run as it ends, in any order.
 
@@ -50,7 +52,7 @@ def sweep(
     for method in methods:
         fits.setdefault(bottom(method), []).append(method)
     jobs = [
-        Evaluation(task, tuple(alike), group, shots, limit)
+        Evaluation(task, tuple(alike), group, shots, limit, skip)
         for task in tasks
         for fit, alike in fits.items()
         for group in ([tuple(seeds)] if fit.joint else [(seed,) for seed in seeds])

@@ -26,7 +26,10 @@ def evaluate(
     ],
     *,
     method: Annotated[
-        str, typer.Option(help="Methods with commas between, or 'all'.", rich_help_panel=options.METHOD)
+        str,
+        typer.Option(
+            help="Methods with commas between, or 'all' that MODEL can run.", rich_help_panel=options.METHOD
+        ),
     ] = DEFAULT_METHODS,
     shots: options.Shots = None,
     seeds: Annotated[int, typer.Option(min=1, max=10_000, help="How many seeds, counted from --seed.")] = 1,
@@ -61,6 +64,7 @@ def evaluate(
             shots=shots,
             limit=limit,
             workers=workers,
+            skip=method == "all",
             word=lambda one, decoder: load.worded(one, rows, decoder.tokenizer),
             watch=bar.run,
         )
