@@ -116,6 +116,20 @@ def test_the_commands_refuse_it_in_one_line(pickled, tmp_path, capsys, command):
             ),
             "holds no other.bin",
         ),
+        (
+            lambda folder: (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}'),
+            "index.json' is damaged",
+        ),
+        (
+            lambda folder: (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": 5}}'),
+            "index.json' is damaged",
+        ),
+        (
+            lambda folder: torch.save(
+                {"a": torch.eye(3).to_sparse()}, folder / "pytorch_model-00001-of-00002.bin"
+            ),
+            "give plain, dense weights",
+        ),
     ],
 )
 def test_what_is_no_such_folder_is_refused_and_nothing_written(pickled, tmp_path, change, told):

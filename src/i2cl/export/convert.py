@@ -37,12 +37,9 @@ def convert(source: str | Path, output: str | Path) -> list[Path]:
     with new_folder(output, frozenset()) as folder:
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05}-of-{len(shards):05}.safetensors" if shards[1:] else "model.safetensors"
-            tensors = _apart({key: one for key, one in unpickled(shard).items() if isinstance(one, Tensor)})
-            if not tensors:
-                raise I2CLError(f"{str(shard)!r} holds no tensors by name: give a checkpoint of a model")
-            save_file(tensors, folder / name, {"format": "pt"})
-            homes |= dict.fromkeys(tensors, name)
-            size += sum(one.nbytes for one in tensors.values())
+            names, bytes_of_it = _rewritten(shard, folder / name)
+            homes |= dict.fromkeys(names, name)
+            size += bytes_of_it
         if shards[1:]:
             index = {"metadata": {"total_size": size}, "weight_map": homes}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -62,7 +59,9 @@ def _shards(source: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise I2CLError(f"{str(index)!r} is damaged: download or copy it again") from None
+            names = set()
+        if not names or not all(isinstance(name, str) for name in names):
+            raise I2CLError(f"{str(index)!r} is damaged: download or copy it again")
     found = [source / name for name in sorted(names)]
     for path in found:
         if not path.is_file() or path.parent != source:
@@ -70,6 +69,22 @@ def _shards(source: Path) -> list[Path]:
                 f"{str(source)!r} holds no {path.name}: give a folder with all of {PICKLES}'s parts"
             )
     return found
+
+
+def _rewritten(shard: Path, output: Path) -> tuple[list[str], int]:
+    """Names and bytes of one file's tensors, which go when this returns."""
+    found = {key: one for key, one in unpickled(shard).items() if isinstance(one, Tensor)}
+    if not found:
+        raise I2CLError(f"{str(shard)!r} holds no tensors by name: give a checkpoint of a model")
+    try:
+        tensors = _apart(found)
+        save_file(tensors, output, {"format": "pt"})
+    except (NotImplementedError, KeyError, ValueError, RuntimeError) as error:
+        kind = type(error).__name__
+        raise I2CLError(
+            f"{str(shard)!r} holds tensors that safetensors cannot ({kind}): give plain, dense weights"
+        ) from None
+    return list(tensors), sum(one.nbytes for one in tensors.values())
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

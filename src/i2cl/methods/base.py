@@ -223,4 +223,4 @@ def _read(model: type[M], options: Mapping[str, Any]) -> M:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        raise I2CLError(f"option {name}={options[name]!r}: {first['msg']}") from None
+        raise I2CLError(f"option {name}={repr(options[name])[:200]}: {first['msg']}") from None

@@ -102,7 +102,12 @@ def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     Raises:
         I2CLError: if there is no such file, or it is damaged or no mere weights.
     """
-    path = Path(name) if Path(name).is_file() else download_file(name)
+    path = Path(name)
+    try:
+        here = path.is_file()
+    except OSError as error:
+        raise I2CLError(f"{name[:120]!r} cannot be a file ({error.strerror}): correct it") from None
+    path = path if here else download_file(name)
     if path.suffix == ".safetensors":
         with _readable(path), safe_open(path, "pt") as file:
             return {one: file.get_tensor(one) for one in file.keys() if wanted(one)}  # noqa: SIM118
@@ -132,14 +137,13 @@ def unpickled(path: Path) -> dict[str, Any]:
 
 def _weight_files(folder: Path) -> list[Path]:
     """Those that transformers would load: some repositories hold a copy under other names beside them."""
-    index = folder / INDEX
-    if index.is_file():
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if index.is_file() and not single.is_file():
         try:
             homes = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise I2CLError(f"{str(index)!r} is damaged: download or copy it again") from None
         return [folder / name for name in sorted(set(homes))]
-    single = folder / "model.safetensors"
     return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
 
 

@@ -341,7 +341,9 @@ class Decoder:
 
     def embed(self, ids: Ids) -> Float[Tensor, "tokens d"]:
         """The input embeddings of some tokens."""
-        found: Tensor = self.model.get_input_embeddings()(torch.tensor(ids, device=self.device))
+        places = torch.tensor(ids, dtype=torch.long, device=self.device)
+        with self.frozen():
+            found: Tensor = self.model.get_input_embeddings()(places)
         return found
 
     def read(
@@ -359,10 +361,10 @@ class Decoder:
         places = torch.tensor([positions or range(len(vectors))], device=self.device)
         arguments: dict[str, Any] = {"inputs_embeds": vectors[None], "position_ids": places}
         arguments |= {"past_key_values": cache, "use_cache": cache is not None}
-        mask = torch.ones_like(places)  # without one, places that do not rise by one pass for packed rows
+        arguments["attention_mask"] = torch.ones_like(places)  # without, places that leap are packed rows
         with self.frozen():
-            states: Tensor = self.model.base_model(attention_mask=mask, **arguments).last_hidden_state
-        return states[0]
+            states: Tensor = self.model.base_model(**arguments).last_hidden_state
+        return states[0].to(self.device)  # of several devices, the last has them
 
     def prefix_of(self, vectors: Float[Tensor, "places d"], positions: Sequence[int] | None = None) -> Prefix:
         """Run input embeddings once, as `read` does, and keep their keys and values."""
@@ -371,10 +373,7 @@ class Decoder:
         return Prefix((), cache, len(vectors), 1 + max(positions or range(len(vectors))))
 
     def frozen(self) -> AbstractContextManager[None]:
-        """Evaluation mode without parameter gradients and with `i2cl.models.products`; restored on leaving.
-
-        Other threads wait until then.
-        """
+        """Evaluation mode, no parameter gradients, `i2cl.models.products`, other threads wait; until left."""
         return frozen(self.model)
 
     def _joins(self, prefix: Prefix, width: int) -> bool:

@@ -12,6 +12,7 @@ pytest.importorskip("fastapi")
 from i2cl.faces.server.app import make_app
 from i2cl.faces.server.guard import Access, read_tokens
 from i2cl.faces.server.jobs import Job
+from i2cl.faces.server.refusals import LONG, RefusalError
 from i2cl.faces.server.service import Service
 from i2cl.models.decoder import Decoder
 from tiny import tiny_model, tiny_tokenizer
@@ -466,3 +467,9 @@ def test_an_answer_that_nobody_waits_for_does_not_run(service):
     time.sleep(0.1)
     count = re.compile(rb"i2cl_batch_rows_count (\S+)")
     assert count.search(service.metrics.text())[1] == count.search(before)[1]
+
+
+def test_a_cure_is_short_however_long_the_message():
+    told = RefusalError(422, "bad_input", "x: " + "': a' " * 1000).body()["error"]
+    assert len(told["cure"]) <= LONG
+    assert RefusalError(422, "bad_input", "it is 'a: b': say 'c: d'").body()["error"]["cure"] == "say 'c: d'"

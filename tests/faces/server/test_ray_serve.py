@@ -13,7 +13,7 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 from i2cl.errors import I2CLError
-from i2cl.faces.server.client import Client, ServerError
+from i2cl.faces.server.client import Client, ServerError, _pause
 from i2cl.faces.server.ray_serve import Replica
 
 from .conftest import HOST, TEXTS, made
@@ -71,9 +71,11 @@ def test_a_replica_answers_a_handle_and_tells_when_it_is_ill(replica):
 def test_a_request_that_a_killed_replica_lost_is_sent_again():
     told = [(500, b"Internal Server Error"), (502, b"<html>"), (200, b'{"data": [{"id": "films"}]}')]
     told += [(500, b'{"error": {"code": "internal", "message": "the server failed: please report it"}}')]
+    told += [(504, b"<html>")]
 
     class Proxy(BaseHTTPRequestHandler):
         def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, body = told.pop(0)
             self.send_response(status)
             for name, value in (("Content-Length", len(body)), ("Content-Type", "application/json")):
@@ -81,6 +83,9 @@ def test_a_request_that_a_killed_replica_lost_is_sent_again():
             self.send_header("Retry-After", "0")
             self.end_headers()
             self.wfile.write(body)
+
+        def do_POST(self):
+            self.do_GET()
 
         def log_message(self, *_):
             pass
@@ -91,5 +96,12 @@ def test_a_request_that_a_killed_replica_lost_is_sent_again():
         assert client.tasks() == [{"id": "films"}]
         with pytest.raises(ServerError, match="please report it"):
             client.tasks()
+        with pytest.raises(ServerError, match="status 504"):  # once: the fit may have begun
+            client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")
         proxy.shutdown()
     assert not told
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("5", 5), ("3600", 60), ("Wed, 21 Oct 2026 07:28:00 GMT", 1)])
+def test_a_pause_is_short_whatever_a_proxy_says(given, seconds):
+    assert _pause(given) == seconds

@@ -212,3 +212,13 @@ def test_what_is_no_cepe_model_is_refused(release):
 def test_the_encoder_is_loaded_once_and_goes_with_its_model(task, tmp_path):
     decoder = with_compressor("cepe", tmp_path)
     assert context_encoder(decoder) is context_encoder(Decoder(decoder.model, decoder.tokenizer))
+
+
+def test_an_encoder_follows_its_model_into_another_dtype(task):
+    decoder = Decoder.from_pretrained("reference", device="cpu")
+    assert context_encoder(decoder).encoder.dtype == torch.float32
+    decoder.model.to(torch.bfloat16)
+    assert (
+        context_encoder(Decoder(decoder.model, decoder.tokenizer, name="reference")).encoder.dtype
+        == torch.bfloat16
+    )

@@ -272,3 +272,9 @@ def test_a_pickle_of_the_release_gives_equal_scores(decoder, release, options, t
     expected = release.fitted(decoder, "icae", **options).scores(queries)
     found = release.fitted(decoder, "icae", **options | {"compressor": str(tmp_path / "icae.pt")})
     assert torch.equal(found.scores(queries), expected)
+
+
+def test_no_tokens_have_no_embeddings_and_no_file_has_so_long_a_name(decoder, release):
+    assert decoder.embed(()).shape == (0, decoder.d_model)
+    with pytest.raises(I2CLError, match="cannot be a file"):
+        release.fitted(decoder, "icae", compressor="x" * 300)

@@ -116,7 +116,7 @@ def run(
         told = f"{tally.done} cells done, {tally.failed} failed{skipped}, {kept} kept from before"
         _tell(folder, told, failures)
         for reason in {one.error for one in opened.records.values() if one.status == "skipped"}:
-            console.note(f"skipped: {reason}")
+            console.note(f"skipped: {reason} (a new store tries it again)")
     if tally.failed:
         raise typer.Exit(1)
 

@@ -223,9 +223,8 @@ class Client:
                 continue
             told = {name.lower(): value for name, value in reply.getheaders()}
             refused = _refused(reply.status, found) if reply.status >= 400 else None
-            lost = reply.status >= 500 and refused is not None and refused.code == UNKNOWN
-            if (reply.status in AGAIN or lost) and not last:
-                time.sleep(float(told.get("retry-after", "1")))
+            if refused is not None and not last and _again(method, path, refused):
+                time.sleep(_pause(told.get("retry-after", "")))
                 continue
             if refused is not None:
                 raise refused
@@ -259,6 +258,19 @@ class AsyncClient:
         if name.startswith("_") or name == "events":
             raise AttributeError(name)
         return partial(asyncio.to_thread, getattr(self._client, name))
+
+
+def _again(method: str, path: str, refused: ServerError) -> bool:
+    """Whether a request that was refused may be sent again: it has done nothing, or may be done twice."""
+    if refused.code != UNKNOWN or refused.status == 429:
+        return refused.status in AGAIN
+    repeatable = method in {"GET", "PUT"} or path == "/v1/classify"  # a proxy's answer tells nothing
+    return refused.status >= 500 and repeatable
+
+
+def _pause(retry_after: str) -> float:
+    """Seconds to wait: at most a minute, and one where a proxy names a date, or nothing."""
+    return min(60.0, float(retry_after)) if retry_after.isdecimal() else 1.0
 
 
 def _refused(status: int, body: bytes) -> ServerError:

@@ -8,6 +8,9 @@ from i2cl.models.encoding import TooLongError
 CURE = re.compile(r".*?: ((?:(?<!\w)'[^']*'(?!\w)|(?!: ).)*+)", re.DOTALL)
 """A message up to its last colon, and the cure behind it, whose quotations may have colons of their own."""
 
+LONG = 2000
+"""Characters of a message beyond which quotations are not looked for, which takes time by their square."""
+
 
 class RefusalError(I2CLError):
     """A request that is not done, and why.
@@ -43,12 +46,14 @@ class RefusalError(I2CLError):
 
     def body(self) -> dict[str, object]:
         """As OpenAI's clients and people read it."""
-        cure = CURE.fullmatch(str(self))
+        told_whole = str(self)
+        quoted = CURE.fullmatch(told_whole) if len(told_whole) <= LONG else None
+        cure = quoted[1] if quoted else told_whole.rpartition(": ")[2][:LONG]
         told: dict[str, object] = {
-            "message": str(self),
+            "message": told_whole,
             "type": "server_error" if self.status >= 500 else "invalid_request_error",
             "code": self.code,
-            "cure": cure[1] if cure else "see /openapi.json",
+            "cure": cure if cure != told_whole else "see /openapi.json",
         }
         return {"error": told if self.rows is None else told | {"rows": self.rows}}
 

@@ -27,6 +27,7 @@ from i2cl.methods.compressors.base import (
     require_type,
 )
 from i2cl.models.batching import Ids
+from i2cl.models.borrowing import lock_of
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example, Task
 
@@ -183,6 +184,7 @@ def summarizer(decoder: Decoder) -> Summarizer:
 
 def _with_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Decoder:
     """A copy of a model that learnt further: with these weights."""
-    model = copy.deepcopy(decoder.model)
+    with lock_of(decoder.model):  # not with another thread's hooks on it
+        model = copy.deepcopy(decoder.model)
     model.load_state_dict({name: one for name, one in tensors.items() if name != SUMMARY}, strict=False)
     return Decoder(model, decoder.tokenizer, name=decoder.name, token_budget=decoder.token_budget)

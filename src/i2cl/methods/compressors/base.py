@@ -68,11 +68,14 @@ _MADE: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def once(decoder: Decoder, key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make`` returned when it was first called for this model and key; it must not hold the model."""
-    made = _MADE.setdefault(decoder.model, {})
-    if key not in made:
-        made[key] = make()
-    return cast("T", made[key])
+    """What ``make`` returned when it was first called for this model, where and as it is now, and key.
+
+    It must not hold the model.
+    """
+    made, whole = _MADE.setdefault(decoder.model, {}), (key, decoder.device, decoder.model.dtype)
+    if whole not in made:
+        made[whole] = make()
+    return cast("T", made[whole])
 
 
 def beside(decoder: Decoder, kind: str, wanted: Callable[[str], bool], cure: str) -> Compressor:

@@ -44,7 +44,7 @@ async function asked(method, path, body, type = "application/json") {
     $("access").open = true;
     $("denied").textContent = error.message;
   }
-  throw Object.assign(new Error(error.message), { rows: error.rows, code: error.code, status: reply.status });
+  throw Object.assign(new Error(error.message), { rows: error.rows, code: error.code, status: reply.status, away: reply.status > 501 });
 }
 
 const json = async (method, path, body) =>
