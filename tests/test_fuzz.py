@@ -7,8 +7,8 @@ from experiments.test_report import experiment, trial
 from fuzzing import Folders, refused, targets
 from storage.test_hub import decoder_named, made
 
-EXAMPLES = {"command lines": 100}
-"""300 of the others: a command line takes three times as long to read."""
+EXAMPLES = {"command lines": 60}
+"""150 of the others: a command line takes three times as long to read."""
 QUIET = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
 NAMES = ["rows", "templates", "task TOML", "grid TOML", "options", "command lines", "artefacts", "stores"]
 
@@ -28,7 +28,7 @@ def test_spoiled_inputs_are_read_or_refused(kinds, tmp_path, name):
     inputs, read = kinds[name]
     outcomes = set()
 
-    @settings(max_examples=EXAMPLES.get(name, 300), derandomize=True, **QUIET)
+    @settings(max_examples=EXAMPLES.get(name, 150), derandomize=True, **QUIET)
     @given(inputs)
     def try_one(found):
         outcomes.add(refused(lambda: read(tmp_path, found)))

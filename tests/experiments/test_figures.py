@@ -127,7 +127,7 @@ def test_nothing_is_drawn_of_nothing(view):
     assert FIGURES[view](empty, {}) is None
 
 
-@pytest.mark.parametrize("view", EVERYTHING)
+@pytest.mark.parametrize("view", ["efficiency", "matrix", "coefficient-map"])
 def test_files_are_the_same_every_time(view, tmp_path):
     found = results(*EVERYTHING[view])
     vectors = vectors_of(found)
