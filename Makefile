@@ -27,7 +27,8 @@ demo: $(READY)  ## the main job on the bundled reference model, offline
 demo-real: $(REAL)  ## a real model (a download of 93 MB) on support tickets
 	$(VENV)/bin/i2cl demo --real
 
-test: $(READY)  ## every test, offline
+test: export PYTHONDONTWRITEBYTECODE =
+test: $(READY)  ## every test, offline; the many processes share their bytecode
 	$(VENV)/bin/pytest -n 2 --dist worksteal
 
 fuzz: $(READY)  ## 10,000 spoiled inputs, 1,000 artefacts, 100 kills and full disks, counted (an hour)
