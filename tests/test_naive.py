@@ -99,6 +99,7 @@ TABLE = {"rows", "against_cached_prefix", "machine", "model"}
 @pytest.mark.parametrize(
     ("script", "options", "expected"),
     [
+        ("run.py", [*TINY, "--quick"], TABLE),
         ("run.py", ["reference", "--quick", "--device", "cpu"], TABLE),
         (
             "gpu.py",

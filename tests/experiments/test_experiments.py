@@ -477,7 +477,7 @@ parallel.get_context = lambda _: get_context("fork")
 """Before a program whose workers are to start as fast as it does itself."""
 
 
-@pytest.mark.parametrize("workers", [2])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
     """Every kill leaves a store that reads; the run that follows adds what is lacking, no more."""
     file, folder = tmp_path / "mine.toml", tmp_path / "store"

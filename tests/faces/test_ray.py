@@ -75,6 +75,7 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("home")
     texts = [example.text for example in load_task(TASK).test[:25]]
     (made / "texts.txt").write_text("".join(f"{text}\n" for text in texts))
+    (made / "bad.txt").write_text("".join(f"{text}\n" for text in [*texts[:14], " ", *texts[14:]]))
     (made / "mine.toml").write_text(GRID)
     assert run("fit", "reference", TASK, "-o", made / "mood", "--shots", "1", "--set", "epochs=1") == 0
     assert run(*predict(made, "texts.txt", "here.tsv")) == 0
@@ -89,20 +90,19 @@ def stop():
     raise KeyboardInterrupt
 
 
-def test_two_commands_on_one_cluster(folder, tmp_path):
-    """In one test, since a cluster and its workers take half a minute of two cores.
-
-    What a worker's errors become is tested without one, in `test_predict`.
-    """
+def test_three_commands_on_one_cluster(folder, tmp_path):
+    """In one test, since a cluster and its workers take half a minute of two cores."""
     grid = ["experiment", "run", str(folder / "mine.toml"), "--store", str(folder / "store"), "--json"]
     commands = {
         "texts": predict(folder, "texts.txt", "out.tsv"),
+        "bad texts": predict(folder, "bad.txt", "none.tsv"),
         "cells": grid,
     }
     on_ray = {name: [*words, "--executor", "ray", "--workers", "1"] for name, words in commands.items()}
     code, out, err = finished(COMMANDS, json.dumps(on_ray))
     assert code == 0, err
     goes_on_with_a_local_run_and_gives_the_same_bytes(folder, err.splitlines()[:3])
+    says_of_a_bad_row_one_line(folder, err.splitlines()[3:5])
     assert err.splitlines()[-1] == "cells ended with 1"  # I2CL with -1 epochs cannot work
     makes_the_cells_that_run_here(folder, json.loads(out), tmp_path)
 
@@ -113,6 +113,12 @@ def goes_on_with_a_local_run_and_gives_the_same_bytes(folder, told):
     assert "25 rows" in saved
     assert (folder / "out.tsv").read_bytes() == (folder / "here.tsv").read_bytes()
     assert not list(folder.glob(".*.part*"))
+
+
+def says_of_a_bad_row_one_line(folder, told):
+    expected = f"error: {folder / 'bad.txt'} line 15: the text is empty: fill it in or delete the row"
+    assert told == [expected, "bad texts ended with 2"]
+    assert not (folder / "none.tsv").exists()
 
 
 def makes_the_cells_that_run_here(folder, told, tmp_path):
