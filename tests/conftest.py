@@ -1,61 +1,9 @@
-"""Shapes in signatures are checked while tests run; models are tiny, random and built in memory."""
-
-from collections.abc import Iterator
+"""What runs tests needs `plugin`, and torch with it; what hands them out to others needs neither."""
 
 import pytest
-import torch
-from jaxtyping import install_import_hook
-
-from tiny import tiny_model, tiny_tokenizer  # before the hook: under it, transformers is compiled anew
-
-SHAPED = (
-    "core",
-    "experiments.evaluation",
-    "experiments.report",
-    "experiments.statistics",
-    "experiments.worth",
-    "injections",
-    "methods",
-    "models.architectures",
-    "models.batching",
-    "models.decoder",
-    "models.edits",
-    "models.identity",
-    "models.scoring",
-)
-"""Where signatures have shapes. A function inside a function is checked, and compiled, at every call."""
-install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
-
-from i2cl.models.decoder import Decoder  # noqa: E402
-from i2cl.tasks import Example, Task, Template  # noqa: E402
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits long for other processes comes first, so that others run beside it."""
-    items.sort(key=lambda item: item.path.name != "test_ray.py")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def decoder() -> Decoder:
-    """A tiny random Llama."""
-    return Decoder(tiny_model("llama"), tiny_tokenizer(), name="tiny-llama")
-
-
-@pytest.fixture
-def task() -> Task:
-    """Two classes, texts of different lengths."""
-    words = ("good", "bad")
-    rows = tuple(
-        Example(f"this film number {number} is {words[number % 2]}" + " indeed" * (number % 5), number % 2)
-        for number in range(40)
-    )
-    template = Template("Review: {text}\nSentiment: {label}")
-    return Task("films", ("positive", "negative"), template, train=rows[:24], test=rows[24:])
+def pytest_configure(config: pytest.Config) -> None:
+    """Take it, and torch with it, unless workers do the work."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.pluginmanager.import_plugin("plugin")

@@ -211,14 +211,14 @@ def test_leaving_out_is_refitting_to_first_order(reach):
 
 @pytest.mark.parametrize("free", ["vectors", "scalars"])
 def test_left_out_scores_are_near_those_of_refits(free):
-    """Refits without each demonstration, under the same prior."""
+    """Refits without every other demonstration, under the same prior."""
     decoder, config = made(), AnchoredConfig(free=free, reach=1.0, tolerance=1e-7, steps=20)
     context = extract(decoder, task(), SHOWN)
     injection = anchor(decoder, task(), SHOWN, context, config)
     found = anchored.left_out_scores(decoder, task(), SHOWN, context, injection)
     seen = injection.scores(decoder, [example.text for example in SHOWN]).softmax(-1)
-    refit = torch.empty_like(seen)
-    for out in range(len(SHOWN)):
+    refit, without = torch.empty_like(seen), range(0, len(SHOWN), 2)
+    for out in without:
         rest = tuple(example for row, example in enumerate(SHOWN) if row != out)
         fit = anchored._Fit(Questions(decoder, task()), rest, context, config)
         fit.tau = injection.settings["tau"]
@@ -230,7 +230,8 @@ def test_left_out_scores_are_near_those_of_refits(free):
         vectors, pairs = fit.linear(fit.theta(u)[None])
         edit = LinearEdit(vectors[0], pairs[0], context.config.site)
         refit[out] = fit.questions.scores([SHOWN[out].text], edit=edit).softmax(-1)[0]
-    assert (found.softmax(-1) - refit).abs().sum() < 0.4 * (seen - refit).abs().sum()
+    away = (found.softmax(-1) - refit).abs()[list(without)].sum()
+    assert away < 0.4 * (seen - refit).abs()[list(without)].sum()
 
 
 def test_left_out_of_a_plain_model_is_the_plain_model():

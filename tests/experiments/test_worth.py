@@ -1,8 +1,6 @@
 """Whether a fit pays: the rows it is measured on, what it is set beside, and what may be said of it."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +23,7 @@ from i2cl.experiments.worth import (
 from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
+from processes import finished
 from tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
@@ -279,7 +278,10 @@ def test_the_paired_interval_covers_the_true_difference(n, chances):
 
 FIT = """
 import sys
-sys.modules.update(dict.fromkeys(("scipy", "sklearn", "duckdb", "matplotlib")))  # as if not installed
+lacking = {"scipy", "sklearn", "duckdb", "matplotlib"}  # as if not installed
+for name in [name for name in sys.modules if name.partition(".")[0] in lacking | {"i2cl"}]:
+    del sys.modules[name]
+sys.modules.update(dict.fromkeys(lacking))
 from i2cl.faces.cli import main
 main()
 """
@@ -298,7 +300,6 @@ def test_fit_needs_no_extra(tmp_path):
         "-o",
         tmp_path / "out",
     ]
-    words = [sys.executable, "-c", FIT, "fit", "reference", "mood-colour-1", *options]
-    told = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
+    code, _, errors = finished(FIT, "fit", "reference", "mood-colour-1", *options)
+    assert code == 0, errors
     assert Injection.from_pretrained(tmp_path / "out").worth["rows"] == 4

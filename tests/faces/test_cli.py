@@ -240,13 +240,18 @@ def test_fit_goes_on_where_few_shot_exceeds_the_context(call, home, tmp_path):
 
 @pytest.mark.parametrize(
     ("seconds", "more", "hinted"),
-    [(3.0, [], True), (0.5, [], False), (3.0, ["--json"], False), (3.0, ["--set", "optimizer=lbfgs"], False)],
+    [
+        (20.0, [], True),
+        (3.0, [], False),
+        (20.0, ["--json"], False),
+        (20.0, ["--set", "optimizer=lbfgs"], False),
+    ],
     ids=["slow", "quick", "json", "fast already"],
 )
 def test_a_slow_fit_names_the_fast_recipe_once(call, home, tmp_path, monkeypatch, seconds, more, hinted):
     clock = count(step=seconds)
     monkeypatch.setattr("i2cl.faces.cli.fit.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0", "--set", "epochs=60", *more)
+    arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0", "--set", "epochs=10", *more)
     code, _, err = call(*arguments)
     assert code == 0
     assert err == ("some 3 minutes left: --recipe fast fits several times faster\n" if hinted else "")

@@ -129,6 +129,7 @@ def test_a_job_is_cancelled_while_it_runs_and_while_it_waits(service, task):
     slow = {**FIT, "method": "i2cl", "settings": {"epochs": 5000}}
     runs, waits = (service.jobs.add("fit", slow, {"input.json": examples(task)}) for _ in range(2))
     while runs.events[-1]["event"] != "step":
+        assert not runs.ended, runs.events[-1]
         time.sleep(0.01)
     for job in (waits, runs):
         service.jobs.cancel(job)

@@ -1,0 +1,95 @@
+"""Shapes in signatures are checked while tests run; models are tiny, random and built in memory."""
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import jaxtyping
+import pytest
+import torch
+
+from tiny import tiny_model, tiny_tokenizer  # before the hook: under it, transformers is compiled anew
+
+gc.disable()  # until all tests are there
+
+SHAPED = (
+    "core",
+    "experiments.evaluation",
+    "experiments.report",
+    "experiments.statistics",
+    "experiments.worth",
+    "injections",
+    "methods",
+    "models.architectures",
+    "models.batching",
+    "models.decoder",
+    "models.edits",
+    "models.identity",
+    "models.scoring",
+)
+"""Where signatures have shapes. A function inside a function is checked, and compiled, at every call."""
+
+
+def _has_shape(hint: Any) -> bool:
+    if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
+        return True
+    return any(map(_has_shape, get_args(hint)))
+
+
+def _where_shaped(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Check no function without a shape in its signature: that took a fifth of all time."""
+
+    def jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
+        def decorate(thing: Any) -> Any:
+            hints = getattr(thing, "__annotations__", {}).values()
+            return check(thing, typechecker=typechecker) if any(map(_has_shape, hints)) else thing
+
+        return decorate
+
+    return jaxtyped
+
+
+jaxtyping.jaxtyped = _where_shaped(jaxtyping.jaxtyped)  # by this name the hook's modules call it
+jaxtyping.install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
+
+from i2cl.models.decoder import Decoder  # noqa: E402
+from i2cl.tasks import Example, Task, Template  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits long for other processes comes first, so that others run beside it."""
+    items.sort(key=lambda item: item.path.name != "test_ray.py")
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage less often, and never in what has been imported, most of torch."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    """A tiny random Llama."""
+    return Decoder(tiny_model("llama"), tiny_tokenizer(), name="tiny-llama")
+
+
+@pytest.fixture
+def task() -> Task:
+    """Two classes, texts of different lengths."""
+    words = ("good", "bad")
+    rows = tuple(
+        Example(f"this film number {number} is {words[number % 2]}" + " indeed" * (number % 5), number % 2)
+        for number in range(40)
+    )
+    template = Template("Review: {text}\nSentiment: {label}")
+    return Task("films", ("positive", "negative"), template, train=rows[:24], test=rows[24:])
