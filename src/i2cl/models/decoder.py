@@ -373,7 +373,7 @@ class Decoder:
         return Prefix((), cache, len(vectors), 1 + max(positions or range(len(vectors))))
 
     def frozen(self) -> AbstractContextManager[None]:
-        """Evaluation mode, no parameter gradients, `i2cl.models.products`, other threads wait; until left."""
+        """Hold the model as `i2cl.models.borrowing.frozen` does, until left."""
         return frozen(self.model)
 
     def _joins(self, prefix: Prefix, width: int) -> bool:

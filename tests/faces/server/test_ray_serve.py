@@ -102,6 +102,29 @@ def test_a_request_that_a_killed_replica_lost_is_sent_again():
     assert not told
 
 
+def test_a_fit_is_not_begun_twice_where_the_line_breaks():
+    heard = []
+
+    class Broken(BaseHTTPRequestHandler):
+        def do_POST(self):
+            heard.append(self.path)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.close_connection = True
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever).start()
+        client = Client(f"http://127.0.0.1:{server.server_port}", retries=1)
+        with pytest.raises(ServerError, match="and what it has done"):
+            client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")
+        with pytest.raises(ServerError, match=r"check that it serves$"):
+            client.classify("films", ["a"])
+        server.shutdown()
+    assert heard == ["/v1/tasks", "/v1/classify", "/v1/classify"]
+
+
 @pytest.mark.parametrize(("given", "seconds"), [("5", 5), ("3600", 60), ("Wed, 21 Oct 2026 07:28:00 GMT", 1)])
 def test_a_pause_is_short_whatever_a_proxy_says(given, seconds):
     assert _pause(given) == seconds

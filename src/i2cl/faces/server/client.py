@@ -68,7 +68,8 @@ class Client:
         Args:
             url: such as ``http://127.0.0.1:8000``.
             token: of the server's token file.
-            retries: how often a request is sent again that was refused for now, or that a server lost.
+            retries: how often a request is sent again that was refused for now, or that a server lost,
+                unless it begins a fit or a file's job or removes something.
             timeout: seconds for which an answer is waited for.
         """
         self._url = urlsplit(url.rstrip("/"))
@@ -208,17 +209,23 @@ class Client:
     ) -> tuple[Any, dict[str, str]]:
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = self._headers | ({"Content-Type": kind} if content is not None else {})
+        twice = _may_be_done_twice(method, path)
         for attempt in range(self._retries + 1):
-            last = attempt == self._retries
+            last, sent = attempt == self._retries, False
             try:
+                if not twice:  # on a connection of its own: an old one may break after the request was heard
+                    self._drop()
                 connection = self._kept()
+                if connection.sock is None:
+                    connection.connect()
+                sent = True
                 connection.request(method, self._url.path + path, content, headers)
                 reply = connection.getresponse()
                 found = reply.read()
             except (OSError, http.client.HTTPException) as error:
-                self._own.connection = None
-                if last:
-                    raise self._lost(error) from None
+                self._drop()
+                if last or (sent and not twice):
+                    raise self._lost(error, "" if twice else ", and what it has done") from None
                 time.sleep(min(2.0, 0.1 * 2**attempt))
                 continue
             told = {name.lower(): value for name, value in reply.getheaders()}
@@ -238,13 +245,18 @@ class Client:
             found = self._own.connection = self._connection()
         return found
 
+    def _drop(self) -> None:
+        if (found := getattr(self._own, "connection", None)) is not None:
+            found.close()
+        self._own.connection = None
+
     def _connection(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         return kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
 
-    def _lost(self, error: Exception) -> ServerError:
-        address = self._url.geturl()
-        return ServerError(0, "unreachable", f"no answer from {address} ({error}): check that it serves")
+    def _lost(self, error: Exception, also: str = "") -> ServerError:
+        told = f"no answer from {self._url.geturl()} ({error}): check that it serves{also}"
+        return ServerError(0, "unreachable", told)
 
 
 class AsyncClient:
@@ -264,8 +276,11 @@ def _again(method: str, path: str, refused: ServerError) -> bool:
     """Whether a request that was refused may be sent again: it has done nothing, or may be done twice."""
     if refused.code != UNKNOWN or refused.status == 429:
         return refused.status in AGAIN
-    repeatable = method in {"GET", "PUT"} or path == "/v1/classify"  # a proxy's answer tells nothing
-    return refused.status >= 500 and repeatable
+    return refused.status >= 500 and _may_be_done_twice(method, path)  # a proxy's answer tells nothing
+
+
+def _may_be_done_twice(method: str, path: str) -> bool:
+    return method in {"GET", "PUT"} or path == "/v1/classify"
 
 
 def _pause(retry_after: str) -> float:
