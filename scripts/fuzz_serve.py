@@ -15,8 +15,10 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -296,16 +298,24 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     torch.set_num_threads(1)
     draw = random.Random(given.seed)
+    if given.ray:
+        import_module("ray.serve")  # before minutes of work
     found: Counter[str] = Counter()
+    for part in parts(given, draw):
+        print(json.dumps(dict(part), indent=1), flush=True)
+        found.update(part)
+    sys.exit(any(found[name] for name in WRONG))
+
+
+def parts(given: argparse.Namespace, draw: random.Random) -> Iterator[Counter[str]]:
+    """What each part found, as soon as it has ended."""
     if given.kills:
-        found.update(kills(given.kills, draw))
+        yield kills(given.kills, draw)
     if given.minutes:
         with TemporaryDirectory() as scratch:
-            found.update(Load(Path(scratch)).run(given.minutes))
+            yield Load(Path(scratch)).run(given.minutes)
     if given.ray:
-        found.update(on_ray())
-    print(json.dumps(dict(found), indent=1))
-    sys.exit(any(found[name] for name in WRONG))
+        yield on_ray()
 
 
 if __name__ == "__main__":
