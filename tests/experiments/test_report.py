@@ -204,7 +204,7 @@ def test_comparison_is_row_minus_i2cl_corrected_over_the_table():
     by_task = table("comparison", asked, made, place=1)
     marks = {name: "".join(text[-1] for text in found) for name, found in texts(by_task).items()}
     assert marks == {"Zero-shot": "▼▼", "Few-shot (ICL)": "▲▲", "ICV": "··"}
-    assert "over all 6 comparisons" in by_task.notes[0]
+    assert "over all 6 tests" in by_task.notes[0]
     q = holm([one["p"] for one in by_task.values])
     assert [one["q"] for one in by_task.values] == q.tolist()
 
@@ -831,6 +831,24 @@ def test_other_files_are_kept(tmp_path):
     with pytest.raises(I2CLError, match="holds other files"):
         write(build([experiment()], trial(), {}, figures=False), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_rows_that_cannot_be_tested_cost_the_others_nothing():
+    shares = {"icv": 0.45, "i2cl": 0.5}
+    made = [
+        record(method, "sst2", seed, random(share, [seed, len(method)]))
+        for method, share in shares.items()
+        for seed in range(5)
+    ]
+    alone = table("comparison", experiment(("ICV", "I2CL")), made).values
+    made.append(record("zero_shot", "sst2", 0, random(0.1, [9])))
+    made.append(record("few_shot", "sst2", 0, random(0.9, [10])))
+    found = table("comparison", experiment(("Few-shot (ICL)", "ICV", "I2CL")), made)
+    values = {one["row"]: one for one in found.values}
+    assert values["ICV"]["p"] == values["ICV"]["q"] == alone[0]["q"] < 1
+    assert values["Few-shot (ICL)"]["q"] == 1
+    assert texts(found)["Few-shot (ICL)"][-3:] == ["–", "–", "fewer than 4 seeds cannot tell"]
+    assert "over the one test" in found.notes[1]
 
 
 def test_one_seed_tells_nothing_of_others():

@@ -86,7 +86,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method minus the reference; ``q`` is the p-value corrected by `holm` over all comparisons made."""
+    """A method minus the reference; ``q``: p corrected by `holm` over all tests made, 1 where none can be."""
 
     difference: Difference
     q: float

@@ -332,24 +332,27 @@ Tested = dict[tuple[Line, str | None], Comparison | None]
 
 
 def _tested(found: Results, pairs: Pairs, tasks: Sequence[str | None]) -> Tested:
-    """All lines on all tasks, on average for None, corrected over all of them."""
+    """All lines on all tasks, on average for None, corrected over all that have seeds enough to be tested."""
     asked = {(line, task): found.difference(line, other, task) for line, other in pairs for task in tasks}
     got = {key: difference for key, difference in asked.items() if difference is not None}
-    corrected = holm([difference.p for difference in got.values()]).tolist()
-    made = {key: Comparison(got[key], q) for key, q in zip(got, corrected, strict=True)}
+    tests = {key: difference.p for key, difference in got.items() if difference.decidable}
+    corrected = dict(zip(tests, holm(list(tests.values())).tolist(), strict=True))
+    made = {key: Comparison(difference, corrected.get(key, 1.0)) for key, difference in got.items()}
     return {key: made.get(key) for key in asked}
 
 
 def _all(tested: Tested) -> str:
-    count = sum(one is not None for one in tested.values())
-    return f"all {count} comparisons" if count > 1 else "the one comparison"
+    count = sum(one is not None and one.difference.decidable for one in tested.values())
+    return f"all {count} tests" if count > 1 else "the one test"
 
 
 def _verdict(comparison: Comparison | None) -> Sequence[str]:
     if comparison is None:
         return (*[NOTHING] * 4, "nothing shared to compare")
     got = comparison.difference
-    verdict = "no difference shown" if got.decidable else f"fewer than {FEWEST_SEEDS} seeds cannot tell"
+    if not got.decidable:
+        return _points(got.mean), _interval(got), NOTHING, NOTHING, f"fewer than {FEWEST_SEEDS} seeds cannot tell"
+    verdict = "no difference shown"
     if comparison.distinguishable:
         verdict = "higher" if got.mean > 0 else "lower"
     p, q = (f"{value:.3f}" if value >= 0.001 else "< 0.001" for value in (got.p, comparison.q))
