@@ -245,8 +245,9 @@ def test_left_out_of_a_plain_model_is_the_plain_model():
 
 def test_the_prior_is_chosen_among_the_reaches():
     decoder = made()
-    injection = anchor(decoder, task(), SHOWN, extract(decoder, task(), SHOWN))
-    assert injection.settings["reach"] in REACHES
+    context = extract(decoder, task(), SHOWN)
+    assert anchor(decoder, task(), SHOWN, context, AnchoredConfig(reach="loo")).settings["reach"] in REACHES
+    assert anchor(decoder, task(), SHOWN, context).settings["reach"] == AnchoredConfig().reach
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 7.0])

@@ -8,10 +8,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy, one_hot
 
 from i2cl import Example, I2CLError, Injection, InjectionPool, Task, Template, extract, transfer
-from i2cl.core.anchored import AnchoredConfig, anchor, left_out_scores
+from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.artefact import READ_OUT_VERSION, TENSORS
 from i2cl.core.read_out import FLOOR, head_states, read_out
-from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
 from tiny import tiny_model, tiny_tokenizer
@@ -48,8 +47,18 @@ def made():
 
 
 def fitted(decoder, **config):
-    context = extract(decoder, TASK, SHOWN)
-    return anchor(decoder, TASK, SHOWN, context, AnchoredConfig(reach=3.0, **config)), context
+    return anchor(decoder, TASK, SHOWN, extract(decoder, TASK, SHOWN), AnchoredConfig(reach=3.0, **config))
+
+
+def reading(decoder, **config):
+    """Anchored, and a read-out of the demonstrations on top."""
+    plain = fitted(decoder, **config)
+    queries = Questions(decoder, TASK).queries([one.text for one in SHOWN])
+    scores = torch.randn(len(SHOWN), 3, generator=torch.Generator().manual_seed(2))
+    gold = torch.tensor([one.label for one in SHOWN])
+    rows = read_out(head_states(decoder, queries, edit=plain.edit()), scores, certain(gold), 3.0).rows
+    told = plain.settings | {"method": "distilled", "read_out_reach": 3.0}
+    return replace(plain, read_out=rows, settings=told)
 
 
 def added(rows, states):
@@ -116,15 +125,11 @@ def test_states_that_are_all_the_same_or_a_reach_of_nothing_add_nothing(reach):
     states, scores, gold = drawn()
     assert read_out(states[:1].expand(12, 7), scores, certain(gold), reach).rows is None
     assert read_out(states, scores, certain(gold), 1e-300).rows is None
-    one = made()
-    context = extract(one, TASK, SHOWN[:1])
-    config = AnchoredConfig(reach=1e-300 if reach is None else reach, read_out="loo")
-    assert anchor(one, TASK, SHOWN[:1], context, config).read_out is None
 
 
 def test_scores_are_those_of_the_injection_and_weights_of_the_heads_input():
     decoder = made()
-    injection, _ = fitted(decoder, read_out=3.0)
+    injection = reading(decoder)
     questions = Questions(decoder, TASK)
     below = questions.scores(TEXTS, edit=injection.edit())
     states = head_states(decoder, questions.queries(TEXTS), edit=injection.edit())
@@ -141,28 +146,9 @@ def test_scores_are_those_of_the_injection_and_weights_of_the_heads_input():
     assert (expected - below).abs().max() > 1e-3
 
 
-def test_it_is_fitted_around_scores_that_did_not_see_the_demonstration():
-    decoder = made()
-    plain, context = fitted(decoder)
-    injection, _ = fitted(decoder, read_out=3.0)
-    assert torch.equal(plain.context.values, injection.context.values)
-    left = left_out_scores(decoder, TASK, SHOWN, context, plain)
-    states = head_states(
-        decoder, Questions(decoder, TASK).queries([one.text for one in SHOWN]), edit=plain.edit()
-    )
-    gold = torch.tensor([one.label for one in SHOWN])
-    again = read_out(states, left, certain(gold), 3.0)
-    assert torch.allclose(again.rows, injection.read_out, atol=1e-5)
-    assert torch.allclose(
-        left_out_scores(decoder, TASK, SHOWN, context, injection), again.left_out, atol=1e-4
-    )
-    assert injection.settings["read_out"] == 3.0
-
-
 def test_saved_pooled_and_refused_elsewhere(tmp_path):
     decoder = made()
-    injection, _ = fitted(decoder, read_out=3.0)
-    other, _ = fitted(decoder)
+    injection, other = reading(decoder), fitted(decoder)
     scores = injection.scores(decoder, TEXTS)
     injection.save_pretrained(tmp_path / "one")
     again = Injection.from_pretrained(tmp_path / "one")
@@ -180,29 +166,8 @@ def test_saved_pooled_and_refused_elsewhere(tmp_path):
     with pytest.raises(I2CLError, match="no finite numbers as read_out"):
         Injection.from_pretrained(tmp_path / "one")
     with pytest.raises(I2CLError, match="has a read-out, which does not carry over"):
-        transfer(decoder, TASK, SHOWN, [fitted(decoder, read_out=3.0, free="scalars")[0]])
+        transfer(decoder, TASK, SHOWN, [reading(decoder, free="scalars")])
     with pytest.raises(I2CLError, match="first tokens"):
         injection.scores(decoder, TEXTS, scoring="full")
     with pytest.raises(I2CLError, match=r"read_out has the shape \(3, 5\)"):
         replace(injection, read_out=torch.zeros(3, 5))
-
-
-@pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
-def test_labels_scored_as_a_whole_get_none():
-    decoder = made()
-    task = replace(TASK, labels=("good film", "good grief", "bad"))
-    context = extract(decoder, task, SHOWN)
-    injection = anchor(decoder, task, SHOWN, context, AnchoredConfig(reach=3.0, read_out=3.0))
-    assert injection.read_out is None
-    assert injection.settings["read_out"] == 0.0
-
-
-def test_a_method_counts_what_it_keeps():
-    decoder = made()
-    plain, read = (
-        make_methods(["anchored"], {"reach": 3.0, "read_out": reach})[0].fit(decoder, TASK, SHOWN, 0)
-        for reach in (0.0, 3.0)
-    )
-    more = len(LABELS) * (decoder.d_model + 1)
-    assert read.cost.cached_values - plain.cost.cached_values == more
-    assert read.cost.trained - plain.cost.trained == more

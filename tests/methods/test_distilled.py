@@ -80,6 +80,8 @@ def test_what_is_stored_and_served_is_what_was_fitted(tmp_path):
     injection = method().injection(decoder, FILMS, shown)
     expected = predictor.scores(TEXTS).log_softmax(-1)
     assert predictor.cost.unlabelled == 54
+    kept = injection.context.values.numel() + injection.read_out.numel() + len(FILMS.labels)
+    assert predictor.cost.cached_values == kept
     injection.save_pretrained(tmp_path / "out")
     loaded = Injection.from_pretrained(tmp_path / "out")
     pool = InjectionPool(decoder, {"films": loaded})

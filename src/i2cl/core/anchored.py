@@ -8,7 +8,10 @@ themselves, and the plain model is the prior's mean: the maximum a posteriori of
 
 in theta, a vector added to each writer's output (or I2CL's lambda and beta). The scale s of a vector is the
 root mean square of the context vector at its site. tau follows from the reach: how far the prior lets the
-label scores of a query move apart, as a standard deviation in nats, which means the same on every model.
+label scores of a query move apart, as a standard deviation in nats, which means the same on every model. It
+is wide: what keeps a fit of few examples near the plain model is that it goes no further than their labels
+ask. A narrow one, as leave-one-out chooses it by likelihood, which counts overconfidence above all, leaves
+accuracy behind (docs/results.md).
 
 A step linearises the label scores in theta (one forward pass over the demonstrations, and a backward pass
 for each label but the first). What is left is kernel logistic regression in the space of the N x C scores,
@@ -32,7 +35,6 @@ from torch.nn.functional import cross_entropy, one_hot, pad
 from i2cl.core.context import ContextVector, require_demonstrations
 from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.injection import Injection
-from i2cl.core.read_out import ReadOut, head_states, read_out
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.core.tangent import Point, best_reach, optimum, without_each
 from i2cl.errors import I2CLError
@@ -63,29 +65,26 @@ class AnchoredConfig(BaseModel):
 
     Attributes:
         free: a vector at each writer (2 x layers x d numbers), or I2CL's lambda and beta (4 x layers).
-        reach: standard deviation of the label scores under the prior, in nats; ``"loo"`` takes the one of
-            `REACHES` under which each demonstration is predicted best by the others, to first order, or a
-            smaller one within a standard error of it.
+        reach: standard deviation of the label scores under the prior, in nats; 0 is the plain model.
+            ``"loo"`` takes the one of `REACHES` under which each demonstration is predicted best by the
+            others, to first order, or a smaller one within a standard error of it.
         steps: linearisations at most.
         tolerance: relative gain of the objective by an undamped step below which it ends.
         anchored_layers: all, or a third of them.
         prior_lambda: the prior's mean, where the fit starts too, is the context vector times this; at 0 the
             plain model.
         prior_scale: of vectors: the context vector's at each site, or its root mean square over all of them.
-        read_out: reach of label weights of the last hidden state on top, see `i2cl.core.read_out`; 0 for
-            none, ``"loo"`` for what leave-one-out says. Labels that share their first token get none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     free: Literal["vectors", "scalars"] = "vectors"
-    reach: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["loo"] = "loo"
+    reach: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["loo"] = 30.0
     steps: int = Field(4, ge=0)
     tolerance: float = Field(0.02, ge=0)
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"
     prior_lambda: float = Field(0.0, allow_inf_nan=False)
     prior_scale: Literal["context", "equal"] = "context"
-    read_out: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["loo"] = 0.0
 
 
 def anchor(
@@ -122,10 +121,9 @@ def anchor(
     fit = _Fit(Questions(decoder, task, scoring), tuple(demonstrations), context, config)
     with decoder.frozen():
         u, history = fit.solved(progress)
-        read = fit.read(u)
     vectors, coefficients = fit.linear(fit.theta(u)[None])
     tau = fit.tau if math.isfinite(fit.tau) else None
-    found = {"reach": fit.reach, "tau": tau, "read_out": read.reach if read else 0.0}
+    found = {"reach": fit.reach, "tau": tau}
     settings = config.model_dump(mode="json") | {"method": "anchored"} | found
     return Injection(
         context=replace(context, values=vectors[0]),
@@ -136,7 +134,6 @@ def anchor(
         seed=seed,
         settings=settings,
         history=history,
-        read_out=read.rows if read else None,
     )
 
 
@@ -181,8 +178,7 @@ def left_out_scores(
     u = ((theta - fit.start) / fit.scale).nan_to_num(0.0).flatten()  # 0 / 0 where a layer is left out
     fit.tau = math.inf if injection.settings["tau"] is None else injection.settings["tau"]
     with decoder.frozen():
-        read = fit.read(u)
-        return fit.left_out(u) if read is None else read.left_out
+        return fit.left_out(u)
 
 
 @dataclass(eq=False)
@@ -255,14 +251,6 @@ class _Fit:
             return self.scores(u)
         point = self.point(u)
         return without_each(point.scores, point.kernel, self.target, self.tau).float()
-
-    def read(self, u: Float[Tensor, " parameters"]) -> ReadOut | None:
-        """The read-out on top of the vectors, if there is to be one."""
-        questions, reach = self.questions, self.config.read_out
-        if reach == 0 or questions.labels.full:
-            return None
-        states = head_states(questions.decoder, self.queries, edit=self.edit(u))
-        return read_out(states, self.left_out(u), self.target, None if reach == "loo" else reach)
 
     def stepped(
         self, point: Point, u: Float[Tensor, " parameters"], objective: float, factor: float

@@ -75,8 +75,5 @@ class Anchored(Method):
         injection = self.injection(decoder, task, demonstrations, seed)
         scalars = self.anchoring.free == "scalars"
         trained = injection.coefficients.numel() if scalars else injection.context.values.numel()
-        rows = injection.read_out
-        trained += 0 if rows is None else rows.numel()
-        cost = Cost.of(injection.context.values, rows, trained=trained)
-        questions = Questions(decoder, task, read_out=rows)
-        return PromptPredictor(questions, edit=injection.edit(), cost=cost)
+        cost = Cost.of(injection.context.values, trained=trained)
+        return PromptPredictor(Questions(decoder, task), edit=injection.edit(), cost=cost)

@@ -40,7 +40,7 @@ class DistilledConfig(BaseModel):
         unlabelled: texts that it answers, at most.
         orders: of the demonstrations in its few-shot prompts; the first is the given one.
         few_shot_share: of its mean, in log-probabilities; the rest is the anchored injection's.
-        read_out: reach of the student's read-out, see `AnchoredConfig`; ``"loo"``: what leave-one-out says.
+        read_out: reach of the student's read-out, in nats; ``"loo"``: what leave-one-out says.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -111,9 +111,8 @@ class Distilled(Method):
         texts = texts or unlabelled_texts(self.name, task, self.distilling.unlabelled, demonstrations, seed)
         require_few(task, demonstrations)
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
-        config = self.anchoring.model_copy(update={"read_out": 0.0})  # the student has its own
         told: Any = {"seed": seed, "scoring": scoring, "progress": progress}
-        anchored = anchor(decoder, task, demonstrations, context, config, **told)
+        anchored = anchor(decoder, task, demonstrations, context, self.anchoring, **told)
         watch = watch or (lambda _: None)
         watch(f"scoring {len(texts)} unlabelled texts")
         scores = anchored.scores(decoder, texts)

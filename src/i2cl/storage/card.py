@@ -124,10 +124,10 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
 
 def _variant(calibration: Mapping[str, Any]) -> str:
     """What an anchored or distilled fit is called, in a phrase."""
-    read = calibration.get("read_out_reach", calibration.get("read_out"))
-    more = ", with a read-out of the last hidden state on top" if read else ""
+    more = ""
     if calibration["method"] == "distilled":
-        more += ", taught by few-shot prompts" if read else ", to which few-shot prompts had nothing to add"
+        read = ", with a read-out of the last hidden state on top, taught by few-shot prompts"
+        more = read if calibration["read_out_reach"] else ", to which few-shot prompts had nothing to add"
     return f", anchored: fitted around the plain model among the label words{more}"
 
 

@@ -170,8 +170,7 @@ def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
     if not pairs or found.default is None:
         return []
     against = found.default.name
-    minus = f"Row minus {against} in percentage points"
-    lacking = incomplete_notes(found, found.lines)
+    minus, lacking = f"Row minus {against} in percentage points", incomplete_notes(found, found.lines)
     lacking += ["Incomplete rows are compared on the tasks and seeds that both have."] if lacking else []
     lacking = [*transductive_notes(found.lines), *lacking]
 
@@ -335,10 +334,9 @@ def _tested(found: Results, pairs: Pairs, tasks: Sequence[str | None]) -> Tested
     """All lines on all tasks, on average for None, corrected over all that have seeds enough to be tested."""
     asked = {(line, task): found.difference(line, other, task) for line, other in pairs for task in tasks}
     got = {key: difference for key, difference in asked.items() if difference is not None}
-    tests = {key: difference.p for key, difference in got.items() if difference.decidable}
-    corrected = dict(zip(tests, holm(list(tests.values())).tolist(), strict=True))
-    made = {key: Comparison(difference, corrected.get(key, 1.0)) for key, difference in got.items()}
-    return {key: made.get(key) for key in asked}
+    told = {key: difference.p for key, difference in got.items() if difference.decidable}
+    q = dict(zip(told, holm(list(told.values())).tolist(), strict=True))
+    return {key: Comparison(got[key], q.get(key, 1.0)) if key in got else None for key in asked}
 
 
 def _all(tested: Tested) -> str:
@@ -349,13 +347,12 @@ def _all(tested: Tested) -> str:
 def _verdict(comparison: Comparison | None) -> Sequence[str]:
     if comparison is None:
         return (*[NOTHING] * 4, "nothing shared to compare")
-    got = comparison.difference
-    if not got.decidable:
-        return _points(got.mean), _interval(got), NOTHING, NOTHING, f"fewer than {FEWEST_SEEDS} seeds cannot tell"
-    verdict = "no difference shown"
-    if comparison.distinguishable:
-        verdict = "higher" if got.mean > 0 else "lower"
+    got, verdict = comparison.difference, "no difference shown"
     p, q = (f"{value:.3f}" if value >= 0.001 else "< 0.001" for value in (got.p, comparison.q))
+    if not got.decidable:
+        p, q, verdict = NOTHING, NOTHING, f"fewer than {FEWEST_SEEDS} seeds cannot tell"
+    elif comparison.distinguishable:
+        verdict = "higher" if got.mean > 0 else "lower"
     return _points(got.mean), _interval(got), p, q, verdict
 
 
