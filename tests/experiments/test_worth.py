@@ -222,9 +222,9 @@ def test_many_demonstrations_are_too_many_for_few_shot_without_each(decoder, tas
 # What may be said
 
 
-def verdict(better, worse, n):
+def verdict(better, worse, n, split="test"):
     low, high = paired_interval(better, worse, n)
-    return worth._verdict((better - worse) / n, low, high, mcnemar(better, worse), n)
+    return worth._verdict((better - worse) / n, low, high, mcnemar(better, worse), n, split)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +240,12 @@ def verdict(better, worse, n):
 )
 def test_the_verdict_is_what_a_paired_test_shows(better, worse, said):
     assert verdict(better, worse, 160) == said
+
+
+def test_rows_left_out_can_show_that_it_pays_and_never_that_it_does_not():
+    unsaid = "20 rows left out say too little against it or for it: keep labelled rows back (--test FILE)"
+    assert verdict(0, 9, 20, "demonstrations") == verdict(3, 1, 20, "demonstrations") == unsaid
+    assert verdict(14, 1, 20, "demonstrations").startswith("better than zero-shot by 65.0 points")
 
 
 def test_four_rows_show_nothing():

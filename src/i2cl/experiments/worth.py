@@ -170,8 +170,9 @@ def with_left_out(
     """`with_worth` where no other labelled rows remain: each demonstration is left out of what answers it.
 
     Zero-shot knows none of them. Few-shot runs again without each, where they are at most `MOST_LEFT_OUT`.
-    The injection's scores follow from one more step, to first order; a label bias stays what it is. So few
-    rows show large differences only.
+    The injection's scores follow from one more step, to first order; a label bias stays what it is. That is
+    pessimistic (its label's share among the others falls, and the order is the first), so it can show that
+    a fit pays, and never that it does not.
     """
     shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method)
     zero_shot, few_shot = make_methods(["zero_shot", "few_shot"])
@@ -292,7 +293,7 @@ def _compared(ours: Run, runs: dict[str, Run], not_run: dict[str, str], split: S
     low, high = paired_interval(better, worse, ours.n)
     difference, p = (better - worse) / ours.n, mcnemar(better, worse)
     scores = {name: _score(run) for name, run in runs.items()}
-    told = _verdict(difference, low, high, p, ours.n)
+    told = _verdict(difference, low, high, p, ours.n, split)
     return Worth(ours.n, split, told, difference, low, high, p, scores, not_run)
 
 
@@ -307,13 +308,15 @@ def _score(run: Run) -> Score:
     return Score(run.accuracy, low, high, run.fit_seconds, milliseconds, run.cost.cached_bytes)
 
 
-def _verdict(difference: float, low: float, high: float, p: float, n: int) -> str:
+def _verdict(difference: float, low: float, high: float, p: float, n: int, split: Split) -> str:
     rows = f"{n} row{'s' * (n != 1)}"
-    if difference <= 0:
-        return f"no better than zero-shot on {rows}: do not use it"
     if p < LEVEL and low > 0:
         points = f"{100 * difference:.1f} points ({100 * low:.1f} to {100 * high:.1f})"
         return f"better than zero-shot by {points} on {rows}"
+    if split == "demonstrations":
+        return f"{rows} left out say too little against it or for it: keep labelled rows back (--test FILE)"
+    if difference <= 0:
+        return f"no better than zero-shot on {rows}: do not use it"
     return f"no difference to zero-shot shown on {rows}"
 
 
