@@ -10,7 +10,7 @@ from i2cl import Example, I2CLError, Task, Template, extract
 from i2cl.core import anchored
 from i2cl.core.anchored import REACHES, AnchoredConfig, anchor
 from i2cl.core.edits import LinearEdit
-from i2cl.core.tangent import Point, best_reach, left_out_losses
+from i2cl.core.tangent import Tangent, best_reach, left_out_losses
 from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, score
@@ -254,7 +254,7 @@ def test_the_prior_is_chosen_among_the_reaches():
 def test_reach_is_the_spread_of_label_scores_under_the_prior_whatever_the_model(size):
     generator = torch.Generator().manual_seed(0)
     jacobian = size * torch.randn(4 * 3, 50, generator=generator)
-    point = Point(torch.zeros(4, 3), jacobian)
+    point = Tangent(torch.zeros(4, 3), jacobian)
     drawn = torch.randn(50, 20_000, generator=generator) / point.tau(2.0) ** 0.5
     moved = (jacobian @ drawn).view(4, 3, -1)
     spread = (moved - moved.mean(1, keepdim=True)).square().mean().sqrt()
@@ -266,9 +266,9 @@ def test_what_does_not_carry_over_is_not_learned_and_what_does_is():
     gold = torch.tensor([0, 1, 2]).repeat_interleave(3)
     target = one_hot(gold, 3).double()
     common = torch.eye(3).repeat(9, 1)
-    assert best_reach(Point(torch.zeros(9, 3), common), target, REACHES) == 0
+    assert best_reach(Tangent(torch.zeros(9, 3), common), target, REACHES) == 0
     own = torch.cat([torch.kron(torch.eye(3)[gold[row : row + 1]], torch.eye(3)) for row in range(9)])
-    assert best_reach(Point(torch.zeros(9, 3), own), target, REACHES) >= 3
+    assert best_reach(Tangent(torch.zeros(9, 3), own), target, REACHES) >= 3
 
 
 def test_the_model_is_left_as_found():

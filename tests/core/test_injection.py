@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, READ_OUT_VERSION, TENSORS
+from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TENSORS
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
@@ -331,13 +331,13 @@ def test_a_malformed_description(saved, content):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": READ_OUT_VERSION + 1, "later": 1}, "newer than this i2cl reads, upgrade"),
+        ({"format_version": 5, "later": 1}, "newer than this i2cl reads, upgrade"),
         ({"later": 1}, "later=1: Extra inputs"),
         ({"positions": "middle"}, "positions='middle': "),
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),
         ({"loss": ["low"]}, "loss.0='low': "),
         ({"base_model": {"name": "x"}}, "base_model entry is malformed"),
-        ({"format_version": 5}, "newer than this i2cl reads"),
+        ({"format_version": 4}, "held a read-out, which i2cl has no more"),
         ({"label_bias": [0.5]}, "not one finite number for each of 2 labels"),
         ({"label_bias": [0.5, float("nan")]}, "not one finite number for each of 2 labels"),
         ({"label_bias": ["low", 0.5]}, "label_bias.0='low': "),

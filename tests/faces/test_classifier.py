@@ -152,19 +152,6 @@ def test_another_method_and_unlabelled_texts(tmp_path):
     assert np.array_equal(again.predict(QUERIES), found.predict(QUERIES))
 
 
-def test_a_distilled_one_reads_texts_that_it_is_not_measured_on(tmp_path):
-    found = quick(shots=2, method="distilled", settings={"steps": 1, "orders": 1}, evaluate=8).fit(X, Y)
-    assert "distilled" in found.report_["methods"]
-    assert found.injection_.settings["label_prior"]["texts"] == len(X) - 2 * len(TASK.labels) - 8
-    found.save_pretrained(tmp_path / "out")
-    again = I2CLClassifier.from_pretrained(tmp_path / "out", model=reference())
-    assert (again.method, again.settings["orders"]) == ("distilled", 1)
-    assert np.array_equal(again.predict(QUERIES), found.predict(QUERIES))
-    given = [example.text for example in TASK.train[-40:]]
-    taught = clone(again).set_params(unlabelled=given, shots=2).fit(X, Y)
-    assert taught.injection_.settings["label_prior"]["texts"] == 40
-
-
 def test_it_learns_the_task():
     gold = [TASK.labels[example.label] for example in TASK.test[:200]]
     texts = [example.text for example in TASK.test[:200]]
@@ -280,7 +267,7 @@ def wrong(x=None, y=None, **parameters):
         ({"shots": 50}, "class 'blue' has .* training examples but 50 shots"),
         ({"recipe": "quick"}, "unknown recipe 'quick': choose one of paper, released, fast"),
         ({"method": "anchored", "recipe": "fast", "settings": None}, "a recipe is I2CL's: leave it out"),
-        ({"method": "icv"}, "unknown method 'icv': choose one of i2cl, anchored, distilled"),
+        ({"method": "icv"}, "unknown method 'icv': choose one of i2cl, anchored"),
         ({"settings": {"epoch": 3}}, "has the option 'epoch'"),
         ({"settings": {"epochs": "many"}}, "option epochs='many'"),
         ({"template": "{text}"}, r"\{label\} 0 times"),

@@ -319,22 +319,6 @@ def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_pat
     torch.testing.assert_close(found, shifted, atol=2e-6, rtol=1e-4)
 
 
-def test_fit_learns_from_a_teacher_on_unlabelled_texts(call, home, tmp_path):
-    texts = tmp_path / "texts.txt"
-    texts.write_text("".join(f"film {number}\n" for number in range(40)), encoding="utf-8")
-    task = ["fit", home / "model", home / "films.jsonl", "-o", tmp_path / "new", "--template", TEMPLATE]
-    arguments = [*task, "--shots", "2", "--method", "distilled", "--unlabelled", texts]
-    code, out, err = call(*arguments, "--prior", "0.75,0.25", "--set", "orders=2", "--set", "read_out=3")
-    assert (code, err) == (0, "")
-    assert "positive 0.25" in out
-    found = Injection.from_pretrained(tmp_path / "new")
-    assert found.read_out is not None
-    assert list(found.worth["methods"])[-1] == "distilled"
-    assert "taught by few-shot prompts" in (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
-    code, _, err = call(*arguments, "--recipe", "fast")
-    assert (code, "a recipe is I2CL's" in err) == (2, True)
-
-
 def test_fit_warns_of_a_label_prior_from_few_texts(call, home, tmp_path):
     (tmp_path / "few.txt").write_text("one\ntwo\n", encoding="utf-8")
     arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0", "--json")

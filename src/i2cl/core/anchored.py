@@ -36,7 +36,7 @@ from i2cl.core.context import ContextVector, require_demonstrations
 from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.core.tangent import Point, best_reach, optimum, without_each
+from i2cl.core.tangent import Tangent, best_reach, optimum, without_each
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
@@ -253,7 +253,7 @@ class _Fit:
         return without_each(point.scores, point.kernel, self.target, self.tau).float()
 
     def stepped(
-        self, point: Point, u: Float[Tensor, " parameters"], objective: float, factor: float
+        self, point: Tangent, u: Float[Tensor, " parameters"], objective: float, factor: float
     ) -> tuple[Float[Tensor, " parameters"], Float[Tensor, "n labels"], float, float] | None:
         """The next u, its scores, its objective and the factor that this took; None where no step pays."""
         along = (point.jacobian @ u).double().view_as(point.scores)
@@ -288,7 +288,7 @@ class _Fit:
         vectors, pairs = self.linear(self.theta(u)[None])
         return LinearEdit(vectors[0], pairs[0], self.context.config.site)
 
-    def point(self, u: Float[Tensor, " parameters"]) -> Point:
+    def point(self, u: Float[Tensor, " parameters"]) -> Tangent:
         """Label scores at u and their derivatives: of whole sequences row by row, else label by label."""
         labels = self.questions.labels.ids
         rows = [(row, slice(None)) for row in range(len(self.queries))]
@@ -305,7 +305,7 @@ class _Fit:
                 scores[row, at], jacobian[row, at] = value, slope
         if not (scores.isfinite().all() and jacobian.isfinite().all()):
             raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
-        return Point(scores, jacobian.flatten(0, 1))
+        return Tangent(scores, jacobian.flatten(0, 1))
 
     def _slopes(
         self, theta: Float[Tensor, "layers sites size"], rows: Sequence[tuple[int, slice]], batch: Batch

@@ -25,9 +25,6 @@ FORMAT_VERSION = 2
 BIASED_VERSION = 3
 """Of an artefact with a label bias: an older i2cl is to say that it has to be upgraded."""
 
-READ_OUT_VERSION = 4
-"""Of one with a read-out, with a label bias or not."""
-
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
 FILES = frozenset({TENSORS, DESCRIPTION})
@@ -57,7 +54,9 @@ class Stored(pydantic.BaseModel):
     @pydantic.field_validator("format_version")
     @classmethod
     def _known(cls, version: int) -> int:
-        if version > READ_OUT_VERSION:
+        if version == 4:
+            raise ValueError("format version 4 held a read-out, which i2cl has no more")
+        if version > BIASED_VERSION:
             raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
         return version
 
@@ -69,7 +68,6 @@ class Stored(pydantic.BaseModel):
             I2CLError: if they have other shapes than described.
         """
         values, coefficients = tensors["context_vector"], tensors["coefficients"]
-        read_out = tensors["read_out"] if self.format_version >= READ_OUT_VERSION else None
         base = ModelIdentity.from_dict(self.base_model)
         sites = 1 if self.extraction.site == "hidden" else 2
         shape = (base.layers, sites, base.d_model)
@@ -96,7 +94,6 @@ class Stored(pydantic.BaseModel):
             "command": self.command,
             "worth": self.worth,
             "label_bias": self.label_bias,
-            "read_out": None if read_out is None else read_out.float(),
         }
 
 

@@ -19,7 +19,6 @@ from i2cl.core.artefact import (
     BIASED_VERSION,
     FILES,
     FORMAT_VERSION,
-    READ_OUT_VERSION,
     own_files,
     read,
     write,
@@ -67,13 +66,11 @@ class Injection:
             (`i2cl.experiments.worth.with_worth`).
         command: the command line that makes it again, where one does.
         worth: the same beside zero-shot and few-shot, as JSON has it (`i2cl.experiments.worth.Worth`).
-        read_out: for each label, weights of what the LM head is given behind the query and then a constant,
-            in nats, added to its log-probability (`i2cl.core.read_out`); None for none.
         label_bias: a number for each label, in nats, added to the log-probabilities among the labels
             (`i2cl.models.scoring.biased`); None leaves scores as they are.
 
     Raises:
-        I2CLError: on a label bias that is not one finite number for each label, or a read-out of other sizes.
+        I2CLError: on a label bias that is not one finite number for each label.
     """
 
     context: ContextVector
@@ -89,7 +86,6 @@ class Injection:
     command: str = ""
     worth: dict[str, Any] = field(default_factory=dict)
     label_bias: tuple[float, ...] | None = None
-    read_out: Float[Tensor, "labels d_and_1"] | None = None
 
     def __post_init__(self) -> None:
         bias, count = self.label_bias, len(self.task.labels)
@@ -97,9 +93,6 @@ class Injection:
             raise I2CLError(
                 f"label_bias {bias} is not one finite number for each of {count} labels: fit it again"
             )
-        shape = (count, self.base.d_model + 1)
-        if self.read_out is not None and tuple(self.read_out.shape) != shape:
-            raise I2CLError(f"read_out has the shape {tuple(self.read_out.shape)}, not {shape}: fit it again")
 
     def edit(self) -> LinearEdit:
         """The edit that applies this injection to `Decoder.forward`."""
@@ -112,8 +105,8 @@ class Injection:
         )
 
     def questions(self, decoder: Decoder, scoring: Scoring | None = None) -> Questions:
-        """The task as this injection asks and reads it; with another scoring, where there is no read-out."""
-        return Questions(decoder, self.task, scoring or self.scoring, self.read_out)
+        """The task as this injection asks and reads it; or with another scoring."""
+        return Questions(decoder, self.task, scoring or self.scoring)
 
     def scores(
         self,
@@ -237,8 +230,6 @@ class Injection:
 
     def _write(self, folder: Path, name: str, *, shared: bool) -> None:
         tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}
-        if self.read_out is not None:
-            tensors["read_out"] = self.read_out
         write(folder, tensors, self.description(), name, shared=shared)
 
     @classmethod
@@ -263,8 +254,6 @@ class Injection:
         version = 1 if self.base.sampled else FORMAT_VERSION
         if self.label_bias is not None:
             version, told["label_bias"] = BIASED_VERSION, list(self.label_bias)
-        if self.read_out is not None:
-            version = READ_OUT_VERSION
         return {
             "format_version": version,
             "base_model": self.base.to_dict(),

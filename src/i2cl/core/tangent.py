@@ -5,7 +5,6 @@ linear in the parameters around some point.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,36 +19,15 @@ NEWTON_STEPS = 50
 
 
 @dataclass(frozen=True, eq=False)
-class Tangent(ABC):
-    """Label scores, and how they change together with some parameters.
-
-    Attributes:
-        scores: of each label after each demonstration, in nats, up to a constant a row.
-    """
-
-    scores: Float[Tensor, "n labels"]
-
-    @property
-    @abstractmethod
-    def kernel(self) -> Float[Tensor, "n_labels n_labels"]:
-        """Inner products of the scores' derivatives, in float64."""
-
-    def tau(self, reach: float) -> float:
-        """The strength of the prior that gives the label scores of a query this standard deviation."""
-        n, labels = self.scores.shape
-        blocks = self.kernel.view(n, labels, n, labels).diagonal(dim1=0, dim2=2)  # (labels, labels, n)
-        apart = blocks.diagonal(dim1=0, dim2=1).mean() - blocks.mean()  # what all labels share counts nothing
-        return apart.item() / reach / reach if reach > 0 else math.inf
-
-
-@dataclass(frozen=True, eq=False)
-class Point(Tangent):
+class Tangent:
     """The label scores at some theta, and how they change with it.
 
     Attributes:
+        scores: of each label after each demonstration, in nats, up to a constant a row.
         jacobian: their derivatives in theta / s, up to what all labels of a row share.
     """
 
+    scores: Float[Tensor, "n labels"]
     jacobian: Float[Tensor, "n_labels parameters"]
 
     @cached_property
@@ -60,6 +38,13 @@ class Point(Tangent):
             wide = part.double()
             found += wide @ wide.T
         return found
+
+    def tau(self, reach: float) -> float:
+        """The strength of the prior that gives the label scores of a query this standard deviation."""
+        n, labels = self.scores.shape
+        blocks = self.kernel.view(n, labels, n, labels).diagonal(dim1=0, dim2=2)  # (labels, labels, n)
+        apart = blocks.diagonal(dim1=0, dim2=1).mean() - blocks.mean()  # what all labels share counts nothing
+        return apart.item() / reach / reach if reach > 0 else math.inf
 
 
 def curved(
@@ -107,13 +92,13 @@ def best_reach(tangent: Tangent, target: Float[Tensor, "n labels"], reaches: Seq
     raise AssertionError("the best is within its own error")
 
 
-def left_out_losses(point: Tangent, target: Float[Tensor, "n labels"], tau: float) -> Float[Tensor, " n"]:
+def left_out_losses(tangent: Tangent, target: Float[Tensor, "n labels"], tau: float) -> Float[Tensor, " n"]:
     """Loss of each demonstration when it is left out, at the tangent's optimum, in nats."""
-    scores: Float[Tensor, "n labels"] = point.scores.double()
+    scores: Float[Tensor, "n labels"] = tangent.scores.double()
     if math.isfinite(tau):
-        weights = optimum(scores, point.kernel, target, tau)
-        best = scores + (point.kernel @ weights).view_as(scores)
-        scores = without_each(best, point.kernel, target, tau)
+        weights = optimum(scores, tangent.kernel, target, tau)
+        best = scores + (tangent.kernel @ weights).view_as(scores)
+        scores = without_each(best, tangent.kernel, target, tau)
     return cross_entropy(scores, target, reduction="none")
 
 

@@ -24,7 +24,6 @@ from i2cl.experiments.records import Run
 from i2cl.methods import Cost, Method, Predictor, make_methods
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import BiasedPredictor
-from i2cl.methods.distilled import Distilled
 from i2cl.methods.i2cl import I2CL
 from i2cl.methods.label_calibration import LabelPrior
 from i2cl.methods.prompts import PromptPredictor
@@ -147,8 +146,8 @@ def with_worth(
         raise I2CLError("no queries were given: at least one is needed")
     shown, by = tuple(demonstrations), _by(injection, method or I2CL())
 
-    questions = Questions(decoder, task, injection.scoring, injection.read_out)
-    cost = Cost.of(injection.context.values, injection.read_out)
+    questions = Questions(decoder, task, injection.scoring)
+    cost = Cost.of(injection.context.values)
     predictor = PromptPredictor(questions, edit=injection.edit(), cost=cost)
     ours = Fitted(by, _biased(injection, predictor), shown, injection.seed, seconds)
     fits = _fits(make_methods(BASELINES), decoder, task, shown, injection.seed) | {by.called: lambda: ours}
@@ -183,10 +182,8 @@ def with_left_out(
         return Fitted(few_shot, _WithoutEach(few_shot, decoder, task, shown, seed, Cost()), shown, seed, 0.0)
 
     def ours() -> Fitted:
-        known = _Known(
-            method.left_out_scores(decoder, task, shown, injection),
-            Cost.of(injection.context.values, injection.read_out),
-        )
+        scores = method.left_out_scores(decoder, task, shown, injection)
+        known = _Known(scores, Cost.of(injection.context.values))
         return Fitted(by, _biased(injection, known), shown, seed, seconds)
 
     fits = _fits([zero_shot], decoder, task, shown, seed)
@@ -196,8 +193,7 @@ def with_left_out(
 
 def _by(injection: Injection, method: Method) -> Method:
     """What made an injection, whether with a label prior or without."""
-    within = injection.label_bias is None or isinstance(method, Distilled)
-    return method if within else LabelPrior(method)
+    return method if injection.label_bias is None else LabelPrior(method)
 
 
 def _biased(injection: Injection, below: Predictor) -> Predictor:

@@ -238,11 +238,6 @@ def require_plain(injection: Injection) -> None:
             f"a bias acts on all tokens, this injection on positions {injection.positions!r}: fit one with "
             f"positions 'all', or {HOOKED}"
         )
-    if injection.read_out is not None:
-        raise I2CLError(
-            "a read-out is added to label scores, which no export holds: fit one with --method anchored, or "
-            f"{HOOKED}"
-        )
     if injection.label_bias is not None:
         raise I2CLError(
             "a label prior is added to label scores, which no export holds: leave it out with --drop-prior "

@@ -72,10 +72,10 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
                 f"the harness injects all tokens, this injection is for positions={chosen.positions!r}: "
                 "fit one at all positions, or use `i2cl eval`"
             )
-        if chosen is not None and (chosen.label_bias is not None or chosen.read_out is not None):
+        if chosen is not None and chosen.label_bias is not None:
             raise I2CLError(
-                "the harness scores any text and not labels alone, to which a label prior and a read-out "
-                "belong: fit one without --unlabelled, and with --method anchored"
+                "the harness scores any text and not labels alone, to which a label prior belongs: "
+                "fit one without --unlabelled"
             )
         if pretrained is None and chosen is not None:
             pretrained, revision = chosen.base.name, revision or chosen.base.revision

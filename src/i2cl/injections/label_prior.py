@@ -55,28 +55,15 @@ def with_label_prior(
         I2CLError: without texts, on an empty one, a prior that is no shares of the labels, or another model.
     """
     injection = without_label_prior(injection)
-    if prior is not None:
-        require_shares(prior, injection.task.labels)
+    shares = None if prior is None else require_shares(prior, injection.task.labels)
     if not texts:
         raise I2CLError(f"no texts were given: a label prior takes at least {FEWEST_UNLABELLED}")
+    if len(texts) < FEWEST_UNLABELLED:
+        message = f"a label prior from {len(texts)} texts is little more than chance"
+        warnings.warn(f"{message}: give at least {FEWEST_UNLABELLED}", FewTextsWarning, stacklevel=2)
     scores = injection.scores(decoder, texts, force=force, progress=progress)
-    return with_prior_of(injection, scores, prior)
-
-
-def with_prior_of(
-    injection: Injection, scores: Float[Tensor, "texts labels"], prior: Sequence[float] | None = None
-) -> Injection:
-    """`with_label_prior` where the injection's own scores of the texts are at hand.
-
-    Raises:
-        I2CLError: on a prior that is no shares of the labels.
-    """
-    if len(scores) < FEWEST_UNLABELLED:
-        message = f"a label prior from {len(scores)} texts is little more than chance"
-        warnings.warn(f"{message}: give at least {FEWEST_UNLABELLED}", FewTextsWarning, stacklevel=3)
-    shares = None if prior is None else require_shares(prior, injection.task.labels)
     bias = bias_towards(shares, scores)
-    told = {"texts": len(scores), "prior": None if prior is None else list(prior)}
+    told = {"texts": len(texts), "prior": None if prior is None else list(prior)}
     return _unmeasured(injection, tuple(bias.tolist()), injection.settings | {LABEL_PRIOR: told})
 
 

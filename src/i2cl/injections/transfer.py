@@ -187,8 +187,6 @@ def _require_base(what: str, injection: Injection, base: Decoder | ModelIdentity
     difference = injection.base.difference(known)
     if injection.settings.get("free") == "vectors":  # whose coefficients are 1 for every task
         raise I2CLError(f"{what} is anchored, so its coefficients tell no tasks apart: fit it with i2cl")
-    if injection.read_out is not None:
-        raise I2CLError(f"{what} has a read-out, which does not carry over: fit it with --method anchored")
     if difference:
         raise I2CLError(
             f"{what} was made on {injection.base.name!r}, not {base.name!r} ({difference}): "

@@ -9,7 +9,6 @@ from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import Cost, Method, Predictor, Wrapper
 from i2cl.methods.compressors import CEPE, ICAE, AutoCompressor
-from i2cl.methods.distilled import Distilled
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
 from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, Noise
 from i2cl.methods.icv import ICV
@@ -37,7 +36,6 @@ _ALL: tuple[type[Method], ...] = (
     I2CLCorrupted,
     I2CLOverICL,
     Anchored,
-    Distilled,
     PromptTuning,
     PrefixTuning,
     LoRA,
@@ -54,7 +52,7 @@ _ALL: tuple[type[Method], ...] = (
     CEPE,
 )
 
-Injector = I2CL | Anchored | Distilled
+Injector = I2CL | Anchored
 """A method that makes an `i2cl.Injection`."""
 
 METHODS: Mapping[str, type[Method]] = MappingProxyType({method.name: method for method in _ALL})

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.core.read_out import head_states
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
 from i2cl.models.batching import Ids, shared_front
@@ -21,6 +20,7 @@ from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import (
     Progress,
     Questions,
+    head_states,
     next_token_log_probabilities,
     score,
 )

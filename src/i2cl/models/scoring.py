@@ -38,25 +38,16 @@ class LabelTokens:
         ids: token ids per label.
         full: whether whole sequences are scored instead of first tokens.
         line: what stands between the template's query and these tokens, and is asked with the query.
-        read_out: added to the scores by first tokens: for each label, weights of what the LM head is given
-            behind the query and then a constant, in nats.
     """
 
     ids: tuple[Ids, ...]
     full: bool
     line: str = ""
-    read_out: Float[Tensor, "labels d_and_1"] | None = None
 
     @property
     def first(self) -> Ids:
         """First token of each label."""
         return tuple(ids[0] for ids in self.ids)
-
-    def added(self, state: Float[Tensor, " d"]) -> Float[Tensor, " labels"]:
-        """What the read-out makes of the LM head's input; zeros without one."""
-        if self.read_out is None:
-            return torch.zeros(len(self.ids))
-        return self.read_out[:, :-1] @ state + self.read_out[:, -1]
 
     def target(self, label: int) -> Ids:
         """What calibration learns to predict: the first token, or all of them."""
@@ -176,13 +167,11 @@ class Questions:
         decoder: the model.
         task: gives template and label words.
         scoring: by first tokens, by whole label sequences, or as the labels demand.
-        read_out: see `LabelTokens`.
     """
 
     decoder: Decoder
     task: Task
     scoring: Scoring = "auto"
-    read_out: Float[Tensor, "labels d_and_1"] | None = None
 
     @cached_property
     def labels(self) -> LabelTokens:
@@ -191,12 +180,7 @@ class Questions:
         Raises:
             I2CLError: see `label_tokens`.
         """
-        found = label_tokens(self.decoder, self.task.template, self.task.labels, self.scoring)
-        if self.read_out is not None and found.full:
-            raise I2CLError(
-                "a read-out belongs to labels' first tokens: leave their scoring as it was fitted"
-            )
-        return replace(found, read_out=self.read_out)
+        return label_tokens(self.decoder, self.task.template, self.task.labels, self.scoring)
 
     def queries(
         self, texts: Sequence[str], build: Callable[[str], str] | None = None, *, cut: bool = True
@@ -280,9 +264,26 @@ def next_token_log_probabilities(
     """Log-probability of every token after each query, in float32 on the CPU."""
     found: dict[int, Tensor] = {}
     with decoder.frozen(), torch.no_grad():
-        for batch, rows, _ in _read(decoder, queries, edit, prefix):
+        for batch, rows in _read(decoder, queries, edit, prefix):
             found |= dict(zip(batch.rows, rows.cpu(), strict=True))
     return torch.stack([found[row] for row in range(len(queries))])
+
+
+def head_states(
+    decoder: Decoder, queries: Sequence[Ids], *, prefix: Prefix | None = None
+) -> Float[Tensor, "queries d"]:
+    """What the LM head is given behind each query, in float32 on the CPU."""
+    found = torch.empty(len(queries), decoder.d_model)
+
+    def run(batch: Batch) -> Tensor:
+        states: list[Tensor] = []
+        decoder.forward(batch, prefix=prefix, states=states)
+        return states[-1][:, 0].float().cpu()
+
+    with decoder.frozen(), torch.no_grad():
+        for batch, states in decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0):
+            found[list(batch.rows)] = states
+    return found
 
 
 Part = tuple[Tensor, Tensor, Tensor, float]
@@ -296,27 +297,23 @@ def _first(
     edit: Edit | None,
     prefix: Prefix | None,
 ) -> Iterator[Part]:
-    for batch, values, states in _read(decoder, queries, edit, prefix):
+    for batch, values in _read(decoder, queries, edit, prefix):
         wanted = [(row, token) for row, place in enumerate(batch.rows) for token in labels[place].first]
         columns = [column for place in batch.rows for column in range(len(labels[place].ids))]
         rows, tokens = torch.tensor(wanted, device=values.device).unbind(-1)
-        more = [labels[place].added(state) for place, state in zip(batch.rows, states, strict=True)]
         places = torch.tensor(batch.rows)[rows.cpu()]
-        yield places, torch.tensor(columns), values[rows, tokens].cpu() + torch.cat(more), len(batch.rows)
+        yield places, torch.tensor(columns), values[rows, tokens].cpu(), len(batch.rows)
 
 
 def _read(
     decoder: Decoder, queries: Sequence[Ids], edit: Edit | None, prefix: Prefix | None
-) -> Iterator[tuple[Batch, Float[Tensor, "batch vocab"], Float[Tensor, "batch d"]]]:
-    """Log-probability of every token behind each query, and what the LM head was given there."""
+) -> Iterator[tuple[Batch, Float[Tensor, "batch vocab"]]]:
+    """Log-probability of every token behind each query."""
 
-    def run(batch: Batch) -> tuple[Tensor, Tensor]:
-        states: list[Tensor] = []
-        logits = decoder.forward(batch, edit=edit, prefix=prefix, states=states)
-        return logits[:, 0].float().log_softmax(-1), states[-1][:, 0].float().cpu()
+    def run(batch: Batch) -> Tensor:
+        return decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float().log_softmax(-1)
 
-    for batch, (values, states) in decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0):
-        yield batch, values, states
+    yield from decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0)
 
 
 def _full(

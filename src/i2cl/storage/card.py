@@ -94,14 +94,14 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
     base = description["base_model"]
     shown = public_name(base["name"])
     task = description["task"]
-    anchored = description["calibration"].get("method") in {"anchored", "distilled"}
+    anchored = description["calibration"].get("method") == "anchored"
     card = ModelCard.from_template(
         _metadata(description, shown),
         template_str=TEMPLATE,
         title=_md(f"I2CL: {task['title'] or task['name']}"),
         version=__version__,
         what="A vector" if anchored else "A context vector and two coefficients",
-        variant=_variant(description["calibration"]) if anchored else "",
+        variant=", anchored: fitted around the plain model among the label words" if anchored else "",
         base=_inline(shown),
         classes=len(task["labels"]),
         python=_python(name, shown, base["revision"]),
@@ -120,15 +120,6 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         again=_again(description),
     )
     return f"{card}\n".encode(errors="backslashreplace").decode()  # of a folder whose name is not UTF-8
-
-
-def _variant(calibration: Mapping[str, Any]) -> str:
-    """What an anchored or distilled fit is called, in a phrase."""
-    more = ""
-    if calibration["method"] == "distilled":
-        read = ", with a read-out of the last hidden state on top, taught by few-shot prompts"
-        more = read if calibration["read_out_reach"] else ", to which few-shot prompts had nothing to add"
-    return f", anchored: fitted around the plain model among the label words{more}"
 
 
 def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:

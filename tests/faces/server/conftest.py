@@ -27,9 +27,6 @@ def made(decoder, number, **fields):
     found = Injection(ContextVector(values, demonstrations=7), coefficients, task, decoder.base, **fields)
     if number % 4 == 1:
         return replace(found, label_bias=tuple(0.5 * place for place in range(len(task.labels))))
-    if number % 4 == 2:
-        shape = (len(task.labels), decoder.d_model + 1)
-        return replace(found, read_out=0.1 * torch.randn(shape, generator=generator))
     return found
 
 

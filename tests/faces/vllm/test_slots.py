@@ -81,6 +81,3 @@ def test_what_vllm_cannot_inject_is_refused(decoder, task):
     hidden = replace(one.context, config=ExtractConfig(writers="hidden"), values=one.context.values[:, :1])
     with pytest.raises(I2CLError, match="block outputs"):
         Packed.of_injection(replace(one, context=hidden, coefficients=one.coefficients[:, :1]))
-    read_out = torch.zeros(len(task.labels), decoder.d_model + 1)
-    with pytest.raises(I2CLError, match="read-out"):
-        Packed.of_injection(replace(one, read_out=read_out))

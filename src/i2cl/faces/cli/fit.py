@@ -39,10 +39,9 @@ def fit(
     shots: options.Shots = None,
     seed: options.Seed = 0,
     method: Annotated[
-        Literal["anchored", "distilled", "i2cl"] | None,
+        Literal["anchored", "i2cl"] | None,
         typer.Option(
-            help="A vector at every writer, fitted around the plain model among the labels; that, its label "
-            "prior and label weights taught by few-shot on --unlabelled or training texts; or the paper's "
+            help="A vector at every writer, fitted around the plain model among the labels; or the paper's "
             "method; default: anchored, or i2cl where a recipe or an option of its own is given.",
             rich_help_panel=options.METHOD,
         ),
@@ -83,7 +82,6 @@ def fit(
     from i2cl.experiments.worth import labelled_rows
     from i2cl.injections.label_prior import with_label_prior
     from i2cl.methods import calibrating_method
-    from i2cl.methods.distilled import Distilled
 
     require_writable(output, own_files(output))
     chosen = calibrating_method(method, load.options(settings), recipe)
@@ -94,14 +92,8 @@ def fit(
     decoder = load.decoder(model, loading)
     loaded = load.worded(loaded, rows, decoder.tokenizer)
     started = time.perf_counter()
-    if isinstance(chosen, Distilled):
-        kept = {example.text for example in queries}  # what it is measured on, it has not read
-        seen = replace(loaded, train=tuple(one for one in loaded.train if one.text not in kept))
-        teach = {"texts": texts, "prior": shares}
-        injection = _fitted(chosen, decoder, seen, demonstrations, seed, hints=False, **teach)
-    else:
-        injection = _fitted(chosen, decoder, loaded, demonstrations, seed, hints=not json)
-    if texts and not isinstance(chosen, Distilled):
+    injection = _fitted(chosen, decoder, loaded, demonstrations, seed, hints=not json)
+    if texts:
         with console.progress(len(texts), "scoring unlabelled texts") as bar:
             injection = with_label_prior(injection, decoder, texts, shares, progress=bar.advance)
     seconds = time.perf_counter() - started
@@ -122,17 +114,13 @@ def _fitted(
     seed: int,
     *,
     hints: bool,
-    **more: Any,
 ) -> "Injection":
-    from i2cl.methods.distilled import Distilled
     from i2cl.methods.i2cl import I2CL
 
     with console.progress(max(1, method.rounds), "extracting") as bar:
         slow = hints and isinstance(method, I2CL) and method.calibration.optimizer != "lbfgs"
         progress = _Patience(bar).epoch if slow else bar.epoch
-        if isinstance(method, Distilled):
-            more["watch"] = bar.describe
-        return method.injection(decoder, task, demonstrations, seed, progress, **more)
+        return method.injection(decoder, task, demonstrations, seed, progress)
 
 
 def _prior_of(

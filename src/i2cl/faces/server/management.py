@@ -86,7 +86,6 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
             "metrics": injection.metrics,
             "worth": injection.worth or None,
             "label_bias": injection.label_bias,
-            "read_out": injection.read_out is not None,
             **fits.map_of(injection),
         }
 

@@ -34,7 +34,7 @@ from i2cl.storage.card import CARD
 LONGEST_NAME = 128
 
 ROOM = 16 * 2**20
-"""Bytes of an artefact beside its vectors: description, card, a read-out, what tar adds."""
+"""Bytes of an artefact beside its vectors: description, card, what tar adds."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from i2cl.faces.sklearn.shared import ModelSource, find_decoder
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods import METHODS, make_methods
 from i2cl.methods.anchored import Anchored
-from i2cl.methods.distilled import Distilled
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Scoring
@@ -51,14 +50,12 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         labels: the word that the model is to say for each class. Default: the class names themselves,
             where they are strings.
         shots: demonstrations per class, drawn with ``random_state``; None takes all training texts.
-        method: ``"i2cl"``; ``"anchored"`` for an injection fitted around the plain model among the labels; or
-            ``"distilled"`` for that, its label prior and label weights taught by few-shot prompts.
+        method: ``"i2cl"``; or ``"anchored"`` for an injection fitted around the plain model among the labels.
         recipe: of I2CL's calibration: ``"paper"``, ``"released"`` or ``"fast"``.
         settings: options of the method over the recipe's, such as ``{"layers": "middle"}``; `i2cl ls methods`
             lists them.
         unlabelled: texts as they will come, 32 or more, that a label prior is measured on, see
             `i2cl.injections.label_prior.with_label_prior`; it takes classes for equally frequent there.
-            They teach ``"distilled"`` too; without any, it takes training texts that are left over.
         scoring: score a label by its first token, its whole sequence, or as the labels demand.
         random_state: of demonstrations and calibration: an int, a RandomState, or None to draw one.
         evaluate: at most so many of the training texts that ``shots`` left over are scored for `report_`;
@@ -135,13 +132,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             task = task.instructed(self.instruction)
         started = time.perf_counter()
         texts_of = [] if self.unlabelled is None else as_texts(self.unlabelled)
-        if isinstance(method, Distilled):
-            kept = {example.text for example in queries}  # what it is measured on, it has not read
-            seen = replace(task, train=tuple(row for row in rows if row.text not in kept))
-            injection = method.injection(decoder, seen, shown, seed, scoring=self.scoring, texts=texts_of)
-        else:
-            injection = method.injection(decoder, task, shown, seed, scoring=self.scoring)
-        if self.unlabelled is not None and not isinstance(method, Distilled):
+        injection = method.injection(decoder, task, shown, seed, scoring=self.scoring)
+        if self.unlabelled is not None:
             injection = with_label_prior(injection, decoder, texts_of)
         seconds = time.perf_counter() - started
         if queries:
@@ -245,8 +237,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         made.classes_ = classes[order]
         task = replace(injection.task, labels=tuple(words[place] for place in order))
         bias = injection.label_bias and tuple(injection.label_bias[place] for place in order)
-        rows = None if injection.read_out is None else injection.read_out[order.tolist()]
-        made.injection_ = replace(injection, task=task, label_bias=bias, read_out=rows)  # in the stored order
+        made.injection_ = replace(injection, task=task, label_bias=bias)  # in the stored order
         return made
 
     def _scores(self, X: Any) -> Float[np.ndarray, "n classes"]:
@@ -256,8 +247,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         scores: Float[np.ndarray, "n classes"] = self.injection_.scores(decoder, texts).double().numpy()
         return scores
 
-    def _method(self) -> I2CL | Anchored | Distilled:
-        known = (I2CL.name, Anchored.name, Distilled.name)
+    def _method(self) -> I2CL | Anchored:
+        known = (I2CL.name, Anchored.name)
         if self.method not in known:
             raise I2CLError(f"unknown method {self.method!r}: choose one of {', '.join(known)}")
         if self.recipe not in RECIPES:
@@ -265,7 +256,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         if self.method != I2CL.name and self.recipe != "paper":
             raise I2CLError("a recipe is I2CL's: leave it out, or take method='i2cl'")
         made = make_methods([self.method], self.settings, RECIPES[self.recipe])
-        return cast("I2CL | Anchored | Distilled", made[0])
+        return cast("I2CL | Anchored", made[0])
 
     def _seed(self) -> int:
         if isinstance(self.random_state, int | np.integer):

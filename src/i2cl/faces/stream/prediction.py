@@ -122,8 +122,7 @@ def digest(injection: Injection) -> str:
     ]
     said += [injection.context.config.site, injection.seed, injection.label_bias]
     found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    more = [] if injection.read_out is None else [injection.read_out]
-    for tensor in (injection.context.values, injection.coefficients, *more):
+    for tensor in (injection.context.values, injection.coefficients):
         found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
 

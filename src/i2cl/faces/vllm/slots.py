@@ -50,7 +50,7 @@ class Packed:
         """Pack an injection.
 
         Raises:
-            I2CLError: if it acts on other than all tokens of the writers' outputs, or reads the head's input.
+            I2CLError: if it acts on other than all tokens of the writers' outputs.
         """
         if injection.context.config.site != "writers":
             raise I2CLError("this injection edits block outputs: vLLM takes those into the residual writers")
@@ -58,10 +58,6 @@ class Packed:
             raise I2CLError(
                 f"this injection acts on positions={injection.positions!r}: in vLLM all tokens of a "
                 "request are injected; fit it with positions=all"
-            )
-        if injection.read_out is not None:
-            raise I2CLError(
-                "this injection has a read-out, which needs the LM head's input: use InjectionPool"
             )
         amount, keep = injection.coefficients.float().unbind(-1)
         return cls.of(amount[..., None] * injection.context.values.float(), keep)
