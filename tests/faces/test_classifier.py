@@ -39,6 +39,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from i2cl.faces.sklearn import I2CLClassifier, shared
+from i2cl.methods import calibrating_method
 
 TASK = load_task("mood-colour-1")
 X = [example.text for example in TASK.train[:60]]
@@ -266,8 +267,8 @@ def wrong(x=None, y=None, **parameters):
         ({"y": [0, 1] * 30, "labels": {0: "red", 1: " blue"}}, "label word ' blue' is empty or padded"),
         ({"shots": 50}, "class 'blue' has .* training examples but 50 shots"),
         ({"recipe": "quick"}, "unknown recipe 'quick': choose one of paper, released, fast"),
-        ({"method": "anchored", "recipe": "fast", "settings": None}, "a recipe is I2CL's: leave it out"),
-        ({"method": "icv"}, "unknown method 'icv': choose one of i2cl, anchored"),
+        ({"method": "anchored", "recipe": "fast", "settings": None}, "I2CL's: leave the recipe out"),
+        ({"method": "icv"}, "unknown method 'icv': choose one of anchored, i2cl"),
         ({"settings": {"epoch": 3}}, "has the option 'epoch'"),
         ({"settings": {"epochs": "many"}}, "option epochs='many'"),
         ({"template": "{text}"}, r"\{label\} 0 times"),
@@ -489,6 +490,13 @@ def test_saved_and_loaded(tmp_path):
     assert plain.predict(reference(), QUERIES) == [words[label] for label in made.predict(QUERIES)]
 
 
+def test_it_is_anchored_where_nothing_of_i2cl_is_asked_for():
+    made = I2CLClassifier(reference(), shots=1, evaluate=0).fit(X, Y)
+    assert made.injection_.settings["method"] == "anchored"
+    named = made.set_params(recipe="fast", settings={"passes": 1}).fit(X, Y)
+    assert named.injection_.settings["passes"] == 1
+
+
 def test_a_classifier_of_an_injection_with_other_settings_can_be_fitted(tmp_path):
     combined = replace(fitted().injection_, settings={"combined": []})
     combined.save_pretrained(tmp_path / "both")
@@ -496,7 +504,7 @@ def test_a_classifier_of_an_injection_with_other_settings_can_be_fitted(tmp_path
     assert "epochs" not in found.settings
     again = clone(found).set_params(settings=QUICK, shots=1).fit(X, Y)
     assert again.predict(QUERIES).shape == (len(QUERIES),)
-    clone(found).set_params(shots=1)._method()  # its own settings are known options
+    calibrating_method(found.method, found.settings, found.recipe)  # its own settings are known options
 
 
 def test_an_injection_is_a_classifier_of_its_label_words(tmp_path):

@@ -86,10 +86,16 @@ def calibrating_method(
     """What makes an injection: the named method; else I2CL where a recipe or an option of its own is given.
 
     Raises:
-        I2CLError: on a recipe for another method than I2CL, or an option that the method has not.
+        I2CLError: on a method that makes none, a recipe that does not exist or is for another method, or an
+            option that the method has not.
     """
-    if name not in {None, I2CL.name} and recipe is not None:
-        raise I2CLError("a recipe is I2CL's: leave out --recipe, or take --method i2cl")
+    known = (Anchored.name, I2CL.name)
+    if name not in {None, *known}:
+        raise I2CLError(f"unknown method {name!r}: choose one of {', '.join(known)}")
+    if recipe not in {None, *RECIPES}:
+        raise I2CLError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
+    if name == Anchored.name and recipe is not None:
+        raise I2CLError("a recipe is I2CL's: leave the recipe out, or take the method i2cl")
     own = recipe is not None or (options or {}).keys() & (set(I2CL.options()) - set(Anchored.options()))
     found = make_methods([name or (I2CL if own else Anchored).name], options, RECIPES[recipe or "paper"])[0]
     return cast("Injector", found)

@@ -217,7 +217,7 @@ def test_what_cannot_be_classified_is_told(refusing, path, body, status, code):
         ({"name": "tiny-llama"}, "base model's name"),
         ({"shots": 5}, "fewer shots"),
         ({"settings": {"none": 1}}, "no chosen method has the option"),
-        ({"method": "anchored", "recipe": "fast"}, "leave out --recipe"),
+        ({"method": "anchored", "recipe": "fast"}, "leave the recipe out"),
         ({"method": "svm"}, "method"),
         ({"chat": True}, "no chat template"),
         ({"more": 1}, "more"),

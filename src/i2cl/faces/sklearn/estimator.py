@@ -18,14 +18,11 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
 from i2cl.core.injection import Injection
-from i2cl.core.recipe import RECIPES
-from i2cl.errors import I2CLError
 from i2cl.experiments.worth import labelled_rows, with_worth
 from i2cl.faces.sklearn.inputs import as_classes, as_texts, label_words
 from i2cl.faces.sklearn.shared import ModelSource, find_decoder
 from i2cl.injections.label_prior import with_label_prior
-from i2cl.methods import METHODS, make_methods
-from i2cl.methods.anchored import Anchored
+from i2cl.methods import METHODS, calibrating_method
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Scoring
@@ -50,8 +47,9 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         labels: the word that the model is to say for each class. Default: the class names themselves,
             where they are strings.
         shots: demonstrations per class, drawn with ``random_state``; None takes all training texts.
-        method: ``"i2cl"``; or ``"anchored"`` for an injection fitted around the plain model among the labels.
-        recipe: of I2CL's calibration: ``"paper"``, ``"released"`` or ``"fast"``.
+        method: ``"anchored"``, an injection fitted around the plain model among the labels, or ``"i2cl"``,
+            the paper's. Default: the former; the latter where a recipe or an option of its own is given.
+        recipe: of I2CL's calibration: ``"paper"`` (its default), ``"released"`` or ``"fast"``.
         settings: options of the method over the recipe's, such as ``{"layers": "middle"}``; `i2cl ls methods`
             lists them.
         unlabelled: texts as they will come, 32 or more, that a label prior is measured on, see
@@ -78,8 +76,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         instruction: str = "",
         labels: Mapping[Any, str] | None = None,
         shots: int | None = None,
-        method: str = "i2cl",
-        recipe: str = "paper",
+        method: str | None = None,
+        recipe: str | None = None,
         settings: Mapping[str, Any] | None = None,
         unlabelled: Sequence[str] | None = None,
         scoring: Scoring = "auto",
@@ -117,7 +115,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         """
         texts = as_texts(X)
         classes, ids = as_classes(y, len(texts))
-        method = self._method()
+        method = calibrating_method(self.method, self.settings, self.recipe)
         template = self.template if isinstance(self.template, Template) else Template(self.template)
         rows = tuple(Example(text, label) for text, label in zip(texts, ids, strict=True))
         task = Task("texts", label_words(classes, self.labels), template, train=rows)
@@ -246,17 +244,6 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         decoder = self._decoder()
         scores: Float[np.ndarray, "n classes"] = self.injection_.scores(decoder, texts).double().numpy()
         return scores
-
-    def _method(self) -> I2CL | Anchored:
-        known = (I2CL.name, Anchored.name)
-        if self.method not in known:
-            raise I2CLError(f"unknown method {self.method!r}: choose one of {', '.join(known)}")
-        if self.recipe not in RECIPES:
-            raise I2CLError(f"unknown recipe {self.recipe!r}: choose one of {', '.join(RECIPES)}")
-        if self.method != I2CL.name and self.recipe != "paper":
-            raise I2CLError("a recipe is I2CL's: leave it out, or take method='i2cl'")
-        made = make_methods([self.method], self.settings, RECIPES[self.recipe])
-        return cast("I2CL | Anchored", made[0])
 
     def _seed(self) -> int:
         if isinstance(self.random_state, int | np.integer):
