@@ -404,6 +404,32 @@ def test_run_then_run_again_then_report(tmp_path, capsys):
     assert "Few-shot (ICL)" in text
 
 
+def reported(capsys, *words):
+    with pytest.raises(SystemExit) as stop:
+        main(["report", *map(str, words), "--formats", "md"])
+    return stop.value.code, capsys.readouterr()
+
+
+def test_a_grid_that_names_tasks_runs_on_some_of_them_and_is_tested_against_any_row(tmp_path, capsys):
+    named = GRID.replace('tasks"', 'tasks", "comparison"')
+    code, told = run(tmp_path, capsys, "--json", "--tasks", "job-letter-1", "--seeds", "1", grid=named)
+    tasks = {record.cell.task for record in Store.open(tmp_path / "store").records.values()}
+    assert (code, tasks) == (0, {"job-letter-1"})
+    code, told = run(tmp_path, capsys, "--tasks", "sst2", grid=named)
+    assert code == 2
+    assert "no experiment has any of the tasks sst2: mine has mood-colour-1, job-letter-1" in told.err
+
+    run(tmp_path, capsys, "--seeds", "1", grid=named)
+    words = [tmp_path / "store", "--experiments", tmp_path / "mine.toml"]
+    code, told = reported(capsys, *words, "--tasks", "mood-colour-1", "--against", "Few-shot (ICL)")
+    text = (tmp_path / "store" / "report" / "report.md").read_text()
+    assert code == 0
+    assert "Difference from Few-shot (ICL)" in text
+    assert "job-letter-1" not in text
+    code, told = reported(capsys, *words, "--against", "Few-shot")
+    assert (code, "did you mean 'Few-shot (ICL)'" in told.err) == (2, True)
+
+
 def test_failures_are_told_and_set_the_exit_code(tmp_path, capsys):
     wrong = GRID.replace('name = "Few-shot (ICL)"', 'name = "Few-shot (ICL)", shots = [1, 100000]')
     code, told = run(tmp_path, capsys, grid=wrong)

@@ -1,5 +1,6 @@
 """The experiments that the package brings, and those that users write in files."""
 
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -52,6 +53,40 @@ def load_experiment(name: str | Path) -> Experiment:
         raise I2CLError(f"unknown experiment {str(name)!r}: {did_you_mean(str(name), BROUGHT)}{known}")
     file = resources.files("i2cl.experiments") / "builtin" / f"{name}.toml"
     return _parsed(file.read_bytes(), str(name), f"builtin/{name}.toml")
+
+
+def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Experiment]:
+    """The same grids over these tasks; those that name tasks of their own over what they share with them.
+
+    Raises:
+        I2CLError: if none of the grids has any of the tasks.
+    """
+    found = []
+    for one in experiments:
+        own = tasks if one.tasks == "all" else [task for task in one.tasks if task in tasks]
+        if own:
+            found.append(one.model_copy(update={"tasks": tuple(own)}))
+    if not found:
+        known = "; ".join(f"{one.name} has {', '.join(one.tasks)}" for one in experiments)
+        raise I2CLError(f"no experiment has any of the tasks {', '.join(tasks)}: {known}")
+    return found
+
+
+def tested_against(experiments: Sequence[Experiment], row: str) -> list[Experiment]:
+    """The same grids, their rows tested against this one; those without such a row as they are.
+
+    Raises:
+        I2CLError: if none of the grids has such a row.
+    """
+    names = list(dict.fromkeys(own.name for one in experiments for own in one.rows))
+    if row not in names:
+        raise I2CLError(
+            f"no experiment has a row {row!r}: {did_you_mean(row, names)}known are {'; '.join(names)}"
+        )
+    return [
+        one.model_copy(update={"against": row}) if row in {own.name for own in one.rows} else one
+        for one in experiments
+    ]
 
 
 def _parsed(content: bytes, name: str, where: str) -> Experiment:

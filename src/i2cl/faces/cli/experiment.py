@@ -65,7 +65,8 @@ def run(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds, tasks and queries.")] = False,
     tasks: Annotated[
-        str | None, typer.Option(help="Tasks with commas between; default: those of the model.")
+        str | None,
+        typer.Option(help="Tasks with commas between; default: the grid's own, or those of the model."),
     ] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, max=10_000, help="How many seeds, instead of the grid's.")
@@ -89,7 +90,8 @@ def run(
 
     folder = store or Path("results") / (Path(model).name + ("-quick" if quick else ""))
     base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
-    cells, timed = _cells(names, base, load.task_names(tasks or "all", model), quick, seeds, limit)
+    only = load.split(tasks) if tasks else None
+    cells, timed = _cells(names, base, only, load.task_names("all", model), quick, seeds, limit)
     for name in {cell.task for cell in cells}:  # what is lacking is told before a model is loaded
         load.task(name, rows)
     data_dir = str(rows.data_dir) if rows.data_dir else None
@@ -122,14 +124,21 @@ def run(
 
 
 def _cells(
-    names: str, base: "Cell", tasks: Sequence[str], quick: bool, seeds: int | None, limit: int | None
+    names: str,
+    base: "Cell",
+    only: Sequence[str] | None,
+    tasks: Sequence[str],
+    quick: bool,
+    seeds: int | None,
+    limit: int | None,
 ) -> "tuple[list[Cell], set[str]]":
     """All cells of the experiments, and the keys of those that are timed."""
-    from i2cl.experiments.library import ORDER, load_experiment
+    from i2cl.experiments.library import ORDER, limited, load_experiment
 
     cells: list[Cell] = []
     timed: set[str] = set()
-    for one in map(load_experiment, ORDER if names == "all" else load.split(names)):
+    chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
+    for one in limited(chosen, only) if only else chosen:
         own = list(one.cells(base, tasks, _scaled(one.quick if quick else one.full, seeds, limit)))
         cells += own
         timed |= {cell.key for cell in own if one.timed}

@@ -14,6 +14,10 @@ def report(
     names: Annotated[
         str, typer.Option("--experiments", help="With commas between, TOML files, or all.")
     ] = "all",
+    against: Annotated[
+        str | None, typer.Option(help="Row that the others are tested against, instead of the grid's.")
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="These alone, with commas between.")] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="New folder; default: STORE/report.")
     ] = None,
@@ -22,7 +26,7 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Tables and figures of a store, beside the paper's printed numbers, without a model."""
-    from i2cl.experiments.library import ORDER, load_experiment
+    from i2cl.experiments.library import ORDER, limited, load_experiment, tested_against
     from i2cl.experiments.report.page import FORMATS, build, write
     from i2cl.experiments.store import Store
 
@@ -31,7 +35,13 @@ def report(
         raise I2CLError(f"--formats {formats!r}: known are {', '.join(FORMATS)}")
     opened = Store.open(store)
     chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
-    built = build(chosen, list(opened.records.values()), opened.vectors())
+    records = list(opened.records.values())
+    if tasks is not None:
+        chosen = limited(chosen, only := load.split(tasks))
+        records = [record for record in records if record.cell.task in only]
+    if against is not None:
+        chosen = tested_against(chosen, against)
+    built = build(chosen, records, opened.vectors())
     written = write(built, out or store / "report", wanted)
     if json:
         console.print_json([str(path) for path in written])
