@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from i2cl import (
     Decoder,
@@ -20,8 +21,9 @@ from i2cl import (
 )
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.export import export_gguf, export_hf, export_peft, make_golden, verify
+from i2cl.export import export_gguf, export_hf, export_peft, fold, golden, make_golden, verify
 from i2cl.faces.cli import main
+from i2cl.models.scoring import Questions
 from tiny import tiny_model, tiny_tokenizer
 
 SHOWN = (
@@ -71,30 +73,65 @@ def test_a_pool_mixes_it_with_i2cl(anchored, decoder):
     torch.testing.assert_close(found[[2, 1]], wanted[1], atol=1e-5, rtol=1e-5)
 
 
-def test_a_label_prior_is_in_no_export(anchored, decoder, folder, tmp_path, capsys):
+def called(capsys, *words):
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in words])
+    return stop.value.code, capsys.readouterr()
+
+
+def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, folder, tmp_path, capsys):
+    plain = anchored.scores(decoder, TEXTS).log_softmax(-1)
+    between = (plain[:, 1] - plain[:, 0]).mean().item()  # a prior that turns some answers and not others
+    biased = replace(anchored, label_bias=(between, 0.0))
+    wanted = biased.predict(decoder, TEXTS)
+    assert wanted != anchored.predict(decoder, TEXTS)
+    biased.save_pretrained(tmp_path / "artefact")
+    code, told = called(
+        capsys, "export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--json"
+    )
+    said, ids = json.loads(told.out), Questions(decoder, TASK).labels.first
+    assert (code, said["prior_kept"]) == (0, True)
+    assert said["logit_bias"] == {str(ids[0]): pytest.approx(between), str(ids[1]): 0.0}
+
+    found = verify(tmp_path / "out")
+    assert found.passed
+    assert [row["found"] for row in found.rows()] == biased.predict(decoder, golden.TEXTS)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
+    for text, label in zip(TEXTS, wanted, strict=True):
+        query = torch.tensor(Questions(decoder, TASK).queries([text]))
+        made = model.generate(
+            query, max_new_tokens=1, do_sample=False, prefix_allowed_tokens_fn=lambda *_: list(ids)
+        )
+        assert made[0, -1] == ids[TASK.labels.index(label)]
+
+    config = tmp_path / "out" / "generation_config.json"
+    kept = {name: value for name, value in json.loads(config.read_text()).items() if name != "sequence_bias"}
+    config.write_text(json.dumps(kept))
+    with pytest.raises(I2CLError, match="the label prior is lost"):
+        verify(tmp_path / "out")
+
+
+def test_what_cannot_hold_a_label_prior_says_what_to_send(anchored, decoder, folder, tmp_path, capsys):
     biased = replace(anchored, label_bias=(0.25, -0.5))
-    for export in (export_hf, export_peft, export_gguf):
+    for export in (export_peft, export_gguf):
         with pytest.raises(I2CLError, match="leave it out with --drop-prior"):
             export(decoder, biased, tmp_path / "out")
-    with pytest.raises(I2CLError, match="leave it out"):
-        make_golden(decoder, biased)
+    with pytest.raises(I2CLError, match="leave it out with --drop-prior"):
+        fold(decoder, biased)
+    with pytest.raises(I2CLError, match="tokens that the golden values name"):
+        export_hf(decoder, biased, tmp_path / "out")
+    whole = replace(biased, scoring="full")
+    with pytest.raises(I2CLError, match="of whole labels"):
+        export_hf(decoder, whole, tmp_path / "out", golden=lambda: make_golden(decoder, whole))
     biased.save_pretrained(tmp_path / "artefact")
-    for more in (["--json"], []):
-        out = tmp_path / f"plain{len(more)}"
-        arguments = ["export", str(tmp_path / "artefact"), str(out), "--model", str(folder), *more]
-        with pytest.raises(SystemExit) as stop:
-            main(arguments)
-        assert (stop.value.code, out.exists()) == (2, False)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([*arguments, "--drop-prior"])
-        assert stop.value.code == 0
-        told = capsys.readouterr().out
-        if more:
-            assert json.loads(told)["label_bias"] == {"positive": 0.25, "negative": -0.5}
-        else:
-            assert "positive +0.2500, negative -0.5000" in told
-    assert verify(out).passed
+    words = ["export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--drop-prior"]
+    code, told = called(capsys, *words)
+    ids = Questions(decoder, TASK).labels.first
+    assert code == 0
+    assert "positive +0.2500, negative -0.5000" in told.out
+    assert f'"logit_bias": {{"{ids[0]}": 0.2500, "{ids[1]}": -0.5000}}' in told.out
+    assert verify(tmp_path / "out").passed
+    assert "sequence_bias" not in (tmp_path / "out" / "generation_config.json").read_text()
 
 
 def test_it_folds(anchored, decoder, folder, tmp_path):

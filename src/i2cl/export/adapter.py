@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, needs
 from i2cl.export.families import FAMILIES, HOOKED, REFUSED, family_of
-from i2cl.export.folding import require_plain, skeleton
+from i2cl.export.folding import require_plain, require_unbiased, skeleton
 from i2cl.export.last_maps import LAST_MAPS
 from i2cl.models.architectures import ARCHITECTURES
 
@@ -72,6 +72,7 @@ def make_adapter(config: PreTrainedConfig, injection: Injection) -> Adapter:
         I2CLError: if no tuner expresses it, saying why and what to do instead, or peft is not installed.
     """
     require_plain(injection)
+    require_unbiased(injection)
     paths = _paths(config, injection)
     empty = skeleton(config)
     layers = f"{empty.base_model_prefix}.{ARCHITECTURES[config.model_type].layers}"

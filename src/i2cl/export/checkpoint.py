@@ -1,13 +1,16 @@
 """A folded checkpoint on disk, written shard by shard."""
 
+import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
@@ -36,33 +39,51 @@ def export_hf(
 
     From a folder, or a hub id, memory holds little more than one shard. The folder appears when it is
     complete: sharded safetensors with their index, config, generation config, tokenizer, and the golden
-    values where some are given.
+    values where some are given. A label prior becomes a ``sequence_bias`` of the generation config, which
+    transformers' `generate` follows
+    (https://huggingface.co/docs/transformers/main_classes/text_generation).
 
     Args:
         source: the base model: a decoder in memory, or the name of one.
         injection: at all positions, into the residual writers.
         output: a folder that is new or empty.
         golden: makes what `i2cl.export.verify` compares with (`i2cl.export.make_golden`); called once
-            it is known that the model can be folded.
+            it is known that the model can be folded. It knows the labels' tokens, which a prior needs.
         revision: of the hub id.
         force: accept other weights of the same shape than those the injection was made on.
         max_shard_size: bytes of a file, such as ``"5GB"``.
 
     Raises:
-        I2CLError: if the family or the injection cannot be folded, a folder cannot be used, or the
-            injection was made on another model.
+        I2CLError: if the family or the injection cannot be folded, a folder cannot be used, the injection
+            was made on another model, or has a label prior on labels of several tokens.
     """
     path = Path(output)
     require_writable(path, frozenset())
+    if injection.label_bias is not None and golden is None:
+        raise I2CLError("a label prior is of tokens that the golden values name: make these, or --drop-prior")
     found, folding = opened(source, injection, revision)
     injection.require_base(base_of(source, found, folding, injection.base), force=force)
     expected = golden() if golden is not None else None
+    if expected is not None and expected.label_bias:
+        found = replace(found, generation=_with_prior(found.generation, expected))
     with new_folder(path, frozenset()) as fresh:
         _write_weights(folding, fresh, max_shard_size)
         _write_rest(folding, found, fresh)
         if expected is not None:
             of = folding.config.model_type, folding.dtype, folding.bias_norms()
             expected.of_export(*of).write(fresh)
+
+
+def _with_prior(generation: GenerationConfig | None, golden: Golden) -> GenerationConfig:
+    """A generation config that adds the label prior to the logits of the labels' tokens."""
+    if golden.sequences:
+        raise I2CLError(
+            "a label prior is of whole labels, and these have several tokens: leave it out with --drop-prior "
+            "(in Python: without_label_prior)"
+        )
+    made = copy.deepcopy(generation) if generation is not None else GenerationConfig()
+    made.sequence_bias = [*(made.sequence_bias or []), *golden.sequence_bias]
+    return made
 
 
 def opened(

@@ -174,6 +174,7 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
         require_known(model)
         model = model.model
     require_unquantized(model.config)
+    require_unbiased(injection)
     folding = Folding(model.config, StateDict(model), injection)
     with no_init_weights():
         made: Any = AutoModelForCausalLM.from_config(folding.config, dtype=folding.dtype)
@@ -238,8 +239,17 @@ def require_plain(injection: Injection) -> None:
             f"a bias acts on all tokens, this injection on positions {injection.positions!r}: fit one with "
             f"positions 'all', or {HOOKED}"
         )
+
+
+def require_unbiased(injection: Injection) -> None:
+    """Refuse a label prior where nothing can hold one.
+
+    Raises:
+        I2CLError: saying what else to do.
+    """
     if injection.label_bias is not None:
         raise I2CLError(
-            "a label prior is added to label scores, which no export holds: leave it out with --drop-prior "
-            f"(in Python: without_label_prior) and add its numbers where labels are read, or {HOOKED}"
+            "a label prior is added to label scores, which weights do not hold: leave it out with "
+            "--drop-prior (in Python: without_label_prior) and send its numbers as logit_bias, export --to "
+            f"hf, whose generation config holds it, or {HOOKED}"
         )

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.checkpoint import base_of, opened
-from i2cl.export.folding import Folding
+from i2cl.export.folding import Folding, require_unbiased
 from i2cl.export.gguf_fields import GOLDEN_FIELD, gguf_package
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.export.golden import Golden
@@ -65,6 +65,7 @@ def export_gguf(
     """
     package, path = gguf_package(), Path(output)
     require_new_file(path)
+    require_unbiased(injection)
     found, folding = opened(source, injection, revision)
     weights = Weights(package, folding, dtype or folding.dtype)
     vocabulary = Vocabulary.of(found.tokenizer, folding.config.vocab_size) if tokenizer else None

@@ -51,11 +51,11 @@ class GoldenPrompt(pydantic.BaseModel):
     Attributes:
         text: the prompt.
         ids: its tokens.
-        labels: log-probability of each label's first token.
+        labels: log-probability of each label's first token, without a prior.
         dropped: the same where the constants of some writers are left out, by `DROPPED`.
         top_ids: tokens of the largest logits.
         top_logits: those logits.
-        prediction: the most probable label, by whole sequences where these were scored.
+        prediction: the most probable label, by whole sequences where these were scored, with the prior.
         whole: log-probability of each label's whole sequence; empty where first tokens decide.
         query: what was encoded to ``ids``; None where it was cut, or in exports of older versions.
     """
@@ -83,6 +83,7 @@ class Golden(pydantic.BaseModel):
         label_texts: that token as text.
         sequences: tokens of each label where the injection scores whole sequences; empty where it does not.
         sequence_texts: those tokens as text.
+        label_bias: a number for each label, in nats, added to its log-probability; empty without a prior.
         prompts: what to ask, and what to answer.
         model_type: of the export.
         dtype: of its weights.
@@ -98,6 +99,7 @@ class Golden(pydantic.BaseModel):
     label_texts: list[str]
     sequences: list[list[int]] = []
     sequence_texts: list[str] = []
+    label_bias: list[float] = []
     prompts: list[GoldenPrompt]
     model_type: str = ""
     dtype: str = "float32"
@@ -114,6 +116,28 @@ class Golden(pydantic.BaseModel):
             "biases": biases,
         }
         return self.model_copy(update=update)
+
+    @property
+    def sequence_bias(self) -> list[list[Any]]:
+        """The label prior as transformers' generation config has it: tokens, and what their logit gains."""
+        return [[[token], bias] for token, bias in zip(self.label_ids, self.label_bias, strict=True)]
+
+    @property
+    def logit_bias(self) -> dict[str, float]:
+        """The label prior as servers take it with a request; empty where labels have several tokens."""
+        if self.sequences or not self.label_bias:
+            return {}
+        return dict(zip(map(str, self.label_ids), self.label_bias, strict=True))
+
+    def best(self, values: Sequence[float | None]) -> str:
+        """The most probable label of some log-probabilities, with the prior; ``-`` where none was told."""
+        bias = self.label_bias or [0.0] * len(self.labels)
+        told = [
+            (value + more, label)
+            for value, more, label in zip(values, bias, self.labels, strict=True)
+            if value is not None
+        ]
+        return max(told, key=itemgetter(0))[1] if told else "-"
 
     def write(self, folder: Path) -> None:
         """Store it in an export's folder."""
@@ -175,24 +199,21 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     if sequences:
         with Upcast():
             scores = score(decoder, queries, labels, edit=injection.edit()).tolist()
-    return Golden(
+    made = Golden(
         artefact=_published(injection),
         labels=list(task.labels),
         label_ids=first,
         label_texts=[decoder.tokenizer.decode([token]) for token in first],
         sequences=[list(ids) for ids in sequences],
         sequence_texts=[_text_behind(decoder, queries[0], ids) for ids in sequences],
-        prompts=[
-            _prompt(decoder, injection, ids, first, values).model_copy(update={"query": text})
-            for ids, text, values in zip(queries, uncut, scores, strict=True)
-        ],
+        label_bias=list(injection.label_bias or ()),
+        prompts=[],
     )
-
-
-def most_probable(labels: Sequence[str], values: Sequence[float | None]) -> str:
-    """The label with the largest value; ``-`` where there is none."""
-    told = [(value, label) for label, value in zip(labels, values, strict=True) if value is not None]
-    return max(told, key=itemgetter(0))[1] if told else "-"
+    prompts = [
+        _prompt(decoder, injection, ids, made, values).model_copy(update={"query": text})
+        for ids, text, values in zip(queries, uncut, scores, strict=True)
+    ]
+    return made.model_copy(update={"prompts": prompts})
 
 
 def _text_behind(decoder: Decoder, query: Ids, ids: Ids) -> str:
@@ -209,9 +230,9 @@ def _published(injection: Injection) -> dict[str, Any]:
 
 
 def _prompt(
-    decoder: Decoder, injection: Injection, ids: Ids, labels: list[int], whole: list[float]
+    decoder: Decoder, injection: Injection, ids: Ids, golden: Golden, whole: list[float]
 ) -> GoldenPrompt:
-    logits = _logits(decoder, ids, injection)
+    logits, labels = _logits(decoder, ids, injection), golden.label_ids
     values = logits.log_softmax(-1)[labels].tolist()
     top = logits.topk(min(TOP, len(logits)))
     dropped = {
@@ -225,7 +246,7 @@ def _prompt(
         dropped=dropped,
         top_ids=top.indices.tolist(),
         top_logits=top.values.tolist(),
-        prediction=most_probable(injection.task.labels, whole or values),
+        prediction=golden.best(whole or values),
         whole=whole,
     )
 

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.export.golden import Golden, GoldenPrompt, most_probable
+from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.peft import is_adapter, load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
 
@@ -98,7 +98,7 @@ class Verification:
 
     def _found(self, answer: Answer) -> str:
         values = answer.whole if self.golden.sequences else answer.labels
-        return most_probable(self.golden.labels, values) if values else "-"
+        return self.golden.best(values) if values else "-"
 
 
 def verify(
@@ -121,6 +121,11 @@ def verify(
     """
     golden = Golden.from_export(folder)
     loaded, state = _loaded(folder, model, device)
+    if golden.label_bias and loaded.generation_config.sequence_bias is None:
+        raise I2CLError(
+            f"the generation config of {str(folder)!r} has no sequence_bias, so the label prior is lost: "
+            "copy generation_config.json, or export it again"
+        )
 
     def logits(ids: Sequence[int]) -> Tensor:
         with torch.no_grad():

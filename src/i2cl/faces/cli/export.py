@@ -29,7 +29,9 @@ def export(
     force: options.Force = False,
     drop_prior: Annotated[
         bool,
-        typer.Option("--drop-prior", help="Leave out the label prior, and say what to add to label scores."),
+        typer.Option(
+            "--drop-prior", help="Leave out the label prior, which only hf can hold, and say what to add."
+        ),
     ] = False,
     golden: Annotated[
         bool, typer.Option(help="Store what `i2cl verify` compares with; loads the model.")
@@ -56,7 +58,7 @@ def export(
 
     own = _own_options(to, output, dtype, max_shard_size, tokenizer=tokenizer)
     injection = Injection.from_pretrained(artefact)
-    dropped = _prior(injection) if drop_prior else {}
+    prior = _prior(injection)
     if drop_prior:
         injection = without_label_prior(injection)
     name = model or injection.base.name
@@ -66,7 +68,7 @@ def export(
         decoder = load.artefact_decoder(injection, model, loading)
         made = export_peft(decoder, injection, output, golden=golden, force=force, revision=loading.revision)
         what = f"{injection.task.name} as a {made.tuner} adapter of {name}"
-        _show_export(output, injection.task.name, name, what, golden=golden, dropped=dropped, json=json)
+        _show_export(output, injection.task.name, name, what, golden=golden, prior=prior, json=json)
         return
     write: Callable[..., None] = export_hf if to == "hf" else export_gguf
 
@@ -85,7 +87,7 @@ def export(
         **own,
     )
     what = f"{name} with {injection.task.name} in its weights"
-    _show_export(output, injection.task.name, name, what, golden=golden, dropped=dropped, json=json)
+    _show_export(output, injection.task.name, name, what, golden=golden, prior=prior, json=json)
 
 
 def _prior(injection: "Injection") -> dict[str, float]:
@@ -129,20 +131,35 @@ def _show_export(
     what: str,
     *,
     golden: bool,
-    dropped: dict[str, float],
+    prior: dict[str, float],
     json: bool,
 ) -> None:
+    from i2cl.export import Golden
+
+    known = Golden.from_export(output) if golden and prior else None
+    kept = known is not None and bool(known.label_bias)
+    tokens = (
+        {}
+        if known is None or known.sequences
+        else dict(zip(map(str, known.label_ids), prior.values(), strict=True))
+    )
     files = [output] if output.is_file() else output.glob("*.safetensors")
     sizes = [path.stat().st_size for path in files]
     if json:
         record = {"output": str(output), "task": task, "base_model": model, "golden": golden}
-        record |= {"label_bias": dropped} if dropped else {}
+        record |= {"label_bias": prior, "prior_kept": kept} if prior else {}
+        record |= {"logit_bias": tokens} if tokens else {}
         console.print_json(record | {"files": len(sizes), "bytes": sum(sizes)})
         return
     size = f"{sum(sizes):,} bytes in {len(sizes)} file(s)"
     console.say(f"Saved {output}: {what}, {size}.")
-    if dropped:
-        told = ", ".join(f"{label} {value:+.4f}" for label, value in dropped.items())
-        console.say(f"Add to the label's log-probability, or as logit_bias of its only token: {told}.")
+    if kept:
+        console.say("Its label prior is in generation_config.json (sequence_bias), which `generate` follows.")
+    if prior:
+        told = ", ".join(f"{label} {value:+.4f}" for label, value in prior.items())
+        console.say(f"{'Elsewhere add' if kept else 'Add'} to each label's log-probability: {told}.")
+    if tokens:
+        sent = ", ".join(f'"{token}": {value:.4f}' for token, value in tokens.items())
+        console.say(f'Servers take it with a request: "logit_bias": {{{sent}}}.')
     if golden:
         console.say(f"Next: i2cl verify {output}")
