@@ -22,7 +22,7 @@ from i2cl import (
 )
 from i2cl.experiments.evaluation import fit_seeds
 from i2cl.experiments.grid import Cell, Experiment
-from i2cl.experiments.library import BROUGHT, ORDER, load_experiment
+from i2cl.experiments.library import BROUGHT, ORDER, compared_with, limited, load_experiment
 from i2cl.experiments.report.document import build
 from i2cl.experiments.runner import Group, GroupJob, pending, run_groups
 from i2cl.experiments.store import Store
@@ -410,14 +410,14 @@ def reported(capsys, *words):
     return stop.value.code, capsys.readouterr()
 
 
-def test_a_grid_that_names_tasks_runs_on_some_of_them_and_is_tested_against_any_row(tmp_path, capsys):
+def test_a_grid_that_names_tasks_runs_on_some_of_them_and_is_compared_with_any_row(tmp_path, capsys):
     named = GRID.replace('tasks"', 'tasks", "comparison"')
     code, told = run(tmp_path, capsys, "--json", "--tasks", "job-letter-1", "--seeds", "1", grid=named)
     tasks = {record.cell.task for record in Store.open(tmp_path / "store").records.values()}
     assert (code, tasks) == (0, {"job-letter-1"})
     code, told = run(tmp_path, capsys, "--tasks", "sst2", grid=named)
     assert code == 2
-    assert "no experiment has any of the tasks sst2: mine has mood-colour-1, job-letter-1" in told.err
+    assert "no chosen experiment has the task 'sst2': known are mood-colour-1, job-letter-1" in told.err
 
     run(tmp_path, capsys, "--seeds", "1", grid=named)
     words = [tmp_path / "store", "--experiments", tmp_path / "mine.toml"]
@@ -426,8 +426,29 @@ def test_a_grid_that_names_tasks_runs_on_some_of_them_and_is_tested_against_any_
     assert code == 0
     assert "Difference from Few-shot (ICL)" in text
     assert "job-letter-1" not in text
+    code, told = reported(capsys, *words, "--tasks", "all")
+    assert "job-letter-1" in (tmp_path / "store" / "report" / "report.md").read_text()
+    code, told = reported(capsys, tmp_path / "store", "--experiments", "main", "--tasks", "mood-color-1")
+    assert (code, "this store has the task 'mood-color-1': did you mean 'mood-colour-1'" in told.err) == (
+        2,
+        True,
+    )
     code, told = reported(capsys, *words, "--against", "Few-shot")
     assert (code, "did you mean 'Few-shot (ICL)'" in told.err) == (2, True)
+
+
+def test_grids_are_limited_each_to_its_own_tasks():
+    main_grid, real, chat = (load_experiment(name) for name in ("main", "real", "chat"))
+    found = limited([main_grid, real, chat], ["intents", "sst2", "rte"])
+    assert [one.tasks for one in found] == [("intents", "sst2", "rte"), ("sst2", "intents"), ("sst2",)]
+    assert [one.name for one in limited([real, chat], ["intents"])] == ["real"]
+    with pytest.raises(I2CLError, match=r"task 'trecc': did you mean 'trec'"):
+        limited([real, chat], ["sst2", "trecc"])
+
+
+def test_only_grids_with_the_row_are_compared_with_it():
+    found = compared_with([load_experiment("main"), load_experiment("real")], "IA3")
+    assert [one.against for one in found] == ["I2CL", "IA3"]
 
 
 def test_failures_are_told_and_set_the_exit_code(tmp_path, capsys):

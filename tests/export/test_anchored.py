@@ -1,11 +1,12 @@
 """An anchored injection is one as any other: stored, in a pool, in the weights, an adapter, a GGUF file."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from i2cl import (
     Decoder,
@@ -80,11 +81,11 @@ def called(capsys, *words):
 
 
 def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, folder, tmp_path, capsys):
-    plain = anchored.scores(decoder, TEXTS).log_softmax(-1)
+    plain = anchored.scores(decoder, golden.TEXTS).log_softmax(-1)
     between = (plain[:, 1] - plain[:, 0]).mean().item()  # a prior that turns some answers and not others
     biased = replace(anchored, label_bias=(between, 0.0))
-    wanted = biased.predict(decoder, TEXTS)
-    assert wanted != anchored.predict(decoder, TEXTS)
+    wanted = biased.predict(decoder, golden.TEXTS)
+    assert wanted != anchored.predict(decoder, golden.TEXTS)
     biased.save_pretrained(tmp_path / "artefact")
     code, told = called(
         capsys, "export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--json"
@@ -95,9 +96,9 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
 
     found = verify(tmp_path / "out")
     assert found.passed
-    assert [row["found"] for row in found.rows()] == biased.predict(decoder, golden.TEXTS)
+    assert [row["found"] for row in found.rows()] == wanted
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
-    for text, label in zip(TEXTS, wanted, strict=True):
+    for text, label in zip(golden.TEXTS, wanted, strict=True):
         query = torch.tensor(Questions(decoder, TASK).queries([text]))
         made = model.generate(
             query, max_new_tokens=1, do_sample=False, prefix_allowed_tokens_fn=lambda *_: list(ids)
@@ -105,10 +106,50 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
         assert made[0, -1] == ids[TASK.labels.index(label)]
 
     config = tmp_path / "out" / "generation_config.json"
-    kept = {name: value for name, value in json.loads(config.read_text()).items() if name != "sequence_bias"}
-    config.write_text(json.dumps(kept))
-    with pytest.raises(I2CLError, match="the label prior is lost"):
-        verify(tmp_path / "out")
+    kept = json.loads(config.read_text())
+    for left in (None, [[[7], 1.0]], [[[ids[0]], 0.1], [[ids[1]], 0.0]]):
+        config.write_text(json.dumps(kept | {"sequence_bias": left}))
+        with pytest.raises(I2CLError, match="lacks the label prior"):
+            verify(tmp_path / "out")
+
+
+@pytest.mark.parametrize("form", [list, dict])
+def test_a_label_prior_stands_beside_what_the_base_generates_by(anchored, decoder, folder, tmp_path, form):
+    biased = replace(anchored, label_bias=(0.25, -0.5))
+    first = Questions(decoder, TASK).labels.first
+    own = shutil.copytree(folder, tmp_path / "base")
+    (own / "generation_config.json").unlink()
+    of_own = Decoder.from_pretrained(str(own))
+    settings = of_own.model.generation_config
+    settings.eos_token_id, settings.sequence_bias = 7, form([((3, 4), 1.5)])
+    if form is list:
+        settings.sequence_bias = [[[3, 4], 1.5]]
+    export_hf(of_own, biased, tmp_path / "out", golden=lambda: make_golden(decoder, biased))
+    made = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert made.eos_token_id == 7
+    assert golden.biases_of(made) == {(3, 4): 1.5, (first[0],): 0.25, (first[1],): -0.5}
+    settings.sequence_bias = [[[first[0]], 1.5]]
+    with pytest.raises(I2CLError, match=f"label token {first[0]} already"):
+        export_hf(of_own, biased, tmp_path / "new", golden=lambda: make_golden(decoder, biased))
+
+
+def test_a_base_without_generation_settings_keeps_those_of_its_config(anchored, decoder, folder, tmp_path):
+    own = shutil.copytree(folder, tmp_path / "base")
+    (own / "generation_config.json").unlink()
+    config = json.loads((own / "config.json").read_text()) | {"eos_token_id": 7}
+    (own / "config.json").write_text(json.dumps(config))
+    of_own = Decoder.from_pretrained(str(own))
+    biased = replace(anchored, base=of_own.base, label_bias=(0.25, -0.5))
+    export_hf(own, biased, tmp_path / "out", golden=lambda: make_golden(of_own, biased))
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 7
+
+
+def test_golden_values_of_another_prior_are_refused(anchored, decoder, folder, tmp_path):
+    biased = replace(anchored, label_bias=(0.25, -0.5))
+    with pytest.raises(I2CLError, match="another label prior"):
+        export_hf(folder, biased, tmp_path / "out", golden=lambda: make_golden(decoder, anchored))
+    with pytest.raises(I2CLError, match="another label prior"):
+        export_hf(folder, anchored, tmp_path / "out", golden=lambda: make_golden(decoder, biased))
 
 
 def test_what_cannot_hold_a_label_prior_says_what_to_send(anchored, decoder, folder, tmp_path, capsys):
@@ -121,7 +162,7 @@ def test_what_cannot_hold_a_label_prior_says_what_to_send(anchored, decoder, fol
     with pytest.raises(I2CLError, match="tokens that the golden values name"):
         export_hf(decoder, biased, tmp_path / "out")
     whole = replace(biased, scoring="full")
-    with pytest.raises(I2CLError, match="of whole labels"):
+    with pytest.raises(I2CLError, match="scored as whole sequences"):
         export_hf(decoder, whole, tmp_path / "out", golden=lambda: make_golden(decoder, whole))
     biased.save_pretrained(tmp_path / "artefact")
     words = ["export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--drop-prior"]

@@ -59,20 +59,39 @@ def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Exp
     """The same grids over these tasks; those that name tasks of their own over what they share with them.
 
     Raises:
-        I2CLError: if none of the grids has any of the tasks.
+        I2CLError: on a task that none of the grids has.
     """
-    found = []
-    for one in experiments:
-        own = tasks if one.tasks == "all" else [task for task in one.tasks if task in tasks]
-        if own:
-            found.append(one.model_copy(update={"tasks": tuple(own)}))
-    if not found:
-        known = "; ".join(f"{one.name} has {', '.join(one.tasks)}" for one in experiments)
-        raise I2CLError(f"no experiment has any of the tasks {', '.join(tasks)}: {known}")
-    return found
+    known = dict.fromkeys(task for one in experiments if one.tasks != "all" for task in one.tasks)
+    if all(one.tasks != "all" for one in experiments):
+        require_known(tasks, list(known), "no chosen experiment")
+    own = [
+        tasks if one.tasks == "all" else [task for task in one.tasks if task in tasks] for one in experiments
+    ]
+    return [
+        one.model_copy(update={"tasks": tuple(kept)})
+        for one, kept in zip(experiments, own, strict=True)
+        if kept
+    ]
 
 
-def tested_against(experiments: Sequence[Experiment], row: str) -> list[Experiment]:
+def require_known(tasks: Sequence[str], known: Sequence[str], nobody: str) -> None:
+    """Refuse a task that is not known.
+
+    Args:
+        tasks: that were asked for.
+        known: that there are.
+        nobody: has it, as the error says.
+
+    Raises:
+        I2CLError: naming the first.
+    """
+    for task in tasks:
+        if task not in known:
+            hint = did_you_mean(task, known)
+            raise I2CLError(f"{nobody} has the task {task!r}: {hint}known are {', '.join(known)}")
+
+
+def compared_with(experiments: Sequence[Experiment], row: str) -> list[Experiment]:
     """The same grids, their rows tested against this one; those without such a row as they are.
 
     Raises:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.folding import Folding, skeleton
-from i2cl.export.golden import Golden
+from i2cl.export.golden import Golden, biases_of
 from i2cl.export.sources import Source, from_files, from_memory
 from i2cl.models.checkpoint import INDEX
 from i2cl.models.decoder import Decoder
@@ -55,17 +55,23 @@ def export_hf(
 
     Raises:
         I2CLError: if the family or the injection cannot be folded, a folder cannot be used, the injection
-            was made on another model, or has a label prior on labels of several tokens.
+            was made on another model, or has a label prior on labels that are scored as whole sequences.
     """
     path = Path(output)
     require_writable(path, frozenset())
     if injection.label_bias is not None and golden is None:
-        raise I2CLError("a label prior is of tokens that the golden values name: make these, or --drop-prior")
+        raise I2CLError(
+            "a label prior is of tokens that the golden values name: leave out --no-golden, or say "
+            "--drop-prior"
+        )
     found, folding = opened(source, injection, revision)
     injection.require_base(base_of(source, found, folding, injection.base), force=force)
     expected = golden() if golden is not None else None
-    if expected is not None and expected.label_bias:
-        found = replace(found, generation=_with_prior(found.generation, expected))
+    if expected is not None:
+        expected.require_prior_of(injection)
+        if expected.label_bias:
+            known = found.generation or GenerationConfig.from_model_config(folding.config)
+            found = replace(found, generation=_with_prior(known, expected))
     with new_folder(path, frozenset()) as fresh:
         _write_weights(folding, fresh, max_shard_size)
         _write_rest(folding, found, fresh)
@@ -74,15 +80,23 @@ def export_hf(
             expected.of_export(*of).write(fresh)
 
 
-def _with_prior(generation: GenerationConfig | None, golden: Golden) -> GenerationConfig:
+def _with_prior(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
     """A generation config that adds the label prior to the logits of the labels' tokens."""
     if golden.sequences:
         raise I2CLError(
-            "a label prior is of whole labels, and these have several tokens: leave it out with --drop-prior "
-            "(in Python: without_label_prior)"
+            "labels are scored as whole sequences, whose prior no token's logit holds: leave it out with "
+            "--drop-prior (in Python: without_label_prior)"
         )
-    made = copy.deepcopy(generation) if generation is not None else GenerationConfig()
-    made.sequence_bias = [*(made.sequence_bias or []), *golden.sequence_bias]
+    made = copy.deepcopy(generation)
+    bias = biases_of(made)
+    own = golden.sequence_bias
+    if taken := own.keys() & bias.keys():
+        raise I2CLError(
+            f"the base's generation config has a sequence_bias on label token {min(taken)[0]} already: leave "
+            "the label prior out with --drop-prior (in Python: without_label_prior)"
+        )
+    bias |= own
+    made.sequence_bias = [[list(tokens), value] for tokens, value in bias.items()]
     return made
 
 

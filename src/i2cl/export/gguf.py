@@ -71,6 +71,8 @@ def export_gguf(
     vocabulary = Vocabulary.of(found.tokenizer, folding.config.vocab_size) if tokenizer else None
     injection.require_base(base_of(source, found, folding, injection.base), force=force)
     expected = golden() if golden is not None else None
+    if expected is not None:
+        expected.require_prior_of(injection)
     with new_file(path) as fresh:
         writer = package.GGUFWriter(fresh, "llama")
         try:

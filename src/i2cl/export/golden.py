@@ -10,6 +10,7 @@ from typing import Any
 import pydantic
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_problem
@@ -118,16 +119,35 @@ class Golden(pydantic.BaseModel):
         return self.model_copy(update=update)
 
     @property
-    def sequence_bias(self) -> list[list[Any]]:
-        """The label prior as transformers' generation config has it: tokens, and what their logit gains."""
-        return [[[token], bias] for token, bias in zip(self.label_ids, self.label_bias, strict=True)]
+    def sequence_bias(self) -> dict[tuple[int, ...], float]:
+        """The label prior by token, as a generation config has it; empty without one."""
+        pairs = zip(self.label_ids, self.label_bias, strict=bool(self.label_bias))
+        return {(token,): value for token, value in pairs}
 
-    @property
-    def logit_bias(self) -> dict[str, float]:
-        """The label prior as servers take it with a request; empty where labels have several tokens."""
-        if self.sequences or not self.label_bias:
-            return {}
-        return dict(zip(map(str, self.label_ids), self.label_bias, strict=True))
+    def logit_bias(self, prior: Sequence[float]) -> dict[str, float]:
+        """A label prior as servers take it with a request; empty where whole sequences are scored."""
+        return {} if self.sequences else dict(zip(map(str, self.label_ids), prior, strict=bool(prior)))
+
+    def require_prior_of(self, injection: Injection) -> None:
+        """Refuse to stand beside an injection with another label prior.
+
+        Raises:
+            I2CLError: saying so.
+        """
+        if self.label_bias != list(injection.label_bias or ()):
+            raise I2CLError("the golden values have another label prior than the injection: make them of it")
+
+    def require_prior_in(self, generation: GenerationConfig, where: str) -> None:
+        """Refuse a generation config that has lost the label prior.
+
+        Raises:
+            I2CLError: naming the cure.
+        """
+        if not self.sequence_bias.items() <= biases_of(generation).items():
+            raise I2CLError(
+                f"the generation config of {where!r} lacks the label prior's sequence_bias: copy "
+                "generation_config.json, or export it again"
+            )
 
     def best(self, values: Sequence[float | None]) -> str:
         """The most probable label of some log-probabilities, with the prior; ``-`` where none was told."""
@@ -214,6 +234,13 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
         for ids, text, values in zip(queries, uncut, scores, strict=True)
     ]
     return made.model_copy(update={"prompts": prompts})
+
+
+def biases_of(generation: GenerationConfig) -> dict[tuple[int, ...], float]:
+    """What a generation config adds to the logits of some tokens, in either of the forms that it takes."""
+    told: Any = generation.sequence_bias or {}
+    pairs = told.items() if isinstance(told, dict) else told
+    return {tuple(tokens): float(value) for tokens, value in pairs}
 
 
 def _text_behind(decoder: Decoder, query: Ids, ids: Ids) -> str:

@@ -121,11 +121,7 @@ def verify(
     """
     golden = Golden.from_export(folder)
     loaded, state = _loaded(folder, model, device)
-    if golden.label_bias and loaded.generation_config.sequence_bias is None:
-        raise I2CLError(
-            f"the generation config of {str(folder)!r} has no sequence_bias, so the label prior is lost: "
-            "copy generation_config.json, or export it again"
-        )
+    golden.require_prior_in(loaded.generation_config, str(folder))
 
     def logits(ids: Sequence[int]) -> Tensor:
         with torch.no_grad():

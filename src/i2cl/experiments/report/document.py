@@ -188,7 +188,7 @@ def _section(
             continue
         figures += [(view, figure)] if figure is not None else []
         if figure is None and not made:
-            missing.append(f"{view}: {_reason(view, draw=draw)}")
+            missing.append(f"{view}: {_reason(view, results.experiment.against, draw=draw)}")
     return Section(experiment, results.setting, anchor, tuple(tables), tuple(figures), tuple(missing))
 
 
@@ -222,9 +222,9 @@ def _skipped(results: Results, records: Sequence[Record]) -> dict[str, str | Non
     return {row.name: one.error for one in skipped for row in rows if row.holds(one.cell)}
 
 
-def _reason(view: View, *, draw: bool) -> str:
+def _reason(view: View, against: str, *, draw: bool) -> str:
     if view == "comparison":
-        return "nothing to compare, since it takes the row I2CL and another one"
+        return f"nothing to compare, since it takes the row {against} and another one"
     return "figures were not asked for" if view in CAPTIONS and not draw else "no results for this view"
 
 

@@ -90,7 +90,7 @@ def run(
 
     folder = store or Path("results") / (Path(model).name + ("-quick" if quick else ""))
     base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
-    only = load.split(tasks) if tasks else None
+    only = load.split(tasks) if tasks and tasks != "all" else None
     cells, timed = _cells(names, base, only, load.task_names("all", model), quick, seeds, limit)
     for name in {cell.task for cell in cells}:  # what is lacking is told before a model is loaded
         load.task(name, rows)

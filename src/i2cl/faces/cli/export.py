@@ -1,6 +1,6 @@
 """`i2cl export`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -124,6 +124,12 @@ def _note_what_verify_needs() -> None:
         console.note(str(lacking))
 
 
+def sent_with(tokens: Mapping[str, float]) -> str:
+    """A label prior as a field of a request to a server."""
+    sent = ", ".join(f'"{token}": {value:.4f}' for token, value in tokens.items())
+    return f'"logit_bias": {{{sent}}}'
+
+
 def _show_export(
     output: Path,
     task: str,
@@ -138,11 +144,7 @@ def _show_export(
 
     known = Golden.from_export(output) if golden and prior else None
     kept = known is not None and bool(known.label_bias)
-    tokens = (
-        {}
-        if known is None or known.sequences
-        else dict(zip(map(str, known.label_ids), prior.values(), strict=True))
-    )
+    tokens = known.logit_bias(list(prior.values())) if known is not None else {}
     files = [output] if output.is_file() else output.glob("*.safetensors")
     sizes = [path.stat().st_size for path in files]
     if json:
@@ -159,7 +161,6 @@ def _show_export(
         told = ", ".join(f"{label} {value:+.4f}" for label, value in prior.items())
         console.say(f"{'Elsewhere add' if kept else 'Add'} to each label's log-probability: {told}.")
     if tokens:
-        sent = ", ".join(f'"{token}": {value:.4f}' for token, value in tokens.items())
-        console.say(f'Servers take it with a request: "logit_bias": {{{sent}}}.')
+        console.say(f"Servers take it with a request: {sent_with(tokens)}.")
     if golden:
         console.say(f"Next: i2cl verify {output}")

@@ -26,7 +26,7 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Tables and figures of a store, beside the paper's printed numbers, without a model."""
-    from i2cl.experiments.library import ORDER, limited, load_experiment, tested_against
+    from i2cl.experiments.library import ORDER, compared_with, limited, load_experiment, require_known
     from i2cl.experiments.report.page import FORMATS, build, write
     from i2cl.experiments.store import Store
 
@@ -36,11 +36,16 @@ def report(
     opened = Store.open(store)
     chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
     records = list(opened.records.values())
-    if tasks is not None:
+    if tasks is not None and tasks != "all":
         chosen = limited(chosen, only := load.split(tasks))
-        records = [record for record in records if record.cell.task in only]
+        require_known(only, sorted({record.cell.task for record in records}), "no cell of this store")
+        records = [
+            one
+            for one in records
+            if one.cell.task in only and (one.cell.study != "move" or one.cell.sources[0] in only)
+        ]
     if against is not None:
-        chosen = tested_against(chosen, against)
+        chosen = compared_with(chosen, against)
     built = build(chosen, records, opened.vectors())
     written = write(built, out or store / "report", wanted)
     if json:

@@ -7,6 +7,7 @@ import typer
 
 from i2cl.errors import I2CLError
 from i2cl.faces.cli import console, load, options
+from i2cl.faces.cli.export import sent_with
 from i2cl.faces.cli.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def verify(
         if model is not None or device is not None:
             raise I2CLError("--model and --device are for a check without a server: leave out --url")
         outcome = _asked(folder, url, model_name, task, logprobs or 20, tolerance)
-    _show(outcome, json=json)
+    _show(outcome, of_server=url is not None, json=json)
     if not outcome.passed:
         raise typer.Exit(1)
 
@@ -86,7 +87,7 @@ def _asked(
     return judged(golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance)
 
 
-def _show(outcome: "Verification", *, json: bool) -> None:
+def _show(outcome: "Verification", *, of_server: bool, json: bool) -> None:
     if json:
         record = {
             "passed": outcome.passed,
@@ -103,6 +104,8 @@ def _show(outcome: "Verification", *, json: bool) -> None:
     word = "holds" if outcome.passed else "does not hold"
     told = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
     console.say(f"The export {word}: {told}.")
+    if of_server and (tokens := outcome.golden.logit_bias(outcome.golden.label_bias)):
+        console.say(f"Labels are named with the label prior, which the server adds with {sent_with(tokens)}.")
     if outcome.unchecked:
         console.say(f"{outcome.unchecked[0].upper()}{outcome.unchecked[1:]}.")
     if outcome.dropped:

@@ -50,7 +50,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         method: ``"anchored"``, an injection fitted around the plain model among the labels, or ``"i2cl"``,
             the paper's. Default: the former; the latter where a recipe or an option of its own is given.
         recipe: of I2CL's calibration: ``"paper"`` (its default), ``"released"`` or ``"fast"``.
-        settings: options of the method over the recipe's, such as ``{"layers": "middle"}``; `i2cl ls methods`
+        settings: options of the method over the recipe's, such as ``{"reach": 10}``; `i2cl ls methods`
             lists them.
         unlabelled: texts as they will come, 32 or more, that a label prior is measured on, see
             `i2cl.injections.label_prior.with_label_prior`; it takes classes for equally frequent there.
