@@ -1,6 +1,7 @@
 """`i2cl verify --url` against a small completions server in a thread."""
 
 import json
+import shutil
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -104,6 +105,20 @@ def test_a_server_with_the_vllm_plugin_is_asked_under_a_task(exported, golden, m
     assert seen
     assert all(body["vllm_xargs"] == {"i2cl": "mood"} and body["key"] == "Bearer mine" for body in seen)
     assert run("verify", exported, "--task", "mood") == 2
+
+
+def test_a_label_prior_is_told_as_what_the_server_has_to_be_sent(exported, golden, tmp_path, capsys):  # noqa: F811
+    prior = [0.25, *[0.0 for _ in golden.labels[1:]]]
+    told = shutil.copytree(exported, tmp_path / "told")
+    golden.model_copy(update={"label_bias": prior}).write(told)
+    with serving(golden) as (url, _):
+        assert run("verify", told, "--url", url) == 0
+        assert (
+            f'the server adds with "logit_bias": {{"{golden.label_ids[0]}": 0.2500' in capsys.readouterr().out
+        )
+        assert run("verify", told, "--url", url, "--json") == 0
+    sent = dict(zip(map(str, golden.label_ids), prior, strict=True))
+    assert json.loads(capsys.readouterr().out)["logit_bias"] == sent
 
 
 def test_a_server_that_takes_no_token_ids_gets_text(exported, golden, capsys):  # noqa: F811

@@ -1,5 +1,6 @@
 """`i2cl verify`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,7 +52,8 @@ def verify(
         if model is not None or device is not None:
             raise I2CLError("--model and --device are for a check without a server: leave out --url")
         outcome = _asked(folder, url, model_name, task, logprobs or 20, tolerance)
-    _show(outcome, of_server=url is not None, json=json)
+    tokens = outcome.golden.logit_bias(outcome.golden.label_bias) if url is not None else {}
+    _show(outcome, tokens, json=json)
     if not outcome.passed:
         raise typer.Exit(1)
 
@@ -87,7 +89,8 @@ def _asked(
     return judged(golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance)
 
 
-def _show(outcome: "Verification", *, of_server: bool, json: bool) -> None:
+def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -> None:
+    """What was found; ``tokens`` is the label prior as a server has to be sent it."""
     if json:
         record = {
             "passed": outcome.passed,
@@ -97,14 +100,14 @@ def _show(outcome: "Verification", *, of_server: bool, json: bool) -> None:
             "retokenized": outcome.retokenized,
             "unchecked": outcome.unchecked,
             "prompts": outcome.rows(),
-        }
+        } | ({"logit_bias": tokens} if tokens else {})
         console.print_json(record)
         return
     console.print_table("", outcome.rows())
     word = "holds" if outcome.passed else "does not hold"
     told = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
     console.say(f"The export {word}: {told}.")
-    if of_server and (tokens := outcome.golden.logit_bias(outcome.golden.label_bias)):
+    if tokens:
         console.say(f"Labels are named with the label prior, which the server adds with {sent_with(tokens)}.")
     if outcome.unchecked:
         console.say(f"{outcome.unchecked[0].upper()}{outcome.unchecked[1:]}.")
