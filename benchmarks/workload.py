@@ -11,8 +11,9 @@ from i2cl.core.context import ContextVector
 from i2cl.core.injection import Injection
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
+from i2cl.models.encoding import LabelTokens
 from i2cl.models.loading import load_model_and_tokenizer
-from i2cl.models.scoring import LabelTokens, Questions
+from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task, Template
 
 SHAPES: dict[str, PreTrainedConfig] = {

@@ -25,7 +25,7 @@ SHOWN = tuple(
         ("no", 2),
     ]
 )
-FULL = pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+FULL = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 
 def task(full=False):

@@ -15,7 +15,8 @@ from i2cl.core.edits import NoisyEdit
 from i2cl.core.recipe import FAST, RECIPES, RELEASED, CalibrationConfig
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import ScoringWarning, labelled_batch
+from i2cl.models.encoding import ScoringWarning
+from i2cl.models.scoring import labelled_batch
 from i2cl.tasks import Example, Task, Template
 from tiny import CASES, tiny_model, tiny_tokenizer
 

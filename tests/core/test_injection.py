@@ -16,7 +16,8 @@ from i2cl.errors import I2CLError
 from i2cl.models import decoder as decoder_module
 from i2cl.models.batching import make_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import label_tokens, score
+from i2cl.models.encoding import label_tokens
+from i2cl.models.scoring import score
 from i2cl.storage.card import CARD
 from i2cl.tasks import Example, Task, Template
 from tiny import tiny_model, tiny_tokenizer
@@ -74,7 +75,7 @@ def describe(folder, **changes):
 @pytest.mark.parametrize("positions", ["all", "first", "last", "random"])
 def test_scores_are_those_of_a_linear_edit(writers, positions):
     decoder, injection = decoder_of("llama"), made(writers=writers, positions=positions)
-    labels = label_tokens(decoder, TASK.template, TASK.labels)
+    labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
     site = "hidden" if writers == "hidden" else "writers"
     edit = LinearEdit(
         injection.context.values, injection.coefficients, site=site, positions=positions, seed=injection.seed

@@ -26,7 +26,7 @@ from i2cl.models.scoring import Questions
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 
 def fitted(decoder, task, shots=2, seed=0):

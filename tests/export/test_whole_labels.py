@@ -15,7 +15,7 @@ from i2cl.export import Golden, export_gguf, export_hf, golden, make_golden, ver
 from i2cl.export.golden import GOLDEN
 from i2cl.tasks import Task, Template
 
-pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 SHARED = Task("films", ("best film", "best ever", "bad film"), Template("Review: {text}\nVerdict:{label}"))
 BEGUN = replace(SHARED, labels=("best", "best film", "bad"))

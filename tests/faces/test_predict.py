@@ -23,7 +23,7 @@ from i2cl.faces.stream.prediction import (
     digest,
     predict_here,
 )
-from i2cl.models.scoring import ScoringWarning
+from i2cl.models.encoding import ScoringWarning
 from i2cl.tasks.rows import RowError
 from processes import COMMAND, Program, finished
 

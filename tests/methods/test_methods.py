@@ -32,7 +32,7 @@ WORDS = ("positive", "negative")
 SHOWN = [("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1)]
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm", "not bad"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-FULL = pytest.mark.filterwarnings("ignore::i2cl.models.scoring.ScoringWarning")
+FULL = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from i2cl.models.batching import make_batch
 from i2cl.models.borrowing import lock_of
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
-from i2cl.models.scoring import label_tokens, score
+from i2cl.models.encoding import label_tokens
+from i2cl.models.scoring import score
 from i2cl.tasks import Example, Task, Template
 from tiny import VOCABULARY, WINDOW, tiny_model, tiny_tokenizer
 
@@ -210,7 +211,7 @@ def calibrated(decoder, **arguments):
 
 
 def failing_score(decoder, error):
-    labels = label_tokens(decoder, TASK.template, TASK.labels)
+    labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
     score(decoder, ROWS, labels, edit=Failing(error), prefix=decoder.prefix((1, 2, 3)))
 
 

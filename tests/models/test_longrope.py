@@ -12,7 +12,8 @@ from i2cl.core.calibration import calibrate, calibrate_many
 from i2cl.core.context import extract
 from i2cl.methods import adapters, make_methods
 from i2cl.models.batching import rope_limits
-from i2cl.models.scoring import LabelTokens, score
+from i2cl.models.encoding import LabelTokens
+from i2cl.models.scoring import score
 from tiny import LIMIT, LONGROPE, tiny_model, tiny_tokenizer
 
 FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))

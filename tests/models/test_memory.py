@@ -7,7 +7,8 @@ import torch
 from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import label_tokens, score
+from i2cl.models.encoding import label_tokens
+from i2cl.models.scoring import score
 from i2cl.tasks import Template
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
@@ -113,7 +114,7 @@ def test_other_errors_are_not_hidden():
 
 def test_scores_after_running_out_of_memory_are_the_same(monkeypatch):
     decoder = Decoder(tiny_model("gpt2"), tiny_tokenizer(), name="tiny")
-    labels = label_tokens(decoder, Template("{text} ->{label}"), ("up", "down"))
+    labels = label_tokens(decoder.encoder, Template("{text} ->{label}"), ("up", "down"))
     wanted = score(decoder, rows(23), labels)
     forward = decoder.forward
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import TruncationWarning
-from i2cl.models.scoring import Questions, ScoringWarning, label_tokens, score
+from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
+from i2cl.models.scoring import Questions, score
 from i2cl.tasks import Task, Template
 from tiny import CASES, tiny_model, tiny_tokenizer
 
@@ -96,6 +96,72 @@ def test_order_of_texts_changes_nothing(full):
     assert close(backwards.flip(0), scores(decoder, kind(full)))
 
 
+class Counting(Decoder):
+    """Counts the tokens that it runs."""
+
+    tokens = 0
+
+    def forward(self, batch, **arguments):
+        self.tokens += batch.input_ids.numel()
+        return super().forward(batch, **arguments)
+
+
+INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text")
+"""Model types that cache more than keys and values."""
+
+MANY = ("positive", "negative", "funny and warm", "warm", "where is the river", "dull and lifeless film")
+
+
+def counting(case, budget=64):
+    bare = decoder_of(case)
+    return Counting(bare.model, bare.tokenizer, name=case, token_budget=budget)
+
+
+@pytest.mark.parametrize("positions", [None, "all", "last"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, positions):
+    decoder = counting(case)
+    asked, edit = questions(decoder, "full", MANY), None
+    if positions:
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
+        edit = LinearEdit(values, torch.tensor([0.1, 0.9]).expand(decoder.layers, 2, 2), positions=positions)
+    queries = asked.queries(TEXTS)
+    found = score(decoder, queries, asked.labels, edit=edit)
+    once, decoder.tokens, decoder.splits = decoder.tokens, 0, False
+    assert close(found, score(decoder, queries, asked.labels, edit=edit))
+    shared = positions != "last" and not decoder.rope_limits and case not in INDEXED
+    assert (1.5 * once < decoder.tokens) is shared
+    assert shared or once == decoder.tokens
+
+
+WINDOW_CACHES = ("gemma2", "gemma3_text", "mistral-sliding", "olmo3", "qwen2-sliding")
+"""Where a prefix keeps no more than a window of keys in some layers."""
+
+
+@pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
+def test_a_query_behind_a_prefix_runs_once_for_all_labels(case):
+    decoder = counting(case)
+    labels = label_tokens(decoder.encoder, TEMPLATE, MANY, "full")
+    queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
+    prefix = decoder.prefix(encode(SHOWN))
+    found = score(decoder, queries, labels, prefix=prefix)
+    once, decoder.tokens = decoder.tokens, 0
+    assert close(found, expected(decoder_of(case), full=True, before=SHOWN, labels=MANY))
+    decoder.splits = False
+    score(decoder, queries, labels, prefix=prefix)
+    assert (1.5 * once < decoder.tokens) is (case not in WINDOW_CACHES)
+
+
+def test_one_more_pass_has_to_pay():
+    decoder = counting("llama", 10**6)
+    asked = questions(decoder, "full", MANY)
+    queries = asked.queries(TEXTS)
+    found = score(decoder, queries, asked.labels)
+    assert decoder.tokens > len(MANY) * sum(map(len, queries))
+    assert close(found, score(counting("llama"), queries, asked.labels))
+
+
 def test_no_texts(full):
     assert scores(decoder_of("llama"), kind(full), ()).shape == (0, 2)
 
@@ -124,7 +190,7 @@ def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, full, edited
     decoder = decoder_of(case)
     shown = encode(SHOWN)
     assert len(shown) > 8  # longer than the sliding windows
-    labels = label_tokens(decoder, TEMPLATE, LABELS, kind(full))
+    labels = label_tokens(decoder.encoder, TEMPLATE, LABELS, kind(full))
     queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
     prefix = decoder.prefix(shown)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in prefix.cache.layers]
@@ -143,7 +209,7 @@ def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, full, edited
 @pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
 def test_a_prefix_that_holds_all_tokens_in_every_layer(case, kept):
     decoder = decoder_of(case)
-    labels = label_tokens(decoder, TEMPLATE, LABELS)
+    labels = label_tokens(decoder.encoder, TEMPLATE, LABELS)
     queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
     prefix = decoder.prefix(encode(SHOWN), whole=True)
     if kept:
@@ -154,7 +220,7 @@ def test_a_prefix_that_holds_all_tokens_in_every_layer(case, kept):
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "falcon", "opt"])
 def test_an_edited_prefix_is_the_beginning_of_an_edited_prompt(case):
     decoder = decoder_of(case)
-    labels = label_tokens(decoder, TEMPLATE, LABELS)
+    labels = label_tokens(decoder.encoder, TEMPLATE, LABELS)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
     edit = LinearEdit(values, torch.tensor([0.3, 0.8]).expand(decoder.layers, 2, 2))
@@ -169,7 +235,7 @@ def test_an_edited_prefix_is_the_beginning_of_an_edited_prompt(case):
 @pytest.mark.parametrize("budget", [1, 10**6])
 def test_batching_behind_a_prefix_changes_nothing(budget, full):
     decoder = Decoder(decoder_of("gemma2").model, tiny_tokenizer(), token_budget=budget)
-    labels = label_tokens(decoder, TEMPLATE, LABELS, kind(full))
+    labels = label_tokens(decoder.encoder, TEMPLATE, LABELS, kind(full))
     queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
     found = score(decoder, queries, labels, prefix=decoder.prefix(encode(SHOWN)))
     assert close(found, expected(decoder, full=full, before=SHOWN))
@@ -182,17 +248,17 @@ def test_labels_are_encoded_as_they_follow_the_prompt():
     decoder = decoder_of("llama")
     spaced = Template("Review: {text}\nSentiment: {label}")
     with pytest.warns(ScoringWarning):
-        found = label_tokens(decoder, spaced, LABELS)
+        found = label_tokens(decoder.encoder, spaced, LABELS)
     assert found.ids == tuple(encode(" " + label) for label in LABELS)
-    assert label_tokens(decoder, TEMPLATE, LABELS).ids == tuple(encode(label) for label in LABELS)
+    assert label_tokens(decoder.encoder, TEMPLATE, LABELS).ids == tuple(encode(label) for label in LABELS)
 
 
 def test_labels_that_differ_in_their_first_token_are_scored_by_it():
     decoder = decoder_of("llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = label_tokens(decoder, TEMPLATE, LABELS)
-        forced = label_tokens(decoder, TEMPLATE, LABELS, "full")
+        found = label_tokens(decoder.encoder, TEMPLATE, LABELS)
+        forced = label_tokens(decoder.encoder, TEMPLATE, LABELS, "full")
     assert not found.full
     assert found.room == 0
     assert found.target(0) == encode("positive")[:1]
@@ -204,25 +270,25 @@ def test_labels_that_differ_in_their_first_token_are_scored_by_it():
 def test_labels_that_share_their_first_token_are_scored_whole():
     decoder, labels = decoder_of("llama"), ("positive", "poor", "negative")
     with pytest.warns(ScoringWarning, match="share their first token") as caught:
-        found = label_tokens(decoder, TEMPLATE, labels)
+        found = label_tokens(decoder.encoder, TEMPLATE, labels)
     assert len(caught) == 1
     assert found.full
     queries = questions(decoder, labels=labels).queries(TEXTS)
     assert close(score(decoder, queries, found), expected(decoder, full=True, labels=labels))
     with pytest.raises(I2CLError, match="scoring='full'"):
-        label_tokens(decoder, TEMPLATE, labels, "first_token")
+        label_tokens(decoder.encoder, TEMPLATE, labels, "first_token")
 
 
 def test_a_label_that_merges_with_the_prompt_is_refused():
     template = Template("{text} Senti{label}")
     assert encode(" Sentiment")[: len(encode(" Senti"))] != encode(" Senti")
     with pytest.raises(I2CLError, match=r"merges label 'ment' .* before \{label\}"):
-        label_tokens(decoder_of("llama"), template, ("x", "ment"))
+        label_tokens(decoder_of("llama").encoder, template, ("x", "ment"))
 
 
 def test_two_labels_with_the_same_tokens_are_refused():
     with pytest.raises(I2CLError, match="same tokens"):
-        label_tokens(decoder_of("llama"), TEMPLATE, ("good", "good"))
+        label_tokens(decoder_of("llama").encoder, TEMPLATE, ("good", "good"))
 
 
 # Queries
@@ -247,7 +313,7 @@ def test_long_texts_leave_room_for_the_label(case, full):
     model = tiny_model(model_type, **overrides, max_position_embeddings=48)
     decoder = Decoder(model, tiny_tokenizer())
     assert decoder.max_length == 48
-    labels = label_tokens(decoder, TEMPLATE, LABELS, kind(full))
+    labels = label_tokens(decoder.encoder, TEMPLATE, LABELS, kind(full))
     with pytest.warns(TruncationWarning, match="1 of 2") as caught:
         cut, _ = questions(decoder, kind(full)).queries(["a dull film " * 100, "b"])
     assert len(caught) == 1
@@ -312,7 +378,9 @@ def test_no_label_begins_another_one_that_is_scored(case, seed):
 
 
 def test_labels_that_begin_no_other_stay_as_they_are():
-    assert label_tokens(decoder_of("llama"), TEMPLATE, LABELS, "full").ids == tuple(map(encode, LABELS))
+    assert label_tokens(decoder_of("llama").encoder, TEMPLATE, LABELS, "full").ids == tuple(
+        map(encode, LABELS)
+    )
 
 
 def test_eos_ends_labels_where_the_separator_merges_with_them():
@@ -320,7 +388,7 @@ def test_eos_ends_labels_where_the_separator_merges_with_them():
     template = Template("Review: {text}\nSentiment:{label}", separator="n")
     assert encode("on")[:1] != encode("o")
     with pytest.warns(ScoringWarning):
-        found = label_tokens(decoder, template, ("a o", "a o a"))
+        found = label_tokens(decoder.encoder, template, ("a o", "a o a"))
     assert {ids[-1] for ids in found.ids} == {decoder.tokenizer.eos_token_id}
 
 
@@ -333,7 +401,7 @@ def test_no_token_to_end_labels_is_an_error():
         pytest.warns(ScoringWarning),
         pytest.raises(I2CLError, match=r"label .a o. is how label .a o a. begins.*use other label words"),
     ):
-        label_tokens(decoder, template, ("a o", "a o a"))
+        label_tokens(decoder.encoder, template, ("a o", "a o a"))
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])

@@ -40,13 +40,8 @@ from i2cl.core.tangent import Tangent, best_reach, optimum, without_each
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import (
-    Questions,
-    Scoring,
-    labelled_batch,
-    score,
-    sequence_log_probabilities,
-)
+from i2cl.models.encoding import Scoring
+from i2cl.models.scoring import Questions, labelled_batch, score, sequence_log_probabilities
 from i2cl.models.training import Backward, StepProgress
 from i2cl.tasks import Example, Task
 
@@ -107,7 +102,7 @@ def anchor(
         context: of these demonstrations or others; sets the scale, and is what lambda multiplies.
         config: see `AnchoredConfig`.
         seed: of the demonstrations, to be told with the injection.
-        scoring: a label's first token, or its whole sequence; see `i2cl.models.scoring`.
+        scoring: a label's first token, or its whole sequence; see `i2cl.models.encoding`.
         progress: called after each step with steps done, steps at most and the mean loss in nats.
 
     Raises:

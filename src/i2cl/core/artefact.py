@@ -13,8 +13,8 @@ from torch import Tensor
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.edits import Positions
 from i2cl.errors import I2CLError, first_problem
+from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
-from i2cl.models.scoring import Scoring
 from i2cl.storage.atomic import public_name
 from i2cl.storage.card import CARD, model_card
 from i2cl.tasks import Task

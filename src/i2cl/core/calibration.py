@@ -19,7 +19,8 @@ from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning, budget_chunks, is_out_of_memory
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Questions, Scoring
+from i2cl.models.encoding import Scoring
+from i2cl.models.scoring import Questions
 from i2cl.models.training import StepProgress, minimize, train_together
 from i2cl.tasks import Example, Task
 
@@ -50,7 +51,7 @@ def calibrate(
         context: what is injected.
         config: recipe and ablation switches.
         seed: of batches, noise and ``positions="random"``.
-        scoring: predict each label's first token or its whole sequence; see `i2cl.models.scoring`.
+        scoring: predict each label's first token or its whole sequence; see `i2cl.models.encoding`.
         start: first coefficients, instead of the config's init values.
         batches: demonstration indices of every step, instead of random batches (one pass, in order).
         prompt: from a text to what precedes its label, instead of the template's query alone. The
@@ -91,7 +92,7 @@ def calibrate_many(
         contexts: the context vector of each run.
         config: recipe and ablation switches of all of them.
         seeds: of each run's batches, noise and ``positions="random"``; default: 0.
-        scoring: predict each label's first token or its whole sequence; see `i2cl.models.scoring`.
+        scoring: predict each label's first token or its whole sequence; see `i2cl.models.encoding`.
         progress: called after each epoch, with the steps of the runs that go together.
 
     Raises:

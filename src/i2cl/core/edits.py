@@ -33,6 +33,7 @@ class PlacedEdit(Edit):
     def __init__(self, site: Site, positions: Positions, seed: int) -> None:
         self.site = site
         self.positions = positions
+        self.everywhere = positions == "all"
         self.seed = seed
 
     def injected(

@@ -27,8 +27,9 @@ from i2cl.core.context import ContextVector
 from i2cl.core.edits import LinearEdit, Positions
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
+from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
-from i2cl.models.scoring import Progress, Questions, Scoring, biased
+from i2cl.models.scoring import Progress, Questions, biased
 from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
 from i2cl.tasks import Task

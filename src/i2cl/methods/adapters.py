@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.pytorch_utils import Conv1D
 
 from i2cl.errors import I2CLError
@@ -75,6 +76,7 @@ class AdaptedDecoder(Decoder):
         )
         self.model = model  # it looks up on the bare model what it does not have
         self.virtual_tokens = virtual_tokens
+        self.splits = not taken  # virtual tokens come in front of every part
         self.max_length = None if bare.max_length is None else bare.max_length - taken
         self.rope_limits = tuple(limit - taken for limit in bare.rope_limits)
 
@@ -86,10 +88,11 @@ class AdaptedDecoder(Decoder):
         edit: Edit | None = None,
         prefix: Prefix | None = None,
         states: list[Tensor] | None = None,
+        caches: list[Cache] | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
         """See `Decoder.forward`; positions count the query's own tokens."""
         places = (batch.last[:, None] if at is None else at) + self.virtual_tokens
-        return super().forward(batch, at=places, edit=edit, prefix=prefix, states=states)
+        return super().forward(batch, at=places, edit=edit, prefix=prefix, states=states, caches=caches)
 
 
 def fit_adapter(

@@ -16,7 +16,8 @@ from i2cl.core.injection import Injection
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Questions, Scoring
+from i2cl.models.encoding import Scoring
+from i2cl.models.scoring import Questions
 from i2cl.models.training import StepProgress
 from i2cl.tasks import Example, Task
 

@@ -66,6 +66,8 @@ class ICVConfig(BaseModel):
 class AddPreservingNorm(Edit):
     """Adds a scaled unit vector to each unit state, then gives the state its norm back."""
 
+    everywhere = True
+
     def __init__(
         self, directions: Float[Tensor, "layers d"], strength: float, variant: Variant = "paper"
     ) -> None:

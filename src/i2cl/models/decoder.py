@@ -42,7 +42,7 @@ from i2cl.models.hooks import edit_inputs
 from i2cl.models.identity import ResidualIdentity, residual_identity
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit
-from i2cl.models.prefix import Prefix, keys_at
+from i2cl.models.prefix import Prefix, holds_keys_alone, keys_at
 
 T = TypeVar("T")
 
@@ -68,6 +68,7 @@ class Decoder:
         token_budget: padded tokens a batch may hold; lowered when a batch exceeds the memory.
         max_length: context length in tokens, or None where the model has no limit.
         rope_limits: tokens beyond which positions turn by other angles; see `i2cl.models.batching`.
+        splits: whether a row may run in parts, the later ones behind the keys of the first.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Decoder:
         self.encoder = Encoder.of(tokenizer)
         self.max_length = context_length(model.config.get_text_config(), tokenizer.model_max_length)
         self.rope_limits = rope_limits(model.config.get_text_config())
+        self.splits = holds_keys_alone(model.config)
 
     @classmethod
     def from_pretrained(
@@ -268,8 +270,8 @@ class Decoder:
         self.token_budget = (rows + 1) // 2 * length
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        message = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
-        warnings.warn(message, MemoryWarning, stacklevel=3)
+        told = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
+        warnings.warn(told, MemoryWarning, stacklevel=3)
 
     def forward(
         self,
@@ -279,41 +281,40 @@ class Decoder:
         edit: Edit | None = None,
         prefix: Prefix | None = None,
         states: list[Tensor] | None = None,
+        caches: list[Cache] | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
         """Next-token logits after the tokens at ``at`` (default: each row's last query token).
 
         The LM head runs on those positions alone; ``states`` receives what it is given, a (batch x positions
-        x d) tensor. Gradients flow if the caller has them on. Where the prefix's positions turn otherwise in
-        front of so long a batch, it runs again with every row. A packed batch has no prefix: in front of
-        cached keys transformers takes a row for one text, and its queries would see each other.
+        x d) tensor, ``caches`` the keys and values of all rows, those of the prefix in front. Gradients flow
+        if the caller has them on. Where the prefix's positions turn otherwise in front of so long a batch, it
+        runs again with every row. A packed batch has no prefix: in front of cached keys transformers takes a
+        row for one text, and its queries would see each other.
 
         Raises:
             I2CLError: if that is so, or a window is too short, and tokens were taken out of the prefix; or if
                 that is so and it is made of vectors.
         """
         self.pause()
-        rows, width = batch.input_ids.shape
         positions = batch.last[:, None] if at is None else at
-        if prefix is not None and not self._joins(prefix, width):
+        if prefix is not None and not self._joins(prefix, batch.input_ids.shape[1]):
             batch, positions = behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
         look = partial(gather, positions, batch.packed, states)
-        arguments: dict[str, Any] = {"use_cache": False}
+        kept = {} if caches is None else {"past_key_values": DynamicCache()}
+        arguments: dict[str, Any] = {"use_cache": bool(kept), **kept}
         if batch.packed:
             arguments["position_ids"] = batch.position_ids
         placed: AbstractContextManager[None] = nullcontext()
         if prefix is not None:
-            keys = prefix.key_places(width, batch.input_ids.device)
-            arguments = {
-                "use_cache": True,
-                "past_key_values": prefix.expanded(rows),
-                "position_ids": keys[-width:].expand(rows, -1),
-            }
+            arguments, keys = prefix.in_front_of(batch.input_ids)
             if prefix.kept is not None:
                 placed = keys_at(self.model, self.blocks, keys)
-        looked_at = edit_inputs([(self.model.get_output_embeddings(), look)])
-        with lock_of(self.model), placed, looked_at, self._editing(edit, batch):
+        at_head = edit_inputs([(self.model.get_output_embeddings(), look)])
+        with lock_of(self.model), placed, at_head, self._editing(edit, batch):
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
+        if caches is not None:
+            caches.append(arguments["past_key_values"])
         return logits
 
     def capture(

@@ -30,10 +30,13 @@ class Edit:
             head reads where logits are asked for (layer: the number of blocks, index 0), or the tokens' input
             embeddings (layer 0, index 0).
         sees_input: whether `enter` is to be called.
+        everywhere: whether it does the same at every token, whatever stands at others, so that a row may
+            run in parts, the later ones behind cached keys.
     """
 
     site: Site | Literal["head", "embeddings"] = "writers"
     sees_input: bool = False
+    everywhere: bool = False
 
     def enter(self, layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
         """Look at the residual stream that enters a block."""

@@ -1,4 +1,4 @@
-"""From strings to token ids, with what a user wrote taken as text and never as a control token."""
+"""From strings to token ids: what a user wrote, as text and never as a control token, and label words."""
 
 import copy
 import re
@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
+from i2cl.tasks import Template
 
 _MARK = "\ufdd0"  # a noncharacter, which Unicode keeps for a program's own use
 _BROKEN, _KEPT = f"{_MARK}1", f"{_MARK}2"
@@ -228,3 +230,121 @@ def _unmarked(part: str) -> tuple[str, list[int]]:
         places.append(at)
         at += len(_KEPT) if kept else 1
     return "".join(text), places
+
+
+Scoring = Literal["auto", "first_token", "full"]
+"""Score a label by its first token, by its whole token sequence, or let the labels decide."""
+
+
+class ScoringWarning(UserWarning):
+    """Labels share their first token, so whole label sequences are scored."""
+
+
+@dataclass(frozen=True)
+class LabelTokens:
+    """The tokens of each label word as they follow a prompt.
+
+    Attributes:
+        ids: token ids per label.
+        full: whether whole sequences are scored instead of first tokens.
+        line: what stands between the template's query and these tokens, and is asked with the query.
+    """
+
+    ids: tuple[Ids, ...]
+    full: bool
+    line: str = ""
+
+    @property
+    def first(self) -> Ids:
+        """First token of each label."""
+        return tuple(ids[0] for ids in self.ids)
+
+    def target(self, label: int) -> Ids:
+        """What calibration learns to predict: the first token, or all of them."""
+        return self.ids[label] if self.full else self.ids[label][:1]
+
+    @property
+    def room(self) -> int:
+        """Context tokens that scoring needs behind the query."""
+        return max(map(len, self.ids)) - 1 if self.full else 0
+
+
+def label_tokens(
+    encoder: Encoder, template: Template, labels: Sequence[str], scoring: Scoring = "auto"
+) -> LabelTokens:
+    """Find the tokens of each label by encoding it in the context of a prompt.
+
+    A newline between query and label belongs to the query where the tokenizer cuts behind it in any
+    case: else it would be the first token of every label. Where a label is how another one begins, such
+    as "not" and "not spam", all labels are taken with what ends them: the sum of log-probabilities of
+    "not" alone is never below that of "not spam".
+
+    Raises:
+        I2CLError: if the prompt's last token and a label merge into one token, if two labels are the
+            same under the chosen scoring, or if one begins another and nothing can end them.
+    """
+    line = template.lead[: template.lead.rfind("\n") + 1]
+    tokens = _behind(encoder, template, labels, line)
+    if line and not all(tokens):  # this tokenizer does not cut at the line's end
+        line = ""
+        tokens = _behind(encoder, template, labels, line)
+    for label, ids in zip(labels, tokens, strict=True):
+        if not ids:
+            raise I2CLError(
+                f"this tokenizer merges label {label!r} with the end of the prompt: "
+                "put a space or a newline before {label} in the template"
+            )
+    found = tuple(tokens)
+    if len(set(found)) < len(found):
+        raise I2CLError("two labels have the same tokens: give labels that differ")
+    shared = len({ids[0] for ids in found}) < len(found)
+    if shared and scoring == "first_token":
+        raise I2CLError("labels share their first token: use scoring='full', or other label words")
+    if shared and scoring == "auto":
+        message = "labels share their first token; scoring whole label sequences instead"
+        warnings.warn(message, ScoringWarning, stacklevel=2)
+    if begun := _begun(found):
+        ended = _behind(encoder, template, labels, line, template.separator)
+        found = _ended(found, ended, encoder, [labels[one] for one in begun])
+    return LabelTokens(found, full=scoring == "full" or shared, line=line)
+
+
+def _behind(
+    encoder: Encoder, template: Template, labels: Sequence[str], line: str, end: str = ""
+) -> list[Ids]:
+    """Tokens of each label, and of an end behind it, after a query that ends in ``line``.
+
+    No tokens for a label that the tokenizer merges with what stands before it.
+    """
+    probe = template.query("text") + line
+    prompt = encoder([probe])[0]
+    rest = [template.continuation(label).removeprefix(line) for label in labels]
+    whole = encoder([probe + label + end for label in rest])
+    return [ids[len(prompt) :] if ids[: len(prompt)] == prompt else () for ids in whole]
+
+
+def _begun(found: Sequence[Ids]) -> tuple[int, int] | None:
+    """Two labels the first of which begins the second, if there are any."""
+    places = sorted(range(len(found)), key=lambda one: found[one])
+    for first, second in pairwise(places):  # in this order nothing stands between a prefix and what it begins
+        if found[second][: len(found[first])] == found[first]:
+            return first, second
+    return None
+
+
+def _ended(
+    found: Sequence[Ids], ended: Sequence[Ids], encoder: Encoder, begun: Sequence[str]
+) -> tuple[Ids, ...]:
+    """Labels with the separator's first token behind them, or with EOS where that merges with one."""
+    both = list(zip(found, ended, strict=True))
+    if all(len(long) > len(short) and long[: len(short)] == short for short, long in both):
+        with_ends = tuple(long[: len(short) + 1] for short, long in both)
+        if _begun(with_ends) is None:
+            return with_ends
+    end = encoder.tokenizer.eos_token_id
+    if end is None:
+        raise I2CLError(
+            f"label {begun[0]!r} is how label {begun[1]!r} begins, and this tokenizer has no token that ends "
+            "them (EOS): use other label words"
+        )
+    return tuple((*ids, int(end)) for ids in found)

@@ -1,14 +1,15 @@
 """Keys and values of tokens, or of vectors in their place, that many queries share."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from i2cl.models.batching import Ids
 from i2cl.models.borrowing import uninterrupted
@@ -21,7 +22,7 @@ class Prefix:
 
     Attributes:
         ids: the tokens; none where it is made of vectors.
-        cache: keys and values for one row (transformers Cache); never changed.
+        cache: keys and values (transformers Cache) for one row, or for each row behind it; never changed.
         length: how many tokens or vectors it was made of.
         behind: position of the first token behind it; less than the length where vectors have no position.
         kept: places of the tokens that the cache still holds, or None for all.
@@ -37,9 +38,16 @@ class Prefix:
         """A cache of its own for a batch of ``rows``; gradients flow to this one."""
         cache: Any = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in cache.layers]  # layers replace tensors, never edit them
-        cache.batch_repeat_interleave(rows)
+        if len(cache.layers[0].keys) < rows:
+            cache.batch_repeat_interleave(rows)
         own: Cache = cache
         return own
+
+    @property
+    def whole(self) -> bool:
+        """Whether every layer holds all tokens, and not those of a window."""
+        layers: Any = self.cache.layers
+        return self.kept is None and all(type(layer) is DynamicLayer for layer in layers)
 
     @property
     def thinned(self) -> bool:
@@ -60,18 +68,38 @@ class Prefix:
 
     def kept_at(self, places: tuple[int, ...]) -> "Prefix":
         """The same with only the tokens at ``places``. Needs a cache that holds all tokens."""
-        cache = DynamicCache()
-        layers: Any = self.cache.layers
-        for number, layer in enumerate(layers):
-            index = torch.tensor(places, device=layer.keys.device)
-            cache.update(layer.keys.index_select(2, index), layer.values.index_select(2, index), number)
-        return replace(self, cache=cache, kept=places)
+        return replace(self, cache=_changed(self.cache, lambda held: held[:, :, list(places)]), kept=places)
 
-    def key_places(self, width: int, device: torch.device) -> Int[Tensor, " keys"]:
-        """Position of every key that ``width`` more tokens attend to."""
-        seen = self.behind
+    @classmethod
+    def of_rows(cls, cache: Cache, rows: Sequence[int], length: int, behind: int) -> "Prefix":
+        """The first ``length`` tokens of some rows of a cache, each for one row that comes behind it."""
+        return cls((), _changed(cache, lambda held: held[list(rows), :, :length]), length, behind)
+
+    def in_front_of(
+        self, input_ids: Int[Tensor, "batch tokens"]
+    ) -> tuple[dict[str, Any], Int[Tensor, " keys"]]:
+        """What a model is told beside these rows, and the position of every key that they attend to."""
+        (rows, width), seen = input_ids.shape, self.behind
         cached = range(seen) if self.kept is None else self.kept
-        return torch.tensor([*cached, *range(seen, seen + width)], device=device)
+        keys = torch.tensor([*cached, *range(seen, seen + width)], device=input_ids.device)
+        places = keys[-width:].expand(rows, -1)
+        return {"use_cache": True, "past_key_values": self.expanded(rows), "position_ids": places}, keys
+
+
+def holds_keys_alone(config: PreTrainedConfig) -> bool:
+    """Whether a cache of this model holds keys and values of tokens, and nothing else; False where unknown."""
+    try:
+        layers = DynamicCache(config=config).layers
+    except KeyError:  # kinds of layers that transformers has no cache for
+        return False
+    return all(type(layer) in {DynamicLayer, DynamicSlidingWindowLayer} for layer in layers)
+
+
+def _changed(cache: Cache, change: Callable[[Tensor], Tensor]) -> DynamicCache:
+    changed, layers = DynamicCache(), list[Any](cache.layers)
+    for number, layer in enumerate(layers):
+        changed.update(change(layer.keys), change(layer.values), number)
+    return changed
 
 
 @uninterrupted

@@ -1,143 +1,29 @@
 """Log-probabilities of label words after a prompt."""
 
-import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
-from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import Cache
 
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids, make_batch, pack_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
+from i2cl.models.encoding import LabelTokens, Scoring, label_tokens
 from i2cl.models.prefix import Prefix
-from i2cl.tasks import Example, Task, Template
-
-Scoring = Literal["auto", "first_token", "full"]
-"""Score a label by its first token, by its whole token sequence, or let the labels decide."""
+from i2cl.tasks import Example, Task
 
 Progress = Callable[[float], None]
 """Called with the number of queries just finished; whole sequences count label by label."""
 
-
-class ScoringWarning(UserWarning):
-    """Labels share their first token, so whole label sequences are scored."""
-
-
-@dataclass(frozen=True)
-class LabelTokens:
-    """The tokens of each label word as they follow a prompt.
-
-    Attributes:
-        ids: token ids per label.
-        full: whether whole sequences are scored instead of first tokens.
-        line: what stands between the template's query and these tokens, and is asked with the query.
-    """
-
-    ids: tuple[Ids, ...]
-    full: bool
-    line: str = ""
-
-    @property
-    def first(self) -> Ids:
-        """First token of each label."""
-        return tuple(ids[0] for ids in self.ids)
-
-    def target(self, label: int) -> Ids:
-        """What calibration learns to predict: the first token, or all of them."""
-        return self.ids[label] if self.full else self.ids[label][:1]
-
-    @property
-    def room(self) -> int:
-        """Context tokens that scoring needs behind the query."""
-        return max(map(len, self.ids)) - 1 if self.full else 0
-
-
-def label_tokens(
-    decoder: Decoder, template: Template, labels: Sequence[str], scoring: Scoring = "auto"
-) -> LabelTokens:
-    """Find the tokens of each label by encoding it in the context of a prompt.
-
-    A newline between query and label belongs to the query where the tokenizer cuts behind it in any
-    case: else it would be the first token of every label. Where a label is how another one begins, such
-    as "not" and "not spam", all labels are taken with what ends them: the sum of log-probabilities of
-    "not" alone is never below that of "not spam".
-
-    Raises:
-        I2CLError: if the prompt's last token and a label merge into one token, if two labels are the
-            same under the chosen scoring, or if one begins another and nothing can end them.
-    """
-    line = template.lead[: template.lead.rfind("\n") + 1]
-    tokens = _behind(decoder, template, labels, line)
-    if line and not all(tokens):  # this tokenizer does not cut at the line's end
-        line = ""
-        tokens = _behind(decoder, template, labels, line)
-    for label, ids in zip(labels, tokens, strict=True):
-        if not ids:
-            raise I2CLError(
-                f"this tokenizer merges label {label!r} with the end of the prompt: "
-                "put a space or a newline before {label} in the template"
-            )
-    found = tuple(tokens)
-    if len(set(found)) < len(found):
-        raise I2CLError("two labels have the same tokens: give labels that differ")
-    shared = len({ids[0] for ids in found}) < len(found)
-    if shared and scoring == "first_token":
-        raise I2CLError("labels share their first token: use scoring='full', or other label words")
-    if shared and scoring == "auto":
-        message = "labels share their first token; scoring whole label sequences instead"
-        warnings.warn(message, ScoringWarning, stacklevel=2)
-    if begun := _begun(found):
-        ended = _behind(decoder, template, labels, line, template.separator)
-        found = _ended(found, ended, decoder, [labels[one] for one in begun])
-    return LabelTokens(found, full=scoring == "full" or shared, line=line)
-
-
-def _behind(
-    decoder: Decoder, template: Template, labels: Sequence[str], line: str, end: str = ""
-) -> list[Ids]:
-    """Tokens of each label, and of an end behind it, after a query that ends in ``line``.
-
-    No tokens for a label that the tokenizer merges with what stands before it.
-    """
-    probe = template.query("text") + line
-    prompt = decoder.encoder([probe])[0]
-    rest = [template.continuation(label).removeprefix(line) for label in labels]
-    whole = decoder.encoder([probe + label + end for label in rest])
-    return [ids[len(prompt) :] if ids[: len(prompt)] == prompt else () for ids in whole]
-
-
-def _begun(found: Sequence[Ids]) -> tuple[int, int] | None:
-    """Two labels the first of which begins the second, if there are any."""
-    places = sorted(range(len(found)), key=lambda one: found[one])
-    for first, second in pairwise(places):  # in this order nothing stands between a prefix and what it begins
-        if found[second][: len(found[first])] == found[first]:
-            return first, second
-    return None
-
-
-def _ended(
-    found: Sequence[Ids], ended: Sequence[Ids], decoder: Decoder, begun: Sequence[str]
-) -> tuple[Ids, ...]:
-    """Labels with the separator's first token behind them, or with EOS where that merges with one."""
-    both = list(zip(found, ended, strict=True))
-    if all(len(long) > len(short) and long[: len(short)] == short for short, long in both):
-        with_ends = tuple(long[: len(short) + 1] for short, long in both)
-        if _begun(with_ends) is None:
-            return with_ends
-    end = decoder.tokenizer.eos_token_id
-    if end is None:
-        raise I2CLError(
-            f"label {begun[0]!r} is how label {begun[1]!r} begins, and this tokenizer has no token that ends "
-            "them (EOS): use other label words"
-        )
-    return tuple((*ids, int(end)) for ids in found)
+PASSES_A_BATCH = 8
+"""What a pass costs beside a full batch, at most: one more pays where it saves more tokens than that."""
 
 
 def require_texts(texts: Sequence[str]) -> None:
@@ -180,7 +66,7 @@ class Questions:
         Raises:
             I2CLError: see `label_tokens`.
         """
-        return label_tokens(self.decoder, self.task.template, self.task.labels, self.scoring)
+        return label_tokens(self.decoder.encoder, self.task.template, self.task.labels, self.scoring)
 
     def queries(
         self, texts: Sequence[str], build: Callable[[str], str] | None = None, *, cut: bool = True
@@ -243,7 +129,9 @@ def score(
     most = max((len(own.ids) for own in each), default=0)
     scores = torch.full((len(queries), most), -torch.inf)
     with decoder.frozen(), torch.no_grad():
-        run = _full if any(own.full for own in each) else _first
+        run = _first
+        if any(own.full for own in each):
+            run = _branching if _branches(decoder, queries, each, edit, prefix) else _whole
         for rows, columns, values, finished in run(decoder, queries, each, edit, prefix):
             scores[rows, columns] = values
             if progress is not None:
@@ -316,13 +204,95 @@ def _read(
     yield from decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0)
 
 
-def _full(
+def _branches(
+    decoder: Decoder,
+    queries: Sequence[Ids],
+    labels: Sequence[LabelTokens],
+    edit: Edit | None,
+    prefix: Prefix | None,
+) -> bool:
+    """Whether each query is to run once, with its labels behind the keys that it leaves.
+
+    That is one more pass, so it has to save a fair part of a batch. Beyond a limit of longrope a label turns
+    the keys of its query.
+    """
+    saved = sum(len(ids) * (len(own.ids) - 1) for ids, own in zip(queries, labels, strict=False))
+    exact = decoder.splits and not decoder.rope_limits and (edit is None or edit.everywhere)
+    return exact and (prefix is None or prefix.whole) and PASSES_A_BATCH * saved > decoder.token_budget
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """A label behind a query: the query's place in its batch, and both their places in the caller's lists."""
+
+    line: int
+    row: int
+    column: int
+    behind: int
+    ids: Ids
+
+
+def _branching(
     decoder: Decoder,
     queries: Sequence[Ids],
     labels: Sequence[LabelTokens],
     edit: Edit | None,
     prefix: Prefix | None,
 ) -> Iterator[Part]:
+    """Whole label sequences, each query run once for all of its labels."""
+    length, behind = (prefix.length, prefix.behind) if prefix else (0, 0)
+
+    def run(batch: Batch) -> tuple[list[_Branch], Tensor]:
+        caches: list[Cache] = []
+        read = decoder.forward(batch, edit=edit, prefix=prefix, caches=caches)[:, 0].float().log_softmax(-1)
+        branches = [
+            _Branch(line, row, column, len(queries[row]), ids)
+            for line, row in enumerate(batch.rows)
+            for column, ids in enumerate(labels[row].ids)
+        ]
+        values = read[[branch.line for branch in branches], [branch.ids[0] for branch in branches]]
+        alike = defaultdict(list)  # behind queries of one length no key is padding
+        for place, branch in enumerate(branches):
+            if len(branch.ids) > 1:
+                alike[branch.behind].append(place)
+        for size, places in alike.items():
+            own = [branches[place] for place in places]
+            keys = partial(Prefix.of_rows, caches[0], length=length + size, behind=behind + size)
+            rest = [branch.ids[:-1] for branch in own]
+            follow = partial(_follow, decoder, own, keys, edit)
+            for group, more in decoder.run_batches(rest, follow, reserve=length + size):
+                values[[places[number] for number in group.rows]] += more
+        return branches, values
+
+    for batch, (branches, values) in decoder.run_batches(queries, run, reserve=length):
+        rows, columns = torch.tensor([(branch.row, branch.column) for branch in branches]).unbind(-1)
+        yield rows, columns, values.cpu(), len(batch.rows)
+
+
+def _follow(
+    decoder: Decoder,
+    branches: Sequence[_Branch],
+    keys: Callable[..., Prefix],
+    edit: Edit | None,
+    group: Batch,
+) -> Float[Tensor, " batch"]:
+    """Log-probability of what comes behind the first tokens of some labels, in nats."""
+    own = [branches[number] for number in group.rows]
+    batch = replace(group, last=torch.zeros_like(group.last), rows=tuple(branch.row for branch in own))
+    targets = [branch.ids[1:] for branch in own]
+    return sequence_log_probabilities(
+        decoder, batch, targets, edit, keys(rows=[branch.line for branch in own])
+    )
+
+
+def _whole(
+    decoder: Decoder,
+    queries: Sequence[Ids],
+    labels: Sequence[LabelTokens],
+    edit: Edit | None,
+    prefix: Prefix | None,
+) -> Iterator[Part]:
+    """Whole label sequences, each query run with each of its labels."""
     pairs = [(row, label) for row in range(len(queries)) for label in range(len(labels[row].ids))]
     whole = [queries[row] + labels[row].ids[label][:-1] for row, label in pairs]  # what will run
 

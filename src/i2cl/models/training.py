@@ -16,9 +16,9 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
+from i2cl.models.encoding import LabelTokens
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import (
-    LabelTokens,
     label_log_probabilities,
     labelled_batch,
     right_among,

@@ -25,7 +25,7 @@ from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods import METHODS, calibrating_method
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Scoring
+from i2cl.models.encoding import Scoring
 from i2cl.tasks import Example, Task, Template
 
 TEMPLATE = "{text}\nAnswer: {label}"

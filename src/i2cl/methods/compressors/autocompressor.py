@@ -90,7 +90,7 @@ class Summarizer:
         """A task whose queries stand behind some vectors.
 
         Raises:
-            I2CLError: see `i2cl.models.scoring.label_tokens`.
+            I2CLError: see `i2cl.models.encoding.label_tokens`.
         """
         prefix = self.decoder.prefix_of(soft, self.positions(len(soft), 0, 0))
         return BehindVectors(asked_behind(self.decoder, task), prefix, cost=Cost.of(prefix))
