@@ -20,6 +20,7 @@ from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.injections.pool import InjectionPool
 from i2cl.models.batching import Ids, make_batch, peak_memory
+from i2cl.models.encoding import LabelTokens
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import score
 from workload import Workload
@@ -162,6 +163,23 @@ def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Mea
     return Measure.of("injected / plain forward, time", pair, rows=len(batch.rows))
 
 
+def labels_over_repeated_queries(work: Workload, pairs: int, labels: int = 12) -> Measure:
+    """Throughput of whole labels where a query runs once for all of them against once for each."""
+    decoder = work.decoder
+    words = LabelTokens(tuple((1, 2 + label, 3) for label in range(labels)), full=True)
+
+    def run(splits: bool) -> None:
+        kept, decoder.splits = decoder.splits, splits
+        try:
+            score(decoder, work.queries[:ROWS], words)
+        finally:
+            decoder.splits = kept
+
+    pair = paired(partial(run, splits=True), partial(run, splits=False), decoder.device, pairs, warm=False)
+    name = f"{labels} whole labels behind a query run once / once a label, throughput"
+    return Measure.of(name, pair, queries=len(work.queries[:ROWS]), label_tokens=3)
+
+
 def mixed_over_one(work: Workload, pairs: int, loaded: int = ROWS) -> Measure:
     """Throughput of a batch whose rows belong to 64 tasks against that of one task."""
     pool = InjectionPool(work.decoder)
@@ -247,6 +265,7 @@ def rows_of(work: Workload, pairs: int, **changes: object) -> Iterator[Measure]:
     yield predict_over_forward(work, injection, pairs)
     yield mixed_over_one(work, pairs)
     yield together_over_alone(work, runs=8, epochs=1, pairs=pairs)
+    yield labels_over_repeated_queries(work, pairs)
 
 
 def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]], *, same_products: bool) -> None:

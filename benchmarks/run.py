@@ -158,6 +158,7 @@ def of_shape(shape: str, scale: Scale) -> dict[str, Any]:
             lambda: measures.predict_over_forward(some, injection, few, same_products=True),
             ">= 0.9",
         ),
+        ("whole labels", lambda: measures.labels_over_repeated_queries(some, few), "> 1"),
     ):
         console.print(told)
         rows.append({**asdict(measure()), "target": target})

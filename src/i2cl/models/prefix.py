@@ -87,7 +87,7 @@ class Prefix:
 
 
 def holds_keys_alone(config: PreTrainedConfig) -> bool:
-    """Whether a cache of this model holds keys and values of tokens, and nothing else; False where unknown."""
+    """Whether a cache of this model holds keys and values of tokens, and no more; False where unknown."""
     try:
         layers = DynamicCache(config=config).layers
     except KeyError:  # kinds of layers that transformers has no cache for
