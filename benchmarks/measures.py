@@ -168,14 +168,14 @@ def labels_over_repeated_queries(work: Workload, pairs: int, labels: int = 12) -
     decoder = work.decoder
     words = LabelTokens(tuple((1, 2 + label, 3) for label in range(labels)), full=True)
 
-    def run(splits: bool) -> None:
-        kept, decoder.splits = decoder.splits, splits
+    def run(once: bool) -> None:
+        kept, decoder.can_split = decoder.can_split, decoder.can_split and once
         try:
             score(decoder, work.queries[:ROWS], words)
         finally:
-            decoder.splits = kept
+            decoder.can_split = kept
 
-    pair = paired(partial(run, splits=True), partial(run, splits=False), decoder.device, pairs, warm=False)
+    pair = paired(partial(run, once=True), partial(run, once=False), decoder.device, pairs, warm=False)
     name = f"{labels} whole labels behind a query run once / once a label, throughput"
     return Measure.of(name, pair, queries=len(work.queries[:ROWS]), label_tokens=3)
 

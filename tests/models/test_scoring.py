@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
+from i2cl.models.batching import MemoryWarning
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
-from i2cl.models.scoring import Questions, score
+from i2cl.models.scoring import PASSES_A_BATCH, Questions, score
 from i2cl.tasks import Task, Template
 from tiny import CASES, tiny_model, tiny_tokenizer
 
@@ -128,38 +129,53 @@ def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, posit
         edit = LinearEdit(values, torch.tensor([0.1, 0.9]).expand(decoder.layers, 2, 2), positions=positions)
     queries = asked.queries(TEXTS)
     found = score(decoder, queries, asked.labels, edit=edit)
-    once, decoder.tokens, decoder.splits = decoder.tokens, 0, False
+    once, decoder.tokens, decoder.can_split = decoder.tokens, 0, False
     assert close(found, score(decoder, queries, asked.labels, edit=edit))
     shared = positions != "last" and not decoder.rope_limits and case not in INDEXED
     assert (1.5 * once < decoder.tokens) is shared
     assert shared or once == decoder.tokens
 
 
-WINDOW_CACHES = ("gemma2", "gemma3_text", "mistral-sliding", "olmo3", "qwen2-sliding")
-"""Where a prefix keeps no more than a window of keys in some layers."""
-
-
-@pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
-def test_a_query_behind_a_prefix_runs_once_for_all_labels(case):
-    decoder = counting(case)
-    labels = label_tokens(decoder.encoder, TEMPLATE, MANY, "full")
-    queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
-    prefix = decoder.prefix(encode(SHOWN))
-    found = score(decoder, queries, labels, prefix=prefix)
-    once, decoder.tokens = decoder.tokens, 0
-    assert close(found, expected(decoder_of(case), full=True, before=SHOWN, labels=MANY))
-    decoder.splits = False
-    score(decoder, queries, labels, prefix=prefix)
-    assert (1.5 * once < decoder.tokens) is (case not in WINDOW_CACHES)
-
-
-def test_one_more_pass_has_to_pay():
-    decoder = counting("llama", 10**6)
-    asked = questions(decoder, "full", MANY)
+def test_one_more_pass_a_length_has_to_pay():
+    asked = questions(decoder_of("llama"), "full", MANY)
     queries = asked.queries(TEXTS)
-    found = score(decoder, queries, asked.labels)
-    assert decoder.tokens > len(MANY) * sum(map(len, queries))
-    assert close(found, score(counting("llama"), queries, asked.labels))
+    saved = (len(MANY) - 1) * sum(map(len, queries))
+    worth = PASSES_A_BATCH * saved // len(set(map(len, queries)))
+    for budget, repeated in ((worth - 1, False), (worth + 1, True)):
+        decoder, apart = counting("llama", budget), counting("llama", budget)
+        apart.can_split = False
+        score(decoder, queries, asked.labels)
+        score(apart, queries, asked.labels)
+        assert (decoder.tokens == apart.tokens) is repeated
+
+
+@pytest.mark.parametrize("limit", [10, 2])
+def test_running_out_of_memory_behind_shared_queries_halves_them(monkeypatch, limit):
+    """Also where what runs behind the queries exceeds it, and not the queries themselves."""
+    decoder = counting("llama", 100)
+    asked = questions(decoder, "full", MANY)
+    queries = asked.queries(["a warm film"] * 30)
+    wanted, forward, done = score(decoder, queries, asked.labels), decoder.forward, []
+
+    def short_of_memory(batch, **options):
+        if len(batch.rows) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(batch, **options)
+
+    monkeypatch.setattr(decoder, "forward", short_of_memory)
+    with pytest.warns(MemoryWarning, match="smaller batches"):
+        found = score(decoder, queries, asked.labels, progress=done.append)
+    assert close(found, wanted)
+    assert sum(done) == len(queries)
+    assert decoder.token_budget >= len(queries[0])
+
+
+def test_progress_of_queries_that_run_once():
+    decoder, done = counting("llama"), []
+    asked = questions(decoder, "full", MANY)
+    score(decoder, asked.queries(TEXTS), asked.labels, progress=done.append)
+    assert sum(done) == len(TEXTS)
+    assert all(isinstance(count, int) for count in done)
 
 
 def test_no_texts(full):

@@ -80,7 +80,7 @@ class Asked:
 
     @property
     def tokens(self) -> int:
-        """Tokens that run: of labels that are scored whole, the query with each."""
+        """Tokens that run, at most: of labels that are scored whole, the query with each."""
         labels = self.task.questions.labels
         return sum(len(self.ids) + len(own) - 1 for own in labels.ids) if labels.full else len(self.ids)
 

@@ -76,7 +76,7 @@ class AdaptedDecoder(Decoder):
         )
         self.model = model  # it looks up on the bare model what it does not have
         self.virtual_tokens = virtual_tokens
-        self.splits = self.splits and not taken  # virtual tokens come in front of every part
+        self.can_split = self.can_split and not taken  # virtual tokens come in front of every part
         self.max_length = None if bare.max_length is None else bare.max_length - taken
         self.rope_limits = tuple(limit - taken for limit in bare.rope_limits)
 

@@ -81,6 +81,7 @@ class MapHead(Edit):
     """What the LM head reads, plus that through a linear map: (I + map) h."""
 
     site = "head"
+    everywhere = True
 
     def __init__(self, linear: Float[Tensor, "d d"]) -> None:
         self.linear = linear

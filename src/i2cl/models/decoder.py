@@ -68,7 +68,7 @@ class Decoder:
         token_budget: padded tokens a batch may hold; lowered when a batch exceeds the memory.
         max_length: context length in tokens, or None where the model has no limit.
         rope_limits: tokens beyond which positions turn by other angles; see `i2cl.models.batching`.
-        splits: whether a row may run in parts, the later ones behind the keys of the first.
+        can_split: whether a row may run in parts, the later ones behind the keys of the first.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Decoder:
         self.encoder = Encoder.of(tokenizer)
         self.max_length = context_length(model.config.get_text_config(), tokenizer.model_max_length)
         self.rope_limits = rope_limits(model.config.get_text_config())
-        self.splits = holds_keys_alone(model.config)
+        self.can_split = holds_keys_alone(model.config)
 
     @classmethod
     def from_pretrained(
@@ -288,8 +288,8 @@ class Decoder:
         The LM head runs on those positions alone; ``states`` receives what it is given, a (batch x positions
         x d) tensor, ``caches`` the keys and values of all rows, those of the prefix in front. Gradients flow
         if the caller has them on. Where the prefix's positions turn otherwise in front of so long a batch, it
-        runs again with every row. A packed batch has no prefix: in front of cached keys transformers takes a
-        row for one text, and its queries would see each other.
+        runs again with every row. A packed batch has no prefix and fills no caches: where there are any,
+        transformers takes a row for one text, and its queries would see each other.
 
         Raises:
             I2CLError: if that is so, or a window is too short, and tokens were taken out of the prefix; or if

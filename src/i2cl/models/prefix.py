@@ -22,10 +22,11 @@ class Prefix:
 
     Attributes:
         ids: the tokens; none where it is made of vectors.
-        cache: keys and values (transformers Cache) for one row, or for each row behind it; never changed.
+        cache: keys and values for one row (transformers Cache); never changed, unless ``once``.
         length: how many tokens or vectors it was made of.
         behind: position of the first token behind it; less than the length where vectors have no position.
         kept: places of the tokens that the cache still holds, or None for all.
+        once: whether the cache has a row for each row of the one batch that comes behind it, which takes it.
     """
 
     ids: Ids
@@ -33,21 +34,17 @@ class Prefix:
     length: int
     behind: int
     kept: tuple[int, ...] | None = None
+    once: bool = False
 
     def expanded(self, rows: int) -> Cache:
         """A cache of its own for a batch of ``rows``; gradients flow to this one."""
+        if self.once:
+            return self.cache
         cache: Any = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in cache.layers]  # layers replace tensors, never edit them
-        if len(cache.layers[0].keys) < rows:
-            cache.batch_repeat_interleave(rows)
+        cache.batch_repeat_interleave(rows)
         own: Cache = cache
         return own
-
-    @property
-    def whole(self) -> bool:
-        """Whether every layer holds all tokens, and not those of a window."""
-        layers: Any = self.cache.layers
-        return self.kept is None and all(type(layer) is DynamicLayer for layer in layers)
 
     @property
     def thinned(self) -> bool:
@@ -71,9 +68,9 @@ class Prefix:
         return replace(self, cache=_changed(self.cache, lambda held: held[:, :, list(places)]), kept=places)
 
     @classmethod
-    def of_rows(cls, cache: Cache, rows: Sequence[int], length: int, behind: int) -> "Prefix":
-        """The first ``length`` tokens of some rows of a cache, each for one row that comes behind it."""
-        return cls((), _changed(cache, lambda held: held[list(rows), :, :length]), length, behind)
+    def of_rows(cls, cache: Cache, rows: Sequence[int], length: int) -> "Prefix":
+        """The first ``length`` tokens of some rows of a cache, each for one row of a batch that takes it."""
+        return cls((), _changed(cache, lambda held: held[list(rows), :, :length]), length, length, once=True)
 
     def in_front_of(
         self, input_ids: Int[Tensor, "batch tokens"]
@@ -90,7 +87,7 @@ def holds_keys_alone(config: PreTrainedConfig) -> bool:
     """Whether a cache of this model holds keys and values of tokens, and no more; False where unknown."""
     try:
         layers = DynamicCache(config=config).layers
-    except KeyError:  # kinds of layers that transformers has no cache for
+    except (KeyError, AttributeError, TypeError, ValueError):  # a config that transformers has no cache for
         return False
     return all(type(layer) in {DynamicLayer, DynamicSlidingWindowLayer} for layer in layers)
 

@@ -12,18 +12,18 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from i2cl.errors import I2CLError
-from i2cl.models.batching import Batch, Ids, make_batch, pack_batch
-from i2cl.models.decoder import Decoder
+from i2cl.models.batching import CPU_KEPT_BUDGET, Batch, Ids, make_batch, pack_batch
+from i2cl.models.decoder import CPU_BUDGET, Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens, Scoring, label_tokens
 from i2cl.models.prefix import Prefix
 from i2cl.tasks import Example, Task
 
 Progress = Callable[[float], None]
-"""Called with the number of queries just finished; whole sequences count label by label."""
+"""Called with the number of queries just finished, or the share of one whose labels run one by one."""
 
 PASSES_A_BATCH = 8
-"""What a pass costs beside a full batch, at most: one more pays where it saves more tokens than that."""
+"""What a full batch costs beside a pass of few tokens: one more pays where it saves so much."""
 
 
 def require_texts(texts: Sequence[str]) -> None:
@@ -129,10 +129,13 @@ def score(
     most = max((len(own.ids) for own in each), default=0)
     scores = torch.full((len(queries), most), -torch.inf)
     with decoder.frozen(), torch.no_grad():
-        run = _first
-        if any(own.full for own in each):
-            run = _branching if _branches(decoder, queries, each, edit, prefix) else _whole
-        for rows, columns, values, finished in run(decoder, queries, each, edit, prefix):
+        if not any(own.full for own in each):
+            parts = _first(decoder, queries, each, edit, prefix)
+        elif prefix is None and _shares(decoder, queries, each, edit):
+            parts = _shared(decoder, queries, each, edit)
+        else:
+            parts = _whole(decoder, queries, each, edit, prefix)
+        for rows, columns, values, finished in parts:
             scores[rows, columns] = values
             if progress is not None:
                 progress(finished)
@@ -204,21 +207,18 @@ def _read(
     yield from decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0)
 
 
-def _branches(
-    decoder: Decoder,
-    queries: Sequence[Ids],
-    labels: Sequence[LabelTokens],
-    edit: Edit | None,
-    prefix: Prefix | None,
+def _shares(
+    decoder: Decoder, queries: Sequence[Ids], labels: Sequence[LabelTokens], edit: Edit | None
 ) -> bool:
     """Whether each query is to run once, with its labels behind the keys that it leaves.
 
-    That is one more pass, so it has to save a fair part of a batch. Beyond a limit of longrope a label turns
-    the keys of its query.
+    They follow in a pass for every length of query, so that has to save a fair part of a batch each. Beyond
+    a limit of longrope a label turns the keys of its query.
     """
+    if not decoder.can_split or decoder.rope_limits or not (edit is None or edit.everywhere):
+        return False
     saved = sum(len(ids) * (len(own.ids) - 1) for ids, own in zip(queries, labels, strict=False))
-    exact = decoder.splits and not decoder.rope_limits and (edit is None or edit.everywhere)
-    return exact and (prefix is None or prefix.whole) and PASSES_A_BATCH * saved > decoder.token_budget
+    return PASSES_A_BATCH * saved > decoder.token_budget * len(set(map(len, queries)))
 
 
 @dataclass(frozen=True)
@@ -228,25 +228,19 @@ class _Branch:
     line: int
     row: int
     column: int
-    behind: int
     ids: Ids
 
 
-def _branching(
-    decoder: Decoder,
-    queries: Sequence[Ids],
-    labels: Sequence[LabelTokens],
-    edit: Edit | None,
-    prefix: Prefix | None,
+def _shared(
+    decoder: Decoder, queries: Sequence[Ids], labels: Sequence[LabelTokens], edit: Edit | None
 ) -> Iterator[Part]:
     """Whole label sequences, each query run once for all of its labels."""
-    length, behind = (prefix.length, prefix.behind) if prefix else (0, 0)
 
     def run(batch: Batch) -> tuple[list[_Branch], Tensor]:
         caches: list[Cache] = []
-        read = decoder.forward(batch, edit=edit, prefix=prefix, caches=caches)[:, 0].float().log_softmax(-1)
+        read = decoder.forward(batch, edit=edit, caches=caches)[:, 0].float().log_softmax(-1)
         branches = [
-            _Branch(line, row, column, len(queries[row]), ids)
+            _Branch(line, row, column, ids)
             for line, row in enumerate(batch.rows)
             for column, ids in enumerate(labels[row].ids)
         ]
@@ -254,35 +248,31 @@ def _branching(
         alike = defaultdict(list)  # behind queries of one length no key is padding
         for place, branch in enumerate(branches):
             if len(branch.ids) > 1:
-                alike[branch.behind].append(place)
-        for size, places in alike.items():
-            own = [branches[place] for place in places]
-            keys = partial(Prefix.of_rows, caches[0], length=length + size, behind=behind + size)
-            rest = [branch.ids[:-1] for branch in own]
-            follow = partial(_follow, decoder, own, keys, edit)
-            for group, more in decoder.run_batches(rest, follow, reserve=length + size):
-                values[[places[number] for number in group.rows]] += more
+                alike[len(queries[branch.row])].append(place)
+        for length, places in alike.items():
+            for group in _groups(decoder, places, length + max(len(branches[place].ids) for place in places)):
+                own = [branches[place] for place in group]
+                behind = Prefix.of_rows(caches[0], [branch.line for branch in own], length)
+                targets = [branch.ids[1:] for branch in own]
+                rests = make_batch([branch.ids[:-1] for branch in own], decoder.device)
+                rests = replace(rests, last=rests.first, rows=tuple(branch.row for branch in own))
+                values[group] += sequence_log_probabilities(decoder, rests, targets, edit, behind)
         return branches, values
 
-    for batch, (branches, values) in decoder.run_batches(queries, run, reserve=length):
+    for batch, (branches, values) in decoder.run_batches(queries, run):
         rows, columns = torch.tensor([(branch.row, branch.column) for branch in branches]).unbind(-1)
         yield rows, columns, values.cpu(), len(batch.rows)
 
 
-def _follow(
-    decoder: Decoder,
-    branches: Sequence[_Branch],
-    keys: Callable[..., Prefix],
-    edit: Edit | None,
-    group: Batch,
-) -> Float[Tensor, " batch"]:
-    """Log-probability of what comes behind the first tokens of some labels, in nats."""
-    own = [branches[number] for number in group.rows]
-    batch = replace(group, last=torch.zeros_like(group.last), rows=tuple(branch.row for branch in own))
-    targets = [branch.ids[1:] for branch in own]
-    return sequence_log_probabilities(
-        decoder, batch, targets, edit, keys(rows=[branch.line for branch in own])
-    )
+def _groups(decoder: Decoder, places: Sequence[int], tokens: int) -> list[Sequence[int]]:
+    """Places of rows of so many tokens, cached ones included, that run together.
+
+    A CPU may hold the keys of more tokens than it runs: copying a few costs less than a pass of few rows.
+    What exceeds the memory halves the batch of queries, and the token budget with it.
+    """
+    room = decoder.token_budget * (CPU_KEPT_BUDGET // CPU_BUDGET if decoder.device.type == "cpu" else 1)
+    size = max(1, room // tokens)
+    return [places[start : start + size] for start in range(0, len(places), size)]
 
 
 def _whole(
