@@ -378,5 +378,6 @@ def test_ctrl_c_from_outside_ends_calibration(home, tmp_path):
     *hints, last = err.splitlines()
     assert code == 130
     assert last == "error: interrupted: no file was written"
-    assert all("--recipe fast" in hint for hint in hints)  # where the signal comes late, that hint was first
+    assert len(hints) <= 1  # a signal that comes late finds the hint printed
+    assert all(hint.endswith("--recipe fast fits several times faster") for hint in hints)
     assert tree(tmp_path) == {}

@@ -1,13 +1,8 @@
-import copy
-import json
-import random
 import warnings
 from functools import cache
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
@@ -346,114 +341,3 @@ def test_no_room_for_any_text_is_an_error():
     needed = len(encode(shown + TEMPLATE.query("")))
     with pytest.raises(I2CLError, match=f"needs {needed} tokens, but only 48 fit"):
         questions(decoder).queries(["a"], lambda text: shown + TEMPLATE.query(text))
-
-
-# Labels that begin other labels, and newlines before labels
-
-
-WORDS = (
-    *("hate", "not", "spam", "New", "York", "a", "b", "of"),
-    *("good", "bad", "7", "film", "film.", "New-York", "spammy"),
-)
-
-
-def random_labels(seed):
-    """2 to 20 different label words of one to three words, which often begin one another."""
-    picker = random.Random(seed)
-    wanted = picker.randint(2, 20)
-    found = {" ".join(picker.choices(WORDS, k=picker.randint(1, 3))) for _ in range(wanted)}
-    return tuple(sorted(found | {"hate", "hate speech"}, key=lambda _: picker.random()))
-
-
-def sum_by_hand(decoder, prompt, answer):
-    whole = prompt + answer
-    with torch.no_grad():
-        logits = decoder.model(torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
-    return sum(logits[place - 1, whole[place]].item() for place in range(len(prompt), len(whole)))
-
-
-@pytest.mark.parametrize("case", ["llama", "gpt2"])
-@pytest.mark.parametrize("seed", range(6))
-def test_no_label_begins_another_one_that_is_scored(case, seed):
-    decoder, labels = decoder_of(case), random_labels(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ScoringWarning)
-        asked = questions(decoder, labels=labels)
-        found = asked.scores(["a warm film"])[0]
-    ids = asked.labels.ids
-    assert not any(one != other and other[: len(one)] == one for one in ids for other in ids)
-    (end,) = {one[-1] for one in ids}  # what ends all of them: the separator's first token
-    assert end == encode("\n")[0]
-    prompt = encode(TEMPLATE.query("a warm film"))
-    by_hand = [
-        sum_by_hand(decoder, prompt, encode(TEMPLATE.query("a warm film") + label + "\n")[len(prompt) :])
-        for label in labels
-    ]
-    assert torch.allclose(found, torch.tensor(by_hand), atol=1e-4)
-    assert found.exp().sum() <= 1 + 1e-5  # different answers exclude each other
-
-
-def test_labels_that_begin_no_other_stay_as_they_are():
-    assert label_tokens(decoder_of("llama").encoder, TEMPLATE, LABELS, "full").ids == tuple(
-        map(encode, LABELS)
-    )
-
-
-def test_eos_ends_labels_where_the_separator_merges_with_them():
-    decoder = decoder_of("llama")
-    template = Template("Review: {text}\nSentiment:{label}", separator="n")
-    assert encode("on")[:1] != encode("o")
-    with pytest.warns(ScoringWarning):
-        found = label_tokens(decoder.encoder, template, ("a o", "a o a"))
-    assert {ids[-1] for ids in found.ids} == {decoder.tokenizer.eos_token_id}
-
-
-def test_no_token_to_end_labels_is_an_error():
-    tokenizer = tiny_tokenizer()
-    decoder = Decoder(tiny_model("llama"), copy.deepcopy(tokenizer))
-    decoder.tokenizer.eos_token = None
-    template = Template("Review: {text}\nSentiment:{label}", separator="n")
-    with (
-        pytest.warns(ScoringWarning),
-        pytest.raises(I2CLError, match=r"label .a o. is how label .a o a. begins.*use other label words"),
-    ):
-        label_tokens(decoder.encoder, template, ("a o", "a o a"))
-
-
-@pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_a_newline_before_labels_belongs_to_the_query(case):
-    decoder = decoder_of(case)
-    asked = Questions(decoder, Task("films", LABELS, Template("Review: {text}\nSentiment:\n{label}")))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert asked.labels.ids == tuple(map(encode, LABELS))
-    assert not asked.labels.full
-    assert asked.labels.line == "\n"
-    assert asked.queries(["dull"]) == [encode("Review: dull\nSentiment:\n")]
-    first = Questions(decoder, asked.task, "first_token").scores(TEXTS)
-    assert torch.allclose(first, asked.scores(TEXTS))
-
-
-def test_a_newline_that_merges_with_labels_stays_with_them():
-    tokenizer = merging_tokenizer()
-    decoder = Decoder(tiny_model("llama"), tokenizer)
-    asked = Questions(decoder, Task("films", ("x", "ab"), Template("{text}:\n{label}")))
-    assert asked.labels.line == ""
-    assert [tokenizer.decode(list(ids)) for ids in asked.labels.ids] == ["\nx", "\nab"]
-
-
-def merging_tokenizer():
-    """One that has a token for a newline with the x behind it."""
-    base = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
-    newline, letter = "\u010a", "x"
-    base["model"]["vocab"][newline + letter] = len(base["model"]["vocab"])
-    base["model"]["merges"].insert(0, [newline, letter])
-    base["pre_tokenizer"] = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(base)), eos_token="<|endoftext|>"
-    )

@@ -217,7 +217,7 @@ def _shares(
     """
     if not decoder.can_split or decoder.rope_limits or not (edit is None or edit.everywhere):
         return False
-    saved = sum(len(ids) * (len(own.ids) - 1) for ids, own in zip(queries, labels, strict=False))
+    saved = sum(len(ids) * (len(labels[row].ids) - 1) for row, ids in enumerate(queries))
     return PASSES_A_BATCH * saved > decoder.token_budget * len(set(map(len, queries)))
 
 
