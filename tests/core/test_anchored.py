@@ -163,15 +163,30 @@ def test_under_an_infinite_prior_it_is_the_priors_mean():
         assert injection.coefficients.flatten(0, 1).unique(dim=0).tolist() == [[pytest.approx(amount), 1.0]]
 
 
-def test_an_equal_scale_forgets_where_the_context_vector_is_large():
+@pytest.mark.parametrize("scale", ["equal", "fisher"])
+def test_these_scales_forget_where_the_context_vector_is_large(scale):
     decoder = made()
     context = extract(decoder, task(), SHOWN)
     quiet = replace(context, values=context.values * torch.tensor([1.0, 0.0])[None, :, None])
-    found = anchor(decoder, task(), SHOWN, quiet, AnchoredConfig(reach=3.0, prior_scale="equal"))
+    found = anchor(decoder, task(), SHOWN, quiet, AnchoredConfig(reach=3.0, prior_scale=scale))
     turned = replace(context, values=quiet.values.flip(0, 1))
-    same = anchor(decoder, task(), SHOWN, turned, AnchoredConfig(reach=3.0, prior_scale="equal"))
+    same = anchor(decoder, task(), SHOWN, turned, AnchoredConfig(reach=3.0, prior_scale=scale))
     assert found.context.values[:, 1].norm() > 0
     torch.testing.assert_close(found.context.values, same.context.values)
+
+
+@FULL
+@pytest.mark.parametrize("free", ["vectors", "scalars"])
+@pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
+def test_on_fishers_scale_all_numbers_move_the_scores_alike(full, free):
+    fit = problem(made(), task(full), AnchoredConfig(free=free, reach=3.0, prior_scale="fisher"))
+    point = fit.first()
+    slopes = point.jacobian.view(*point.scores.shape, -1)
+    apart = (slopes - slopes.mean(1, keepdim=True)).square().mean((0, 1)).sqrt()
+    assert (apart < 1.001).all()
+    assert (apart > 0.999).float().mean() > 0.9
+    again = fit.point(torch.zeros(fit.start.numel()))
+    torch.testing.assert_close(point.jacobian, again.jacobian, atol=1e-4, rtol=1e-4)
 
 
 def exactly_left_out(point, fit, tau):
@@ -209,19 +224,23 @@ def test_leaving_out_is_refitting_to_first_order(reach):
     assert (found - exact).abs().max() < 0.2 * (plain - exact).abs().max()
 
 
+@pytest.mark.parametrize("scale", ["context", "fisher"])
 @pytest.mark.parametrize("free", ["vectors", "scalars"])
-def test_left_out_scores_are_near_those_of_refits(free):
+def test_left_out_scores_are_near_those_of_refits(free, scale):
     """Refits without every other demonstration, under the same prior."""
-    decoder, config = made(), AnchoredConfig(free=free, reach=1.0, tolerance=1e-7, steps=20)
+    decoder = made()
+    config = AnchoredConfig(free=free, prior_scale=scale, reach=1.0, tolerance=1e-7, steps=20)
     context = extract(decoder, task(), SHOWN)
     injection = anchor(decoder, task(), SHOWN, context, config)
     found = anchored.left_out_scores(decoder, task(), SHOWN, context, injection)
     seen = injection.scores(decoder, [example.text for example in SHOWN]).softmax(-1)
     refit, without = torch.empty_like(seen), range(0, len(SHOWN), 2)
+    whole = problem(decoder, task(), config)
+    whole.first()
     for out in without:
         rest = tuple(example for row, example in enumerate(SHOWN) if row != out)
         fit = anchored._Fit(Questions(decoder, task()), rest, context, config)
-        fit.tau = injection.settings["tau"]
+        fit.tau, fit.scale = injection.settings["tau"], whole.scale
         u, point = torch.zeros(fit.start.numel()), fit.point(torch.zeros(fit.start.numel()))
         value, factor = fit.loss(point.scores) * len(rest), 1.0
         while (step := fit.stepped(point, u, value, factor)) and value - step[2] > 1e-5 * value:

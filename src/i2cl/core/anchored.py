@@ -68,7 +68,8 @@ class AnchoredConfig(BaseModel):
         anchored_layers: all, or a third of them.
         prior_lambda: the prior's mean, where the fit starts too, is the context vector times this; at 0 the
             plain model.
-        prior_scale: of vectors: the context vector's at each site, or its root mean square over all of them.
+        prior_scale: of vectors: the context vector's at each site, or its root mean square over all of them,
+            or, ``"fisher"``, of each number by itself, so that all of them move the label scores alike.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,7 +80,7 @@ class AnchoredConfig(BaseModel):
     tolerance: float = Field(0.02, ge=0)
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"
     prior_lambda: float = Field(0.0, allow_inf_nan=False)
-    prior_scale: Literal["context", "equal"] = "context"
+    prior_scale: Literal["context", "equal", "fisher"] = "context"
 
 
 def anchor(
@@ -170,6 +171,9 @@ def left_out_scores(
     config = AnchoredConfig(**known)
     fit = _Fit(Questions(decoder, task, injection.scoring), tuple(demonstrations), context, config)
     theta = injection.context.values if config.free == "vectors" else injection.coefficients
+    if config.prior_scale == "fisher":
+        with decoder.frozen():
+            fit.first()
     u = ((theta - fit.start) / fit.scale).nan_to_num(0.0).flatten()  # 0 / 0 where a layer is left out
     fit.tau = math.inf if injection.settings["tau"] is None else injection.settings["tau"]
     with decoder.frozen():
@@ -199,6 +203,8 @@ class _Fit:
             size = values.square().mean(-1, keepdim=True).sqrt()
             if self.config.prior_scale == "equal":
                 size = size.square().mean().sqrt().expand_as(size)
+            elif self.config.prior_scale == "fisher":  # told by the first tangent
+                size = torch.ones_like(size)
             self.start = self.config.prior_lambda * values * active
             self.scale = (size * active).expand_as(values)
         else:
@@ -217,7 +223,7 @@ class _Fit:
     def solved(self, progress: StepProgress | None) -> tuple[Float[Tensor, " parameters"], tuple[float, ...]]:
         """U, and the mean loss at the start and after each step."""
         u = torch.zeros(self.start.numel())
-        point = self.point(u)
+        point = self.first()
         loss = self.loss(point.scores)
         history = [loss]
         reach = self.config.reach
@@ -239,6 +245,15 @@ class _Fit:
                 break
             point = self.point(u)
         return u, tuple(history)
+
+    def first(self) -> Tangent:
+        """The tangent at the start, which tells the scale where it is Fisher's."""
+        point = self.point(torch.zeros(self.start.numel()))
+        if self.config.prior_scale != "fisher":
+            return point
+        even = point.even()
+        self.scale = self.scale * even.view_as(self.scale)
+        return Tangent(point.scores, point.jacobian * even)
 
     def left_out(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
         """Scores of each demonstration as if the vectors had been fitted without it."""

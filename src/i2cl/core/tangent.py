@@ -17,6 +17,9 @@ from torch.nn.functional import cross_entropy
 NEWTON_STEPS = 50
 """Of the tangent's optimum, at most; it takes about six."""
 
+LEAST_SLOPE = 1e-3
+"""Of the mean: what moves the scores less is not scaled up any further."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tangent:
@@ -38,6 +41,17 @@ class Tangent:
             wide = part.double()
             found += wide @ wide.T
         return found
+
+    def even(self) -> Float[Tensor, " parameters"]:
+        """The scale of each parameter at which all of them move the label scores alike.
+
+        One over the root of the diagonal of the Fisher information, where all labels are equally probable:
+        the mean over demonstrations of the variance over labels, so what all labels share counts nothing.
+        """
+        n, labels = self.scores.shape
+        parts = self.jacobian.view(n, labels, -1).split(2**14, dim=2)
+        size = torch.cat([part.var(1, correction=0).mean(0) for part in parts]).sqrt()
+        return 1 / size.clamp_min(LEAST_SLOPE * size.mean()) if size.any() else torch.ones_like(size)
 
     def tau(self, reach: float) -> float:
         """The strength of the prior that gives the label scores of a query this standard deviation."""
