@@ -40,7 +40,7 @@ def made(model_type="llama"):
 def problem(decoder, asked, config):
     context = extract(decoder, asked, SHOWN)
     fit = anchored._Fit(Questions(decoder, asked), SHOWN, context, config)
-    fit.tau = fit.point(torch.zeros(fit.start.numel())).tau(config.reach)
+    fit.tau = fit.first().tau(config.reach)
     return fit
 
 
@@ -73,10 +73,11 @@ def test_derivatives_are_those_of_finite_differences(model_type, free, full):
     torch.testing.assert_close(found, differences, atol=2e-2 * differences.abs().max().item(), rtol=0)
 
 
+@pytest.mark.parametrize("scale", ["fisher", "context"])
 @pytest.mark.parametrize("free", ["vectors", "scalars"])
-def test_it_ends_where_the_objective_is_smallest(free):
+def test_it_ends_where_the_objective_is_smallest(free, scale):
     decoder = made()
-    config = AnchoredConfig(free=free, reach=3.0, steps=60, tolerance=1e-5)
+    config = AnchoredConfig(free=free, prior_scale=scale, reach=3.0, steps=100, tolerance=1e-7)
     fit = problem(decoder, task(), config)
     injection = anchor(decoder, task(), SHOWN, fit.context, config)
     end = objective_of(fit, injection)
@@ -89,6 +90,26 @@ def test_it_ends_where_the_objective_is_smallest(free):
             assert objective(fit, u + size * step / step.norm()) > end * (1 - 1e-4)
     gradient = stationary(fit, u)
     assert gradient < 0.1 * stationary(fit, torch.zeros_like(u))
+
+
+@pytest.mark.parametrize("scale", ["fisher", "context"])
+def test_a_step_that_brings_less_than_its_share_is_damped(scale):
+    decoder = made()
+    config = AnchoredConfig(reach=30.0, prior_scale=scale)
+    fit = problem(decoder, task(), config)
+    u = torch.zeros(fit.start.numel())
+    point = fit.first()
+    start = fit.objective(point.scores, u)
+    moved, scores, value, factor = fit.stepped(point, u, start, 1.0)
+    assert value == fit.objective(scores, moved) < start
+    straight = point.scores + (point.jacobian @ (moved - u)).view_as(point.scores)
+    brought = (start - value) / (start - fit.objective(straight, moved))
+    assert 0 < brought < 1
+    fit.config = config.model_copy(update={"trust": brought + (1 - brought) / 2})
+    moved, scores, value, damped = fit.stepped(point, u, start, 1.0)
+    straight = point.scores + (point.jacobian @ (moved - u)).view_as(point.scores)
+    assert damped > factor
+    assert start - value > fit.config.trust * (start - fit.objective(straight, moved))
 
 
 def end_of(fit, injection):
@@ -140,11 +161,11 @@ def test_under_an_infinite_prior_it_is_the_plain_model(config):
     torch.testing.assert_close(injection.scores(decoder, texts), plain, atol=0, rtol=0)
 
 
-def test_the_scale_is_that_of_the_context_vector_and_layers_can_be_left_out():
+def test_the_scale_may_be_that_of_the_context_vector_and_layers_can_be_left_out():
     decoder = made()
     context = extract(decoder, task(), SHOWN)
     quiet = replace(context, values=context.values * torch.tensor([1.0, 0.0])[None, :, None])
-    injection = anchor(decoder, task(), SHOWN, quiet, AnchoredConfig(reach=3.0))
+    injection = anchor(decoder, task(), SHOWN, quiet, AnchoredConfig(reach=3.0, prior_scale="context"))
     assert injection.context.values[:, 0].norm() > 0
     assert injection.context.values[:, 1].norm() == 0
     late = anchor(decoder, task(), SHOWN, context, AnchoredConfig(reach=3.0, anchored_layers="late"))
@@ -236,7 +257,6 @@ def test_left_out_scores_are_near_those_of_refits(free, scale):
     seen = injection.scores(decoder, [example.text for example in SHOWN]).softmax(-1)
     refit, without = torch.empty_like(seen), range(0, len(SHOWN), 2)
     whole = problem(decoder, task(), config)
-    whole.first()
     for out in without:
         rest = tuple(example for row, example in enumerate(SHOWN) if row != out)
         fit = anchored._Fit(Questions(decoder, task()), rest, context, config)

@@ -7,11 +7,12 @@ themselves, and the plain model is the prior's mean: the maximum a posteriori of
     sum of -log p(label | query, label words) + tau/2 |(theta - theta_0) / s|^2
 
 in theta, a vector added to each writer's output (or I2CL's lambda and beta). The scale s of a vector is the
-root mean square of the context vector at its site. tau follows from the reach: how far the prior lets the
-label scores of a query move apart, as a standard deviation in nats, which means the same on every model. It
-is wide: what keeps a fit of few examples near the plain model is that it goes no further than their labels
-ask. A narrow one, as leave-one-out chooses it by likelihood, which counts overconfidence above all, leaves
-accuracy behind (docs/results.md).
+root mean square of the context vector at its site; or that at which each number moves the label scores as far
+as every other, one over the root of its Fisher information at the plain model, so that a fit spreads over all
+of them. tau follows from the reach: how far the prior lets the label scores of a query move apart, as a
+standard deviation in nats, which means the same on every model. It is wide: what keeps a fit of few examples
+near the plain model is that it goes no further than their labels ask. A narrow one, as leave-one-out chooses
+it by likelihood, which counts overconfidence above all, leaves accuracy behind (docs/results.md).
 
 A step linearises the label scores in theta (one forward pass over the demonstrations, and a backward pass
 for each label but the first). What is left is kernel logistic regression in the space of the N x C scores,
@@ -68,8 +69,10 @@ class AnchoredConfig(BaseModel):
         anchored_layers: all, or a third of them.
         prior_lambda: the prior's mean, where the fit starts too, is the context vector times this; at 0 the
             plain model.
-        prior_scale: of vectors: the context vector's at each site, or its root mean square over all of them,
+        prior_scale: of vectors, the context vector's at each site, or its root mean square over all of them;
             or, ``"fisher"``, of each number by itself, so that all of them move the label scores alike.
+        trust: share of the gain that its linearisation promises which a step has to bring; one that brings
+            less is damped. At 0 any gain will do, and one that is small ends the fit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,6 +84,7 @@ class AnchoredConfig(BaseModel):
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"
     prior_lambda: float = Field(0.0, allow_inf_nan=False)
     prior_scale: Literal["context", "equal", "fisher"] = "context"
+    trust: float = Field(0.0, ge=0, lt=1)
 
 
 def anchor(
@@ -210,6 +214,7 @@ class _Fit:
         else:
             self.start = torch.tensor([self.config.prior_lambda, 1.0]).repeat(*values.shape[:2], 1)
             self.scale = active.float().expand_as(self.start)
+        self.unit = self.scale
 
     def linear(
         self, theta: Float[Tensor, "rows layers sites size"]
@@ -248,11 +253,12 @@ class _Fit:
 
     def first(self) -> Tangent:
         """The tangent at the start, which tells the scale where it is Fisher's."""
+        self.scale = self.unit
         point = self.point(torch.zeros(self.start.numel()))
         if self.config.prior_scale != "fisher":
             return point
         even = point.even()
-        self.scale = self.scale * even.view_as(self.scale)
+        self.scale = self.unit * even.view_as(self.unit)
         return Tangent(point.scores, point.jacobian * even)
 
     def left_out(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
@@ -273,12 +279,18 @@ class _Fit:
             weights = optimum(point.scores.double() - pull * along, point.kernel, self.target, held)
             moved = (1 - pull) * u + point.jacobian.T @ weights.float()
             scores = self.scores(moved)
-            loss = cross_entropy(scores.double(), self.target, reduction="sum").item()
-            value = loss + self.tau / 2 * moved.double().square().sum().item()
-            if value < objective:  # which no value that is not finite is
+            value = self.objective(scores, moved)
+            straight = point.scores + (point.jacobian @ (moved - u)).view_as(point.scores)
+            promised = objective - self.objective(straight, moved)
+            if value < objective - self.config.trust * promised:  # which no value that is not finite is
                 return moved, scores, value, factor
             factor *= 8
         return None
+
+    def objective(self, scores: Float[Tensor, "n labels"], u: Float[Tensor, " parameters"]) -> float:
+        """What is minimised, at u, where these are the label scores."""
+        loss = cross_entropy(scores.double(), self.target, reduction="sum").item()
+        return loss + self.tau / 2 * u.double().square().sum().item()
 
     def loss(self, scores: Float[Tensor, "n labels"]) -> float:
         """Mean cross-entropy among the labels, in nats."""
