@@ -5,6 +5,7 @@ RESULTS ?= results/reference
 READY := $(VENV)/.ready
 REAL := $(VENV)/.real
 DOCS := $(VENV)/.docs
+AT_200 := real,anchored-scale
 OTHERS := skewed,chat,successors,real-ablations,anchored-ablations,anchored-shots
 
 .PHONY: demo demo-real test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results clean
@@ -77,10 +78,10 @@ docs-results: $(READY)  ## docs/experiments (runs what the committed store lacks
 
 real-results: $(REAL)  ## docs/experiments/real: goes on with the committed store (hours; I2CL_DATA_DIR holds the nine tasks)
 	test -d results/real || $(VENV)/bin/i2cl experiment unpack docs/experiments/real/store results/real
-	$(VENV)/bin/i2cl experiment run real --model smollm2 --store results/real
+	$(VENV)/bin/i2cl experiment run $(AT_200) --model smollm2 --store results/real
 	$(VENV)/bin/i2cl experiment run $(OTHERS) --model smollm2 --limit 100 --store results/real
 	$(VENV)/bin/i2cl experiment pack results/real docs/experiments/real/store
-	$(VENV)/bin/i2cl report docs/experiments/real/store --experiments real,$(OTHERS) --formats md --out docs/experiments/real/report
+	$(VENV)/bin/i2cl report docs/experiments/real/store --experiments $(AT_200),$(OTHERS) --formats md --out docs/experiments/real/report
 
 clean:
 	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache

@@ -31,7 +31,16 @@ ORDER = (
 """The paper's experiments, in its order; what `all` means."""
 
 BROUGHT = (
-    *("real", "skewed", "chat", "successors", "real-ablations", "anchored-ablations", "anchored-shots"),
+    *(
+        "real",
+        "skewed",
+        "chat",
+        "successors",
+        "real-ablations",
+        "anchored-ablations",
+        "anchored-shots",
+        "anchored-scale",
+    ),
     *ORDER,
 )
 """All that the package brings."""
