@@ -281,7 +281,7 @@ class _Fit:
             scores = self.scores(moved)
             value = self.objective(scores, moved)
             straight = point.scores + (point.jacobian @ (moved - u)).view_as(point.scores)
-            promised = objective - self.objective(straight, moved)
+            promised = max(0.0, objective - self.objective(straight, moved))  # rounding may say less
             if value < objective - self.config.trust * promised:  # which no value that is not finite is
                 return moved, scores, value, factor
             factor *= 8
