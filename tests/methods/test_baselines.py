@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tokenizers import processors
+from tokenizers import normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
@@ -508,6 +508,35 @@ def test_prompt_tuning_is_an_embedding_in_front(films, demonstrations):
             embedded = torch.cat([virtual[None], decoder.model.get_input_embeddings()(tokens)], 1)
             logits = decoder.model(inputs_embeds=embedded).logits[0, -1].log_softmax(-1)
         torch.testing.assert_close(scores, logits[first_tokens(decoder, films)], **CLOSE)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "bloom"])
+@pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
+def test_virtual_tokens_may_start_as_real_ones(name, model_type, films, demonstrations):
+    pytest.importorskip("peft", reason="peft is an extra")
+    decoder, text, count = made(model_type), "funny and kind", 5
+    shown = (ids(decoder, text) * count)[:count]
+    assert len(set(shown)) > 1
+    options = {"epochs": 0, "start_text": text, "virtual_tokens": count}
+    found = fit(name, decoder, films, demonstrations, **options).scores(TEXTS)
+    rows = [torch.tensor([shown + ids(decoder, films.template.query(text))]) for text in TEXTS]
+    with torch.no_grad():
+        expected = torch.stack([decoder.model(row).logits[0, -1].log_softmax(-1) for row in rows])
+    torch.testing.assert_close(found, expected[:, first_tokens(decoder, films)], **CLOSE)
+
+
+def test_a_start_without_tokens_is_refused(films, demonstrations):
+    pytest.importorskip("peft", reason="peft is an extra")
+    decoder = made("llama")
+    decoder.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
+    with pytest.raises(I2CLError, match="start_text ' ' has no token: give a longer one"):
+        fit("prompt_tuning", decoder, films, demonstrations, start_text=" ")
+
+
+def test_keys_of_two_shapes_start_no_prefix(films, demonstrations):
+    pytest.importorskip("peft", reason="peft is an extra")
+    with pytest.raises(I2CLError, match="prefix_tuning cannot start from a text on 'deepseek_v3'"):
+        fit("prefix_tuning", made("deepseek_v3"), films, demonstrations, start_text="kind")
 
 
 def test_unseen_demonstrations_make_the_vector(films, demonstrations):

@@ -102,6 +102,7 @@ def fit_adapter(
     config: "PeftConfig",
     training: TrainConfig,
     seed: int,
+    start: dict[str, Tensor] | None = None,
 ) -> TrainedAdapter:
     """Train an adapter to predict the demonstrations' labels after their queries.
 
@@ -126,7 +127,7 @@ def fit_adapter(
         return loss
 
     batches = training.batches(len(demonstrations), seed)
-    return train_adapter(decoder, config, training, batches, loss_on, seed)
+    return train_adapter(decoder, config, training, batches, loss_on, seed, start)
 
 
 def train_adapter(
@@ -136,6 +137,7 @@ def train_adapter(
     batches: Sequence[Sequence[int]],
     loss_on: Callable[[AdaptedDecoder], Loss],
     seed: int,
+    start: dict[str, Tensor] | None = None,
 ) -> TrainedAdapter:
     """Put an adapter on, train it on a loss, keep its tensors, take it off.
 
@@ -146,13 +148,14 @@ def train_adapter(
         batches: what the loss is given, step by step.
         loss_on: the loss of a decoder that wears the adapter.
         seed: of the adapter's start and dropout.
+        start: its first tensors, in place of drawn ones.
 
     Raises:
         I2CLError: on a loss that is not finite.
     """
     from peft import get_peft_model_state_dict
 
-    with torch.random.fork_rng(), adapted(decoder, config, seed=seed) as wearing:
+    with torch.random.fork_rng(), adapted(decoder, config, start, seed) as wearing:
         loss = loss_on(wearing)
         parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
         train(parameters, loss, batches, training, dtype=decoder.model.dtype)

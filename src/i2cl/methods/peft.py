@@ -16,11 +16,15 @@ Source: paper, appendix "Implementation of Baseline Methods", and of each:
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from jaxtyping import Float
 from pydantic import Field
+from torch import Tensor
 
-from i2cl.errors import needs
+from i2cl.errors import I2CLError, needs
 from i2cl.methods.adapters import (
     AdapterPredictor,
     attention_targets,
@@ -29,6 +33,7 @@ from i2cl.methods.adapters import (
     has_transposed_weights,
 )
 from i2cl.methods.base import Method
+from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.training import TrainConfig
 from i2cl.tasks import Example, Task
@@ -52,16 +57,22 @@ class AdapterMethod(Method):
             I2CLError: if the model has nothing that it can adapt.
         """
 
+    def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
+        """The tensors that training starts from, under PEFT's names; None for what PEFT draws."""
+        return None
+
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> AdapterPredictor:
         """Train, keep the adapter's tensors, take it off again.
 
         Raises:
-            I2CLError: without the package peft, or on a loss that is not finite.
+            I2CLError: without the package peft, where the start does not fit the model, or on a loss that is
+                not finite.
         """
         needs(self.name, "peft", "peft")
-        adapter = fit_adapter(decoder, task, demonstrations, self.config(decoder), self.training, seed)
+        config, start = self.config(decoder), self.start(decoder)
+        adapter = fit_adapter(decoder, task, demonstrations, config, self.training, seed, start)
         return AdapterPredictor(decoder, task, adapter)
 
 
@@ -80,10 +91,18 @@ class LoRASettings(AdapterSettings):
 
 
 class VirtualTokenSettings(TrainConfig):
-    """The paper's: one virtual token (in every layer, if in layers), learning rate 0.1."""
+    """The paper's: one virtual token (in every layer, if in layers), learning rate 0.1.
+
+    Attributes:
+        lr: first learning rate of AdamW.
+        virtual_tokens: how many.
+        start_text: they start as the tokens of this text, again and again from its first on; drawn at random
+            if empty. Li and Liang and Lester et al. both find that real words are the better start.
+    """
 
     lr: float = Field(0.1, gt=0)
     virtual_tokens: int = Field(1, ge=1)
+    start_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,9 +152,36 @@ class IA3(AdapterMethod):
         )
 
 
+class VirtualTokenMethod(AdapterMethod):
+    """Trains virtual tokens in front of the query."""
+
+    training: VirtualTokenSettings
+
+    def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
+        """What the tokens of `start_text` are to the model.
+
+        Raises:
+            I2CLError: if the text has no token, or layers differ in the shape of their keys.
+        """
+        if not self.training.start_text:
+            return None
+        ids = decoder.tokenizer(self.training.start_text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise I2CLError(f"start_text {self.training.start_text!r} has no token: give a longer one")
+        return {
+            "prompt_embeddings": self.embeddings(
+                decoder, tuple(islice(cycle(ids), self.training.virtual_tokens))
+            )
+        }
+
+    @abstractmethod
+    def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens numbers"]:
+        """The numbers that stand for these tokens."""
+
+
 @dataclass(frozen=True)
-class PromptTuning(AdapterMethod):
-    """Virtual tokens at the input only, from a random start."""
+class PromptTuning(VirtualTokenMethod):
+    """Virtual tokens at the input only, from a random start unless a text is given."""
 
     name: ClassVar[str] = "prompt_tuning"
     summary: ClassVar[str] = "learned token embedding in front of the query"
@@ -150,9 +196,13 @@ class PromptTuning(AdapterMethod):
 
         return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.training.virtual_tokens)
 
+    def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens d"]:
+        """Input embeddings."""
+        return decoder.embed(ids).float()
+
 
 @dataclass(frozen=True)
-class PrefixTuning(AdapterMethod):
+class PrefixTuning(VirtualTokenMethod):
     """Virtual tokens in every layer, trained directly without a reparametrising network."""
 
     name: ClassVar[str] = "prefix_tuning"
@@ -167,3 +217,18 @@ class PrefixTuning(AdapterMethod):
         from peft import PrefixTuningConfig
 
         return PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.training.virtual_tokens)
+
+    def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens numbers"]:
+        """Keys and values at the first positions, flat in PEFT's order: layer, (key, value), head, width.
+
+        Raises:
+            I2CLError: if layers differ in the shape of their keys and values.
+        """
+        cached: Any = decoder.prefix(ids, whole=True).cache
+        both = [held[0] for layer in cached.layers for held in (layer.keys, layer.values)]
+        if len({held.shape for held in both}) > 1:
+            raise I2CLError(
+                f"{self.name} cannot start from a text on {decoder.model.config.model_type!r}, whose keys "
+                "and values differ in shape: leave out start_text"
+            )
+        return torch.stack(both).permute(2, 0, 1, 3).flatten(1).float()
