@@ -28,7 +28,13 @@ LAYERS = (
 )
 """Rooms, lowest first. One imports only what lies in a layer before its own."""
 
-SHARED_BY_METHODS = {"methods.base", "methods.prompts", "methods.adapters", "methods.compressors.base"}
+SHARED_BY_METHODS = {
+    "methods.base",
+    "methods.prompts",
+    "methods.adapters",
+    "methods.controls",
+    "methods.compressors.base",
+}
 
 LONGEST = 400
 MOST_IN_A_FOLDER = 18

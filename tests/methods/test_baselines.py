@@ -17,7 +17,7 @@ from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template,
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.methods import adapters, make_methods
 from i2cl.methods.adapters import adapted
-from i2cl.methods.i2cl import CorruptionConfig, corrupted
+from i2cl.methods.controls import CorruptionConfig, NoiseConfig, corrupted, noise_like
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, directions
 from i2cl.methods.knn_prompting import divergence
 from i2cl.methods.label_anchor import anchors
@@ -372,6 +372,23 @@ def test_anchored_injects_what_anchoring_finds(films, demonstrations):
     assert found.cost.trained == found.cost.cached_values == context.values.numel()
     scalars = fit("anchored", decoder, films, demonstrations, steps=1, free="scalars")
     assert (scalars.cost.trained, scalars.cost.cached_values) == (4 * decoder.layers, context.values.numel())
+
+
+@pytest.mark.parametrize("free", ["vectors", "scalars"])
+@pytest.mark.parametrize("stand_in", ["noise", "random_labels"])
+def test_a_control_anchors_with_another_vector(stand_in, free, films, demonstrations):
+    decoder, options = made("llama"), {"free": free, "steps": 2, "reach": 3}
+    found = fit("anchored_control", decoder, films, demonstrations, 2, stand_in=stand_in, **options)
+    real = extract(decoder, films, demonstrations)
+    drawn = corrupted(films, demonstrations, CorruptionConfig(corruption="random_label"), 2)
+    other = {
+        "noise": noise_like(real, NoiseConfig(noise_vector="matched"), 2),
+        "random_labels": extract(decoder, *drawn),
+    }[stand_in]
+    expected = anchor(decoder, films, demonstrations, other, AnchoredConfig(**options))
+    assert torch.equal(found.edit.values, expected.context.values)
+    assert torch.equal(found.edit.coefficients, expected.coefficients)
+    assert not torch.equal(other.values, real.values)
 
 
 def test_linear_probe_is_logistic_regression_on_last_states(films, demonstrations):

@@ -22,7 +22,7 @@ from i2cl import (
 from i2cl.core.context import ContextVector
 from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.base import Wrapper
-from i2cl.methods.i2cl import NoiseConfig, noise_like
+from i2cl.methods.controls import NoiseConfig, noise_like
 from tiny import tiny_model, tiny_tokenizer
 
 MODEL_TYPES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from i2cl.core.recipe import RECIPES
 from i2cl.errors import I2CLError, did_you_mean
-from i2cl.methods.anchored import Anchored
+from i2cl.methods.anchored import Anchored, AnchoredControl
 from i2cl.methods.base import Cost, Method, Predictor, Wrapper
 from i2cl.methods.compressors import CEPE, ICAE, AutoCompressor
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
@@ -36,6 +36,7 @@ _ALL: tuple[type[Method], ...] = (
     I2CLCorrupted,
     I2CLOverICL,
     Anchored,
+    AnchoredControl,
     PromptTuning,
     PrefixTuning,
     LoRA,

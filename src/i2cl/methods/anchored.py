@@ -5,15 +5,17 @@ Beyond the paper; see `i2cl.core.anchored`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from i2cl.core.anchored import AnchoredConfig, anchor, left_out_scores, require_few
-from i2cl.core.context import ExtractConfig, extract
+from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.injection import Injection
 from i2cl.methods.base import Cost, Method
+from i2cl.methods.controls import CorruptionConfig, NoiseConfig, corrupted, noise_like
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
@@ -29,7 +31,7 @@ class Anchored(Method):
     name: ClassVar[str] = "anchored"
     summary: ClassVar[str] = "a vector at every writer, fitted around the plain model among the label words"
     formula: ClassVar[str] = "2DL"
-    settings = (ExtractConfig, AnchoredConfig)
+    settings: ClassVar[tuple[type[BaseModel], ...]] = (ExtractConfig, AnchoredConfig)
 
     extraction: ExtractConfig = field(default_factory=ExtractConfig)
     anchoring: AnchoredConfig = field(default_factory=AnchoredConfig)
@@ -50,23 +52,28 @@ class Anchored(Method):
     ) -> Injection:
         """Extract, which gives the scale, and fit."""
         require_few(task, demonstrations)
-        context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         return anchor(
             decoder,
             task,
             demonstrations,
-            context,
+            self.context(decoder, task, demonstrations, seed),
             self.anchoring,
             seed=seed,
             scoring=scoring,
             progress=progress,
         )
 
+    def context(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> ContextVector:
+        """What sets the scale, and what lambda multiplies: the demonstrations' context vector."""
+        return extract(decoder, task, demonstrations, self.extraction, seed=seed)
+
     def left_out_scores(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], injection: Injection
     ) -> Float[Tensor, "n labels"]:
         """Label scores of each demonstration as if `injection` had been made without it, to first order."""
-        context = extract(decoder, task, demonstrations, self.extraction, seed=injection.seed)
+        context = self.context(decoder, task, demonstrations, injection.seed)
         return left_out_scores(decoder, task, demonstrations, context, injection)
 
     def fit(
@@ -78,3 +85,37 @@ class Anchored(Method):
         trained = injection.coefficients.numel() if scalars else injection.context.values.numel()
         cost = Cost.of(injection.context.values, trained=trained)
         return PromptPredictor(Questions(decoder, task), edit=injection.edit(), cost=cost)
+
+
+class ControlConfig(BaseModel):
+    """What stands in for the context vector.
+
+    Attributes:
+        stand_in: Gaussian noise of the context vector's norm at each layer and writer (``noise``), or the
+            context vector of the same texts under labels drawn at random (``random_labels``).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stand_in: Literal["noise", "random_labels"] = "noise"
+
+
+@dataclass(frozen=True)
+class AnchoredControl(Anchored):
+    """The control that tells what the context vector contributes to anchored calibration."""
+
+    name: ClassVar[str] = "anchored_control"
+    summary: ClassVar[str] = "anchored calibration with something else in place of the context vector"
+    settings = (ExtractConfig, AnchoredConfig, ControlConfig)
+
+    control: ControlConfig = field(default_factory=ControlConfig)
+
+    def context(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> ContextVector:
+        """The vector that stands in."""
+        if self.control.stand_in == "random_labels":
+            drawn = CorruptionConfig(corruption="random_label")
+            return super().context(decoder, *corrupted(task, demonstrations, drawn, seed), seed)
+        real = super().context(decoder, task, demonstrations, seed)
+        return noise_like(real, NoiseConfig(noise_vector="matched"), seed)

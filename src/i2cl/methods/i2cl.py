@@ -10,28 +10,26 @@
   appendix "Apply I2CL over ICL").
 """
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import pydantic
-import torch
-from pydantic import BaseModel, ConfigDict
 
 from i2cl.core.calibration import calibrate, calibrate_many
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.methods.base import Cost, Method
+from i2cl.methods.controls import CorruptionConfig, NoiseConfig, corrupted, noise_like
 from i2cl.methods.prompts import PromptPredictor, Shown, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Questions
 from i2cl.models.training import StepProgress
-from i2cl.tasks import Example, Task, Template
+from i2cl.tasks import Example, Task
 
 
 @dataclass(frozen=True)
@@ -155,19 +153,6 @@ class I2CL(InjectionMethod):
         ]
 
 
-class NoiseConfig(BaseModel):
-    """How large the noise vector is.
-
-    Attributes:
-        noise_vector: entries of variance one (``standard``, released code), or the norm of the context
-            vector it replaces, per layer and writer (``matched``).
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    noise_vector: Literal["standard", "matched"] = "standard"
-
-
 @dataclass(frozen=True)
 class Noise(I2CL):
     """The control that tells what the context vector itself contributes."""
@@ -183,15 +168,6 @@ class Noise(I2CL):
         """A vector of the context vector's shape."""
         real = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         return Plan(task, demonstrations, noise_like(real, self.vector, seed))
-
-
-def noise_like(real: ContextVector, config: NoiseConfig, seed: int) -> ContextVector:
-    """A Gaussian vector in place of a context vector."""
-    own = random.Random(f"noise vector {seed}").getrandbits(63)  # calibration draws from the seed itself
-    drawn = torch.randn(real.values.shape, generator=torch.Generator().manual_seed(own))
-    if config.noise_vector == "matched":
-        drawn = drawn / drawn.norm(dim=-1, keepdim=True) * real.values.norm(dim=-1, keepdim=True)
-    return replace(real, values=drawn)
 
 
 @dataclass(frozen=True)
@@ -215,23 +191,6 @@ class I2CLUnseen(I2CL):
         return Plan(task, demonstrations, seen, unseen, len(others))
 
 
-class CorruptionConfig(BaseModel):
-    """What is spoilt, and for whom.
-
-    Attributes:
-        corruption: a label drawn uniformly from the task's, the true one among them (``random_label``);
-            the words of each text, split at whitespace, in random order (``random_order``, the paper's
-            random-token); or no words of the template (``without_format``).
-        stage: the one that gets to see it. The other stage has the intact demonstrations, and queries
-            the task's own template, always.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    corruption: Literal["random_label", "random_order", "without_format"] = "random_label"
-    stage: Literal["vectorization", "calibration"] = "vectorization"
-
-
 @dataclass(frozen=True)
 class I2CLCorrupted(I2CL):
     """Extracts from corrupted demonstrations and calibrates on intact ones, or the other way round."""
@@ -248,26 +207,6 @@ class I2CLCorrupted(I2CL):
         intact, bad = (task, tuple(demonstrations)), corrupted(task, demonstrations, self.spoilt, seed)
         seen, learnt = (bad, intact) if self.spoilt.stage == "vectorization" else (intact, bad)
         return Plan(*learnt, extract(decoder, *seen, self.extraction, seed=seed))
-
-
-def corrupted(
-    task: Task, demonstrations: Sequence[Example], config: CorruptionConfig, seed: int
-) -> tuple[Task, tuple[Example, ...]]:
-    """The task and demonstrations that the chosen stage gets to see."""
-    own = random.Random(f"corrupted demonstrations {seed}")  # batches are drawn from the seed itself
-    if config.corruption == "without_format":
-        plain = replace(Template.plain(), separator=task.template.separator)
-        return replace(task, template=plain), tuple(demonstrations)
-    if config.corruption == "random_label":
-        return task, tuple(
-            replace(example, label=own.randrange(len(task.labels))) for example in demonstrations
-        )
-    return task, tuple(replace(example, text=_shuffled(example.text, own)) for example in demonstrations)
-
-
-def _shuffled(text: str, picker: random.Random) -> str:
-    words = text.split()
-    return " ".join(picker.sample(words, len(words)))
 
 
 @dataclass(frozen=True)
