@@ -363,7 +363,7 @@ def test_more_scores_than_a_kernel_holds_are_refused():
         anchor(decoder, task(), shown, context)
 
 
-@pytest.mark.parametrize("reach", [-1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("reach", [-1.0, 1e5, float("inf"), float("nan")])
 def test_a_reach_that_is_none_is_refused(reach):
     with pytest.raises(ValueError, match="reach"):
         AnchoredConfig(reach=reach)

@@ -2,7 +2,6 @@
 
 import math
 import re
-import threading
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -10,18 +9,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tokenizers import normalizers, processors
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
 from i2cl.core.anchored import AnchoredConfig, anchor
-from i2cl.methods import adapters, make_methods
-from i2cl.methods.adapters import adapted
+from i2cl.methods import make_methods
 from i2cl.methods.controls import CorruptionConfig, NoiseConfig, corrupted, noise_like
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, directions
 from i2cl.methods.knn_prompting import divergence
 from i2cl.methods.label_anchor import anchors
-from i2cl.models.encoding import TruncationWarning
 from tiny import CASES, tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
@@ -374,21 +371,39 @@ def test_anchored_injects_what_anchoring_finds(films, demonstrations):
     assert (scalars.cost.trained, scalars.cost.cached_values) == (4 * decoder.layers, context.values.numel())
 
 
-@pytest.mark.parametrize("free", ["vectors", "scalars"])
-@pytest.mark.parametrize("stand_in", ["noise", "random_labels"])
-def test_a_control_anchors_with_another_vector(stand_in, free, films, demonstrations):
-    decoder, options = made("llama"), {"free": free, "steps": 2, "reach": 3}
-    found = fit("anchored_control", decoder, films, demonstrations, 2, stand_in=stand_in, **options)
-    real = extract(decoder, films, demonstrations)
+@pytest.mark.parametrize(
+    ("stand_in", "options"),
+    [
+        ("noise", {"free": "scalars"}),
+        ("noise", {"prior_lambda": 0.1}),
+        ("random_labels", {"free": "scalars"}),
+        ("random_labels", {}),
+    ],
+)
+def test_a_control_anchors_with_another_vector(stand_in, options, films, demonstrations):
+    decoder, options = made("llama"), {**options, "steps": 2, "reach": 3}
+    found = fit("anchored_control", decoder, films, demonstrations, 2, stand_in=stand_in, **options).edit
     drawn = corrupted(films, demonstrations, CorruptionConfig(corruption="random_label"), 2)
+    real = extract(decoder, films, demonstrations)
     other = {
         "noise": noise_like(real, NoiseConfig(noise_vector="matched"), 2),
         "random_labels": extract(decoder, *drawn),
     }[stand_in]
-    expected = anchor(decoder, films, demonstrations, other, AnchoredConfig(**options))
-    assert torch.equal(found.edit.values, expected.context.values)
-    assert torch.equal(found.edit.coefficients, expected.coefficients)
-    assert not torch.equal(other.values, real.values)
+    expected = anchor(decoder, films, demonstrations, other, AnchoredConfig(**options)).edit()
+    assert torch.equal(found.values, expected.values)
+    assert torch.equal(found.coefficients, expected.coefficients)
+    plain = fit("anchored", decoder, films, demonstrations, 2, **options).edit
+    told, untold = (edit.coefficients[..., :1] * edit.values for edit in (found, plain))
+    assert (told - untold).abs().max() > 1e-3 * untold.abs().max()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stand_in": "noise"}, {"stand_in": "noise", "prior_scale": "fisher"}, {"prior_scale": "fisher"}],
+)
+def test_a_control_that_controls_nothing_is_refused(options):
+    with pytest.raises(I2CLError, match="is anchored calibration itself: add free=scalars or a prior_lambda"):
+        make_methods(["anchored_control"], options)
 
 
 def test_linear_probe_is_logistic_regression_on_last_states(films, demonstrations):
@@ -431,129 +446,6 @@ def test_tfidf_is_logistic_regression_on_weighted_words(films, demonstrations):
     torch.testing.assert_close(found.scores(texts), torch.from_numpy(expected).float(), atol=1e-3, rtol=1e-3)
     assert found.cost.trained == len(known) + 1
     assert found.cost.cached_values == 2 * len(known) + 1
-
-
-@pytest.mark.parametrize(
-    ("name", "model_type"),
-    [
-        *((name, one) for name in ("lora", "ia3") for one in (*FAMILIES, "opt", "bloom", "phi3")),
-        *((name, one) for name in ("prompt_tuning", "prefix_tuning") for one in ("llama", "gpt2", "bloom")),
-    ],
-)
-def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films, demonstrations):
-    pytest.importorskip("peft", reason="peft is an extra")
-    decoder = made(model_type)
-    before = fit("zero_shot", decoder, films, demonstrations).scores(TEXTS)
-    texts = [text for text, _ in SHOWN]
-    gold = torch.tensor([label for _, label in SHOWN])
-
-    def loss(predictor):
-        return -predictor.scores(texts)[torch.arange(len(gold)), gold].mean().item()
-
-    short = fit(name, decoder, films, demonstrations, epochs=0)
-    long = fit(name, decoder, films, demonstrations, epochs=10, lr=0.05)
-    assert loss(long) < loss(short) - 0.1
-    if name in {"lora", "ia3"}:  # an untrained adapter of these does nothing
-        torch.testing.assert_close(short.scores(TEXTS), before, **CLOSE)
-    assert torch.equal(fit("zero_shot", decoder, films, demonstrations).scores(TEXTS), before)
-    assert not any("lora" in key or "ia3" in key for key, _ in decoder.model.named_parameters())
-
-
-@pytest.mark.filterwarnings("ignore:labels share their first token")
-@pytest.mark.parametrize("words", [WORDS, ("positive", "poor", "negative")], ids=["first", "whole"])
-@pytest.mark.parametrize("name", ["lora", "ia3", "prompt_tuning", "prefix_tuning"])
-def test_adapters_learn_among_the_labels(name, words, demonstrations, monkeypatch):
-    pytest.importorskip("peft", reason="peft is an extra")
-    decoder, task = made("llama"), Task("films", words, Template("Review: {text}\nSentiment:{label}"))
-    texts, gold = zip(*SHOWN, strict=True)
-
-    def loss(predictor):
-        return torch.nn.functional.cross_entropy(predictor.scores(texts), torch.tensor(gold)).item()
-
-    def fitted(**options):
-        return fit(name, decoder, task, demonstrations, loss="labels", **options)
-
-    assert loss(fitted(epochs=10, lr=0.05)) < loss(fitted(epochs=0)) - 0.1
-    told = []
-
-    def record(_parameters, loss, *_more, **_options):
-        told.append(loss(range(len(SHOWN))).item())
-
-    monkeypatch.setattr(adapters, "train", record)
-    untrained = fitted()
-    assert told == [pytest.approx(loss(untrained), rel=1e-5)]
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("prompt_tuning", 32),
-        ("prefix_tuning", 2 * 2 * 16),
-        ("lora", 2 * 8 * ((32 + 32) + (32 + 16))),
-        ("ia3", 2 * (32 + 16 + 48)),
-    ],
-)
-def test_trained_numbers_of_adapters(name, count, films, demonstrations):
-    pytest.importorskip("peft", reason="peft is an extra")
-    predictor = fit(name, made("llama"), films, demonstrations, epochs=1)
-    assert predictor.cost.trained == predictor.cost.cached_values == count
-    assert predictor.cost.cached_bytes == 4 * count
-
-
-def test_a_decoder_that_wears_an_adapter_is_the_bare_one_in_all_else():
-    peft = pytest.importorskip("peft", reason="peft is an extra")
-    bare = Decoder(tiny_model("llama"), tiny_tokenizer(), name="bare", revision="r", token_budget=77)
-    bare.max_length = 50
-    base, identity, model = bare.base, bare.identity, bare.model
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with adapted(bare, config) as wearing:
-        assert (wearing.name, wearing.revision, wearing.token_budget) == ("bare", "r", 77)
-        assert (wearing.architecture, wearing.max_length) == (bare.architecture, 47)
-        wearing.token_budget = 5
-    assert (bare.token_budget, bare.max_length, bare.model) == (77, 50, model)
-    assert (bare.base, bare.identity) == (base, identity)
-
-
-def test_prompt_tuning_is_an_embedding_in_front(films, demonstrations):
-    pytest.importorskip("peft", reason="peft is an extra")
-    decoder = made("llama")
-    predictor = fit("prompt_tuning", decoder, films, demonstrations, epochs=1)
-    (virtual,) = predictor.adapter.state.values()
-    for text, scores in zip(TEXTS, predictor.scores(TEXTS), strict=True):
-        tokens = torch.tensor([ids(decoder, films.template.query(text))])
-        with torch.no_grad():
-            embedded = torch.cat([virtual[None], decoder.model.get_input_embeddings()(tokens)], 1)
-            logits = decoder.model(inputs_embeds=embedded).logits[0, -1].log_softmax(-1)
-        torch.testing.assert_close(scores, logits[first_tokens(decoder, films)], **CLOSE)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "bloom"])
-@pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
-def test_virtual_tokens_may_start_as_real_ones(name, model_type, films, demonstrations):
-    pytest.importorskip("peft", reason="peft is an extra")
-    decoder, text, count = made(model_type), "funny and kind", 5
-    shown = (ids(decoder, text) * count)[:count]
-    assert len(set(shown)) > 1
-    options = {"epochs": 0, "start_text": text, "virtual_tokens": count}
-    found = fit(name, decoder, films, demonstrations, **options).scores(TEXTS)
-    rows = [torch.tensor([shown + ids(decoder, films.template.query(text))]) for text in TEXTS]
-    with torch.no_grad():
-        expected = torch.stack([decoder.model(row).logits[0, -1].log_softmax(-1) for row in rows])
-    torch.testing.assert_close(found, expected[:, first_tokens(decoder, films)], **CLOSE)
-
-
-def test_a_start_without_tokens_is_refused(films, demonstrations):
-    pytest.importorskip("peft", reason="peft is an extra")
-    decoder = made("llama")
-    decoder.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
-    with pytest.raises(I2CLError, match="start_text ' ' has no token: give a longer one"):
-        fit("prompt_tuning", decoder, films, demonstrations, start_text=" ")
-
-
-def test_keys_of_two_shapes_start_no_prefix(films, demonstrations):
-    pytest.importorskip("peft", reason="peft is an extra")
-    with pytest.raises(I2CLError, match="prefix_tuning cannot start from a text on 'deepseek_v3'"):
-        fit("prefix_tuning", made("deepseek_v3"), films, demonstrations, start_text="kind")
 
 
 def test_unseen_demonstrations_make_the_vector(films, demonstrations):
@@ -671,41 +563,6 @@ def test_what_corruption_does_to_demonstrations(films):
 
 
 # What a review found
-
-
-def test_writers_are_found_before_another_thread_can_adapt_the_model(films, demonstrations):
-    """Read for the first time while an adapter is on, they are those of the bare model all the same."""
-    decoder = made("llama")
-    bare = [module for pair in decoder.architecture.writers(decoder.model) for module in pair]
-    (lora,) = make_methods(["lora"], {"epochs": 0})
-    with adapted(decoder, lora.config(decoder)):
-        late = [module for pair in decoder.writers for module in pair]
-        assert len(decoder.blocks) == decoder.layers
-    assert late == bare
-    assert decoder.base == made("llama").base
-
-
-def test_the_identity_waits_for_an_adapter_to_come_off():
-    decoder, seen = made("llama"), []
-    (lora,) = make_methods(["lora"], {"epochs": 0})
-    with adapted(decoder, lora.config(decoder)):
-        reader = threading.Thread(target=lambda: seen.append(decoder.base))
-        reader.start()
-        reader.join(timeout=0.2)
-        assert seen == []
-    reader.join()
-    assert seen == [made("llama").base]
-
-
-@pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
-def test_virtual_tokens_take_their_share_of_learned_positions(films, name):
-    decoder = Decoder(tiny_model("gpt2", n_positions=48), tiny_tokenizer())
-    (method,) = make_methods([name], {"epochs": 1, "virtual_tokens": 7})
-    shots = [Example("a dull film " * 40, 0), Example("warm " * 40, 1)]
-    with pytest.warns(TruncationWarning, match="41 tokens of context"):
-        predictor = method.fit(decoder, films, shots, 0)
-    with pytest.warns(TruncationWarning):
-        assert predictor.scores(["a dull film " * 40]).isfinite().all()
 
 
 def test_batch_calibration_refuses_a_single_text(decoder, films, demonstrations):

@@ -8,11 +8,12 @@ themselves, and the plain model is the prior's mean: the maximum a posteriori of
 
 in theta, a vector added to each writer's output (or I2CL's lambda and beta). The scale s of a vector is the
 root mean square of the context vector at its site; or that at which each number moves the label scores as far
-as every other, one over the root of its Fisher information at the plain model, so that a fit spreads over all
-of them. tau follows from the reach: how far the prior lets the label scores of a query move apart, as a
-standard deviation in nats, which means the same on every model. It is wide: what keeps a fit of few examples
-near the plain model is that it goes no further than their labels ask. A narrow one, as leave-one-out chooses
-it by likelihood, which counts overconfidence above all, leaves accuracy behind (docs/results.md).
+as every other, one over the root of its Fisher information where the fit starts and all labels are equally
+probable, so that a fit spreads over all of them. tau follows from the reach: how far the prior lets the label
+scores of a query move apart, as a standard deviation in nats, which means the same on every model. It is
+wide: what keeps a fit of few examples near the plain model is that it goes no further than their labels ask.
+A narrow one, as leave-one-out chooses it by likelihood, which counts overconfidence above all, leaves
+accuracy behind (docs/results.md).
 
 A step linearises the label scores in theta (one forward pass over the demonstrations, and a backward pass
 for each label but the first). What is left is kernel logistic regression in the space of the N x C scores,
@@ -61,7 +62,8 @@ class AnchoredConfig(BaseModel):
 
     Attributes:
         free: a vector at each writer (2 x layers x d numbers), or I2CL's lambda and beta (4 x layers).
-        reach: standard deviation of the label scores under the prior, in nats; 0 is the plain model.
+        reach: standard deviation of the label scores under the prior, in nats, at most 10,000; 0 is the plain
+            model.
             ``"loo"`` takes the one of `REACHES` under which each demonstration is predicted best by the
             others, to first order, or a smaller one within a standard error of it.
         steps: linearisations at most.
@@ -78,7 +80,7 @@ class AnchoredConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     free: Literal["vectors", "scalars"] = "vectors"
-    reach: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["loo"] = 30.0
+    reach: Annotated[float, Field(ge=0, le=1e4)] | Literal["loo"] = 30.0
     steps: int = Field(4, ge=0)
     tolerance: float = Field(0.02, ge=0)
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"

@@ -107,7 +107,8 @@ class CalibrationConfig(TrainConfig):
         chosen = list(named[self.layers] if isinstance(self.layers, str) else self.layers)
         if not chosen or not all(0 <= layer < layers for layer in chosen):
             raise I2CLError(
-                f"layers={self.layers} names no layers of this model, which has {layers} (0 to {layers - 1})"
+                f"{self.layers!r} names no layers of this model, which has {layers} (0 to {layers - 1}): "
+                "choose others, or all"
             )
         mask = torch.zeros(layers, 1 if writers == "hidden" else 2, dtype=torch.bool)
         sites = {"both": [0, 1], "mha": [0], "mlp": [1], "hidden": [0]}[writers]

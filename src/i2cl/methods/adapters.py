@@ -4,6 +4,7 @@ Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of t
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,7 @@ def train_adapter(
     """
     from peft import get_peft_model_state_dict
 
-    with torch.random.fork_rng(), adapted(decoder, config, start, seed) as wearing:
+    with adapted(decoder, config, start, seed) as wearing:
         loss = loss_on(wearing)
         parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
         train(parameters, loss, batches, training, dtype=decoder.model.dtype)
@@ -168,13 +169,24 @@ def train_adapter(
 def adapted(
     decoder: Decoder, config: "PeftConfig", state: dict[str, Tensor] | None = None, seed: int = 0
 ) -> Iterator[AdaptedDecoder]:
-    """Put an adapter on while the block runs, new or with a trained state; the model is left as found."""
+    """Put an adapter on while the block runs, new or with a trained state; the model is left as found.
+
+    So is the state of the random numbers; within the block they are the seed's.
+
+    Raises:
+        I2CLError: if PEFT cannot adapt this model.
+    """
     from peft import get_peft_model, set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTuner
 
-    with decoder.frozen():
+    drawing = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+    with decoder.frozen(), _as_found(decoder.model), drawing:
         torch.manual_seed(seed)
-        wrapped = get_peft_model(decoder.model, config)
+        try:
+            wrapped = get_peft_model(decoder.model, config)
+        except ValueError as error:
+            kind, why = decoder.model.config.model_type, " ".join(str(error).split())
+            raise I2CLError(f"PEFT cannot adapt this {kind!r}: {why}; take another method") from error
         taken = int(getattr(config, "num_virtual_tokens", 0))
         virtual = taken if config.peft_type == "PROMPT_TUNING" else 0
         try:
@@ -184,6 +196,27 @@ def adapted(
         finally:
             if isinstance(wrapped.base_model, BaseTuner):  # prompt learning leaves the model alone
                 wrapped.unload()
+
+
+@contextmanager
+def _as_found(model: nn.Module) -> Iterator[None]:
+    """Put back every module that was replaced, and not taken off again, while the block ran.
+
+    Gradient checkpointing is off meanwhile: for it PEFT leaves a hook behind at every call, and it does
+    nothing in evaluation mode.
+    """
+    found = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in checkpointed:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parent, name, child in found:
+            if getattr(parent, name) is not child:
+                setattr(parent, name, child)
+        for module in checkpointed:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

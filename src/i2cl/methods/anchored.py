@@ -14,6 +14,7 @@ from torch import Tensor
 from i2cl.core.anchored import AnchoredConfig, anchor, left_out_scores, require_few
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.controls import CorruptionConfig, NoiseConfig, corrupted, noise_like
 from i2cl.methods.prompts import PromptPredictor
@@ -91,13 +92,14 @@ class ControlConfig(BaseModel):
     """What stands in for the context vector.
 
     Attributes:
-        stand_in: Gaussian noise of the context vector's norm at each layer and writer (``noise``), or the
-            context vector of the same texts under labels drawn at random (``random_labels``).
+        stand_in: the context vector of the same texts under labels drawn at random (``random_labels``), or
+            Gaussian noise of the context vector's norm at each layer and writer (``noise``), for what takes
+            more of it than its norms.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    stand_in: Literal["noise", "random_labels"] = "noise"
+    stand_in: Literal["random_labels", "noise"] = "random_labels"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,21 @@ class AnchoredControl(Anchored):
     settings = (ExtractConfig, AnchoredConfig, ControlConfig)
 
     control: ControlConfig = field(default_factory=ControlConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse a control that is anchored calibration itself.
+
+        Raises:
+            I2CLError: if the fit takes nothing of the context vector, or its norms alone, as noise has.
+        """
+        chosen, noise = self.anchoring, self.control.stand_in == "noise"
+        same = chosen.free == "vectors" and chosen.prior_lambda == 0
+        if same and (noise or chosen.prior_scale == "fisher"):
+            what = "stand_in=noise" if noise else "prior_scale=fisher"
+            raise I2CLError(
+                f"anchored_control with {what} is anchored calibration itself: "
+                "add free=scalars or a prior_lambda"
+            )
 
     def context(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int

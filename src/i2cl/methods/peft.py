@@ -24,7 +24,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, needs, require_whole
 from i2cl.methods.adapters import (
     AdapterPredictor,
     attention_targets,
@@ -35,6 +35,7 @@ from i2cl.methods.adapters import (
 from i2cl.methods.base import Method
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
+from i2cl.models.prefix import holds_keys_alone
 from i2cl.models.training import TrainConfig
 from i2cl.tasks import Example, Task
 
@@ -67,8 +68,8 @@ class AdapterMethod(Method):
         """Train, keep the adapter's tensors, take it off again.
 
         Raises:
-            I2CLError: without the package peft, where the start does not fit the model, or on a loss that is
-                not finite.
+            I2CLError: without the package peft, on a model that the adapter or its start does not fit, or on
+                a loss that is not finite.
         """
         needs(self.name, "peft", "peft")
         config, start = self.config(decoder), self.start(decoder)
@@ -161,18 +162,30 @@ class VirtualTokenMethod(AdapterMethod):
         """What the tokens of `start_text` are to the model.
 
         Raises:
-            I2CLError: if the text has no token, or layers differ in the shape of their keys.
+            I2CLError: if the text is no Unicode or has no token.
         """
-        if not self.training.start_text:
+        text = self.training.start_text
+        if not text:
             return None
-        ids = decoder.tokenizer(self.training.start_text, add_special_tokens=False)["input_ids"]
+        require_whole(text, "start_text")
+        ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
-            raise I2CLError(f"start_text {self.training.start_text!r} has no token: give a longer one")
+            raise I2CLError(f"start_text {text!r} has no token: give a longer one")
         return {
             "prompt_embeddings": self.embeddings(
                 decoder, tuple(islice(cycle(ids), self.training.virtual_tokens))
             )
         }
+
+    def require_room(self, decoder: Decoder) -> None:
+        """Refuse virtual tokens that leave a query no place.
+
+        Raises:
+            I2CLError: naming both numbers.
+        """
+        count, most = self.training.virtual_tokens, decoder.max_length
+        if most is not None and count >= most:
+            raise I2CLError(f"virtual_tokens is {count}, but the context holds {most} tokens: take fewer")
 
     @abstractmethod
     def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens numbers"]:
@@ -191,14 +204,21 @@ class PromptTuning(VirtualTokenMethod):
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
-        """Any model will do."""
+        """Any model will do. PEFT is told its sizes, whose names it does not know in every family."""
         from peft import PromptTuningConfig
 
-        return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.training.virtual_tokens)
+        self.require_room(decoder)
+        return PromptTuningConfig(
+            task_type="CAUSAL_LM",
+            num_virtual_tokens=self.training.virtual_tokens,
+            num_layers=decoder.layers,
+            num_attention_heads=1,  # asked for, and not used
+            token_dim=decoder.embed((0,)).shape[-1],
+        )
 
     def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens d"]:
         """Input embeddings."""
-        return decoder.embed(ids).float()
+        return decoder.embed(ids).float().cpu()
 
 
 @dataclass(frozen=True)
@@ -213,22 +233,53 @@ class PrefixTuning(VirtualTokenMethod):
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
-        """Any model will do."""
+        """As many heads, and as wide, as the model's keys have.
+
+        Raises:
+            I2CLError: on a model whose keys and values differ in shape, or that caches more than these.
+        """
         from peft import PrefixTuningConfig
 
-        return PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.training.virtual_tokens)
+        self.require_room(decoder)
+        heads, width = self.shape(decoder)
+        return PrefixTuningConfig(
+            task_type="CAUSAL_LM",
+            num_virtual_tokens=self.training.virtual_tokens,
+            num_layers=decoder.layers,
+            num_attention_heads=heads,
+            token_dim=heads * width,
+        )
+
+    def shape(self, decoder: Decoder) -> tuple[int, int]:
+        """Heads and their width, of the keys and values of every layer."""
+        held = self.cached(decoder, (0,)) if holds_keys_alone(decoder.model.config) else []
+        shapes = {(each.shape[0], each.shape[2]) for each in held}
+        told = decoder.model.config
+        if len(held) == 2 * decoder.layers and len(shapes) == 1:
+            ((heads, width),) = shapes
+            known = getattr(told, "num_key_value_heads", None), getattr(told, "head_dim", None)
+            if known[0] in {None, heads} and (known[0] is None or known[1] in {None, width}):
+                return heads, width  # PEFT asks these names, where a model has them
+        raise I2CLError(
+            f"{self.name} cannot run on {told.model_type!r}: its layers do not all cache keys and values of "
+            "one shape; take lora or prompt_tuning"
+        )
+
+    def cached(self, decoder: Decoder, ids: Ids) -> list[Float[Tensor, "heads tokens width"]]:
+        """Keys and values of some tokens at the first positions, layer by layer."""
+        cache: Any = decoder.prefix(ids).cache
+        return [held[0].float().cpu() for layer in cache.layers for held in (layer.keys, layer.values)]
 
     def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens numbers"]:
         """Keys and values at the first positions, flat in PEFT's order: layer, (key, value), head, width.
 
         Raises:
-            I2CLError: if layers differ in the shape of their keys and values.
+            I2CLError: if there are more than a layer's window keeps.
         """
-        cached: Any = decoder.prefix(ids, whole=True).cache
-        both = [held[0] for layer in cached.layers for held in (layer.keys, layer.values)]
-        if len({held.shape for held in both}) > 1:
+        held = self.cached(decoder, ids)
+        if any(each.shape[1] != len(ids) for each in held):
             raise I2CLError(
-                f"{self.name} cannot start from a text on {decoder.model.config.model_type!r}, whose keys "
-                "and values differ in shape: leave out start_text"
+                f"virtual_tokens is {len(ids)}, but some layers see only {decoder.window} tokens at a time: "
+                "take fewer"
             )
-        return torch.stack(both).permute(2, 0, 1, 3).flatten(1).float()
+        return torch.stack(held).permute(2, 0, 1, 3).flatten(1)

@@ -1,0 +1,273 @@
+"""Adapters of PEFT, as methods: trained on the demonstrations, put on for a call and taken off again."""
+
+import threading
+
+import pytest
+import torch
+from tokenizers import normalizers
+
+from i2cl import Decoder, Example, I2CLError, Task, Template
+from i2cl.methods import adapters, make_methods
+from i2cl.methods.adapters import adapted
+from i2cl.models.encoding import TruncationWarning
+from tiny import CASES, PATHS, WINDOW, tiny_model, tiny_tokenizer
+
+peft = pytest.importorskip("peft", reason="peft is an extra")
+LoraLayer, IA3Layer = peft.tuners.lora.LoraLayer, peft.tuners.ia3.layer.IA3Layer
+
+NAMES = ("lora", "ia3", "prompt_tuning", "prefix_tuning")
+FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
+WORDS = ("positive", "negative")
+SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
+TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
+CLOSE = {"atol": 2e-5, "rtol": 1e-5}
+
+
+@pytest.fixture
+def films():
+    return Task("films", WORDS, Template("Review: {text}\nSentiment:{label}"))
+
+
+@pytest.fixture
+def demonstrations():
+    return [Example(text, label) for text, label in SHOWN]
+
+
+def made(case):
+    model_type, variant = CASES[case]
+    return Decoder(tiny_model(model_type, **variant), tiny_tokenizer(), name=case)
+
+
+def fit(name, decoder, task, demonstrations, seed=0, **options):
+    (method,) = make_methods([name], options)
+    return method.fit(decoder, task, demonstrations, seed)
+
+
+def ids(decoder, text):
+    return decoder.tokenizer(text)["input_ids"]
+
+
+def first_tokens(decoder, task):
+    prompt = task.template.query("x")
+    start = len(ids(decoder, prompt))
+    return [ids(decoder, prompt + task.template.continuation(word))[start] for word in task.labels]
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        *((name, one) for name in ("lora", "ia3") for one in (*FAMILIES, "opt", "bloom", "phi3")),
+        *((name, one) for name in ("prompt_tuning", "prefix_tuning") for one in ("llama", "gpt2", "bloom")),
+    ],
+)
+def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films, demonstrations):
+    decoder = made(model_type)
+    before = fit("zero_shot", decoder, films, demonstrations).scores(TEXTS)
+    texts = [text for text, _ in SHOWN]
+    gold = torch.tensor([label for _, label in SHOWN])
+
+    def loss(predictor):
+        return -predictor.scores(texts)[torch.arange(len(gold)), gold].mean().item()
+
+    short = fit(name, decoder, films, demonstrations, epochs=0)
+    long = fit(name, decoder, films, demonstrations, epochs=10, lr=0.05)
+    assert loss(long) < loss(short) - 0.1
+    if name in {"lora", "ia3"}:  # an untrained adapter of these does nothing
+        torch.testing.assert_close(short.scores(TEXTS), before, **CLOSE)
+    assert torch.equal(fit("zero_shot", decoder, films, demonstrations).scores(TEXTS), before)
+    assert not any("lora" in key or "ia3" in key for key, _ in decoder.model.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:labels share their first token")
+@pytest.mark.parametrize("words", [WORDS, ("positive", "poor", "negative")], ids=["first", "whole"])
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_learn_among_the_labels(name, words, demonstrations, monkeypatch):
+    decoder, task = made("llama"), Task("films", words, Template("Review: {text}\nSentiment:{label}"))
+    texts, gold = zip(*SHOWN, strict=True)
+
+    def loss(predictor):
+        return torch.nn.functional.cross_entropy(predictor.scores(texts), torch.tensor(gold)).item()
+
+    def fitted(**options):
+        return fit(name, decoder, task, demonstrations, loss="labels", **options)
+
+    assert loss(fitted(epochs=10, lr=0.05)) < loss(fitted(epochs=0)) - 0.1
+    told = []
+
+    def record(_parameters, loss, *_more, **_options):
+        told.append(loss(range(len(SHOWN))).item())
+
+    monkeypatch.setattr(adapters, "train", record)
+    untrained = fitted()
+    assert told == [pytest.approx(loss(untrained), rel=1e-5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("prompt_tuning", 32),
+        ("prefix_tuning", 2 * 2 * 16),
+        ("lora", 2 * 8 * ((32 + 32) + (32 + 16))),
+        ("ia3", 2 * (32 + 16 + 48)),
+    ],
+)
+def test_trained_numbers_of_adapters(name, count, films, demonstrations):
+    predictor = fit(name, made("llama"), films, demonstrations, epochs=1)
+    assert predictor.cost.trained == predictor.cost.cached_values == count
+    assert predictor.cost.cached_bytes == 4 * count
+
+
+def test_a_decoder_that_wears_an_adapter_is_the_bare_one_in_all_else():
+    bare = Decoder(tiny_model("llama"), tiny_tokenizer(), name="bare", revision="r", token_budget=77)
+    bare.max_length = 50
+    base, identity, model = bare.base, bare.identity, bare.model
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with adapted(bare, config) as wearing:
+        assert (wearing.name, wearing.revision, wearing.token_budget) == ("bare", "r", 77)
+        assert (wearing.architecture, wearing.max_length) == (bare.architecture, 47)
+        wearing.token_budget = 5
+    assert (bare.token_budget, bare.max_length, bare.model) == (77, 50, model)
+    assert (bare.base, bare.identity) == (base, identity)
+
+
+def test_prompt_tuning_is_an_embedding_in_front(films, demonstrations):
+    decoder = made("llama")
+    predictor = fit("prompt_tuning", decoder, films, demonstrations, epochs=1)
+    (virtual,) = predictor.adapter.state.values()
+    for text, scores in zip(TEXTS, predictor.scores(TEXTS), strict=True):
+        tokens = torch.tensor([ids(decoder, films.template.query(text))])
+        with torch.no_grad():
+            embedded = torch.cat([virtual[None], decoder.model.get_input_embeddings()(tokens)], 1)
+            logits = decoder.model(inputs_embeds=embedded).logits[0, -1].log_softmax(-1)
+        torch.testing.assert_close(scores, logits[first_tokens(decoder, films)], **CLOSE)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "bloom"])
+@pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
+def test_virtual_tokens_may_start_as_real_ones(name, model_type, films, demonstrations):
+    decoder, text, count = made(model_type), "funny and kind", 5
+    shown = (ids(decoder, text) * count)[:count]
+    assert len(set(shown)) > 1
+    options = {"epochs": 0, "start_text": text, "virtual_tokens": count}
+    found = fit(name, decoder, films, demonstrations, **options).scores(TEXTS)
+    rows = [torch.tensor([shown + ids(decoder, films.template.query(text))]) for text in TEXTS]
+    with torch.no_grad():
+        expected = torch.stack([decoder.model(row).logits[0, -1].log_softmax(-1) for row in rows])
+    torch.testing.assert_close(found, expected[:, first_tokens(decoder, films)], **CLOSE)
+
+
+@pytest.mark.parametrize("model_type", PATHS)
+@pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
+def test_virtual_tokens_run_on_a_model_or_are_refused_by_name(name, model_type, films, demonstrations):
+    decoder, options = made(model_type), {"epochs": 1, "virtual_tokens": 3}
+    if name == "prefix_tuning" and model_type in {"deepseek_v3", "modernbert-decoder"}:
+        for start in ({}, {"start_text": "kind"}):
+            with pytest.raises(I2CLError, match=f"prefix_tuning cannot run on '{model_type}': its layers"):
+                fit(name, decoder, films, demonstrations, **options, **start)
+        return
+    assert fit(name, decoder, films, demonstrations, **options).scores(TEXTS).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start_text": "\ud800"}, r"start_text '\\ud800' holds half a surrogate pair"),
+        ({"virtual_tokens": 48}, "virtual_tokens is 48, but the context holds 48 tokens: take fewer"),
+    ],
+)
+def test_what_virtual_tokens_cannot_be(name, options, message, films, demonstrations):
+    decoder = Decoder(tiny_model("gpt2", n_positions=48), tiny_tokenizer())
+    with pytest.raises(I2CLError, match=message):
+        fit(name, decoder, films, demonstrations, **options)
+
+
+def test_a_start_has_tokens_and_all_layers_keep_them(films, demonstrations):
+    decoder = made("llama")
+    decoder.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
+    with pytest.raises(I2CLError, match="start_text ' ' has no token: give a longer one"):
+        fit("prompt_tuning", decoder, films, demonstrations, start_text=" ")
+    with pytest.raises(I2CLError, match=f"virtual_tokens is 40, but some layers see only {WINDOW} tokens"):
+        fit(
+            "prefix_tuning", made("mistral-sliding"), films, demonstrations, start_text="a", virtual_tokens=40
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_users_hooks_checkpointing_and_random_numbers_stay(name, films, demonstrations):
+    """For a model under gradient checkpointing PEFT would put one more hook on the embedding a call."""
+    decoder = made("llama")
+    decoder.model.gradient_checkpointing_enable()
+    embedding = decoder.model.get_input_embeddings()
+    hooks = dict(embedding._forward_hooks)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    predictor = fit(name, decoder, films, demonstrations, epochs=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    predictor.scores(TEXTS)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert dict(embedding._forward_hooks) == hooks
+    assert decoder.model.is_activation_checkpointing
+
+
+@pytest.mark.parametrize("name", ["lora", "ia3"])
+def test_an_adapter_that_fails_half_way_on_leaves_nothing(name, films, demonstrations, monkeypatch):
+    decoder = made("llama")
+    modules = dict(decoder.model.named_modules())
+    layer = {"lora": LoraLayer, "ia3": IA3Layer}[name]
+    update, calls = layer.update_layer, []
+
+    def fail_late(self, *args, **options):
+        calls.append(self)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError
+        return update(self, *args, **options)
+
+    monkeypatch.setattr(layer, "update_layer", fail_late)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(name, decoder, films, demonstrations, epochs=1)
+    monkeypatch.undo()
+    assert dict(decoder.model.named_modules()) == modules
+    assert fit(name, decoder, films, demonstrations, epochs=1).scores(TEXTS).isfinite().all()
+    decoder.model.set_submodule("model.layers.1.self_attn.v_proj", torch.nn.Sequential(torch.nn.Identity()))
+    modules = dict(decoder.model.named_modules())
+    with pytest.raises(
+        I2CLError, match=r"PEFT cannot adapt this 'llama': Target module Sequential.*; take an"
+    ):
+        fit(name, decoder, films, demonstrations, epochs=1)
+    assert dict(decoder.model.named_modules()) == modules
+
+
+def test_writers_are_found_before_another_thread_can_adapt_the_model(films, demonstrations):
+    """Read for the first time while an adapter is on, they are those of the bare model all the same."""
+    decoder = made("llama")
+    bare = [module for pair in decoder.architecture.writers(decoder.model) for module in pair]
+    (lora,) = make_methods(["lora"], {"epochs": 0})
+    with adapted(decoder, lora.config(decoder)):
+        late = [module for pair in decoder.writers for module in pair]
+        assert len(decoder.blocks) == decoder.layers
+    assert late == bare
+    assert decoder.base == made("llama").base
+
+
+def test_the_identity_waits_for_an_adapter_to_come_off():
+    decoder, seen = made("llama"), []
+    (lora,) = make_methods(["lora"], {"epochs": 0})
+    with adapted(decoder, lora.config(decoder)):
+        reader = threading.Thread(target=lambda: seen.append(decoder.base))
+        reader.start()
+        reader.join(timeout=0.2)
+        assert seen == []
+    reader.join()
+    assert seen == [made("llama").base]
+
+
+@pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
+def test_virtual_tokens_take_their_share_of_learned_positions(films, name):
+    decoder = Decoder(tiny_model("gpt2", n_positions=48), tiny_tokenizer())
+    (method,) = make_methods([name], {"epochs": 1, "virtual_tokens": 7})
+    shots = [Example("a dull film " * 40, 0), Example("warm " * 40, 1)]
+    with pytest.warns(TruncationWarning, match="41 tokens of context"):
+        predictor = method.fit(decoder, films, shots, 0)
+    with pytest.warns(TruncationWarning):
+        assert predictor.scores(["a dull film " * 40]).isfinite().all()
