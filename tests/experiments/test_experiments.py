@@ -28,6 +28,7 @@ from i2cl.experiments.runner import Group, GroupJob, pending, run_groups
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, plain, run_study, worst_group
 from i2cl.faces.cli import main
+from i2cl.faces.cli.experiment import _cells
 from i2cl.injections.transfer import transfer
 from i2cl.methods import make_methods
 from i2cl.methods.few_shot import FewShot
@@ -592,3 +593,82 @@ def test_two_processes_hold_one_model_together(tmp_path, alone):
     for record in records.values():
         assert record.outcome.predictions == alone(record.cell).outcome.predictions
         assert record.provenance["weights"] == alone(record.cell).provenance["weights"]
+
+
+def run_groups_of(cells, decoder, folder, data_dir=None):
+    def execute(jobs):
+        return (job.run(decoder) for job in jobs)
+
+    with Store.writing(folder) as store:
+        return run_groups(pending(cells, store), store, execute, data_dir)
+
+
+def test_a_store_refuses_other_weights(tmp_path):
+    first, other = (
+        Decoder(tiny_model("llama", hidden_size=size), tiny_tokenizer(), name="m") for size in (32, 64)
+    )
+    cells = [cell(method="few_shot", seed=seed, limit=2, shots=1) for seed in range(3)]
+    assert run_groups_of(cells[:1], first, tmp_path / "s").done == 1
+    assert run_groups_of(cells[:2], first, tmp_path / "s").done == 1
+    with pytest.raises(I2CLError, match="results of other weights than 'm' has now: choose another --store"):
+        run_groups_of(cells, other, tmp_path / "s")
+    assert len(Store.open(tmp_path / "s").records) == 2
+
+
+def test_a_store_refuses_other_rows_of_a_task(tmp_path, decoder):
+    for folder, word in (("one", "good"), ("other", "great")):
+        (tmp_path / folder / "sst2").mkdir(parents=True)
+        for split in ("train", "test"):
+            lines = [{"text": f"{word} {n}", "label": n % 2} for n in range(12)]
+            file = tmp_path / folder / "sst2" / f"{split}.jsonl"
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cells = [cell(task="sst2", method="few_shot", seed=seed, limit=2, shots=1) for seed in range(2)]
+    assert run_groups_of(cells[:1], decoder, tmp_path / "s", str(tmp_path / "one")).done == 1
+    with pytest.raises(I2CLError, match="the store has results on other rows of task 'sst2'"):
+        run_groups_of(cells, decoder, tmp_path / "s", str(tmp_path / "other"))
+
+
+def test_tasks_that_a_user_names_are_all_run():
+    named = [f"mood-colour-{n}" for n in (1, 2)] + ["job-letter-1"]
+    cells, _ = _cells("shots", cell(), named, named, True, None, None)
+    assert {one.task for one in cells} == set(named)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('method = "few_shott"', "experiment 'mine', row 'a': unknown method 'few_shott'"),
+        ('method = "few_shot", options = { colour = "red" }', "row 'a': no chosen method has the option"),
+    ],
+)
+def test_rows_that_cannot_be_run_are_refused_first(row, message, tmp_path, capsys):
+    file = tmp_path / "mine.toml"
+    file.write_text(f'title = "T"\nmeasures = "M"\nrows = [{{ name = "a", {row} }}]\n')
+    with pytest.raises(SystemExit) as stopped:
+        main(["experiment", "run", str(file), "--store", str(tmp_path / "s")])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["experiment", "run", "main", "--address", "ray://x:1"], "add --executor ray, or leave it out"),
+        (["eval", "reference", f"{ONE},{ONE}"], f"two tasks are called '{ONE}': leave one out"),
+        (["eval", "reference", ONE, "--method", "few_shot,few_shot"], "two methods are called 'few_shot'"),
+    ],
+)
+def test_what_would_do_nothing_or_mix_is_refused(words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_list_counts_cells_of_one_task(capsys):
+    with pytest.raises(SystemExit):
+        main(["experiment", "ls", "--json"])
+    told = {one["name"]: one["cells_per_task"] for one in json.loads(capsys.readouterr().out)}
+    asked = load_experiment("real")
+    assert told["real"] == sum(min(asked.full.seeds, row.seeds or 99) for row in asked.rows)

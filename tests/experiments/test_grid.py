@@ -139,6 +139,14 @@ def test_a_users_file(tmp_path):
         ('title = "T"\nmeasures = "M"\nrows = []\n', "rows: .*at least 1"),
         ('title = "T"\nmeasures = "M"\nrows = [{ name = "a", metod = "i2cl" }]\n', "rows.0.metod"),
         ('title = "T"\nmeasures = "M"\nviews = ["pie"]\nrows = [{ name = "a" }]\n', "views.0"),
+        ('title = "T"\nmeasures = "M"\ntasks = []\nrows = [{ name = "a" }]\n', "tasks is empty: name one"),
+        ('title = "T"\nmeasures = "M"\nrows = [{ name = "a", shots = [0] }]\n', "rows.0.shots.0"),
+        ('title = "T"\nmeasures = "M"\nrows = [{ name = "a" }, { name = "a" }]\n', "two rows are called 'a'"),
+        ('title = "T"\nmeasures = "M"\nagainst = "b"\nrows = [{ name = "a" }]\n', "none of the rows"),
+        (
+            'title = "T"\nmeasures = "M"\nrows = [{ name = "a", study = "move", method = "noise" }]\n',
+            "study=move, which takes plain I2CL: leave out method",
+        ),
     ],
 )
 def test_wrong_files_are_refused_in_one_line(tmp_path, content, message):

@@ -523,6 +523,57 @@ def test_a_transfer_from_more_tasks_counts():
         assert texts(table("tasks", experiment([row], seeds=1), made))["I2CL"] == ["100.0"]
 
 
+def test_a_transfer_is_not_averaged_over_different_sources():
+    few = [record("i2cl", "sst2", seed, "00", study="transfer", sources=("a",)) for seed in range(3)]
+    many = [record("i2cl", "sst2", seed, "11", study="transfer", sources=("a", "b")) for seed in range(2)]
+    row = GridRow(name="I2CL", study="transfer")
+    for made in ([*few, *many], [*many, *few]):
+        assert texts(table("tasks", experiment([row]), made))["I2CL"] == ["0.0 ± 0.0"]
+
+
+def test_different_rows_are_not_mixed():
+    told = [{}, {"rows": "a"}, {"rows": "b"}]
+    made = [record("i2cl", "sst2", seed, "10", provenance=one) for seed, one in enumerate(told)]
+    assert "come from different rows of task 'sst2'" in section(experiment(), made).missing[-1]
+    assert section(experiment(seeds=2), made[:2]).missing == section(experiment(seeds=1), made[:1]).missing
+
+
+def test_one_seed_of_a_method_that_draws_stands_for_no_other():
+    """Zero-shot draws nothing, so that its one seed is paired with all; few-shot's is one seed."""
+    rows = [GridRow(name="Few-shot (ICL)", method="few_shot", seeds=1), "ICV", "Zero-shot"]
+    made = [
+        record(method, "sst2", seed, random(share, [seed, len(method)]))
+        for method, share in (("few_shot", 0.9), ("icv", 0.2), ("zero_shot", 0.2))
+        for seed in range(1 if method != "icv" else 4)
+    ]
+    found = table("comparison", experiment(rows, seeds=4, against="Zero-shot"), made)
+    assert texts(found)["Few-shot (ICL)"][-1] == "fewer than 4 seeds cannot tell"
+    against = texts(table("comparison", experiment(rows, seeds=4, against="ICV"), made))
+    assert against["Few-shot (ICL)"][-1] == "fewer than 4 seeds cannot tell"
+    assert against["Zero-shot"][-1] != "fewer than 4 seeds cannot tell"
+
+
+def test_seeds_beyond_the_scale_are_wanted_of_every_row():
+    made = [record(name, "sst2", seed, "1") for name, n in (("i2cl", 4), ("icv", 3)) for seed in range(n)]
+    found = table("tasks", experiment(("ICV", "I2CL"), seeds=2), made)
+    assert noted(found, "3 of 4 seeds") == "† 3 of 4 seeds: ICV."
+
+
+def test_queries_that_are_not_balanced_are_not_said_to_be():
+    row = GridRow(name="Batch", method="zero_shot+batch_calibration", seeds=1)
+    for skew, told in ((1, "of balanced classes"), (3, "which are not of balanced classes")):
+        made = [record(row.method, "sst2", 0, "10", skew=skew)]
+        asked = experiment([row], seeds=1, skews=(1, 3), against="Batch")
+        assert noted(table("tasks", asked, made), told)
+        assert f",{skew}," in csv_text(build([asked], made, {}, figures=False))
+
+
+def test_shares_of_common_fits_are_no_seconds_of_single_ones():
+    made = [record("i2cl", "sst2", seed, "10", together=2) for seed in range(2)]
+    found = table("cost", experiment(("I2CL",), seeds=2), made)
+    assert noted(found, "equal shares of seeds that were fitted together: I2CL.")
+
+
 def test_every_setting_has_a_section():
     made = [*trial(), *llama(), *llama("zero_shot")]
     found = build([experiment()], made, {}, figures=False)

@@ -86,6 +86,32 @@ def test_a_later_record_of_a_cell_takes_the_place_of_an_earlier_one(tmp_path):
     assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_cell_that_fails_when_run_again_keeps_its_result(tmp_path):
+    write(tmp_path, record(0), failed(0))
+    assert list(Store.open(tmp_path).records.values()) == [record(0)]
+    with Store.writing(tmp_path) as store:
+        store.append(failed(0))
+        assert store.done(record(0).key)
+
+
+def test_an_empty_run_takes_no_lock_of_another(tmp_path):
+    """It ends, removes its own lock, and another run begins before the folder goes."""
+    lock = tmp_path / "s" / ".lock"
+    with Store.writing(tmp_path / "s"):
+        assert lock.exists()
+    assert not lock.parent.exists()
+    removed = []
+
+    class Watching(type(lock)):
+        def unlink(self, missing_ok=False):
+            removed.append(self.name)
+            super().unlink(missing_ok=missing_ok)
+
+    with Store.writing(Watching(tmp_path / "s")):
+        pass
+    assert removed.count(".lock") <= 1
+
+
 @pytest.mark.parametrize("left", [1, 20, 200])
 def test_a_torn_last_line_is_cut_off(tmp_path, left):
     write(tmp_path, record(0), record(1))

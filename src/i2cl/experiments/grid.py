@@ -7,9 +7,9 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Value = str | int | float | bool
 Study = Literal["method", "move", "transfer"]
@@ -90,19 +90,29 @@ class GridRow(_Frozen):
     Attributes:
         name: as shown; the paper's name where it prints the row.
         shots: demonstrations per class, several for a curve; empty for the task's own.
-        seeds: at most so many, for what no seed can change.
+        seeds: at most so many: one for what no seed can change.
 
-    The others are those of a `Cell`.
+    The others are those of a `Cell`. What is moved or transferred is plain I2CL, of the task's own shots.
     """
 
     name: str
     study: Study = "method"
     method: str = "i2cl"
     options: dict[str, Value] = Field(default_factory=dict)
-    shots: tuple[int, ...] = ()
+    shots: tuple[Annotated[int, Field(ge=1)], ...] = ()
     demonstrations: Demonstrations = "random"
     chat: bool = False
     seeds: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _plain_where_used(self) -> Self:
+        plain = (self.method, self.options, self.shots, self.demonstrations) == ("i2cl", {}, (), "random")
+        if self.study != "method" and not plain:
+            raise ValueError(
+                f"row {self.name!r} has study={self.study}, which takes plain I2CL: leave out method, "
+                "options, shots and demonstrations"
+            )
+        return self
 
     def cells(self, base: Cell, tasks: Sequence[str], most_shots: int | None) -> Iterator[Cell]:
         """The row's cells for one seed."""
@@ -177,6 +187,17 @@ class Experiment(_Frozen):
     printed: str | None = None
     full: Scale = Scale()
     quick: Scale = Scale(seeds=2, limit=100, tasks=5, shots=20)
+
+    @model_validator(mode="after")
+    def _rows_by_name(self) -> Self:
+        if not self.tasks:
+            raise ValueError('tasks is empty: name one, or leave it out for "all"')
+        names = [row.name for row in self.rows]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two rows are called {twice[0]!r}: rename one")
+        if "against" in self.model_fields_set and self.against not in names:
+            raise ValueError(f"against is {self.against!r}, which is none of the rows: name one of them")
+        return self
 
     @property
     def timed(self) -> bool:

@@ -83,6 +83,22 @@ def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Exp
     ]
 
 
+def require_methods(experiments: Sequence[Experiment]) -> None:
+    """Refuse rows whose method or options do not exist, before anything is run.
+
+    Raises:
+        I2CLError: naming the first row.
+    """
+    from i2cl.methods import make_methods
+
+    for one in experiments:
+        for row in one.rows:
+            try:
+                make_methods([row.method], row.options)
+            except I2CLError as error:
+                raise I2CLError(f"experiment {one.name!r}, row {row.name!r}: {error}") from None
+
+
 def require_known(tasks: Sequence[str], known: Sequence[str], nobody: str) -> None:
     """Refuse a task that is not known.
 

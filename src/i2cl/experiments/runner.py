@@ -4,9 +4,9 @@ import os
 import platform
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from itertools import chain
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from i2cl.errors import I2CLError
 from i2cl.experiments.evaluation import software
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record
@@ -41,16 +42,68 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What the results that a store has of a model stand on.
+
+    Attributes:
+        weights: fingerprints, by the precision that they were loaded in.
+        rows: of each task, see `Bench.rows`.
+    """
+
+    weights: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    rows: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, store: Store, like: Cell) -> "Kept":
+        """That of a store's cells with the same model, as given at loading."""
+        weights: dict[str, set[str]] = defaultdict(set)
+        rows: dict[str, set[str]] = defaultdict(set)
+        for record in store.records.values():
+            cell, told = record.cell, record.provenance
+            same = (cell.model, cell.revision, cell.dtype) == (like.model, like.revision, like.dtype)
+            if record.status == "done" and same:
+                weights[told.get("dtype", "")] |= {told["weights"]} if "weights" in told else set()
+                rows[cell.task] |= {told["rows"]} if "rows" in told else set()
+        return cls(*({name: frozenset(held) for name, held in each.items()} for each in (weights, rows)))
+
+    def require_same(self, bench: Bench, tasks: Iterable[str]) -> None:
+        """Refuse to add results of other weights or other rows.
+
+        Raises:
+            I2CLError: naming the model or the task.
+        """
+        decoder = bench.decoder
+        strange = set(self.weights.get(software(decoder)["dtype"], ())) - {decoder.base.weights}
+        if strange and strange - {decoder.base_like(replace(decoder.base, config=None)).weights}:
+            raise I2CLError(
+                f"the store has results of other weights than {decoder.name!r} has now: "
+                "choose another --store"
+            )
+        for task in sorted(tasks):
+            if set(self.rows.get(task, ())) - {bench.rows(task)}:
+                raise I2CLError(
+                    f"the store has results on other rows of task {task!r}: choose another --store, or the "
+                    "--data-dir they were made with"
+                )
+
+
+@dataclass(frozen=True)
 class GroupJob:
     """Groups that stand on the same fit, with all that a worker needs beside the model."""
 
     groups: tuple[Group, ...]
     data_dir: str | None
     vectors: Path
+    kept: Kept = field(default_factory=Kept)
 
     def run(self, decoder: Decoder) -> list[Record]:
-        """Records of what is lacking; what goes wrong with a cell becomes part of its record."""
+        """Records of what is lacking; what goes wrong with a cell becomes part of its record.
+
+        Raises:
+            I2CLError: if the store's results are of other weights, or of other rows of these tasks.
+        """
         bench = Bench(decoder, self.data_dir, self.vectors)
+        self.kept.require_same(bench, {cell.task for group in self.groups for cell in group.lacking})
         return [record for group in self.groups for record in _records(bench, group)]
 
 
@@ -84,7 +137,7 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
         error=error,
         started=started,
         peak_memory_bytes=max(memory, peak.bytes),
-        provenance=provenance(bench.decoder),
+        provenance=provenance(bench.decoder) | ({"rows": bench.rows(cell.task)} if outcome else {}),
     )
 
 
@@ -163,12 +216,17 @@ def run_groups(
         execute: where.
         data_dir: of the tasks.
         watch: called with every record.
+
+    Raises:
+        I2CLError: if what the store has is of other weights, or of other rows.
     """
     same: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         same[fit_key(group.cells[0])].append(group)
-    vectors = store.vectors_folder.resolve()
-    jobs = [GroupJob(tuple(standing), data_dir, vectors) for standing in same.values()]
+    if not groups:
+        return Tally(0, 0, 0)
+    vectors, kept = store.vectors_folder.resolve(), Kept.of(store, groups[0].cells[0])
+    jobs = [GroupJob(tuple(standing), data_dir, vectors, kept) for standing in same.values()]
     found: Counter[str] = Counter()
     for record in chain.from_iterable(execute(jobs)):
         store.append(record)

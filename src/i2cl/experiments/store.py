@@ -49,7 +49,7 @@ class Store:
 
     Attributes:
         folder: where it is.
-        records: the newest record of every cell, by key.
+        records: the newest record of every cell, by key; one that failed takes no place of one that did not.
     """
 
     def __init__(self, folder: Path, records: dict[str, Record]) -> None:
@@ -87,6 +87,7 @@ class Store:
         with ExitStack() as stack:
             with _write_errors(path):
                 path.mkdir(parents=True, exist_ok=True)
+                stack.callback(_remove_bare, path)  # once the lock is gone
                 busy = f"another run writes to {str(folder)!r}: wait for it, or choose another --store"
                 stack.enter_context(only_writer(path / LOCK, busy))
                 journal = stack.enter_context(Journal.opened(path / CELLS))
@@ -96,7 +97,7 @@ class Store:
                 yield store
             finally:
                 if not store.records:  # a run that could not start leaves no empty store behind
-                    _remove_empty(path)
+                    (path / CELLS).unlink()
 
     @classmethod
     @contextmanager
@@ -125,7 +126,7 @@ class Store:
             raise ValueError("the store was opened for reading")
         with _write_errors(self.folder):
             self._keep(record.model_dump_json(exclude_none=True).encode() + b"\n")
-        self.records[record.key] = record
+        _put(self.records, record)
 
     def vectors(self) -> Vectors:
         """Vectors of every cell that kept some.
@@ -183,9 +184,14 @@ class Store:
                 save_file(flat, fresh / PACKED_VECTORS)
 
 
-def _remove_empty(folder: Path) -> None:
-    (folder / CELLS).unlink()
-    (folder / LOCK).unlink(missing_ok=True)
+def _put(records: dict[str, Record], record: Record) -> None:
+    if record.status != "failed" or record.key not in records or records[record.key].status == "failed":
+        records[record.key] = record
+
+
+def _remove_bare(folder: Path) -> None:
+    if (folder / CELLS).exists():
+        return
     for empty in (folder / VECTORS, folder):
         with suppress(OSError):  # it holds something
             empty.rmdir()
@@ -238,7 +244,7 @@ def _by_key(lines: list[bytes], path: Path) -> dict[str, Record]:
                 f"line {number} of the store {str(path)!r} cannot be read ({first_problem(error)}): "
                 "remove that line, its cell is then run again"
             ) from None
-        records[record.key] = record
+        _put(records, record)
     return records
 
 

@@ -3,6 +3,8 @@
 Each is a `Method`, so that everything is measured alike by `i2cl.experiments.evaluation.measure`.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -61,6 +63,10 @@ class Bench:
         task = _task(cell.task, self.data_dir)
         return task.chat(self.decoder.tokenizer) if cell.chat else task
 
+    def rows(self, task: str) -> str:
+        """A fingerprint of a task's rows, of both splits: 16 hexadecimal digits."""
+        return _rows(task, self.data_dir)
+
     def injection(self, cell: Cell) -> Injection:
         """What plain I2CL was fitted to on a cell's task, by an earlier cell or now."""
         task = self.task(cell)
@@ -95,6 +101,13 @@ class Bench:
 @lru_cache
 def _task(name: str, data_dir: str | None) -> Task:
     return load_task(name, data_dir=data_dir)
+
+
+@lru_cache
+def _rows(name: str, data_dir: str | None) -> str:
+    task = _task(name, data_dir)
+    told = [[(example.text, example.label) for example in split] for split in (task.train, task.test)]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
 def plain(cell: Cell, task: str) -> Cell:

@@ -102,6 +102,15 @@ def calibrating_method(
     return cast("Injector", found)
 
 
+def draws(name: str) -> bool:
+    """Whether demonstrations or the seed change what a method makes.
+
+    Raises:
+        I2CLError: on an unknown method.
+    """
+    return any(_known(part).drawn for part in _parts(name))
+
+
 def _parts(name: str) -> list[str]:
     """The methods a name stacks up, lowest first."""
     parts = name.split("+")

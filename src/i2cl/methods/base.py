@@ -94,6 +94,7 @@ class Method(ABC):
         formula: the paper's count of cached values, with D width, L layers, M demonstration tokens,
             1/K share of tokens kept.
         transductive: whether a text's scores depend on the texts that are scored with it.
+        drawn: whether demonstrations or the seed change what it makes; of a wrapper, beyond the method below.
     """
 
     name: ClassVar[str]
@@ -102,6 +103,7 @@ class Method(ABC):
     needs: ClassVar[str] = "demonstrations"
     formula: ClassVar[str] = "0"
     transductive: ClassVar[bool] = False
+    drawn: ClassVar[bool] = True
     settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = ()
 
     @property

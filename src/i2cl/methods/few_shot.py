@@ -20,6 +20,7 @@ class ZeroShot(Method):
 
     name: ClassVar[str] = "zero_shot"
     summary: ClassVar[str] = "the query alone"
+    drawn: ClassVar[bool] = False
     row: ClassVar[str] = "Zero-shot"
     needs: ClassVar[str] = "nothing"
 

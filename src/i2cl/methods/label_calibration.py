@@ -31,6 +31,7 @@ class ContextualCalibration(Wrapper):
     name: ClassVar[str] = "contextual_calibration"
     summary: ClassVar[str] = "another method's scores less those for content-free texts"
     needs: ClassVar[str] = "what the method below it needs"
+    drawn: ClassVar[bool] = False
 
     def over(
         self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
@@ -98,6 +99,7 @@ class BatchCalibration(Wrapper):
     summary: ClassVar[str] = "another method's scores less their mean over the queries"
     needs: ClassVar[str] = "what the method below it needs, and the unlabelled queries together"
     transductive: ClassVar[bool] = True
+    drawn: ClassVar[bool] = False
 
     def over(
         self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int

@@ -38,23 +38,27 @@ def accuracy_notes(
         said.append(f"Bold: the best, where it can be told from every other row ({tests}).")
     elif len(found.lines) > 1:
         said.append("Nothing is bold: nowhere can the best row be told from every other.")
-    return [*said, *transductive_notes(found.lines), *incomplete_notes(found, found.lines), *printed]
+    return [*said, *transductive_notes(found), *incomplete_notes(found, found.lines), *printed]
 
 
 def scale_note(found: Results, lines: Iterable[Line]) -> str:
     """What accuracies are made of."""
     held = [found.outcomes(line, task) for line in lines for task in found.tasks_of(line)]
-    most = max(map(len, held))
+    counts = [len(outcomes) for outcomes in held]
+    most = max(counts)
     span = number_range(len(outcomes[0].predictions) for outcomes in held).replace(",", "")
     repeated = f"mean ± standard deviation over {most} seeds" if most > 1 else "one seed"
     fixed = "; a single seed has no ±" if most > 1 and any(len(one) == 1 for one in held) else ""
     return f"Accuracy in percent, {repeated}{fixed}. {span} queries per task."
 
 
-def transductive_notes(lines: Sequence[Line]) -> list[str]:
+def transductive_notes(found: Results) -> list[str]:
     """Which lines no single query could be asked of."""
-    told = list(dict.fromkeys(line.row.name for line in lines if line.transductive))
-    return [f"Of all queries together, which are of balanced classes: {'; '.join(told)}."] if told else []
+    told = list(dict.fromkeys(line.row.name for line in found.lines if line.transductive))
+    classes = "are not" if found.setting.skew > 1 else "are, where a test split allows it,"
+    return (
+        [f"Of all queries together, which {classes} of balanced classes: {'; '.join(told)}."] if told else []
+    )
 
 
 def incomplete_notes(found: Results, lines: Sequence[Line]) -> list[str]:

@@ -225,7 +225,7 @@ def _html(text: str, images: Mapping[str, str] = MappingProxyType({})) -> Markup
 
 def csv_text(report: Report) -> str:
     """The raw numbers of all tables in long format: one line per section, view, row and task."""
-    setting_columns = ("model", "revision", "dtype", "limit")
+    setting_columns = ("model", "revision", "dtype", "limit", "skew")
     file = io.StringIO()
     writer = csv.DictWriter(file, ("experiment", *setting_columns, *VALUES), lineterminator="\n")
     writer.writeheader()

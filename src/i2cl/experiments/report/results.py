@@ -12,7 +12,7 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.grid import Experiment, GridRow, Scale, spread
 from i2cl.experiments.records import Record, Run
 from i2cl.experiments.statistics import ALPHA, Accuracy, Difference, accuracy, difference, holm
-from i2cl.methods import METHODS
+from i2cl.methods import METHODS, draws
 
 Right = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, as `i2cl.experiments.statistics` wants it
 
@@ -71,6 +71,11 @@ class Line:
         return any(METHODS[part].transductive for part in self.row.method.split("+") if part in METHODS)
 
     @property
+    def fixed(self) -> bool:
+        """Whether its one seed stands for all, since nothing of it is drawn."""
+        return self.row.seeds == 1 and self.row.study == "method" and not draws(self.row.method)
+
+    @property
     def whole(self) -> bool:
         """Whether it is all of its row, which alone can stand beside a row of the paper."""
         return self.shots is None and self.source is None
@@ -101,16 +106,21 @@ class Results:
     @cached_property
     def _records(self) -> dict[tuple[Line, str], dict[int, Record]]:
         """By line, task and seed, without seeds beyond a row's, which another experiment may have run."""
-        found: dict[tuple[Line, str], dict[int, Record]] = defaultdict(dict)
-        # A transfer may have been run from more and from fewer tasks: the most counts.
-        for record in sorted(self.cells, key=lambda one: len(one.cell.sources)):
+        found: dict[tuple[Line, str], dict[tuple[str, ...], dict[int, Record]]] = defaultdict(dict)
+        for record in self.cells:
             cell = record.cell
             for place, row in enumerate(self.experiment.rows):
                 if row.holds(cell) and (row.seeds is None or cell.seed < row.seeds):
                     source = cell.sources[0] if row.study == "move" and cell.sources else None
                     line = Line(place, cell.shots if len(row.shots) > 1 else None, source, row)
-                    found[line, cell.task][cell.seed] = record
-        return {place: dict(sorted(seeds.items())) for place, seeds in found.items()}
+                    sources = cell.sources if row.study == "transfer" else ()
+                    found[line, cell.task].setdefault(sources, {})[cell.seed] = record
+        # A transfer may have been run from more and from fewer tasks, which do not mix: first, most seeds.
+        chosen = {
+            place: max(sets.items(), key=lambda one: (len(one[1]), len(one[0])))[1]
+            for place, sets in found.items()
+        }
+        return {place: dict(sorted(seeds.items())) for place, seeds in chosen.items()}
 
     @cached_property
     def _sorted(self) -> list[Line]:
@@ -155,19 +165,23 @@ class Results:
         return [task for task in wanted if task not in self.tasks]
 
     def check_queries(self) -> None:
-        """Refuse records of one task that classify different queries.
+        """Refuse records of one task that classify different queries, or learn from different rows.
 
         Raises:
             I2CLError: naming two such cells.
         """
-        first: dict[str, Record] = {}
+        first: dict[tuple[str, bool], Record] = {}
         for record in self.cells:
-            asked = first.setdefault(record.cell.task, record)
-            if outcome(asked).gold != outcome(record).gold:
-                raise I2CLError(
-                    f"cells {asked.key} and {record.key} classify different queries of task "
-                    f"{record.cell.task!r}: keep them in stores of their own"
-                )
+            rows = record.provenance.get("rows")  # which older records do not tell
+            for known in {False, rows is not None}:
+                asked = first.setdefault((record.cell.task, known), record)
+                other_rows = known and asked.provenance.get("rows") != rows
+                if other_rows or outcome(asked).gold != outcome(record).gold:
+                    what = "come from different rows" if other_rows else "classify different queries"
+                    raise I2CLError(
+                        f"cells {asked.key} and {record.key} {what} of task {record.cell.task!r}: "
+                        "keep them in stores of their own"
+                    )
 
     def records(self, line: Line, task: str) -> Mapping[int, Record]:
         """Records of a line on a task by seed, in the order of seeds."""
@@ -212,9 +226,14 @@ class Results:
             self._accuracies[line, tasks] = accuracy(self._right(line, tasks, seeds)) if seeds else None
         return self._accuracies[line, tasks]
 
+    @cached_property
+    def most_seeds(self) -> int:
+        """Seeds of the scale, or of the line with the most where some have more."""
+        return max(self.scale.seeds, *map(len, self._records.values()), 0)
+
     def lacking(self, line: Line) -> tuple[str, ...]:
         """What a line lacks of its experiment, in words; empty where it is complete."""
-        tasks, wanted = self.tasks_of(line), min(self.scale.seeds, line.row.seeds or self.scale.seeds)
+        tasks, wanted = self.tasks_of(line), min(self.most_seeds, line.row.seeds or self.most_seeds)
         absent = [task for task in self.tasks if task not in tasks]
         short = {task: n for task in tasks if (n := len(self.records(line, task))) < wanted}
         parts = [f"{len(tasks)} of {len(self.tasks)} tasks, not {listing(absent)}"] if absent else []
@@ -236,7 +255,7 @@ class Results:
             pair = self._paired(line, other, task)
             asked = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
             often = PERMUTATIONS if task is None else max(PERMUTATIONS, asked)
-            drawn = {line.row.seeds, other.row.seeds} != {1}
+            drawn = not (line.fixed and other.fixed)
             found = difference(*pair, drawn=drawn, permutations=often) if pair[0] else None
             self._differences[line, other, task] = found
         return self._differences[line, other, task]
@@ -244,12 +263,12 @@ class Results:
     def _paired(self, line: Line, other: Line, task: str | None) -> tuple[Right, Right]:
         """What two lines got right on each task that both have, for the seeds that both have on all of these.
 
-        A line with one seed by nature keeps it: it is paired with every seed of the other.
+        A line that nothing is drawn for keeps its one seed, which is paired with every seed of the other.
         """
         theirs = self.tasks_of(other)
         tasks = [one for one in self.tasks_of(line) if one in theirs and task in {None, one}]
         seeds = self._shared_seeds(line, tasks), self._shared_seeds(other, tasks)
-        if 1 not in {line.row.seeds, other.row.seeds}:
+        if not (line.fixed or other.fixed):
             seeds = (seeds[0] & seeds[1],) * 2
         if not all(seeds):
             return [], []

@@ -172,7 +172,7 @@ def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
     against = found.default.name
     minus, lacking = f"Row minus {against} in percentage points", incomplete_notes(found, found.lines)
     lacking += ["Incomplete rows are compared on the tasks and seeds that both have."] if lacking else []
-    lacking = [*transductive_notes(found.lines), *lacking]
+    lacking = [*transductive_notes(found), *lacking]
 
     tested = _tested(found, pairs, [None])
     rows = [
@@ -236,11 +236,19 @@ def cost_table(found: Results, paper: Paper) -> list[Table]:
         *place_notes(found),
         *incomplete_notes(found, found.lines),
     ]
+    if together := [line.name for line in found.lines if _fitted_together(found, line)]:
+        notes.append(
+            f"Seconds of fits are equal shares of seeds that were fitted together: {'; '.join(together)}."
+        )
     if extra and paper.table is not None:
         symbols = "M demonstration tokens, D width, L layers, 1/K compression rate."
         notes.append(f"(paper): as printed in {paper.table.paper}, {paper.table.model}. {symbols}")
     columns = ("Row", *COLUMNS.values(), "Fit, s", "Query, ms", *extra)
     return [Table("Cost", columns, rows, notes, values)]
+
+
+def _fitted_together(found: Results, line: Line) -> bool:
+    return any(one.together > 1 for task in found.tasks_of(line) for one in found.outcomes(line, task))
 
 
 TABLES: Mapping[View, Callable[[Results, Paper], list[Table]]] = {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from i2cl.errors import I2CLError
 from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
@@ -53,6 +54,9 @@ def evaluate(
     methods = list(METHODS) if method == "all" else load.split(method)
     chosen = load.methods(methods, settings, recipe)
     tasks = load.tasks(task, model, rows)
+    for what, names in (("tasks", [one.name for one in tasks]), ("methods", [one.called for one in chosen])):
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise I2CLError(f"two {what} are called {twice[0]!r}: leave one out, or ask for it by itself")
     source = partial(load.decoder, model, loading)
     span = range(seed, seed + seeds)
     with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:

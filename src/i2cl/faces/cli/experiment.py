@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from i2cl.errors import I2CLError
 from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
@@ -50,7 +51,8 @@ def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
     """How many cells one task takes, the matrix of moves aside."""
     from i2cl.experiments.grid import Cell
 
-    cells = experiment.cells(Cell(model="", task=""), ["one"], scale)
+    one_task = experiment.model_copy(update={"tasks": "all"})
+    cells = one_task.cells(Cell(model="", task=""), ["one"], scale)
     return sum(cell.study != "move" for cell in cells)
 
 
@@ -83,6 +85,8 @@ def run(
     json: options.Json = False,
 ) -> None:
     """Run the cells that the store lacks; exit code 1 if any failed."""
+    if address is not None and executor != "ray":
+        raise I2CLError("--address is that of a Ray cluster: add --executor ray, or leave it out")
     load.libraries()
     from i2cl.experiments.grid import Cell
     from i2cl.experiments.runner import pending, run_groups
@@ -90,7 +94,7 @@ def run(
 
     folder = store or Path("results") / (Path(model).name + ("-quick" if quick else ""))
     base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
-    only = load.split(tasks) if tasks and tasks != "all" else None
+    only = load.split(tasks) if tasks is not None and tasks != "all" else None
     cells, timed = _cells(names, base, only, load.task_names("all", model), quick, seeds, limit)
     for name in {cell.task for cell in cells}:  # what is lacking is told before a model is loaded
         load.task(name, rows)
@@ -133,13 +137,16 @@ def _cells(
     limit: int | None,
 ) -> "tuple[list[Cell], set[str]]":
     """All cells of the experiments, and the keys of those that are timed."""
-    from i2cl.experiments.library import ORDER, limited, load_experiment
+    from i2cl.experiments.library import ORDER, limited, load_experiment, require_methods
 
     cells: list[Cell] = []
     timed: set[str] = set()
     chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
+    require_methods(chosen)
     for one in limited(chosen, only) if only else chosen:
-        own = list(one.cells(base, tasks, _scaled(one.quick if quick else one.full, seeds, limit)))
+        scale = _scaled(one.quick if quick else one.full, seeds, limit)
+        asked = scale.model_copy(update={"tasks": None}) if only else scale  # who names tasks wants them all
+        own = list(one.cells(base, tasks, asked))
         cells += own
         timed |= {cell.key for cell in own if one.timed}
     return cells, timed
