@@ -571,7 +571,7 @@ def test_queries_that_are_not_balanced_are_not_said_to_be():
 def test_shares_of_common_fits_are_no_seconds_of_single_ones():
     made = [record("i2cl", "sst2", seed, "10", together=2) for seed in range(2)]
     found = table("cost", experiment(("I2CL",), seeds=2), made)
-    assert noted(found, "equal shares of seeds that were fitted together: I2CL.")
+    assert noted(found, "Seconds of equal shares of seeds that were fitted together: I2CL.")
 
 
 def test_every_setting_has_a_section():

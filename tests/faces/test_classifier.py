@@ -548,3 +548,29 @@ def test_the_model_is_left_as_found(decoder):
 def test_without_scikit_learn_the_cure_is_named():
     _, _, told = finished("import sys; sys.modules['sklearn'] = None; import i2cl; i2cl.I2CLClassifier")
     assert "I2CLError: I2CLClassifier needs the package scikit-learn: pip install 'i2cl[sklearn]'" in told
+
+
+def test_a_grid_search_over_numpy_numbers_can_be_saved(tmp_path):
+    best = quick(shots=np.arange(1, 3)[0]).fit(X, Y)
+    best.save_pretrained(tmp_path / "best")
+    stored = json.loads((tmp_path / "best" / "injection.json").read_text())
+    assert '"shots": 1' in json.dumps(stored)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"shots": 2.0}, "shots is 2.0: give a whole number, or None"),
+        ({"shots": "2"}, "shots is '2'"),
+        ({"scoring": "nope"}, "scoring is 'nope': choose one of auto, first_token, full"),
+        ({"template": None}, "template is None: give a string with {text} and {label}"),
+        ({"settings": [1]}, "settings is a list: give a dict"),
+        ({"random_state": 2**70}, "random_state is .*63 bits"),
+        ({"labels": dict.fromkeys(Y, 3)}, "labels has 3, which is no word"),
+        ({"unlabelled": []}, "unlabelled holds no texts"),
+        ({"unlabelled": "text"}, "unlabelled is one string"),
+    ],
+)
+def test_parameters_that_cannot_be_used_are_named(parameters, message):
+    with pytest.raises(I2CLError, match=message):
+        quick(**parameters).fit(X, Y)

@@ -14,11 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
 from i2cl.core.anchored import AnchoredConfig, anchor
-from i2cl.methods import make_methods
+from i2cl.methods import knn_prompting, make_methods
 from i2cl.methods.controls import CorruptionConfig, NoiseConfig, corrupted, noise_like
-from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, directions
+from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, AddPreservingNorm, directions
 from i2cl.methods.knn_prompting import divergence
 from i2cl.methods.label_anchor import anchors
+from i2cl.models.batching import make_batch
 from tiny import CASES, tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
@@ -585,3 +586,98 @@ def test_knn_takes_either_divergence(direction):
             torch.testing.assert_close(found[row, column], wanted)
     (method,) = make_methods(["knn_prompting"], {"divergence": direction})
     assert method.config.divergence == direction
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_icv_in_half_precision_rounds_once(dtype, variant):
+    """At strength 0 nothing changes but for rounding back, and a long state does not overflow."""
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randn(1, 4, 4096, generator=generator).mul(1200).to(dtype)
+    directions = torch.nn.functional.normalize(torch.randn(1, 4096, generator=generator), dim=-1)
+    place = (0, 1 if variant == "released" else 0)
+    batch = make_batch([(1, 2, 3, 4)], torch.device("cpu"))
+    same = AddPreservingNorm(directions, 0.0, variant).output(*place, state, batch)
+    assert same.dtype == dtype
+    assert (same == state).float().mean() > 0.99
+    turned = AddPreservingNorm(directions, 0.5, variant).output(*place, state, batch)
+    wanted = AddPreservingNorm(directions, 0.5, variant).output(*place, state.float(), batch)
+    torch.testing.assert_close(turned, wanted.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("icv", {"strength": "nan"}),
+        ("icv", {"strength": "inf"}),
+        ("linear_task_vector", {"ridge": "inf"}),
+    ],
+)
+def test_numbers_that_are_none_are_refused(name, options):
+    with pytest.raises(I2CLError, match=next(iter(options))):
+        make_methods([name], options)
+
+
+@pytest.mark.parametrize("case", ["deepseek_v32", "minimax_m3_vl_text"])
+def test_label_anchor_refuses_a_cache_of_more_than_keys(case, films, demonstrations):
+    with pytest.raises(I2CLError, match=f"label_anchor cannot run on '{case}', whose cache holds more"):
+        fit("label_anchor", made(case), films, demonstrations)
+
+
+ASKED = ("few_shot", "label_anchor", "icv", "linear_probe", "tfidf", "knn_prompting", "task_vector", "i2cl")
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Example("x", -1), "demonstration 5 has label -1, task 'films' has labels 0 to 1"),
+        (Example("x", 7), "demonstration 5 has label 7"),
+        (Example("a \ud800", 0), "demonstration 5 holds half a surrogate pair"),
+    ],
+)
+def test_demonstrations_that_are_none_are_named(name, wrong, message, films, demonstrations):
+    with pytest.raises(I2CLError, match=message):
+        fit(name, made("llama"), films, [*demonstrations, wrong])
+
+
+@pytest.mark.parametrize("name", ["linear_probe", "tfidf"])
+def test_a_classifier_needs_two_classes(name, films, demonstrations):
+    with pytest.raises(I2CLError, match=f"{name} needs demonstrations of at least two classes"):
+        fit(name, made("llama"), films, demonstrations[:1])
+    with pytest.raises(I2CLError, match="no demonstrations were given"):
+        fit(name, made("llama"), films, [])
+
+
+def test_tfidf_needs_a_word(films):
+    with pytest.raises(I2CLError, match="tfidf finds no word in any demonstration"):
+        fit("tfidf", made("llama"), films, [Example("!!", 0), Example("??", 1)])
+
+
+@pytest.mark.parametrize("name", ["linear_probe", "tfidf", "knn_prompting", "few_shot"])
+def test_no_texts_have_no_scores(name, films, demonstrations):
+    assert fit(name, made("llama"), films, demonstrations).scores([]).shape == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["knn_prompting", "label_anchor"])
+def test_without_anything_in_front_there_is_no_cache(name, films):
+    bare = replace(films, template=Template("{text} {label}"))
+    assert fit(name, made("llama"), bare, []).scores(TEXTS).isfinite().all()
+
+
+def test_knn_asks_for_so_many_texts_at_a_time(films, demonstrations, monkeypatch):
+    predictor, told = fit("knn_prompting", made("llama"), films, demonstrations), []
+    whole = predictor.scores(TEXTS)
+    monkeypatch.setattr(knn_prompting, "AT_ONCE", 2)
+    assert torch.equal(predictor.scores(TEXTS, told.append), whole)
+    assert told == [2, 1]
+
+
+def test_a_head_narrower_than_the_stream_is_read(films, demonstrations):
+    predictor = fit("linear_task_vector", made("opt-projected"), films, demonstrations, unlabelled=8)
+    assert predictor.scores(TEXTS).isfinite().all()
+
+
+def test_one_string_is_no_list_of_texts(decoder, films, demonstrations):
+    with pytest.raises(I2CLError, match="texts is one string: give a list of texts"):
+        fit("few_shot", decoder, films, demonstrations).scores("great")

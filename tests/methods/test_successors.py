@@ -210,6 +210,19 @@ def test_wilda_is_told_by_one_order_after_the_other(kind, loss, films, demonstra
         assert abs(told[1] - told[0]) > 1e-3  # another order
 
 
+@pytest.mark.parametrize("case", ["phimoe", "llama4_text"])
+def test_wilda_leaves_out_routers_that_give_more_than_a_product(case, films, demonstrations):
+    pytest.importorskip("peft", reason="peft is an extra")
+    options = {"epochs": 1, "unlabelled": 1, "lora_dropout": 0.0}
+    assert fit("wilda", made(case), films, demonstrations, **options).scores(TEXTS).isfinite().all()
+
+
+def test_wilda_says_what_experts_in_one_tensor_need(films, demonstrations):
+    pytest.importorskip("peft", reason="peft is an extra")
+    with pytest.raises(I2CLError, match=r"PEFT cannot adapt this 'mixtral': .*; set lora_dropout=0$"):
+        fit("wilda", made("mixtral"), films, demonstrations, epochs=0, unlabelled=1)
+
+
 def test_wilda_adapts_every_linear_map_of_every_block(films, demonstrations):
     pytest.importorskip("peft", reason="peft is an extra")
     decoder = made("llama")

@@ -17,6 +17,7 @@ from i2cl.models.borrowing import lock_of
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import label_tokens
+from i2cl.models.prefix import window_of
 from i2cl.models.scoring import score
 from i2cl.tasks import Example, Task, Template
 from tiny import VOCABULARY, WINDOW, tiny_model, tiny_tokenizer
@@ -354,3 +355,18 @@ def test_decoders_of_one_model_share_its_lock():
         assert not left.wait(0.05)
     thread.join()
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "window"),
+    [
+        ("llama", {}, None),
+        ("mistral", {"sliding_window": 8}, 8),
+        ("qwen2_moe", {"use_sliding_window": False, "sliding_window": 8}, None),
+        ("ministral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, None),
+        ("ministral", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, 8),
+        ("llama4_text", {"attention_chunk_size": 16}, 16),
+    ],
+)
+def test_a_window_is_that_of_layers_that_have_one(model_type, changes, window):
+    assert window_of(tiny_model(model_type, **changes).config) == window

@@ -209,7 +209,7 @@ def _fit(
 def _steps(group: Sequence[CalibrationRun], config: CalibrationConfig) -> list[list[int]]:
     """Demonstrations of every step, those of all runs counted on."""
     count = len(group[0].demonstrations)
-    each = [run.batches or config.batches(count, run.seed) for run in group]
+    each = [config.batches(count, run.seed) if run.batches is None else run.batches for run in group]
     return [
         [place * count + row for place, rows in enumerate(step) for row in rows]
         for step in zip(*each, strict=True)

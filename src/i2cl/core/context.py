@@ -14,7 +14,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from i2cl.errors import I2CLError
+from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
@@ -261,12 +261,23 @@ def require_demonstrations(task: Task, demonstrations: Sequence[Example]) -> Non
     """
     if not demonstrations:
         raise I2CLError("no demonstrations were given: at least one is needed")
+    require_labels(task, demonstrations)
+
+
+def require_labels(task: Task, demonstrations: Sequence[Example]) -> None:
+    """Refuse labels that the task does not have, and texts that are no Unicode.
+
+    Raises:
+        I2CLError: naming the demonstration.
+    """
     for number, example in enumerate(demonstrations, start=1):
         if not 0 <= example.label < len(task.labels):
             raise I2CLError(
                 f"demonstration {number} has label {example.label}, task {task.name!r} has labels "
                 f"0 to {len(task.labels) - 1}: correct it"
             )
+        if HALF_PAIR.search(example.text):
+            raise I2CLError(f"demonstration {number} holds half a surrogate pair: repair its text")
 
 
 def _encode(

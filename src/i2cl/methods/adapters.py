@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.pytorch_utils import Conv1D
 
+from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
 from i2cl.models.batching import Batch
@@ -108,8 +109,9 @@ def fit_adapter(
     """Train an adapter to predict the demonstrations' labels after their queries.
 
     Raises:
-        I2CLError: without demonstrations, or on a loss that is not finite.
+        I2CLError: without demonstrations, on one that is none, or on a loss that is not finite.
     """
+    require_demonstrations(task, demonstrations)
 
     def loss_on(wearing: AdaptedDecoder) -> Loss:
         questions = Questions(wearing, task)
@@ -186,7 +188,8 @@ def adapted(
             wrapped = get_peft_model(decoder.model, config)
         except ValueError as error:
             kind, why = decoder.model.config.model_type, " ".join(str(error).split())
-            raise I2CLError(f"PEFT cannot adapt this {kind!r}: {why}; take another method") from error
+            cure = "set lora_dropout=0" if "lora_dropout" in why else "take another method"
+            raise I2CLError(f"PEFT cannot adapt this {kind!r}: {why.rstrip('.')}; {cure}") from error
         taken = int(getattr(config, "num_virtual_tokens", 0))
         virtual = taken if config.peft_type == "PROMPT_TUNING" else 0
         try:
@@ -257,6 +260,15 @@ def feed_forward_targets(decoder: Decoder) -> list[str]:
     """Name of the last linear map of the MLP; none where experts hold it in one tensor."""
     names = _linear_names(decoder)
     return [known for known in FEED_FORWARD if any(_ends(name, known) for name in names)][:1]
+
+
+def odd_linear_maps(decoder: Decoder) -> list[str]:
+    """Names of linear maps that give back more than their product, as some routers of experts do."""
+    return [
+        name
+        for name, module in decoder.model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).__module__.startswith("transformers.models.")
+    ]
 
 
 def has_transposed_weights(decoder: Decoder) -> bool:

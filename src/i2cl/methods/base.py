@@ -10,6 +10,7 @@ import pydantic
 from jaxtyping import Float
 from torch import Tensor
 
+from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import Prefix
@@ -154,6 +155,17 @@ class Method(ABC):
         """
         pairs = zip(demonstrations, seeds, strict=True)
         return [self.fit(decoder, task, shown, seed) for shown, seed in pairs]
+
+
+def require_two_classes(method: str, task: Task, demonstrations: Sequence[Example]) -> None:
+    """Refuse what no classifier can be fitted to.
+
+    Raises:
+        I2CLError: without demonstrations of two classes, or on one that is none.
+    """
+    require_demonstrations(task, demonstrations)
+    if len({example.label for example in demonstrations}) < 2:
+        raise I2CLError(f"{method} needs demonstrations of at least two classes: add some")
 
 
 class Wrapper(Method):

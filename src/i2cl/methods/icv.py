@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor
@@ -60,7 +61,7 @@ class ICVConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     variant: Variant = "paper"
-    strength: float | Literal["search", "paper"] = "search"
+    strength: Annotated[float, Field(allow_inf_nan=False)] | Literal["search", "paper"] = "search"
 
 
 class AddPreservingNorm(Edit):
@@ -82,15 +83,16 @@ class AddPreservingNorm(Edit):
         """The turned block output, or the turned output of the MLP alone, at every token of every layer."""
         if self.released and index == 0:
             return None
-        norm = output.norm(dim=-1, keepdim=True)
-        unit = output / norm.clamp(min=1e-12)
-        direction = self.directions[layer].to(output.device, output.dtype)
+        state = output.float()  # half precision would round more than a small strength adds
+        norm = state.norm(dim=-1, keepdim=True)
+        unit = state / norm.clamp(min=1e-12)
+        direction = self.directions[layer].to(output.device)
         added = self.strength * direction
         if self.released:
             added = added * (1 - (unit @ direction).clamp(max=0))[..., None]
         turned = unit + added
         turned = turned / turned.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-        found: Tensor = norm * turned
+        found: Tensor = (norm * turned).to(output.dtype)
         return found
 
 
@@ -157,6 +159,7 @@ def directions(
     paper it maximises the mean squared projection of the differences; in the released code their variance,
     with the furthest demonstration on its positive side, and the mean is added.
     """
+    require_demonstrations(task, demonstrations)
     texts = [example.text for example in demonstrations]
     words = [task.labels[example.label] for example in demonstrations]
     difference = _states(decoder, words) - _states(decoder, texts)  # (demonstrations, layers, d)

@@ -18,6 +18,9 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
 from i2cl.tasks import Example, Task
 
+AT_ONCE = 256
+"""Texts whose distributions over the whole vocabulary are held together."""
+
 
 class KNNConfig(BaseModel):
     """The vote.
@@ -59,7 +62,8 @@ class KNNPrompting(Method):
         held_out = task.held_out(self.config.anchors, demonstrations, seed)
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)
-        prefix = decoder.prefix(shared_ids(questions, pairs))
+        ids = shared_ids(questions, pairs)
+        prefix = decoder.prefix(ids) if ids else None
         prompt = PromptPredictor(questions, pairs, prefix)
         kept = prompt.distributions([example.text for example in held_out])
         labels = torch.tensor([example.label for example in held_out])
@@ -79,6 +83,15 @@ class KNNPredictor:
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Share of the votes, plus a tie-break smaller than one vote for the nearest anchor's label."""
+        parts = [texts[start : start + AT_ONCE] for start in range(0, len(texts), AT_ONCE)]
+        found = [torch.empty(0, len(self.prompt.questions.task.labels))]
+        for part in parts:
+            found.append(self._votes(part))
+            if progress is not None:
+                progress(len(part))
+        return torch.cat(found)
+
+    def _votes(self, texts: Sequence[str]) -> Float[Tensor, "texts labels"]:
         query = self.prompt.distributions(texts)
         of_anchor = self.config.divergence == "anchor_query"
         distance = divergence(self.kept, query).T if of_anchor else divergence(query, self.kept)

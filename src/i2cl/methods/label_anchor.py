@@ -30,12 +30,19 @@ class LabelAnchor(Method):
         """Run all demonstrations once and keep the anchors' entries.
 
         Raises:
-            I2CLError: if not even one demonstration per class fits into the context, or the tokenizer
-                cannot tell where in the text a token stands.
+            I2CLError: if not even one demonstration per class fits into the context, the tokenizer cannot
+                tell where in the text a token stands, or the model caches more than keys and values.
         """
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)
         ids = shared_ids(questions, pairs)
+        if not decoder.can_split:
+            raise I2CLError(
+                f"label_anchor cannot run on {decoder.model.config.model_type!r}, whose cache holds more "
+                "than keys and values: take few_shot"
+            )
+        if not ids:
+            return PromptPredictor(questions, pairs)
         whole = decoder.prefix(ids, whole=True)
         prefix = whole.kept_at(anchors(decoder, task, pairs, len(ids)))
         return PromptPredictor(questions, pairs, prefix, cost=Cost.of(prefix))

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method
+from i2cl.methods.base import Cost, Method, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
 from i2cl.tasks import Example, Task
@@ -49,9 +49,11 @@ class LinearProbe(Method):
         """Fit on the demonstrations' states.
 
         Raises:
-            I2CLError: without scikit-learn, or if the model has no such layer.
+            I2CLError: without scikit-learn or demonstrations of two classes, or if the model has no such
+                layer.
         """
         needs(self.name, "sklearn", "sklearn")
+        require_two_classes(self.name, task, demonstrations)
         from sklearn.linear_model import LogisticRegression
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
@@ -88,8 +90,10 @@ class ProbePredictor:
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label; minus infinity for one without demonstrations."""
-        states = last_states(self.questions, texts, self.layer)
         scores = torch.full((len(texts), len(self.questions.task.labels)), -torch.inf)
+        if not texts:
+            return scores
+        states = last_states(self.questions, texts, self.layer)
         found = torch.from_numpy(self.model.predict_log_proba(states.numpy())).float()
         scores[:, self.model.classes_.tolist()] = found
         return scores

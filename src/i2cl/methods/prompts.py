@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from i2cl.core.context import require_labels
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
 from i2cl.models.batching import Ids, shared_front
@@ -123,8 +124,10 @@ def fitting(questions: Questions, demonstrations: Sequence[Example]) -> Shown:
     Room is kept for a query as long as the longest demonstration. Warns where fewer are shown.
 
     Raises:
-        I2CLError: if not even one per class fits, naming tokens needed and available.
+        I2CLError: if not even one per class fits, naming tokens needed and available; or on a label or a text
+            that is none.
     """
+    require_labels(questions.task, demonstrations)
     task, encoder, limit = questions.task, questions.decoder.encoder, questions.decoder.max_length
     demonstrations = [replace(one, text=encoder.literal(one.text)) for one in demonstrations]
     counts = Counter(example.label for example in demonstrations)

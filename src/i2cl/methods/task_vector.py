@@ -213,7 +213,7 @@ class LinearVectorConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     unlabelled: int = Field(256, ge=1)
-    ridge: float = Field(5.0, gt=0)
+    ridge: float = Field(5.0, gt=0, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from i2cl.errors import needs
-from i2cl.methods.base import Cost, Method
+from i2cl.errors import I2CLError, needs
+from i2cl.methods.base import Cost, Method, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
 from i2cl.tasks import Example, Task
@@ -51,9 +51,11 @@ class Tfidf(Method):
         """Fit on the demonstrations' texts; the decoder is not asked.
 
         Raises:
-            I2CLError: without scikit-learn, or on an empty text.
+            I2CLError: without scikit-learn or demonstrations of two classes, on an empty text, or if no
+                text has a word.
         """
         needs(self.name, "sklearn", "sklearn")
+        require_two_classes(self.name, task, demonstrations)
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
         from sklearn.pipeline import make_pipeline
@@ -66,6 +68,8 @@ class Tfidf(Method):
             token_pattern=r"\w+",  # noqa: S106
         )
         model = make_pipeline(words, LogisticRegression(C=self.config.tfidf_c, max_iter=10_000))
+        if not any(map(words.build_analyzer(), texts)):
+            raise I2CLError("tfidf finds no word in any demonstration: take a method that asks the model")
         model.fit(texts, [example.label for example in demonstrations])
         kept = model[-1].coef_, model[-1].intercept_, words.idf_
         values, size = sum(one.size for one in kept), sum(one.nbytes for one in kept)
@@ -88,6 +92,8 @@ class TfidfPredictor:
         """
         require_texts(texts)
         scores = torch.full((len(texts), self.labels), -torch.inf)
+        if not texts:
+            return scores
         scores[:, self.model.classes_.tolist()] = torch.from_numpy(
             self.model.predict_log_proba(texts)
         ).float()

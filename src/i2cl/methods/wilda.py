@@ -20,6 +20,7 @@ from i2cl.methods.adapters import (
     AdapterPredictor,
     Loss,
     has_transposed_weights,
+    odd_linear_maps,
     train_adapter,
 )
 from i2cl.methods.base import Method
@@ -113,6 +114,7 @@ class WILDA(Method):
             lora_alpha=training.lora_alpha,
             lora_dropout=training.lora_dropout,
             target_modules="all-linear",
+            exclude_modules=odd_linear_maps(decoder) or None,
             fan_in_fan_out=has_transposed_weights(decoder),
         )
         adapter = train_adapter(decoder, config, training, turns, loss_on, seed)

@@ -42,7 +42,7 @@ from i2cl.models.hooks import edit_inputs
 from i2cl.models.identity import ResidualIdentity, residual_identity
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit
-from i2cl.models.prefix import Prefix, holds_keys_alone, keys_at
+from i2cl.models.prefix import Prefix, holds_keys_alone, keys_at, window_of
 
 T = TypeVar("T")
 
@@ -189,13 +189,8 @@ class Decoder:
 
     @property
     def window(self) -> int | None:
-        """Tokens that a layer with a sliding window sees, or None where every layer sees all."""
-        config = self.model.config.get_text_config()
-        for field in ("sliding_window", "window_size"):
-            size = getattr(config, field, None)
-            if isinstance(size, int):
-                return size
-        return None
+        """Tokens that the layer which sees the fewest sees, or None where every layer sees all."""
+        return window_of(self.model.config)
 
     @cached_property
     def identity(self) -> ResidualIdentity:

@@ -92,6 +92,28 @@ def holds_keys_alone(config: PreTrainedConfig) -> bool:
     return all(type(layer) in {DynamicLayer, DynamicSlidingWindowLayer} for layer in layers)
 
 
+WINDOWS = {
+    "sliding_window": "sliding_attention",
+    "window_size": "local",
+    "attention_chunk_size": "chunked_attention",
+}
+"""Fields of a config that hold a window or the size of a chunk, and what layers that have it are called."""
+
+
+def window_of(config: PreTrainedConfig) -> int | None:
+    """Tokens that the layer which sees the fewest sees, or None where every layer sees all."""
+    told = config.get_text_config()
+    kinds = getattr(told, "layer_types", None)
+    sizes = [
+        size
+        for field, kind in WINDOWS.items()
+        if isinstance(size := getattr(told, field, None), int)
+        and size > 0  # 0 is none, for Qwen2-MoE
+        and (kinds is None or kind in kinds)
+    ]
+    return min(sizes, default=None)
+
+
 def _changed(cache: Cache, change: Callable[[Tensor], Tensor]) -> DynamicCache:
     changed, layers = DynamicCache(), list[Any](cache.layers)
     for number, layer in enumerate(layers):

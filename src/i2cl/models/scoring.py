@@ -32,6 +32,8 @@ def require_texts(texts: Sequence[str]) -> None:
     Raises:
         I2CLError: naming the first one.
     """
+    if isinstance(texts, str):
+        raise I2CLError("texts is one string: give a list of texts")
     for row, text in enumerate(texts):
         if not text.strip():
             raise I2CLError(f"text {row + 1} is empty: remove it or give it content")
@@ -164,7 +166,7 @@ def head_states(
     decoder: Decoder, queries: Sequence[Ids], *, prefix: Prefix | None = None
 ) -> Float[Tensor, "queries d"]:
     """What the LM head is given behind each query, in float32 on the CPU."""
-    found = torch.empty(len(queries), decoder.d_model)
+    found: dict[int, Tensor] = {}
 
     def run(batch: Batch) -> Tensor:
         states: list[Tensor] = []
@@ -173,8 +175,8 @@ def head_states(
 
     with decoder.frozen(), torch.no_grad():
         for batch, states in decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0):
-            found[list(batch.rows)] = states
-    return found
+            found |= dict(zip(batch.rows, states, strict=True))
+    return torch.stack([found[row] for row in range(len(queries))])  # a head may be narrower than the stream
 
 
 Part = tuple[Tensor, Tensor, Tensor, float]

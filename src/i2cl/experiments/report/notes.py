@@ -79,7 +79,12 @@ def _who(group: Sequence[Line], lines: Sequence[Line]) -> str:
     return "; ".join(dict.fromkeys(line.name if line.place in parts else line.row.name for line in group))
 
 
-def place_notes(found: Results) -> list[str]:
+def time_notes(found: Results) -> list[str]:
+    """Where times were measured, and which are no times of single fits."""
+    return [*_places(found), *_together(found)]
+
+
+def _places(found: Results) -> list[str]:
     """Where times were measured; a warning if not all in the same place."""
     held = (found.records(line, task).values() for line in found.lines for task in found.tasks)
     places = list(
@@ -93,6 +98,15 @@ def place_notes(found: Results) -> list[str]:
         told = "; ".join(places)
         return [f"Times from different places cannot be compared; these are from {len(places)}: {told}."]
     return [f"Measured on: {places[0]}."] if places[0] else []
+
+
+def _together(found: Results) -> list[str]:
+    told = [
+        line.name
+        for line in found.lines
+        if any(one.together > 1 for task in found.tasks_of(line) for one in found.outcomes(line, task))
+    ]
+    return [f"Seconds of equal shares of seeds that were fitted together: {'; '.join(told)}."] if told else []
 
 
 def number_range(values: Iterable[int]) -> str:

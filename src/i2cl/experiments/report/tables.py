@@ -14,8 +14,8 @@ from i2cl.experiments.report.notes import (
     accuracy_notes,
     incomplete_notes,
     number_range,
-    place_notes,
     scale_note,
+    time_notes,
     transductive_notes,
 )
 from i2cl.experiments.report.paper import AVERAGE, Paper, Values
@@ -233,22 +233,14 @@ def cost_table(found: Results, paper: Paper) -> list[Table]:
         values += [_costs(found, line, task) for task in tasks]
     notes = [
         "Times are means over tasks and seeds; whole numbers that differ between tasks or seeds are ranges.",
-        *place_notes(found),
+        *time_notes(found),
         *incomplete_notes(found, found.lines),
     ]
-    if together := [line.name for line in found.lines if _fitted_together(found, line)]:
-        notes.append(
-            f"Seconds of fits are equal shares of seeds that were fitted together: {'; '.join(together)}."
-        )
     if extra and paper.table is not None:
         symbols = "M demonstration tokens, D width, L layers, 1/K compression rate."
         notes.append(f"(paper): as printed in {paper.table.paper}, {paper.table.model}. {symbols}")
     columns = ("Row", *COLUMNS.values(), "Fit, s", "Query, ms", *extra)
     return [Table("Cost", columns, rows, notes, values)]
-
-
-def _fitted_together(found: Results, line: Line) -> bool:
-    return any(one.together > 1 for task in found.tasks_of(line) for one in found.outcomes(line, task))
 
 
 TABLES: Mapping[View, Callable[[Results, Paper], list[Table]]] = {

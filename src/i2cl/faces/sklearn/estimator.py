@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -18,6 +18,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
 from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
 from i2cl.experiments.worth import labelled_rows, with_worth
 from i2cl.faces.sklearn.inputs import as_classes, as_texts, label_words
 from i2cl.faces.sklearn.shared import ModelSource, find_decoder
@@ -113,6 +114,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             I2CLError: on input that is no list of texts with a class each, classes without a word, too
                 few texts for ``shots``, a parameter that does not exist, or a model that cannot be used.
         """
+        shots = self._checked()
         texts = as_texts(X)
         classes, ids = as_classes(y, len(texts))
         method = calibrating_method(self.method, self.settings, self.recipe)
@@ -120,7 +122,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         rows = tuple(Example(text, label) for text, label in zip(texts, ids, strict=True))
         task = Task("texts", label_words(classes, self.labels), template, train=rows)
         seed = self._seed()
-        shown = rows if self.shots is None else task.sample(self.shots, seed)
+        shown = rows if shots is None else task.sample(shots, seed)
         # The baselines score labels as they demand, so another scoring would not be set beside its like.
         queries = labelled_rows(task, shown, self.evaluate) if self.scoring == "auto" else ()
         decoder = self._decoder()
@@ -129,14 +131,14 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         elif self.instruction:
             task = task.instructed(self.instruction)
         started = time.perf_counter()
-        texts_of = [] if self.unlabelled is None else as_texts(self.unlabelled)
+        texts_of = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
         injection = method.injection(decoder, task, shown, seed, scoring=self.scoring)
         if self.unlabelled is not None:
             injection = with_label_prior(injection, decoder, texts_of)
         seconds = time.perf_counter() - started
         if queries:
             injection = with_worth(injection, decoder, task, shown, queries, method=method, seconds=seconds)
-        stored = {STORED: {"classes": classes.tolist(), "shots": self.shots}}
+        stored = {STORED: {"classes": classes.tolist(), "shots": shots}}
         self.injection_ = replace(injection, settings=injection.settings | stored)
         self.classes_ = classes
         return self
@@ -244,6 +246,25 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         decoder = self._decoder()
         scores: Float[np.ndarray, "n classes"] = self.injection_.scores(decoder, texts).double().numpy()
         return scores
+
+    def _checked(self) -> int | None:
+        """Shots, once all parameters are of a kind that can be used.
+
+        Raises:
+            I2CLError: naming the first that is not.
+        """
+        shots, most = self.shots, 2**63
+        if shots is not None and (isinstance(shots, bool) or not isinstance(shots, int | np.integer)):
+            raise I2CLError(f"shots is {shots!r}: give a whole number, or None for all texts")
+        if self.scoring not in get_args(Scoring):
+            raise I2CLError(f"scoring is {self.scoring!r}: choose one of {', '.join(get_args(Scoring))}")
+        if not isinstance(self.template, str | Template):
+            raise I2CLError(f"template is {self.template!r}: give a string with {{text}} and {{label}}")
+        if self.settings is not None and not isinstance(self.settings, Mapping):
+            raise I2CLError(f"settings is a {type(self.settings).__name__}: give a dict of options")
+        if isinstance(self.random_state, int | np.integer) and not -most <= self.random_state < most:
+            raise I2CLError(f"random_state is {self.random_state}: give a whole number of at most 63 bits")
+        return None if shots is None else int(shots)
 
     def _seed(self) -> int:
         if isinstance(self.random_state, int | np.integer):

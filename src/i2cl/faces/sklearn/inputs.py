@@ -12,30 +12,32 @@ from i2cl.errors import I2CLError
 from i2cl.models.scoring import require_texts
 
 
-def as_texts(rows: Any) -> list[str]:
-    """The texts of a list, an array or a pandas Series.
+def as_texts(rows: Any, what: str = "X") -> list[str]:
+    """The texts of a list, an array or a pandas Series, and ``what`` it is.
 
     Raises:
         I2CLError: on anything but one text a row, or a text that is empty.
     """
     if isinstance(rows, str):
-        raise I2CLError("X is one string: give a list of texts")
+        raise I2CLError(f"{what} is one string: give a list of texts")
     if hasattr(rows, "toarray"):
-        raise I2CLError("X is a sparse matrix: give the texts themselves, as no vectorizer has seen them")
+        raise I2CLError(
+            f"{what} is a sparse matrix: give the texts themselves, as no vectorizer has seen them"
+        )
     column = rows if isinstance(rows, list | tuple) else np.asarray(rows)
     dimensions = np.ndim(column) if isinstance(column, np.ndarray) else 1
     if dimensions != 1:
         raise I2CLError(
-            f"X has {dimensions} dimensions, one text a row is needed: give one column, such as "
+            f"{what} has {dimensions} dimensions, one text a row is needed: give one column, such as "
             "frame['text'], or join the columns of each row into one text"
         )
     texts = list(column)
     if not texts:
-        raise I2CLError("X holds no texts (0 samples), a minimum of 1 is required: give some")
+        raise I2CLError(f"{what} holds no texts (0 samples), a minimum of 1 is required: give some")
     for row, text in enumerate(texts):
         if not isinstance(text, str):
             raise I2CLError(
-                f"text {row + 1} of X is a {type(text).__name__} and no string: give one text a row"
+                f"text {row + 1} of {what} is a {type(text).__name__} and no string: give one text a row"
             )
     require_texts(texts)
     return [str(text) for text in texts]  # numpy's strings are a class of their own
@@ -87,4 +89,6 @@ def label_words(classes: Shaped[np.ndarray, " classes"], labels: Mapping[Any, st
     missing = [value for value in values if value not in labels]
     if missing:
         raise I2CLError(f"labels has no word for class {missing[0]!r}: add it")
+    if odd := [labels[value] for value in values if not isinstance(labels[value], str)]:
+        raise I2CLError(f"labels has {odd[0]!r}, which is no word: give strings")
     return tuple(labels[value] for value in values)
