@@ -12,6 +12,7 @@ import pytest
 import torch
 import typer
 
+from i2cl import Decoder
 from i2cl.faces.cli import main
 from processes import Program
 from tiny import tiny_model, tiny_tokenizer
@@ -381,3 +382,14 @@ def test_ctrl_c_from_outside_ends_calibration(home, tmp_path):
     assert len(hints) <= 1  # a signal that comes late finds the hint printed
     assert all(hint.endswith("--recipe fast fits several times faster") for hint in hints)
     assert tree(tmp_path) == {}
+
+
+def test_out_of_memory_is_one_line(monkeypatch, capsys):
+    def fail(*_arguments, **_options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+    monkeypatch.setattr(Decoder, "prefix", fail)
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "reference", "mood-colour-1", "--method", "few_shot", "--limit", "2"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: out of memory: take a smaller model")

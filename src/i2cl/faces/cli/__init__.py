@@ -82,13 +82,6 @@ def _run(arguments: list[str]) -> int:
     except I2CLError as error:
         console.print_error(str(error))
         return 2
-    except RuntimeError as error:  # a batch too large is halved; this is what cannot be
-        if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
-            raise
-        console.print_error(
-            "out of memory: take a smaller model, --dtype bfloat16, or fewer or shorter texts"
-        )
-        return 2
     except OSError as error:  # where no command expects one: there is no temporary folder, say
         what = f"use {str(error.filename)!r}" if error.filename else "go on"
         console.print_error(
@@ -102,6 +95,13 @@ def _run(arguments: list[str]) -> int:
         return 2
     except (typer.Abort, KeyboardInterrupt) as error:
         code, left = INTERRUPTED, str(error) or left
+    except RuntimeError as error:  # a batch too large is halved; this cannot be
+        if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
+            raise
+        console.print_error(
+            "out of memory: take a smaller model, --dtype bfloat16, or fewer or shorter texts"
+        )
+        return 2
     if code == INTERRUPTED:
         console.print_error(f"interrupted: {left}")
     return int(code)
