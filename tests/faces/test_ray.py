@@ -25,7 +25,7 @@ views = ["tasks"]
 tasks = ["mood-colour-1"]
 rows = [
   { name = "Few-shot (ICL)", method = "few_shot" },
-  { name = "I2CL", method = "i2cl", options = { epochs = -1 } },
+  { name = "Linear probe", method = "linear_probe", options = { probe_layer = 99 } },
 ]
 full = { seeds = 2, limit = 12 }
 """
@@ -103,7 +103,7 @@ def test_three_commands_on_one_cluster(folder, tmp_path):
     assert code == 0, err
     goes_on_with_a_local_run_and_gives_the_same_bytes(folder, err.splitlines()[:3])
     says_of_a_bad_row_one_line(folder, err.splitlines()[3:5])
-    assert err.splitlines()[-1] == "cells ended with 1"  # I2CL with -1 epochs cannot work
+    assert err.splitlines()[-1] == "cells ended with 1"  # there is no layer 99
     makes_the_cells_that_run_here(folder, json.loads(out), tmp_path)
 
 
