@@ -538,6 +538,13 @@ def test_different_rows_are_not_mixed():
     assert section(experiment(seeds=2), made[:2]).missing == section(experiment(seeds=1), made[:1]).missing
 
 
+def test_different_weights_are_not_mixed():
+    told = [{"rows": "a", "dtype": dtype, "weights": weights} for dtype, weights in ("1a", "2b", "2a")]
+    made = [record("i2cl", "sst2", seed, "10", provenance=one) for seed, one in enumerate(told)]
+    assert "come from different weights" in section(experiment(), made).missing[-1]
+    assert not any("different" in one for one in section(experiment(seeds=2), made[:2]).missing)
+
+
 def test_one_seed_of_a_method_that_draws_stands_for_no_other():
     """Zero-shot draws nothing, so that its one seed is paired with all; few-shot's is one seed."""
     rows = [GridRow(name="Few-shot (ICL)", method="few_shot", seeds=1), "ICV", "Zero-shot"]

@@ -6,11 +6,12 @@ import pytest
 import torch
 from tokenizers import normalizers
 
+from fitting import first_tokens, fit, ids, made
 from i2cl import Decoder, Example, I2CLError, Task, Template
 from i2cl.methods import adapters, make_methods
 from i2cl.methods.adapters import adapted
 from i2cl.models.encoding import TruncationWarning
-from tiny import CASES, PATHS, WINDOW, tiny_model, tiny_tokenizer
+from tiny import PATHS, WINDOW, tiny_model, tiny_tokenizer
 
 peft = pytest.importorskip("peft", reason="peft is an extra")
 LoraLayer, IA3Layer = peft.tuners.lora.LoraLayer, peft.tuners.ia3.layer.IA3Layer
@@ -31,26 +32,6 @@ def films():
 @pytest.fixture
 def demonstrations():
     return [Example(text, label) for text, label in SHOWN]
-
-
-def made(case):
-    model_type, variant = CASES[case]
-    return Decoder(tiny_model(model_type, **variant), tiny_tokenizer(), name=case)
-
-
-def fit(name, decoder, task, demonstrations, seed=0, **options):
-    (method,) = make_methods([name], options)
-    return method.fit(decoder, task, demonstrations, seed)
-
-
-def ids(decoder, text):
-    return decoder.tokenizer(text)["input_ids"]
-
-
-def first_tokens(decoder, task):
-    prompt = task.template.query("x")
-    start = len(ids(decoder, prompt))
-    return [ids(decoder, prompt + task.template.continuation(word))[start] for word in task.labels]
 
 
 @pytest.mark.parametrize(

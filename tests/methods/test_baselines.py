@@ -12,6 +12,7 @@ import torch
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from fitting import first_tokens, fit, ids, made
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.methods import knn_prompting, make_methods
@@ -20,7 +21,7 @@ from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, AddPreservingNorm, d
 from i2cl.methods.knn_prompting import divergence
 from i2cl.methods.label_anchor import anchors
 from i2cl.models.batching import make_batch
-from tiny import CASES, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
 ALIBI = ("bloom", "mpt", "falcon-alibi")
@@ -40,26 +41,6 @@ def films():
 @pytest.fixture
 def demonstrations():
     return [Example(text, label) for text, label in SHOWN]
-
-
-def made(case, **changes):
-    model_type, variant = CASES[case]
-    return Decoder(tiny_model(model_type, **variant, **changes), tiny_tokenizer(), name=case)
-
-
-def fit(name, decoder, task, demonstrations, seed=0, **options):
-    (method,) = make_methods([name], options)
-    return method.fit(decoder, task, demonstrations, seed)
-
-
-def ids(decoder, text):
-    return decoder.tokenizer(text)["input_ids"]
-
-
-def first_tokens(decoder, task):
-    prompt = task.template.query("x")
-    start = len(ids(decoder, prompt))
-    return [ids(decoder, prompt + task.template.continuation(word))[start] for word in task.labels]
 
 
 def shown_string(task):

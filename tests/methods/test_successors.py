@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fitting import fit, made
 from i2cl import Decoder, Example, I2CLError, Task, Template, load_task
-from i2cl.methods import adapters, make_methods
-from tiny import tiny_model, tiny_tokenizer
+from i2cl.methods import adapters
 
 FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
 WORDS = ("positive", "negative")
@@ -33,15 +33,6 @@ def films_in(words):
     adjectives = ("good", "bad", "fine", "poor")
     train = tuple(Example(f"film {number} is {adjectives[number % 4]}", number % 2) for number in range(40))
     return Task("films", words, Template("Review: {text}\nSentiment:{label}"), train=train, test=train[:4])
-
-
-def made(model_type, **changes):
-    return Decoder(tiny_model(model_type, **changes), tiny_tokenizer(), name=model_type)
-
-
-def fit(name, decoder, task, demonstrations, seed=0, **options):
-    (method,) = make_methods([name], options)
-    return method.fit(decoder, task, demonstrations, seed)
 
 
 def ids(decoder, text):

@@ -44,8 +44,7 @@ def accuracy_notes(
 def scale_note(found: Results, lines: Iterable[Line]) -> str:
     """What accuracies are made of."""
     held = [found.outcomes(line, task) for line in lines for task in found.tasks_of(line)]
-    counts = [len(outcomes) for outcomes in held]
-    most = max(counts)
+    most = max(map(len, held))
     span = number_range(len(outcomes[0].predictions) for outcomes in held).replace(",", "")
     repeated = f"mean ± standard deviation over {most} seeds" if most > 1 else "one seed"
     fixed = "; a single seed has no ±" if most > 1 and any(len(one) == 1 for one in held) else ""

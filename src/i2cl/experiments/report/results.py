@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 from jaxtyping import Bool
@@ -165,23 +166,29 @@ class Results:
         return [task for task in wanted if task not in self.tasks]
 
     def check_queries(self) -> None:
-        """Refuse records of one task that classify different queries, or learn from different rows.
+        """Refuse records of one task that classify different queries, or come from other rows or weights.
 
         Raises:
             I2CLError: naming two such cells.
         """
-        first: dict[tuple[str, bool], Record] = {}
+        first: dict[tuple[object, ...], Record] = {}
         for record in self.cells:
-            rows = record.provenance.get("rows")  # which older records do not tell
-            for known in {False, rows is not None}:
-                asked = first.setdefault((record.cell.task, known), record)
-                other_rows = known and asked.provenance.get("rows") != rows
-                if other_rows or outcome(asked).gold != outcome(record).gold:
-                    what = "come from different rows" if other_rows else "classify different queries"
-                    raise I2CLError(
-                        f"cells {asked.key} and {record.key} {what} of task {record.cell.task!r}: "
-                        "keep them in stores of their own"
-                    )
+            task, told = record.cell.task, record.provenance
+            asked = first.setdefault((task,), record)
+            if outcome(asked).gold != outcome(record).gold:
+                self._refuse(asked, record, "classify different queries")
+            if "rows" not in told:  # an older record, whose weights may be told in another way too
+                continue
+            for part, where in (("rows", task), ("weights", told.get("dtype"))):
+                known = first.setdefault((part, where), record)
+                if known.provenance.get(part) != told.get(part):
+                    self._refuse(known, record, f"come from different {part}")
+
+    def _refuse(self, one: Record, other: Record, what: str) -> NoReturn:
+        raise I2CLError(
+            f"cells {one.key} and {other.key} {what} of task {other.cell.task!r}: "
+            "keep them in stores of their own"
+        )
 
     def records(self, line: Line, task: str) -> Mapping[int, Record]:
         """Records of a line on a task by seed, in the order of seeds."""
