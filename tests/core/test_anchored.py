@@ -73,7 +73,7 @@ def test_derivatives_are_those_of_finite_differences(model_type, free, full):
     torch.testing.assert_close(found, differences, atol=2e-2 * differences.abs().max().item(), rtol=0)
 
 
-@pytest.mark.parametrize("scale", ["fisher", "context"])
+@pytest.mark.parametrize("scale", ["balanced", "fisher", "context"])
 @pytest.mark.parametrize("free", ["vectors", "scalars"])
 def test_it_ends_where_the_objective_is_smallest(free, scale):
     decoder = made()
@@ -92,10 +92,10 @@ def test_it_ends_where_the_objective_is_smallest(free, scale):
     assert gradient < 0.1 * stationary(fit, torch.zeros_like(u))
 
 
-@pytest.mark.parametrize("scale", ["fisher", "context"])
+@pytest.mark.parametrize("scale", ["balanced", "fisher", "context"])
 def test_a_step_that_brings_less_than_its_share_is_damped(scale):
     decoder = made()
-    config = AnchoredConfig(reach=30.0, prior_scale=scale)
+    config = AnchoredConfig(reach=30.0, prior_scale=scale, trust=0.0)
     fit = problem(decoder, task(), config)
     u = torch.zeros(fit.start.numel())
     point = fit.first()
@@ -184,7 +184,7 @@ def test_under_an_infinite_prior_it_is_the_priors_mean():
         assert injection.coefficients.flatten(0, 1).unique(dim=0).tolist() == [[pytest.approx(amount), 1.0]]
 
 
-@pytest.mark.parametrize("scale", ["equal", "fisher"])
+@pytest.mark.parametrize("scale", ["balanced", "equal", "fisher"])
 def test_these_scales_forget_where_the_context_vector_is_large(scale):
     decoder = made()
     context = extract(decoder, task(), SHOWN)
@@ -208,6 +208,23 @@ def test_on_fishers_scale_all_numbers_move_the_scores_alike(full, free):
     assert (apart > 0.999).float().mean() > 0.9
     again = fit.point(torch.zeros(fit.start.numel()))
     torch.testing.assert_close(point.jacobian, again.jacobian, atol=1e-4, rtol=1e-4)
+
+
+@FULL
+@pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
+def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
+    """Whatever the context vector is; within a site the scale is one number, and what is left out stays so."""
+    config = AnchoredConfig(reach=3.0, anchored_layers="late")
+    assert config.prior_scale == "balanced"
+    fit = problem(made(), task(full), config)
+    point = fit.first()
+    late = torch.arange(fit.questions.decoder.layers) >= 2 * fit.questions.decoder.layers // 3
+    assert (fit.scale == fit.scale[..., :1]).all()
+    assert ((fit.scale > 0).all(-1).all(-1) == late).all()
+    slopes = point.jacobian.view(*point.scores.shape, *fit.start.shape)
+    apart = (slopes - slopes.mean(1, keepdim=True)).square().mean((0, 1, 4)).sqrt()
+    torch.testing.assert_close(apart[late], torch.ones_like(apart[late]), atol=1e-3, rtol=0)
+    assert (apart[~late] == 0).all()
 
 
 def exactly_left_out(point, fit, tau):
@@ -245,7 +262,7 @@ def test_leaving_out_is_refitting_to_first_order(reach):
     assert (found - exact).abs().max() < 0.2 * (plain - exact).abs().max()
 
 
-@pytest.mark.parametrize("scale", ["context", "fisher"])
+@pytest.mark.parametrize("scale", ["balanced", "context", "fisher"])
 @pytest.mark.parametrize("free", ["vectors", "scalars"])
 def test_left_out_scores_are_near_those_of_refits(free, scale):
     """Refits without every other demonstration, under the same prior."""

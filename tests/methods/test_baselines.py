@@ -371,6 +371,7 @@ def test_a_control_anchors_with_another_vector(stand_in, options, films, demonst
         "noise": noise_like(real, NoiseConfig(noise_vector="matched"), 2),
         "random_labels": extract(decoder, *drawn),
     }[stand_in]
+    options["prior_scale"] = "context"  # as controls have it
     expected = anchor(decoder, films, demonstrations, other, AnchoredConfig(**options)).edit()
     assert torch.equal(found.values, expected.values)
     assert torch.equal(found.coefficients, expected.coefficients)
@@ -381,7 +382,12 @@ def test_a_control_anchors_with_another_vector(stand_in, options, films, demonst
 
 @pytest.mark.parametrize(
     "options",
-    [{"stand_in": "noise"}, {"stand_in": "noise", "prior_scale": "fisher"}, {"prior_scale": "fisher"}],
+    [
+        {"stand_in": "noise"},
+        {"stand_in": "noise", "prior_scale": "fisher"},
+        {"prior_scale": "fisher"},
+        {"prior_scale": "balanced"},
+    ],
 )
 def test_a_control_that_controls_nothing_is_refused(options):
     with pytest.raises(I2CLError, match="is anchored calibration itself: add free=scalars or a prior_lambda"):

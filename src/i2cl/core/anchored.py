@@ -6,10 +6,11 @@ themselves, and the plain model is the prior's mean: the maximum a posteriori of
 
     sum of -log p(label | query, label words) + tau/2 |(theta - theta_0) / s|^2
 
-in theta, a vector added to each writer's output (or I2CL's lambda and beta). The scale s of a vector is the
-root mean square of the context vector at its site; or that at which each number moves the label scores as far
-as every other, one over the root of its Fisher information where the fit starts and all labels are equally
-probable, so that a fit spreads over all of them. tau follows from the reach: how far the prior lets the label
+in theta, a vector added to each writer's output (or I2CL's lambda and beta). The scale s is one number a site,
+at which every site moves the label scores as far as any other: one over the root of the Fisher information
+where the fit starts and all labels are equally probable, meant over the numbers of the site. The context
+vector's root mean square there, the alternative, leaves a fit to the few early sites where little moves much;
+which ones is the model's own affair. tau follows from the reach: how far the prior lets the label
 scores of a query move apart, as a standard deviation in nats, which means the same on every model. It is
 wide: what keeps a fit of few examples near the plain model is that it goes no further than their labels ask.
 A narrow one, as leave-one-out chooses it by likelihood, which counts overconfidence above all, leaves
@@ -71,8 +72,9 @@ class AnchoredConfig(BaseModel):
         anchored_layers: all, or a third of them.
         prior_lambda: the prior's mean, where the fit starts too, is the context vector times this; at 0 the
             plain model.
-        prior_scale: of vectors, the context vector's at each site, or its root mean square over all of them;
-            or, ``"fisher"``, of each number by itself, so that all of them move the label scores alike.
+        prior_scale: ``"balanced"``, at which all sites move the label scores alike, or ``"fisher"``, all
+            numbers; of vectors, ``"context"``, the context vector's at each site, or ``"equal"``, its root
+            mean square over all of them, where scalars have 1.
         trust: share of the gain that its linearisation promises which a step has to bring; one that brings
             less is damped. At 0 any gain will do, and one that is small ends the fit.
     """
@@ -85,8 +87,13 @@ class AnchoredConfig(BaseModel):
     tolerance: float = Field(0.02, ge=0)
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"
     prior_lambda: float = Field(0.0, allow_inf_nan=False)
-    prior_scale: Literal["context", "equal", "fisher"] = "context"
-    trust: float = Field(0.0, ge=0, lt=1)
+    prior_scale: Literal["balanced", "fisher", "context", "equal"] = "balanced"
+    trust: float = Field(0.25, ge=0, lt=1)
+
+    @property
+    def told_by_slopes(self) -> bool:
+        """Whether the scale takes the label scores' derivatives, and nothing of the context vector."""
+        return self.prior_scale in ("balanced", "fisher")
 
 
 def anchor(
@@ -177,7 +184,7 @@ def left_out_scores(
     config = AnchoredConfig(**known)
     fit = _Fit(Questions(decoder, task, injection.scoring), tuple(demonstrations), context, config)
     theta = injection.context.values if config.free == "vectors" else injection.coefficients
-    if config.prior_scale == "fisher":
+    if config.told_by_slopes:
         with decoder.frozen():
             fit.first()
     u = ((theta - fit.start) / fit.scale).nan_to_num(0.0).flatten()  # 0 / 0 where a layer is left out
@@ -209,7 +216,7 @@ class _Fit:
             size = values.square().mean(-1, keepdim=True).sqrt()
             if self.config.prior_scale == "equal":
                 size = size.square().mean().sqrt().expand_as(size)
-            elif self.config.prior_scale == "fisher":  # told by the first tangent
+            elif self.config.told_by_slopes:  # the first tangent's
                 size = torch.ones_like(size)
             self.start = self.config.prior_lambda * values * active
             self.scale = (size * active).expand_as(values)
@@ -254,12 +261,12 @@ class _Fit:
         return u, tuple(history)
 
     def first(self) -> Tangent:
-        """The tangent at the start, which tells the scale where it is Fisher's."""
+        """The tangent at the start, which tells the scale where its slopes do."""
         self.scale = self.unit
         point = self.point(torch.zeros(self.start.numel()))
-        if self.config.prior_scale != "fisher":
+        if not self.config.told_by_slopes:
             return point
-        even = point.even()
+        even = point.even(self.unit.shape[-1] if self.config.prior_scale == "balanced" else 1)
         self.scale = self.unit * even.view_as(self.unit)
         return Tangent(point.scores, point.jacobian * even)
 

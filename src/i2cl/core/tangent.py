@@ -42,15 +42,19 @@ class Tangent:
             found += wide @ wide.T
         return found
 
-    def even(self) -> Float[Tensor, " parameters"]:
+    def even(self, together: int = 1) -> Float[Tensor, " parameters"]:
         """The scale of each parameter at which all of them move the label scores alike.
 
         One over the root of the diagonal of the Fisher information, where all labels are equally probable:
         the mean over demonstrations of the variance over labels, so what all labels share counts nothing.
+
+        Args:
+            together: parameters in a row that share a scale, by the mean of their information.
         """
         n, labels = self.scores.shape
         parts = self.jacobian.view(n, labels, -1).split(2**14, dim=2)
-        size = torch.cat([part.var(1, correction=0).mean(0) for part in parts]).sqrt()
+        each = torch.cat([part.var(1, correction=0).mean(0) for part in parts])
+        size = each.view(-1, together).mean(1).sqrt().repeat_interleave(together)
         return 1 / size.clamp_min(LEAST_SLOPE * size.mean()) if size.any() else torch.ones_like(size)
 
     def tau(self, reach: float) -> float:

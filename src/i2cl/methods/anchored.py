@@ -51,7 +51,7 @@ class Anchored(Method):
         progress: StepProgress | None = None,
         scoring: Scoring = "auto",
     ) -> Injection:
-        """Extract, which gives the scale, and fit."""
+        """Extract, and fit."""
         require_few(task, demonstrations)
         return anchor(
             decoder,
@@ -67,7 +67,7 @@ class Anchored(Method):
     def context(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> ContextVector:
-        """What sets the scale, and what lambda multiplies: the demonstrations' context vector."""
+        """What lambda multiplies, and may set the scale: the demonstrations' context vector."""
         return extract(decoder, task, demonstrations, self.extraction, seed=seed)
 
     def left_out_scores(
@@ -102,14 +102,21 @@ class ControlConfig(BaseModel):
     stand_in: Literal["random_labels", "noise"] = "random_labels"
 
 
+class ControlledConfig(AnchoredConfig):
+    """Anchored calibration on the context vector's scale, without which there is little to control."""
+
+    prior_scale: Literal["balanced", "fisher", "context", "equal"] = "context"
+
+
 @dataclass(frozen=True)
 class AnchoredControl(Anchored):
     """The control that tells what the context vector contributes to anchored calibration."""
 
     name: ClassVar[str] = "anchored_control"
     summary: ClassVar[str] = "anchored calibration with something else in place of the context vector"
-    settings = (ExtractConfig, AnchoredConfig, ControlConfig)
+    settings = (ExtractConfig, ControlledConfig, ControlConfig)
 
+    anchoring: ControlledConfig = field(default_factory=ControlledConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
 
     def __post_init__(self) -> None:
@@ -120,8 +127,8 @@ class AnchoredControl(Anchored):
         """
         chosen, noise = self.anchoring, self.control.stand_in == "noise"
         same = chosen.free == "vectors" and chosen.prior_lambda == 0
-        if same and (noise or chosen.prior_scale == "fisher"):
-            what = "stand_in=noise" if noise else "prior_scale=fisher"
+        if same and (noise or chosen.told_by_slopes):
+            what = "stand_in=noise" if noise else f"prior_scale={chosen.prior_scale}"
             raise I2CLError(
                 f"anchored_control with {what} is anchored calibration itself: "
                 "add free=scalars or a prior_lambda"
