@@ -213,7 +213,7 @@ def test_on_fishers_scale_all_numbers_move_the_scores_alike(full, free):
 @FULL
 @pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
 def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
-    """Whatever the context vector is; within a site the scale is one number, and what is left out stays so."""
+    """Whatever the context vector is; a site has one number, and what is left out stays so."""
     config = AnchoredConfig(reach=3.0, anchored_layers="late")
     assert config.prior_scale == "balanced"
     fit = problem(made(), task(full), config)

@@ -6,11 +6,11 @@ themselves, and the plain model is the prior's mean: the maximum a posteriori of
 
     sum of -log p(label | query, label words) + tau/2 |(theta - theta_0) / s|^2
 
-in theta, a vector added to each writer's output (or I2CL's lambda and beta). The scale s is one number a site,
-at which every site moves the label scores as far as any other: one over the root of the Fisher information
-where the fit starts and all labels are equally probable, meant over the numbers of the site. The context
-vector's root mean square there, the alternative, leaves a fit to the few early sites where little moves much;
-which ones is the model's own affair. tau follows from the reach: how far the prior lets the label
+in theta, a vector added to each writer's output (or I2CL's lambda and beta). The scale s is one number a
+site, at which every site moves the label scores as far as any other: one over the root of the Fisher
+information where the fit starts and all labels are equally probable, averaged over the numbers of the site.
+The context vector's root mean square there, the alternative, leaves a fit to the few early sites where little
+moves much; which ones is the model's own affair. tau follows from the reach: how far the prior lets the label
 scores of a query move apart, as a standard deviation in nats, which means the same on every model. It is
 wide: what keeps a fit of few examples near the plain model is that it goes no further than their labels ask.
 A narrow one, as leave-one-out chooses it by likelihood, which counts overconfidence above all, leaves
