@@ -74,6 +74,6 @@ def setup(app: Sphinx) -> None:
             source[0] = source[0].replace(
                 "<!-- commands -->", "\n".join(_commands(get_command(program), "i2cl"))
             )
-        source[0] = re.sub(r"\[[^]]*\]\((experiments/(?:real/)?store)\)", r"`docs/\1`", source[0])
+        source[0] = re.sub(r"\[[^]]*\]\((experiments/(?:\w+/)?store)\)", r"`docs/\1`", source[0])
 
     app.connect("source-read", fill)
