@@ -54,6 +54,8 @@ REACHES = (10.0, 3.0, 1.0, 0.0)
 MOST_SCORES = 4096
 """Demonstrations times labels: the kernel has so many rows, and is solved as a whole."""
 
+PriorScale = Literal["balanced", "fisher", "context", "equal"]
+
 STRONGEST = 1e6
 """Proximal factor beyond which no step pays."""
 
@@ -87,7 +89,7 @@ class AnchoredConfig(BaseModel):
     tolerance: float = Field(0.02, ge=0)
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"
     prior_lambda: float = Field(0.0, allow_inf_nan=False)
-    prior_scale: Literal["balanced", "fisher", "context", "equal"] = "balanced"
+    prior_scale: PriorScale = "balanced"
     trust: float = Field(0.25, ge=0, lt=1)
 
     @property

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from i2cl.core.anchored import AnchoredConfig, anchor, left_out_scores, require_few
+from i2cl.core.anchored import AnchoredConfig, PriorScale, anchor, left_out_scores, require_few
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
@@ -105,7 +105,7 @@ class ControlConfig(BaseModel):
 class ControlledConfig(AnchoredConfig):
     """Anchored calibration on the context vector's scale, without which there is little to control."""
 
-    prior_scale: Literal["balanced", "fisher", "context", "equal"] = "context"
+    prior_scale: PriorScale = "context"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class AnchoredControl(Anchored):
             what = "stand_in=noise" if noise else f"prior_scale={chosen.prior_scale}"
             raise I2CLError(
                 f"anchored_control with {what} is anchored calibration itself: "
-                "add free=scalars or a prior_lambda"
+                "add free=scalars or a prior_lambda" + ("" if noise else ", or take prior_scale=context")
             )
 
     def context(
