@@ -497,6 +497,9 @@ def test_rows_and_views_without_results():
     assert [line.split(":")[0] for line in found.missing[1:]] == ["comparison", "matrix", "bars"]
     elsewhere = section(experiment(("I2CL", "ICV")), llama())
     assert f"run trial --model {LLAMA}` makes them" in elsewhere.missing[0]
+    own = experiment(("I2CL", "ICV")).model_copy(update={"file": "my grids/trial.toml"})
+    line = section(own, llama(model="reference", limit=100)).missing[0]
+    assert line.endswith("(`i2cl experiment run 'my grids/trial.toml' --limit 100` makes them)")
 
 
 def test_an_experiment_without_cells_says_so_in_one_line():

@@ -6,6 +6,7 @@ The package brings one file for each (``builtin/*.toml``); users write their own
 import hashlib
 import itertools
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal, Self
 
@@ -162,6 +163,7 @@ class Experiment(_Frozen):
 
     Attributes:
         name: of the file.
+        file: where it was read from, unless the package brings it.
         title: what it is about.
         paper: number of the table or figure in the paper, or "-".
         measures: what is measured, in a sentence.
@@ -176,6 +178,7 @@ class Experiment(_Frozen):
     """
 
     name: str
+    file: str | None = None
     title: str
     paper: str = "-"
     measures: str
@@ -198,6 +201,11 @@ class Experiment(_Frozen):
         if "against" in self.model_fields_set and self.against not in names:
             raise ValueError(f"against is {self.against!r}, which is none of the rows: name one of them")
         return self
+
+    @property
+    def command(self) -> str:
+        """What runs it, but for model, scale and store."""
+        return f"i2cl experiment run {shlex.quote(self.file or self.name)}"
 
     @property
     def timed(self) -> bool:

@@ -56,7 +56,7 @@ def load_experiment(name: str | Path) -> Experiment:
     if path.suffix == ".toml":
         if not path.is_file():
             raise I2CLError(f"no file {str(name)!r}: give an experiment's TOML file, or a name")
-        return _parsed(path.read_bytes(), path.stem, str(path))
+        return _parsed(path.read_bytes(), path.stem, str(path)).model_copy(update={"file": str(path)})
     if str(name) not in BROUGHT:
         known = f"known are all, {', '.join(BROUGHT)}, or a .toml file"
         raise I2CLError(f"unknown experiment {str(name)!r}: {did_you_mean(str(name), BROUGHT)}{known}")

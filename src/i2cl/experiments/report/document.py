@@ -135,7 +135,7 @@ def build(
         found, aside = _worth_showing(results_of(experiment, records))
         used |= {record.key: record for results in found for record in results.cells}
         if not found:
-            hint = f"no cells in this store: `i2cl experiment run {experiment.name}` makes them"
+            hint = f"no cells in this store: `{experiment.command}` makes them"
             anchor = _anchor(experiment.name, sections)
             sections.append(Section(experiment, None, anchor, missing=(hint,)))
         for number, results in enumerate(found, start=1):
@@ -207,8 +207,10 @@ def _absent_rows(results: Results, skipped: Collection[str]) -> list[str]:
     there = [*skipped, *(row.name for row in results.rows)]
     absent = [row.name for row in results.experiment.rows if row.name not in there]
     model = results.setting.model
-    command = f"i2cl experiment run {results.experiment.name}"
+    limit = results.setting.limit
+    command = results.experiment.command
     command += f" --model {model}" if model != "reference" else ""
+    command += f" --limit {limit}" if limit not in (None, results.experiment.full.limit) else ""
     lines = [f"rows without results: {'; '.join(absent)} (`{command}` makes them)"] if absent else []
     if results.left_out:
         lines.append(f"tasks that at most half of the rows have: {', '.join(results.left_out)}")
