@@ -175,6 +175,7 @@ def test_fit_reports_what_it_saved(call, home, tmp_path):
     assert (code, err) == (0, "")
     record = json.loads(out)
     injection = Injection.from_pretrained(tmp_path / "new")
+    assert record["method"] == "i2cl"
     assert record["labels"] == list(injection.task.labels) == list(LABELS)
     assert record["demonstrations"] == injection.context.demonstrations == 4
     assert (record["first_loss"], record["last_loss"]) == injection.history
@@ -194,6 +195,7 @@ def test_fit_ends_with_whether_it_pays(call, home, tmp_path):
     assert worth["methods"]["i2cl"]["fit_seconds"] == record["fit_seconds"]
     kept = Injection.from_pretrained(tmp_path / "new").worth
     assert kept["verdict"] == worth["verdict"]  # what is timed differs
+    assert out.startswith(f"Saved {tmp_path / 'new'}: films by i2cl, 4 demonstrations, loss ")
     words = out.split()
     assert set(words) >= {*worth["methods"], "0", str(worth["methods"]["few_shot"]["cached_bytes"])}
     score = worth["methods"]["few_shot"]

@@ -158,7 +158,7 @@ def require_few(task: Task, demonstrations: Sequence[Example]) -> None:
     if scores > MOST_SCORES:
         raise I2CLError(
             f"{len(demonstrations)} demonstrations times {len(task.labels)} labels are {scores} scores, and "
-            f"anchored calibration takes at most {MOST_SCORES}: give fewer (--shots), or take --method i2cl"
+            f"anchored calibration takes at most {MOST_SCORES}: give fewer (--shots), or take method i2cl"
         )
 
 

@@ -9,7 +9,7 @@ from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.evaluate import show
 from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
-BUNDLED = ("zero_shot", "few_shot_uncached", "few_shot", "i2cl")
+BUNDLED = ("zero_shot", "few_shot_uncached", "few_shot", "i2cl", "anchored")
 REAL = (
     "zero_shot",
     "zero_shot+label_prior",
@@ -34,7 +34,7 @@ def demo(
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Show the bundled model gain three tasks: zero-shot, few-shot and I2CL side by side, offline."""
+    """Show the bundled model gain three tasks: zero-shot, few-shot, I2CL, anchored side by side, offline."""
     load.libraries()
     from i2cl.experiments.sweep import sweep
     from i2cl.methods import make_methods
@@ -56,8 +56,8 @@ def demo(
     show(runs, "", as_json=json)
     if not json and not real:
         console.say(
-            "\nI2CL answers at zero-shot cost: no demonstration is read at query time, "
-            "and no key-value cache is kept."
+            "\nI2CL and anchored (what `i2cl fit` does) answer at zero-shot cost: no demonstration is read "
+            "at query time, and no key-value cache is kept."
         )
     elif not json:
         console.say(

@@ -13,7 +13,7 @@ from i2cl.faces.cli.options import ModelOptions, TaskOptions
 if TYPE_CHECKING:
     from i2cl.experiments.records import Run
 
-DEFAULT_METHODS = "zero_shot,few_shot,i2cl,noise"
+DEFAULT_METHODS = "zero_shot,few_shot,noise,i2cl,anchored"
 
 
 @options.expanded

@@ -103,7 +103,7 @@ def fit(
     injection = replace(injection, command=command)
     if console.FIRST:
         injection.save_pretrained(output)
-    _show_fit(injection, output, model, seconds, asked=evaluate > 0, json=json)
+    _show_fit(injection, chosen.name, output, model, seconds, asked=evaluate > 0, json=json)
 
 
 def _fitted(
@@ -196,7 +196,14 @@ def _measured(
 
 
 def _show_fit(
-    injection: "Injection", output: Path, model: str, seconds: float, *, asked: bool, json: bool
+    injection: "Injection",
+    method: str,
+    output: Path,
+    model: str,
+    seconds: float,
+    *,
+    asked: bool,
+    json: bool,
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
     from i2cl.storage.card import prior_words
@@ -207,6 +214,7 @@ def _show_fit(
         record = {
             "output": str(output),
             "model": model,
+            "method": method,
             "task": injection.task.name,
             "labels": list(injection.task.labels),
             "demonstrations": count,
@@ -222,7 +230,8 @@ def _show_fit(
         console.print_json(record)
         return
     told = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
-    console.say(f"Saved {output}: {injection.task.name}, {count} demonstrations, {told}, {seconds:.1f} s.")
+    what = f"{injection.task.name} by {method}, {count} demonstrations"
+    console.say(f"Saved {output}: {what}, {told}, {seconds:.1f} s.")
     if injection.label_bias is not None:
         console.say(f"Label prior: {prior_words(injection.task.labels, injection.settings[LABEL_PRIOR])}")
     if injection.worth:
