@@ -672,3 +672,10 @@ def test_the_list_counts_cells_of_one_task(capsys):
     told = {one["name"]: one["cells_per_task"] for one in json.loads(capsys.readouterr().out)}
     asked = load_experiment("real")
     assert told["real"] == sum(min(asked.full.seeds, row.seeds or 99) for row in asked.rows)
+
+
+def test_a_grid_is_run_by_its_name_or_by_its_file(tmp_path):
+    file = tmp_path / "my grid.toml"
+    file.write_text('title = "x"\nmeasures = "y"\nrows = [{ name = "a", method = "zero_shot" }]\n')
+    assert load_experiment(file).command == f"i2cl experiment run '{file}'"
+    assert load_experiment("real").command == "i2cl experiment run real"
