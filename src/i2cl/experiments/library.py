@@ -39,6 +39,7 @@ BROUGHT = (
         "real-ablations",
         "anchored-ablations",
         "anchored-shots",
+        "unlabelled",
         "anchored-scale",
     ),
     *ORDER,
