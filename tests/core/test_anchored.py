@@ -37,9 +37,9 @@ def made(model_type="llama"):
     return Decoder(tiny_model(model_type), tiny_tokenizer(), name=model_type)
 
 
-def problem(decoder, asked, config):
-    context = extract(decoder, asked, SHOWN)
-    fit = anchored._Fit(Questions(decoder, asked), SHOWN, context, config)
+def problem(decoder, asked, config, shown=SHOWN):
+    context = extract(decoder, asked, shown)
+    fit = anchored._Fit(Questions(decoder, asked), shown, context, config)
     fit.tau = fit.first().tau(config.reach)
     return fit
 
@@ -228,11 +228,11 @@ def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
 
 
 def exactly_left_out(point, fit, tau):
-    """Refit the tangent without each demonstration, by plain gradient steps in float64."""
+    """Refit the tangent without each demonstration's text, by plain gradient steps in float64."""
     jacobian = point.jacobian.double().view(*point.scores.shape, -1)
     losses = []
     for out in range(len(fit.target)):
-        rest = [row for row in range(len(fit.target)) if row != out]
+        rest = [row for row, one in enumerate(fit.demonstrations) if one.text != fit.demonstrations[out].text]
         u = torch.zeros(jacobian.shape[-1], dtype=torch.float64, requires_grad=True)
         optimizer = torch.optim.LBFGS([u], max_iter=500, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
 
@@ -252,14 +252,19 @@ def exactly_left_out(point, fit, tau):
 
 
 @pytest.mark.parametrize("reach", [1.0, 3.0])
-def test_leaving_out_is_refitting_to_first_order(reach):
-    fit = problem(made(), task(), AnchoredConfig(reach=reach))
+@pytest.mark.parametrize(
+    "shown", [SHOWN, (*SHOWN, SHOWN[0], replace(SHOWN[1], label=2))], ids=["", "repeated"]
+)
+def test_leaving_out_is_refitting_to_first_order(reach, shown):
+    fit = problem(made(), task(), AnchoredConfig(reach=reach), shown)
     point = fit.point(torch.zeros(fit.start.numel()))
     tau = fit.tau
-    found = left_out_losses(point, fit.target, tau)
+    found = left_out_losses(point, fit.target, tau, fit.groups)
     plain = left_out_losses(point, fit.target, float("inf"))
     exact = exactly_left_out(point, fit, tau)
     assert (found - exact).abs().max() < 0.2 * (plain - exact).abs().max()
+    if shown is not SHOWN:  # each row alone would be answered by its copy
+        assert (left_out_losses(point, fit.target, tau) - exact).abs().max() > (found - exact).abs().max()
 
 
 @pytest.mark.parametrize("scale", ["balanced", "context", "fisher"])

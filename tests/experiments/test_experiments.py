@@ -20,6 +20,7 @@ from i2cl import (
     extract,
     load_task,
 )
+from i2cl.experiments import studies
 from i2cl.experiments.evaluation import fit_seeds
 from i2cl.experiments.grid import Cell, Experiment
 from i2cl.experiments.library import BROUGHT, ORDER, compared_with, limited, load_experiment
@@ -626,6 +627,31 @@ def test_a_store_refuses_other_rows_of_a_task(tmp_path, decoder):
     assert run_groups_of(cells[:1], decoder, tmp_path / "s", str(tmp_path / "one")).done == 1
     with pytest.raises(I2CLError, match="the store has results on other rows of task 'sst2'"):
         run_groups_of(cells, decoder, tmp_path / "s", str(tmp_path / "other"))
+
+
+def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
+    rows = [json.dumps({"text": f"text {n}", "label": n % 2}) + "\n" for n in range(8)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(rows))
+
+    def written(template):
+        (tmp_path / "mine.toml").write_text(
+            f'name = "mine"\nlabels = ["red", "blue"]\ntemplate = "{template}"\nshots = 1\n'
+            '[files]\ntrain = "train.jsonl"\ntest = "test.jsonl"\n'
+        )
+        for kept in (studies._task, studies._rows, studies._wording):
+            kept.cache_clear()
+
+    cells = [
+        cell(task=str(tmp_path / "mine.toml"), method="few_shot", seed=seed, limit=2) for seed in range(2)
+    ]
+    written("Text: {text} Colour: {label}")
+    assert run_groups_of(cells[:1], decoder, tmp_path / "s").done == 1
+    assert run_groups_of(cells[:1], decoder, tmp_path / "s").done == 0
+    written("{text} is {label}")
+    with pytest.raises(I2CLError, match="with another template, label words, instruction or shots"):
+        run_groups_of(cells, decoder, tmp_path / "s")
+    assert run_groups_of(cells, decoder, tmp_path / "other").done == 2
 
 
 def test_tasks_that_a_user_names_are_all_run():

@@ -211,6 +211,19 @@ def test_without_rows_each_demonstration_is_left_out_of_what_answers_it(decoder,
     assert found.metrics == {}  # a card is not to publish it as an evaluation
 
 
+def test_a_text_is_left_out_with_all_its_copies_and_counts_once(decoder, task, left_out):
+    shown, method, injection, found = left_out
+    twice = (*shown, *shown)
+    told = with_left_out(injection, decoder, task, twice, method, seconds=0.0).worth
+    assert told["rows"] == len(shown)
+    ours = method.left_out_scores(decoder, task, twice, injection)
+    torch.testing.assert_close(ours[: len(shown)], ours[len(shown) :])
+    few_shot = told["methods"]["few_shot"]
+    assert few_shot["fit_seconds"] > 0
+    assert few_shot["accuracy"] == found.worth["methods"]["few_shot"]["accuracy"]  # no copy answers it
+    assert all(one["milliseconds_per_query"] > 0 for one in told["methods"].values())
+
+
 def test_many_demonstrations_are_too_many_for_few_shot_without_each(decoder, task, left_out, monkeypatch):
     monkeypatch.setattr(worth, "MOST_LEFT_OUT", 3)
     shown, method, injection, _ = left_out

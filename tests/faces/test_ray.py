@@ -96,6 +96,7 @@ def test_three_commands_on_one_cluster(folder, tmp_path):
     commands = {
         "texts": predict(folder, "texts.txt", "out.tsv"),
         "bad texts": predict(folder, "bad.txt", "none.tsv"),
+        "no model": [*grid, "--model", str(folder / "none")],
         "cells": grid,
     }
     on_ray = {name: [*words, "--executor", "ray", "--workers", "1"] for name, words in commands.items()}
@@ -103,6 +104,9 @@ def test_three_commands_on_one_cluster(folder, tmp_path):
     assert code == 0, err
     goes_on_with_a_local_run_and_gives_the_same_bytes(folder, err.splitlines()[:3])
     says_of_a_bad_row_one_line(folder, err.splitlines()[3:5])
+    told, code = err.splitlines()[5:7]  # an actor that cannot load it says why
+    assert told.startswith(f"error: model folder '{folder / 'none'}' does not exist")
+    assert code == "no model ended with 2"
     assert err.splitlines()[-1] == "cells ended with 1"  # there is no layer 99
     makes_the_cells_that_run_here(folder, json.loads(out), tmp_path)
 

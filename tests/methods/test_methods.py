@@ -20,6 +20,7 @@ from i2cl import (
     extract,
 )
 from i2cl.core.context import ContextVector
+from i2cl.core.recipe import RECIPES
 from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.base import Wrapper
 from i2cl.methods.controls import NoiseConfig, noise_like
@@ -382,3 +383,49 @@ def test_the_table_of_methods_is_complete_and_cannot_be_changed():
         assert method.needs
     with pytest.raises(TypeError):
         METHODS["mine"] = METHODS["i2cl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sites", "each"),
+    [
+        ({}, 4, 32),
+        ({"writers": "mha"}, 2, 32),
+        ({"anchored_layers": "late"}, 2, 32),
+        ({"free": "scalars"}, 4, 2),
+    ],
+)
+def test_anchored_calibration_counts_the_numbers_that_it_fits(films, demonstrations, options, sites, each):
+    predictor = fitted("anchored", made("llama"), films, demonstrations, **options)
+    assert predictor.cost.trained == sites * each
+
+
+def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
+    recipe = RECIPES["released"]
+    lora, i2cl, noise = make_methods(["lora", "i2cl", "noise+label_prior"], {}, recipe)
+    assert lora == make_methods(["lora"])[0]
+    for found in (i2cl, noise.below):
+        assert found.calibration == CalibrationConfig(**recipe)
+
+
+@pytest.mark.parametrize(("name", "option"), [("linear_probe", "probe_c"), ("anchored", "tolerance")])
+@pytest.mark.parametrize("value", ["inf", float("inf")])
+def test_an_option_that_json_cannot_hold_is_refused(name, option, value):
+    with pytest.raises(I2CLError, match=f"option {option}='?inf'?: .*finite number"):
+        make_methods([name], {option: value})
+
+
+def test_behind_demonstrations_i2cl_injects_everywhere_or_not_at_all(films, demonstrations):
+    with pytest.raises(I2CLError, match="injects at every token: leave out positions=last"):
+        fitted("i2cl_over_icl", made("llama"), films, demonstrations, positions="last", epochs=1)
+
+
+@pytest.mark.parametrize("name", ["zero_shot", "few_shot", "anchored", "zero_shot+label_prior"])
+def test_scores_that_are_not_numbers_are_told(films, demonstrations, name):
+    decoder = made("llama")
+    options = {} if "prior" not in name else {"unlabelled": 2}
+    task = replace(films, train=tuple(Example(text, 0) for text in TEXTS))
+    predictor = fitted(name, decoder, task, demonstrations, **options)
+    with torch.no_grad():
+        decoder.model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(I2CLError, match="label scores are not numbers, since something overflows in float32"):
+        predictor.scores(TEXTS)

@@ -1,3 +1,4 @@
+import inspect
 import warnings
 from functools import cache
 
@@ -9,7 +10,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
-from i2cl.models.scoring import PASSES_A_BATCH, Questions, score
+from i2cl.models.scoring import PASSES_A_BATCH, Questions, require_texts, score
 from i2cl.tasks import Task, Template
 from tiny import CASES, tiny_model, tiny_tokenizer
 
@@ -341,3 +342,9 @@ def test_no_room_for_any_text_is_an_error():
     needed = len(encode(shown + TEMPLATE.query("")))
     with pytest.raises(I2CLError, match=f"needs {needed} tokens, but only 48 fit"):
         questions(decoder).queries(["a"], lambda text: shown + TEMPLATE.query(text))
+
+
+@pytest.mark.parametrize("text", [None, 1, float("nan"), b"bytes"])
+def test_what_is_no_string_is_refused(text):
+    with pytest.raises(I2CLError, match=r"text 2 is .* and no string"):
+        inspect.unwrap(require_texts)(["good", text])  # which the checks of types would refuse before

@@ -24,6 +24,7 @@ squared). One step is regression with the model's tangent kernel (https://arxiv.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,8 +68,8 @@ class AnchoredConfig(BaseModel):
         free: a vector at each writer (2 x layers x d numbers), or I2CL's lambda and beta (4 x layers).
         reach: standard deviation of the label scores under the prior, in nats, at most 10,000; 0 is the plain
             model.
-            ``"loo"`` takes the one of `REACHES` under which each demonstration is predicted best by the
-            others, to first order, or a smaller one within a standard error of it.
+            ``"loo"`` takes the one of `REACHES` under which each demonstration is predicted best by those of
+            other texts, to first order, or a smaller one within a standard error of it.
         steps: linearisations at most.
         tolerance: relative gain of the objective by an undamped step below which it ends.
         anchored_layers: all, or a third of them.
@@ -169,7 +170,7 @@ def left_out_scores(
     context: ContextVector,
     injection: Injection,
 ) -> Float[Tensor, "n labels"]:
-    """Label scores of each demonstration as if the fit had not seen it, to first order.
+    """Label scores of each demonstration as if the fit had not seen its text, to first order.
 
     They cost one more step, not one fit a demonstration: see `i2cl.core.tangent.without_each`. The reach is
     that of all demonstrations.
@@ -210,6 +211,10 @@ class _Fit:
         decoder, texts = self.questions.decoder, [example.text for example in self.demonstrations]
         self.queries = self.questions.queries(texts)
         gold = torch.tensor([example.label for example in self.demonstrations])
+        alike: dict[str, list[int]] = defaultdict(list)
+        for row, text in enumerate(texts):
+            alike[text].append(row)
+        self.groups = list(alike.values())
         self.target = one_hot(gold, len(self.questions.labels.ids)).double()
         values = self.context.values
         layers = CalibrationConfig(layers=self.config.anchored_layers)
@@ -243,7 +248,7 @@ class _Fit:
         loss = self.loss(point.scores)
         history = [loss]
         reach = self.config.reach
-        self.reach = best_reach(point, self.target, REACHES) if reach == "loo" else reach
+        self.reach = best_reach(point, self.target, REACHES, self.groups) if reach == "loo" else reach
         self.tau = point.tau(self.reach)
         most = self.config.steps if 0 < self.tau < math.inf else 0
         objective, factor = loss * len(self.target), 1.0
@@ -273,11 +278,11 @@ class _Fit:
         return Tangent(point.scores, point.jacobian * even)
 
     def left_out(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
-        """Scores of each demonstration as if the vectors had been fitted without it."""
+        """Scores of each demonstration as if the vectors had been fitted without its text."""
         if not math.isfinite(self.tau):
             return self.scores(u)
         point = self.point(u)
-        return without_each(point.scores, point.kernel, self.target, self.tau).float()
+        return without_each(point.scores, point.kernel, self.target, self.tau, self.groups).float()
 
     def stepped(
         self, point: Tangent, u: Float[Tensor, " parameters"], objective: float, factor: float

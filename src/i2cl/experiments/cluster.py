@@ -114,7 +114,8 @@ def run_on_ray(
         workers: actors; default: one per GPU of the cluster, or per core without any.
 
     Raises:
-        I2CLError: if the package ray is lacking, no cluster answers, or a store cannot be written.
+        I2CLError: if the package ray is lacking, no cluster answers, the model cannot be loaded, a store
+            cannot be written, or an actor dies.
     """
     with joined(address) as cluster:
         import ray
@@ -129,14 +130,21 @@ def run_on_ray(
             if isinstance(error.cause, I2CLError):  # alone, it is one line
                 raise error.cause from None
             raise
+        except ray.exceptions.RayActorError:
+            raise I2CLError(
+                "a Ray worker died, perhaps for lack of memory: run again with fewer --workers"
+            ) from None
 
 
 class _Worker:
     """Holds the model of one actor."""
 
     def __init__(self, source: Callable[[], Decoder]) -> None:
-        self._decoder = source()
+        self._source = source  # called by the first job, whose error is told: that of an actor's start is not
+        self._decoder: Decoder | None = None
 
     def run(self, job: GroupJob) -> list[Record]:
         """Run one job."""
+        if self._decoder is None:
+            self._decoder = self._source()
         return job.run(self._decoder)

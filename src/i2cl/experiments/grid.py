@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Value = str | int | float | bool
+Value = str | int | Annotated[float, Field(allow_inf_nan=False)] | bool
 Study = Literal["method", "move", "transfer"]
 Demonstrations = Literal["random", "worst"]
 GOLDEN = (5**0.5 - 1) / 2

@@ -48,23 +48,28 @@ class Kept:
     Attributes:
         weights: fingerprints, by the precision that they were loaded in.
         rows: of each task, see `Bench.rows`.
+        wording: of each task, see `Bench.wording`; older records do not tell it.
     """
 
     weights: Mapping[str, frozenset[str]] = field(default_factory=dict)
     rows: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    wording: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, store: Store, like: Cell) -> "Kept":
         """That of a store's cells with the same model, as given at loading."""
         weights: dict[str, set[str]] = defaultdict(set)
         rows: dict[str, set[str]] = defaultdict(set)
+        wording: dict[str, set[str]] = defaultdict(set)
         for record in store.records.values():
             cell, told = record.cell, record.provenance
             same = (cell.model, cell.revision, cell.dtype) == (like.model, like.revision, like.dtype)
             if record.status == "done" and same:
                 weights[told.get("dtype", "")] |= {told["weights"]} if "weights" in told else set()
                 rows[cell.task] |= {told["rows"]} if "rows" in told else set()
-        return cls(*({name: frozenset(held) for name, held in each.items()} for each in (weights, rows)))
+                wording[cell.task] |= {told["wording"]} if "wording" in told else set()
+        each = (weights, rows, wording)
+        return cls(*({name: frozenset(held) for name, held in one.items()} for one in each))
 
     def require_same(self, bench: Bench, tasks: Iterable[str]) -> None:
         """Refuse to add results of other weights or other rows.
@@ -84,6 +89,11 @@ class Kept:
                 raise I2CLError(
                     f"the store has results on other rows of task {task!r}: choose another --store, or the "
                     "--data-dir they were made with"
+                )
+            if set(self.wording.get(task, ())) - {bench.wording(task)}:
+                raise I2CLError(
+                    f"the store has results of task {task!r} with another template, label words, instruction "
+                    "or shots: choose another --store, or set the task back"
                 )
 
 
@@ -137,8 +147,12 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
         error=error,
         started=started,
         peak_memory_bytes=max(memory, peak.bytes),
-        provenance=provenance(bench.decoder) | ({"rows": bench.rows(cell.task)} if outcome else {}),
+        provenance=provenance(bench.decoder) | (_fingerprints(bench, cell.task) if outcome else {}),
     )
+
+
+def _fingerprints(bench: Bench, task: str) -> dict[str, str]:
+    return {"rows": bench.rows(task), "wording": bench.wording(task)}
 
 
 Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]

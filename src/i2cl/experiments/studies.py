@@ -67,6 +67,10 @@ class Bench:
         """A fingerprint of a task's rows, of both splits: 16 hexadecimal digits."""
         return _rows(task, self.data_dir)
 
+    def wording(self, task: str) -> str:
+        """A fingerprint of template, label words, instruction and shots of a task."""
+        return _wording(task, self.data_dir)
+
     def injection(self, cell: Cell) -> Injection:
         """What plain I2CL was fitted to on a cell's task, by an earlier cell or now."""
         task = self.task(cell)
@@ -108,6 +112,13 @@ def _rows(name: str, data_dir: str | None) -> str:
     task = _task(name, data_dir)
     told = [[(example.text, example.label) for example in split] for split in (task.train, task.test)]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+@lru_cache
+def _wording(name: str, data_dir: str | None) -> str:
+    unsaid = {"name", "title", "description", "group"}
+    told = {key: value for key, value in _task(name, data_dir).to_dict().items() if key not in unsaid}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def plain(cell: Cell, task: str) -> Cell:

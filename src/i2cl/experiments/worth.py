@@ -5,8 +5,9 @@ Nothing here needs scipy, so that `i2cl fit` runs without the extra ``experiment
 a width also where every answer is right.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import comb, sqrt
 from statistics import NormalDist
@@ -168,27 +169,34 @@ def with_left_out(
 ) -> Injection:
     """`with_worth` where no other labelled rows remain: each demonstration is left out of what answers it.
 
-    Zero-shot knows none of them. Few-shot runs again without each, where they are at most `MOST_LEFT_OUT`.
+    A text that several have is left out as a whole, and asked once. Zero-shot knows none of them. Few-shot
+    runs again without each, where they are at most `MOST_LEFT_OUT`.
     The injection's scores follow from one more step, to first order; a label bias stays what it is. That is
     pessimistic (its label's share among the others falls, and the order is the first), so it can show that
     a fit pays, and never that it does not.
     """
     shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method)
+    first = {example.text: row for row, example in reversed(list(enumerate(shown)))}
+    asked = tuple(shown[row] for row in sorted(first.values()))
     zero_shot, few_shot = make_methods(["zero_shot", "few_shot"])
 
     def without_each() -> Fitted:
-        if len(shown) > MOST_LEFT_OUT:
-            raise I2CLError(f"it would run again without each of {len(shown)} demonstrations")
+        if len(asked) > MOST_LEFT_OUT:
+            raise I2CLError(f"it would run again without each of {len(asked)} demonstrations")
         return Fitted(few_shot, _WithoutEach(few_shot, decoder, task, shown, seed, Cost()), shown, seed, 0.0)
 
     def ours() -> Fitted:
         scores = method.left_out_scores(decoder, task, shown, injection)
-        known = _Known(scores, Cost.of(injection.context.values))
+        cost = Cost.of(injection.context.values)
+        injected = PromptPredictor(
+            Questions(decoder, task, injection.scoring), edit=injection.edit(), cost=cost
+        )
+        known = _Known(scores[sorted(first.values())], injected, cost)
         return Fitted(by, _biased(injection, known), shown, seed, seconds)
 
     fits = _fits([zero_shot], decoder, task, shown, seed)
     fits |= {few_shot.called: without_each, by.called: ours}
-    return _told(injection, fits, "demonstrations", decoder, task, shown, watch, progress)
+    return _told(injection, fits, "demonstrations", decoder, task, asked, watch, progress)
 
 
 def _by(injection: Injection, method: Method) -> Method:
@@ -216,21 +224,21 @@ def _fits(
 
 @dataclass(frozen=True)
 class _Known:
-    """Scores that are there already."""
+    """Scores that are there already; those of ``timed`` are asked for the time that a query takes."""
 
     known: Float[Tensor, "texts labels"]
+    timed: Predictor
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Those of just these texts."""
-        if progress is not None:
-            progress(len(texts))
+        self.timed.scores(texts, progress)
         return self.known
 
 
 @dataclass(frozen=True)
 class _WithoutEach:
-    """A method fitted once for each demonstration, to all others."""
+    """A method fitted once for each text, to all demonstrations of other texts."""
 
     method: Method
     decoder: Decoder
@@ -238,14 +246,25 @@ class _WithoutEach:
     shown: tuple[Example, ...]
     seed: int
     cost: Cost
+    seconds: list[float] = field(default_factory=list)
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Of the demonstrations' texts."""
+        """Of demonstrations' texts; ``seconds`` are those of the fits."""
         found = []
-        for out, text in enumerate(texts):
-            rest = [*self.shown[:out], *self.shown[out + 1 :]]
-            found.append(self.method.fit(self.decoder, self.task, rest, self.seed).scores([text], progress))
+        for text in texts:
+            rest = [example for example in self.shown if example.text != text]
+            started = time.perf_counter()
+            fitted = self.method.fit(self.decoder, self.task, rest, self.seed)
+            self.seconds.append(time.perf_counter() - started)
+            found.append(fitted.scores([text], progress))
         return torch.cat(found)
+
+    def parted(self, run: Run) -> Run:
+        """The same run with the time of a fit told as such."""
+        fits = sum(self.seconds)
+        return run.model_copy(
+            update={"fit_seconds": fits / run.n, "predict_seconds": run.predict_seconds - fits}
+        )
 
 
 def _told(
@@ -266,7 +285,10 @@ def _told(
         if watch is not None:
             watch(name)
         try:
-            runs[name] = measure(decoder, task, fit(), queries, progress)
+            fitted = fit()
+            run = measure(decoder, task, fitted, queries, progress)
+            below = fitted.predictor
+            runs[name] = below.parted(run) if isinstance(below, _WithoutEach) else run
         except I2CLError as error:
             if name in required:
                 raise

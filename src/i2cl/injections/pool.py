@@ -18,7 +18,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
-from i2cl.models.scoring import Progress, Questions, biased, require_texts, score
+from i2cl.models.scoring import Progress, Questions, biased, require_finite, require_texts, score
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +189,7 @@ class InjectionPool:
         """`scores` of what was asked of tasks of this pool's model, loaded still or not.
 
         Raises:
-            I2CLError: if one row alone does not fit into memory.
+            I2CLError: if one row alone does not fit into memory, or a score is not a number.
         """
         found: list[Tensor] = [torch.empty(0)] * len(asked)
         by_kind = defaultdict(list)
@@ -204,6 +204,7 @@ class InjectionPool:
                 edit=_edit(chosen),
                 progress=progress,
             )
+            require_finite(values, self.decoder)
             for row, task, line in zip(rows, chosen, values, strict=True):
                 own = line[: len(task.questions.labels.ids)]
                 found[row] = own if task.bias is None else biased(own, task.bias)

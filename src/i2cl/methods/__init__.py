@@ -10,7 +10,7 @@ from i2cl.methods.anchored import Anchored, AnchoredControl
 from i2cl.methods.base import Cost, Method, Predictor, Wrapper
 from i2cl.methods.compressors import CEPE, ICAE, AutoCompressor
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
-from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, Noise
+from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, InjectionMethod, Noise
 from i2cl.methods.icv import ICV
 from i2cl.methods.knn_prompting import KNNPrompting
 from i2cl.methods.label_anchor import LabelAnchor
@@ -65,7 +65,7 @@ def make_methods(
 ) -> list[Method]:
     """Methods by name, or ``below+wrapper``; each takes those of the options that it knows.
 
-    The recipe is more options, of lower rank, which may go unused.
+    The recipe is more options, of lower rank, for what calibrates as I2CL does; other methods keep theirs.
 
     Raises:
         I2CLError: on an unknown method, or an option that none of them knows.
@@ -78,7 +78,7 @@ def make_methods(
             raise I2CLError(
                 f"no chosen method has the option {option!r}: known are {', '.join(known) or 'none'}"
             )
-    return [_built(_parts(name), {**(recipe or {}), **options}) for name in names]
+    return [_built(_parts(name), options, recipe or {}) for name in names]
 
 
 def calibrating_method(
@@ -118,8 +118,10 @@ def _parts(name: str) -> list[str]:
     return [lowest.default, *parts] if issubclass(lowest, Wrapper) else parts
 
 
-def _built(parts: Sequence[str], options: Mapping[str, Any]) -> Method:
-    method = _known(parts[0]).configured(options)
+def _built(parts: Sequence[str], options: Mapping[str, Any], recipe: Mapping[str, Any]) -> Method:
+    lowest = _known(parts[0])
+    own = {**recipe, **options} if issubclass(lowest, InjectionMethod) else options
+    method = lowest.configured(own)
     for part in parts[1:]:
         above = _known(part)
         if not issubclass(above, Wrapper):

@@ -14,6 +14,7 @@ from torch import Tensor
 from i2cl.core.anchored import AnchoredConfig, PriorScale, anchor, left_out_scores, require_few
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.injection import Injection
+from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.controls import CorruptionConfig, NoiseConfig, corrupted, noise_like
@@ -82,8 +83,9 @@ class Anchored(Method):
     ) -> PromptPredictor:
         """Inject what `injection` finds."""
         injection = self.injection(decoder, task, demonstrations, seed)
-        scalars = self.anchoring.free == "scalars"
-        trained = injection.coefficients.numel() if scalars else injection.context.values.numel()
+        layers = CalibrationConfig(layers=self.anchoring.anchored_layers)
+        sites = int(layers.active(decoder.layers, self.extraction.writers).sum())
+        trained = sites * (2 if self.anchoring.free == "scalars" else decoder.d_model)
         cost = Cost.of(injection.context.values, trained=trained)
         return PromptPredictor(Questions(decoder, task), edit=injection.edit(), cost=cost)
 

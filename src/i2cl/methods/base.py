@@ -1,5 +1,6 @@
 """What every compared method offers, and what several of them share."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -232,9 +233,15 @@ def _words(annotation: Any) -> list[str]:
 
 
 def _read(model: type[M], options: Mapping[str, Any]) -> M:
+    given = {name: options[name] for name in model.model_fields if name in options}
     try:
-        return model.model_validate({name: options[name] for name in model.model_fields if name in options})
+        found = model.model_validate(given)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise I2CLError(f"option {name}={repr(options[name])[:200]}: {first['msg']}") from None
+    for name in given:
+        value = getattr(found, name)
+        if isinstance(value, float) and not math.isfinite(value):  # which JSON cannot hold
+            raise I2CLError(f"option {name}={options[name]!r}: give a finite number")
+    return found

@@ -21,6 +21,7 @@ from i2cl.core.calibration import calibrate, calibrate_many
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
+from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.controls import CorruptionConfig, NoiseConfig, corrupted, noise_like
 from i2cl.methods.prompts import PromptPredictor, Shown, fitting, shared_ids
@@ -224,8 +225,13 @@ class I2CLOverICL(InjectionMethod):
         """Extract, then calibrate behind the demonstrations.
 
         Raises:
-            I2CLError: if not even one demonstration per class fits into the context.
+            I2CLError: if not even one demonstration per class fits into the context, or on positions other
+                than all: in front of a cache nothing tells which tokens are a query's first or last.
         """
+        if self.calibration.positions != "all":
+            raise I2CLError(
+                f"{self.name} injects at every token: leave out positions={self.calibration.positions}"
+            )
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)

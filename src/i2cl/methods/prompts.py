@@ -23,6 +23,7 @@ from i2cl.models.scoring import (
     Questions,
     head_states,
     next_token_log_probabilities,
+    require_finite,
     score,
 )
 from i2cl.tasks import Example, Task
@@ -56,6 +57,7 @@ class PromptPredictor:
         scores = torch.empty(len(prompts), len(labels.ids))
         for rows, queries, prefix in self._parts(prompts):
             scores[rows] = score(decoder, queries, labels, edit=self.edit, prefix=prefix, progress=progress)
+        require_finite(scores, decoder)
         return scores
 
     def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:

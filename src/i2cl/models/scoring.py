@@ -26,8 +26,26 @@ PASSES_A_BATCH = 8
 """What a full batch costs beside a pass of few tokens: one more pays where it saves so much."""
 
 
+class NotFiniteError(I2CLError):
+    """Label scores that are no numbers, of which the largest would be an accident."""
+
+
+def require_finite(scores: Float[Tensor, "*queries labels"], decoder: Decoder) -> None:
+    """Refuse scores of which one is not a number; a log-probability of -inf is one.
+
+    Raises:
+        NotFiniteError: naming the precision.
+    """
+    if scores.isnan().any():
+        dtype = str(decoder.model.dtype).removeprefix("torch.")
+        raise NotFiniteError(
+            f"label scores are not numbers, since something overflows in {dtype}. "
+            "Load the model in another precision (--dtype float32), or fit again closer to the plain model"
+        )
+
+
 def require_texts(texts: Sequence[str]) -> None:
-    """Refuse texts that are empty or no Unicode.
+    """Refuse texts that are no strings, empty or no Unicode.
 
     Raises:
         I2CLError: naming the first one.
@@ -35,6 +53,8 @@ def require_texts(texts: Sequence[str]) -> None:
     if isinstance(texts, str):
         raise I2CLError("texts is one string: give a list of texts")
     for row, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise I2CLError(f"text {row + 1} is {text!r:.60} and no string: remove it, or make it one")
         if not text.strip():
             raise I2CLError(f"text {row + 1} is empty: remove it or give it content")
         if any("\ud800" <= character <= "\udfff" for character in text):
@@ -102,9 +122,11 @@ class Questions:
         """Log-probability of each label word after each text's query.
 
         Raises:
-            I2CLError: as `queries`.
+            I2CLError: as `queries`, and where a score is not a number.
         """
-        return score(self.decoder, self.queries(texts), self.labels, edit=edit, progress=progress)
+        found = score(self.decoder, self.queries(texts), self.labels, edit=edit, progress=progress)
+        require_finite(found, self.decoder)
+        return found
 
 
 def score(

@@ -166,7 +166,7 @@ class Results:
         return [task for task in wanted if task not in self.tasks]
 
     def check_queries(self) -> None:
-        """Refuse records of one task that classify different queries, or come from other rows or weights.
+        """Refuse records of one task that classify different queries, or of other rows, wording or weights.
 
         Raises:
             I2CLError: naming two such cells.
@@ -177,6 +177,10 @@ class Results:
             asked = first.setdefault((task,), record)
             if outcome(asked).gold != outcome(record).gold:
                 self._refuse(asked, record, "classify different queries")
+            if "wording" in told:  # which older records do not tell
+                known = first.setdefault(("wording", task), record)
+                if known.provenance["wording"] != told["wording"]:
+                    self._refuse(known, record, "come from different wordings (template, label words, shots)")
             if "rows" not in told:  # an older record, whose weights may be told in another way too
                 continue
             for part, where in (("rows", task), ("weights", told.get("dtype"))):

@@ -22,6 +22,7 @@ from i2cl.errors import I2CLError
 from i2cl.faces.server.refusals import RefusalError, failed, no_memory, stopping, too_late
 from i2cl.injections.pool import Asked, InjectionPool
 from i2cl.models.batching import is_out_of_memory
+from i2cl.models.scoring import NotFiniteError
 
 SLICES = 32
 """Slices of a large job that are as long as a full batch: what a request may have to wait for."""
@@ -305,6 +306,8 @@ class Batcher:
             if len(rows) > 1:
                 half = len(rows) // 2
                 return self._answered(rows[:half]) + self._answered(rows[half:])
+            if isinstance(error, NotFiniteError):
+                return [RefusalError(500, "not_finite", str(error))]
             short = isinstance(error, I2CLError) or (
                 isinstance(error, RuntimeError) and is_out_of_memory(error)
             )

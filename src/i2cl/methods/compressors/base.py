@@ -18,7 +18,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.loading import REFERENCE
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Progress, Questions, require_texts, score
+from i2cl.models.scoring import Progress, Questions, require_finite, require_texts, score
 from i2cl.tasks import Example, Task
 
 T = TypeVar("T")
@@ -162,7 +162,9 @@ class BehindVectors:
         """Log-probability of each label word."""
         decoder, labels = self.questions.decoder, self.questions.labels
         queries = [ids + self.right for ids in self._queries(texts)]
-        return score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
+        found = score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
+        require_finite(found, decoder)
+        return found
 
     def _queries(self, texts: Sequence[str]) -> list[Ids]:
         """Token ids of each query without a BOS, its text cut where the room behind the vectors is short."""
