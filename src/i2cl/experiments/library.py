@@ -39,6 +39,7 @@ BROUGHT = (
         "real-ablations",
         "anchored-ablations",
         "anchored-shots",
+        "anchored-unlabelled",
         "unlabelled",
         "anchored-scale",
     ),
