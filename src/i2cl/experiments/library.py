@@ -33,6 +33,7 @@ ORDER = (
 BROUGHT = (
     *(
         "real",
+        "main-real",
         "skewed",
         "chat",
         "successors",
