@@ -39,8 +39,9 @@ from torch.nn.functional import cross_entropy, one_hot, pad
 from i2cl.core.context import ContextVector, require_demonstrations
 from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.injection import Injection
+from i2cl.core.label_mass import raise_label_mass
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.core.tangent import Tangent, best_reach, optimum, without_each
+from i2cl.core.tangent import Tangent, best_reach, optimum, rest_of, without_each
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
@@ -80,6 +81,9 @@ class AnchoredConfig(BaseModel):
             mean square over all of them, where scalars have 1.
         trust: share of the gain that its linearisation promises which a step has to bring; one that brings
             less is damped. At 0 any gain will do, and one that is small ends the fit.
+        say_label: whether the model is to say a label by itself, as its most probable token. First tokens get
+            one more vector at the last writer, under which the answer stays (`i2cl.core.label_mass`). Whole
+            label sequences compete with whatever is none of them throughout the fit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,6 +96,7 @@ class AnchoredConfig(BaseModel):
     prior_lambda: float = Field(0.0, allow_inf_nan=False)
     prior_scale: PriorScale = "balanced"
     trust: float = Field(0.25, ge=0, lt=1)
+    say_label: bool = True
 
     @property
     def told_by_slopes(self) -> bool:
@@ -136,6 +141,10 @@ def anchor(
     vectors, coefficients = fit.linear(fit.theta(u)[None])
     tau = fit.tau if math.isfinite(fit.tau) else None
     found = {"reach": fit.reach, "tau": tau}
+    if config.say_label and fit.ends_free and u.any():
+        raised = raise_label_mass(decoder, fit.queries, fit.questions.labels.first, fit.edit(u))
+        vectors[0, -1, -1] += raised.vector / decoder.writer_scale
+        found["label_mass"] = [raised.before, raised.after]
     settings = config.model_dump(mode="json") | {"method": "anchored"} | found
     return Injection(
         context=replace(context, values=vectors[0]),
@@ -215,7 +224,10 @@ class _Fit:
         for row, text in enumerate(texts):
             alike[text].append(row)
         self.groups = list(alike.values())
-        self.target = one_hot(gold, len(self.questions.labels.ids)).double()
+        self.labels = len(self.questions.labels.ids)
+        # Probabilities of whole sequences also tell that of anything else, at no further pass.
+        self.rest = self.config.say_label and self.questions.labels.full
+        self.target = one_hot(gold, self.labels + self.rest).double()
         values = self.context.values
         layers = CalibrationConfig(layers=self.config.anchored_layers)
         active = layers.active(decoder.layers, self.context.config.writers)[..., None]
@@ -231,6 +243,12 @@ class _Fit:
             self.start = torch.tensor([self.config.prior_lambda, 1.0]).repeat(*values.shape[:2], 1)
             self.scale = active.float().expand_as(self.start)
         self.unit = self.scale
+
+    @property
+    def ends_free(self) -> bool:
+        """Whether the last writer has a vector of its own: only the final norm and the LM head follow."""
+        vectors = self.context.config.site == "writers" and self.config.free == "vectors"
+        return vectors and not self.rest and bool(self.scale[-1, -1].any())
 
     def linear(
         self, theta: Float[Tensor, "rows layers sites size"]
@@ -249,7 +267,7 @@ class _Fit:
         history = [loss]
         reach = self.config.reach
         self.reach = best_reach(point, self.target, REACHES, self.groups) if reach == "loo" else reach
-        self.tau = point.tau(self.reach)
+        self.tau = point.among(self.labels).tau(self.reach)
         most = self.config.steps if 0 < self.tau < math.inf else 0
         objective, factor = loss * len(self.target), 1.0
         for step in range(most):
@@ -273,16 +291,18 @@ class _Fit:
         point = self.point(torch.zeros(self.start.numel()))
         if not self.config.told_by_slopes:
             return point
-        even = point.even(self.unit.shape[-1] if self.config.prior_scale == "balanced" else 1)
+        together = self.unit.shape[-1] if self.config.prior_scale == "balanced" else 1
+        even = point.among(self.labels).even(together)
         self.scale = self.unit * even.view_as(self.unit)
         return Tangent(point.scores, point.jacobian * even)
 
     def left_out(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
         """Scores of each demonstration as if the vectors had been fitted without its text."""
         if not math.isfinite(self.tau):
-            return self.scores(u)
+            return self.scores(u)[:, : self.labels]
         point = self.point(u)
-        return without_each(point.scores, point.kernel, self.target, self.tau, self.groups).float()
+        found = without_each(point.scores, point.kernel, self.target, self.tau, self.groups)
+        return found[:, : self.labels].float()
 
     def stepped(
         self, point: Tangent, u: Float[Tensor, " parameters"], objective: float, factor: float
@@ -317,9 +337,10 @@ class _Fit:
         return self.start + self.scale * u.view_as(self.start)
 
     def scores(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
-        """Label scores at u."""
+        """Label scores at u, and behind them that of the rest."""
         questions = self.questions
-        return score(questions.decoder, self.queries, questions.labels, edit=self.edit(u))
+        found = score(questions.decoder, self.queries, questions.labels, edit=self.edit(u))
+        return torch.cat([found, rest_of(found)], dim=1) if self.rest else found
 
     def edit(self, u: Float[Tensor, " parameters"]) -> LinearEdit:
         """The injection of u."""
@@ -343,7 +364,8 @@ class _Fit:
                 scores[row, at], jacobian[row, at] = value, slope
         if not (scores.isfinite().all() and jacobian.isfinite().all()):
             raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
-        return Tangent(scores, jacobian.flatten(0, 1))
+        point = Tangent(scores, jacobian.flatten(0, 1))
+        return point.with_rest() if self.rest else point
 
     def _slopes(
         self, theta: Float[Tensor, "layers sites size"], rows: Sequence[tuple[int, slice]], batch: Batch

@@ -1,0 +1,222 @@
+"""The last step of anchored calibration: the model comes to say a label by itself.
+
+Beyond the paper. Anchored calibration's loss is among the labels. It does not ask that one of them is more
+probable than every other token, so a program that knows no labels may print something else. One more vector,
+at the writer that ends the stream, cures that: only the final norm and the LM head follow. The vector is
+orthogonal to every direction in which two labels differ there. The norm then scales the differences of their
+logits by one positive number, so the answer among the labels stays. This is exact behind an RMSNorm. Behind a
+LayerNorm it is as near as the norm's bias is small; the answers on the demonstrations stay in any case. In the
+rest of the space the vector makes the labels' total probability large behind the demonstrations' queries, and
+a ridge keeps it short.
+
+The price is one forward pass over the demonstrations, and some thirty of one token each.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from i2cl.core.edits import LinearEdit
+from i2cl.models.batching import Batch, Ids, make_batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.hooks import edit_outputs
+from i2cl.models.training import Backward
+
+RIDGE = 0.01
+"""Penalty on the vector's mean square, in units of the stream's, beside a mean loss in nats."""
+
+EVALUATIONS = 60
+"""Of the loss, at most."""
+
+LEAST = 1e-3
+"""Of the stream's norm: a shorter vector that still changes an answer on the demonstrations is dropped."""
+
+ROWS = 128
+"""Run together: each has the logits of a whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class LabelMass:
+    """The vector and its effect on the demonstrations.
+
+    Attributes:
+        vector: to be added to the stream at the end of the last block; zero where none is better than none.
+        before: mean total probability of the labels' first tokens.
+        after: the same with the vector.
+    """
+
+    vector: Float[Tensor, " d"]
+    before: float
+    after: float
+
+
+def raise_label_mass(
+    decoder: Decoder, queries: Sequence[Ids], labels: Sequence[int], edit: LinearEdit
+) -> LabelMass:
+    """Find the vector that makes some label's first token probable after each query.
+
+    Args:
+        decoder: the model.
+        queries: token ids of the demonstrations' queries.
+        labels: the first token of each label.
+        edit: injection so far.
+    """
+    tail = _Tail(decoder, tuple(labels))
+    with decoder.frozen():
+        states = _streams(decoder, queries, edit)
+        vector, before = torch.zeros_like(states[0]), tail.mass(states)
+        with suppress(_NotFiniteError):
+            vector = tail.vector(states, tail.apart())
+        answers = tail.answers(states)
+        while vector.any() and not torch.equal(
+            tail.answers(states + vector), answers
+        ):  # biases, a head of layers
+            vector = vector / 2 if vector.norm() > LEAST * states.norm() else torch.zeros_like(vector)
+        after = tail.mass(states + vector)
+    if not after > before:  # or a value is not finite
+        vector, after = torch.zeros_like(vector), before
+    return LabelMass(vector.cpu(), before, after)
+
+
+def _streams(decoder: Decoder, queries: Sequence[Ids], edit: LinearEdit) -> Float[Tensor, "queries d"]:
+    """The stream behind the last block at each query's last token, in float32."""
+
+    def run(batch: Batch) -> Tensor:
+        watch = _Watch(edit, decoder)
+        with torch.no_grad():
+            decoder.forward(batch, edit=watch)
+        return watch.stream[torch.arange(len(batch.rows)), batch.last.to(watch.stream.device)]
+
+    kept: dict[int, Tensor] = {}
+    for batch, streams in decoder.run_batches(queries, run):
+        kept |= dict(zip(batch.rows, streams, strict=True))
+    return torch.stack([kept[row] for row in range(len(queries))]).float().to(decoder.device)
+
+
+class _Watch(Edit):
+    """An edit of the residual writers that also adds up the stream behind the last block."""
+
+    site = "writers"
+    sees_input = True
+
+    def __init__(self, edit: LinearEdit, decoder: Decoder) -> None:
+        self.edit = edit
+        self.last = decoder.layers - 1
+        self.scale = decoder.writer_scale
+        self.stream = torch.empty(0)
+
+    def enter(self, layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
+        """Remember the stream before the last block."""
+        if layer == self.last:
+            self.stream = residual.clone()  # some blocks add in place
+
+    def output(
+        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
+    ) -> Float[Tensor, "lines tokens d"]:
+        """The edit's own output; the last block's are added up."""
+        changed = self.edit.output(layer, index, output, batch)
+        if layer == self.last:
+            self.stream = self.stream.to(changed.device).add(changed, alpha=self.scale)
+        return changed
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """The final norm and the LM head of a model, whatever they are, and the labels' first tokens.
+
+    Rows of one token run, and the states take the place of the last block's output.
+    """
+
+    decoder: Decoder
+    labels: Ids
+
+    def logits(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, "rows vocab"]:
+        """Next-token logits of streams behind the last block, in float32; gradients flow if on."""
+        decoder = self.decoder
+        batch = make_batch([(self.labels[0],)] * len(states), decoder.device)
+
+        def replaced(output: Float[Tensor, "rows 1 d"]) -> Float[Tensor, "rows 1 d"]:
+            return states[:, None].to(output.device, output.dtype)
+
+        with edit_outputs([(decoder.blocks[-1], replaced)]):
+            logits = decoder.forward(batch)
+        return logits[:, 0].float().to(states.device)
+
+    def losses(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
+        """Minus the logarithm of the labels' total probability."""
+        logits = self.logits(states)
+        return logits.logsumexp(-1) - logits[:, list(self.labels)].logsumexp(-1)
+
+    def answers(self, states: Float[Tensor, "rows d"]) -> Int[Tensor, " rows"]:
+        """The most probable label of each row."""
+        with torch.no_grad():
+            logits = torch.cat([self.logits(part)[:, list(self.labels)] for part in states.split(ROWS)])
+        return logits.argmax(-1)
+
+    def mass(self, states: Float[Tensor, "rows d"]) -> float:
+        """Mean total probability of the labels."""
+        with torch.no_grad():
+            losses = torch.cat([self.losses(part) for part in states.split(ROWS)])
+        return (-losses).exp().mean().item()
+
+    def apart(self) -> Float[Tensor, "d directions"]:
+        """An orthonormal basis of the directions in which labels differ.
+
+        They are the slopes of the logits at a stream of zeros, where a norm has no share in them.
+        """
+        zero = torch.nn.Parameter(torch.zeros(1, self.decoder.d_model, device=self.decoder.device))
+        backward = Backward([zero], self.decoder.model.dtype)
+        with torch.enable_grad():
+            values = self.logits(zero)[0, list(self.labels)]
+            each = [backward.gradients(one - values[0])[0] for one in values[1:]]
+        slopes = torch.stack([zero.detach()[0] if one is None else one[0] for one in each], dim=1)
+        if not slopes.isfinite().all():
+            raise _NotFiniteError
+        left, sizes, _ = torch.linalg.svd(slopes, full_matrices=False)
+        return left[:, sizes > 1e-6 * sizes.max()]
+
+    def vector(
+        self, states: Float[Tensor, "rows d"], apart: Float[Tensor, "d directions"]
+    ) -> Float[Tensor, " d"]:
+        """The best vector of an L-BFGS search from zero, which ends early where a loss is not finite."""
+        size = states.square().mean().sqrt()
+        u = torch.nn.Parameter(torch.zeros_like(states[0]))
+        backward = Backward([u], self.decoder.model.dtype)
+        optimizer = torch.optim.LBFGS(
+            [u], max_eval=EVALUATIONS, max_iter=EVALUATIONS, line_search_fn="strong_wolfe"
+        )
+        best = (math.inf, torch.zeros_like(states[0]))
+
+        def placed() -> Tensor:
+            return size * (u - apart @ (apart.T @ u))
+
+        def evaluate() -> float:
+            nonlocal best
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                value = RIDGE * u.square().mean()
+                value.backward()
+                total = value.item()
+                for part in states.split(ROWS):
+                    loss = self.losses(part + placed()).sum() / len(states)
+                    backward(loss)
+                    total += loss.item()
+            if not math.isfinite(total):
+                raise _NotFiniteError
+            if total < best[0]:
+                best = total, placed().detach().clone()
+            return total
+
+        with suppress(_NotFiniteError):
+            optimizer.step(evaluate)
+        return best[1]
+
+
+class _NotFiniteError(Exception):
+    """Ends a search in a precision that overflows."""

@@ -1,0 +1,154 @@
+"""The vector that makes a model say a label by itself, on every model type."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from i2cl import Example, Task, Template, extract
+from i2cl.core import label_mass
+from i2cl.core.anchored import AnchoredConfig, anchor
+from i2cl.core.context import ExtractConfig
+from i2cl.core.edits import LinearEdit
+from i2cl.core.label_mass import raise_label_mass
+from i2cl.core.tangent import Tangent, rest_of
+from i2cl.models.batching import make_batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Questions, next_token_log_probabilities
+from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
+
+QUERIES = [(5, 17, 90, 31), (8, 41, 7), (77, 12, 63, 250, 19, 4)]
+OTHERS = [tuple((7 * row + 31 * place) % 299 + 1 for place in range(5)) for row in range(40)]
+LABELS = (40, 90, 200)
+RMS = ("llama", "mixtral", "granite", "glm4", "gpt_oss", "afmoe")
+"""Types with an RMSNorm and no bias at the head, where the answer among the labels stays exactly."""
+
+SHOWN = (
+    Example("a warm film", 0),
+    Example("dull, dull, dull", 1),
+    Example("kind and funny", 0),
+    Example("no", 2),
+)
+TASK = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentiment:{label}"))
+
+
+def made(case="llama"):
+    model_type, overrides = CASES[case]
+    return Decoder(tiny_model(model_type, **overrides), tiny_tokenizer(), name=case)
+
+
+def edit_of(decoder, size=0.3):
+    generator = torch.Generator().manual_seed(0)
+    values = size * torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
+    return LinearEdit(values, torch.ones(decoder.layers, 2, 2))
+
+
+def logits(decoder, ids, edit):
+    with decoder.frozen(), torch.no_grad():
+        return decoder.forward(make_batch([ids], decoder.device), edit=edit)[0, 0].float()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_streams_end_in_the_models_own_logits(case):
+    decoder = made(case)
+    edit = edit_of(decoder)
+    states = label_mass._streams(decoder, QUERIES, edit)
+    with decoder.frozen(), torch.no_grad():
+        found = label_mass._Tail(decoder, LABELS).logits(states)
+    expected = torch.stack([logits(decoder, ids, edit) for ids in QUERIES])
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_a_label_becomes_the_most_probable_token(case):
+    decoder = made(case)
+    edit = edit_of(decoder)
+    found = raise_label_mass(decoder, QUERIES, LABELS, edit)
+    assert found.after > found.before or case == "modernbert-decoder"  # whose head is a network of its own
+    values = edit.values.clone()
+    values[-1, -1] += found.vector / decoder.writer_scale
+    pushed = LinearEdit(values, edit.coefficients)
+    after = next_token_log_probabilities(decoder, QUERIES, edit=pushed)[:, list(LABELS)]
+    assert after.logsumexp(-1).exp().mean().item() == pytest.approx(found.after, abs=1e-4)
+    before = next_token_log_probabilities(decoder, OTHERS, edit=edit)[:, list(LABELS)]
+    moved = next_token_log_probabilities(decoder, OTHERS, edit=pushed)[:, list(LABELS)]
+    same = (before.argmax(-1) == moved.argmax(-1)).float().mean().item()
+    assert same == 1 if case in RMS else same > 0.5  # random biases, as large as the stream
+
+
+def test_the_default_fit_says_labels_and_its_answers_are_those_without():
+    decoder = made()
+    context = extract(decoder, TASK, SHOWN)
+    says = anchor(decoder, TASK, SHOWN, context)
+    silent = anchor(decoder, TASK, SHOWN, context, AnchoredConfig(say_label=False))
+    texts = [
+        f"{word} {other}" for word in ("a film", "dull", "kind", "so") for other in ("of old", "!", "and", "")
+    ]
+    questions = Questions(decoder, TASK)
+    queries = questions.queries(texts)
+    firsts = torch.tensor(questions.labels.first)
+    greedy = next_token_log_probabilities(decoder, queries, edit=says.edit()).argmax(-1)
+    says_one = torch.isin(greedy, firsts)
+    assert says_one.float().mean() > 0.9  # of a random model
+    without = next_token_log_probabilities(decoder, queries, edit=silent.edit()).argmax(-1)
+    assert torch.isin(without, firsts).float().mean() < 0.5
+    kept = silent.scores(decoder, texts).argmax(-1)
+    assert torch.equal(says.scores(decoder, texts).argmax(-1), kept)
+    assert torch.equal(firsts[kept][says_one], greedy[says_one])
+    before, after = says.settings["label_mass"]
+    assert before < after
+    apart = (says.context.values - silent.context.values).flatten(0, 1).norm(dim=1)
+    assert (apart[:-1] == 0).all()
+    assert apart[-1] > 0
+
+
+def test_nothing_is_added_where_the_last_writer_is_left_out_or_nothing_was_fitted():
+    decoder = made()
+    context = extract(decoder, TASK, SHOWN)
+    attention = extract(decoder, TASK, SHOWN, ExtractConfig(writers="mha"))
+    for vector, config in ((context, {"free": "scalars"}), (context, {"steps": 0}), (attention, {})):
+        assert "label_mass" not in anchor(decoder, TASK, SHOWN, vector, AnchoredConfig(**config)).settings
+
+
+def test_labels_that_span_the_stream_leave_no_room_and_the_fit_as_it_is():
+    decoder = made()
+    found = raise_label_mass(decoder, QUERIES, tuple(range(40, 40 + decoder.d_model + 1)), edit_of(decoder))
+    assert not found.vector.any()
+    assert found.after == found.before
+
+
+def test_a_model_that_overflows_keeps_the_fit_as_it_is():
+    decoder = made()
+    edit = edit_of(decoder)
+    with torch.no_grad():
+        decoder.model.model.norm.weight.fill_(float("inf"))
+    assert not raise_label_mass(decoder, QUERIES, LABELS, edit).vector.any()
+
+
+@pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
+def test_whole_labels_compete_with_whatever_is_none_of_them():
+    decoder = made()
+    task = replace(TASK, labels=("good film", "good grief", "bad"))
+    context = extract(decoder, task, SHOWN)
+    texts = [example.text for example in SHOWN]
+
+    def mass(config):
+        return anchor(decoder, task, SHOWN, context, config).scores(decoder, texts).exp().sum(-1)
+
+    assert (mass(AnchoredConfig()) > 100 * mass(AnchoredConfig(say_label=False))).all()
+
+
+def test_the_rest_is_what_labels_leave_and_moves_against_them():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(4, 5, generator=generator).log_softmax(-1)[:, :3]
+    jacobian = torch.randn(12, 6, generator=generator)
+    point = Tangent(scores, jacobian).with_rest()
+    torch.testing.assert_close(point.scores.exp().sum(1), torch.ones(4))
+    step = 1e-3 * torch.randn(6, generator=generator)
+    ends = [scores + sign * (jacobian @ step).view(4, 3) for sign in (1, -1)]
+    difference = (rest_of(ends[0]) - rest_of(ends[1])) / 2
+    torch.testing.assert_close(
+        (point.jacobian.view(4, 4, 6)[:, 3] @ step)[:, None], difference, atol=1e-5, rtol=1e-3
+    )
+    assert point.among(3).scores.equal(scores)
+    assert point.among(3).jacobian.equal(jacobian)
