@@ -5,7 +5,7 @@ probable than every other token, so a program that knows no labels may print som
 at the writer that ends the stream, cures that: only the final norm and the LM head follow. The vector is
 orthogonal to every direction in which two labels differ there. The norm then scales the differences of their
 logits by one positive number, so the answer among the labels stays. This is exact behind an RMSNorm. Behind a
-LayerNorm it is as near as the norm's bias is small; the answers on the demonstrations stay in any case. In the
+LayerNorm it is as near as the norm's bias is small; the answers on the demonstrations stay anyhow. In the
 rest of the space the vector makes the labels' total probability large behind the demonstrations' queries, and
 a ridge keeps it short.
 

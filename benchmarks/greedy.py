@@ -1,0 +1,94 @@
+"""How often a model under a default fit says a label by itself, and the right one, on real tasks.
+
+    python benchmarks/greedy.py smollm2 sst2,tickets --seeds 4 --limit 200 -o greedy.jsonl
+
+One line of JSON a fit, appended; what the file holds is not run again. The nine tasks of the paper need
+I2CL_DATA_DIR or the hub. With --store the answers are compared with those that a store holds of the same cells.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from i2cl import Decoder, Task, load_task
+from i2cl.experiments.grid import Cell
+from i2cl.experiments.store import Store
+from i2cl.methods import make_methods
+from i2cl.models.scoring import Questions, next_token_log_probabilities, score
+
+
+def measured(decoder: Decoder, task: Task, seed: int, limit: int, stored: list[int] | None) -> dict[str, Any]:
+    """One fit, what is right among the labels, and what greedy decoding says."""
+    demonstrations, queries = task.sample(None, seed), task.queries(limit)
+    (method,) = make_methods(["anchored"], {})
+    start = time.perf_counter()
+    injection = method.injection(decoder, task, demonstrations, seed)
+    seconds = time.perf_counter() - start
+    questions = Questions(decoder, task, injection.scoring)
+    labels, edit = questions.labels, injection.edit()
+    prompts = questions.queries([query.text for query in queries])
+    gold = torch.tensor([query.label for query in queries])
+    said: list[list[int]] = [[] for _ in prompts]
+    longest = max(map(len, labels.ids)) if labels.full else 1
+    for place in range(longest):
+        so_far = [ids + tuple(tokens) for ids, tokens in zip(prompts, said, strict=True)]
+        found = next_token_log_probabilities(decoder, so_far, edit=edit)
+        if not place:
+            first = found
+        for tokens, token in zip(said, found.argmax(-1).tolist(), strict=True):
+            tokens.append(token)
+    scores = score(decoder, prompts, labels, edit=edit) if labels.full else first[:, list(labels.first)]
+    wanted = [labels.target(label) for label in range(len(task.labels))]
+    spoken = torch.tensor(
+        [next((at for at, ids in enumerate(wanted) if tuple(one[: len(ids)]) == ids), -1) for one in said]
+    )
+    answers = scores.argmax(-1)
+    mass = scores.logsumexp(-1).exp().mean().item()
+    same = None if stored is None else (answers == torch.tensor(stored)).float().mean().item()
+    return {
+        "accuracy": (answers == gold).float().mean().item(),
+        "greedy_right": (spoken == gold).float().mean().item(),
+        "greedy_is_a_label": (spoken >= 0).float().mean().item(),
+        "label_mass": mass,
+        "confidence": scores.softmax(-1).amax(-1).mean().item(),
+        "same_as_stored": same,
+        "fit_seconds": seconds,
+        "losses": injection.history,
+    }
+
+
+def main() -> None:
+    """Run what the file lacks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("tasks")
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--limit", type=int, default=200)
+    parser.add_argument("--store", type=Path, help="of `i2cl experiment run real`")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    asked = parser.parse_args()
+    lines = asked.output.read_text(encoding="utf-8").splitlines() if asked.output.is_file() else []
+    done = {(one["task"], one["seed"]) for one in map(json.loads, lines)}
+    records = Store.open(asked.store).records if asked.store else {}
+    decoder = Decoder.from_pretrained(asked.model)
+    for seed in range(asked.seeds):
+        for name in asked.tasks.split(","):
+            if (name, seed) in done:
+                continue
+            cell = Cell(model=asked.model, task=name, method="anchored", seed=seed, limit=asked.limit)
+            kept = records.get(cell.key)
+            stored = list(kept.outcome.predictions) if kept and kept.outcome else None
+            row = measured(decoder, load_task(name), seed, asked.limit, stored)
+            with asked.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"task": name, "seed": seed} | row) + "\n")
+            sys.stdout.write(f"{name} {seed} {row}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
