@@ -3,7 +3,8 @@
     python benchmarks/greedy.py smollm2 sst2,tickets --seeds 4 --limit 200 -o greedy.jsonl
 
 One line of JSON a fit, appended; what the file holds is not run again. The nine tasks of the paper need
-I2CL_DATA_DIR or the hub. With --store the answers are compared with those that a store holds of the same cells.
+I2CL_DATA_DIR or the hub. With --store the answers are compared with those of the same cells in a store; with
+--keep each artefact and its scores on the queries stay in a folder.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from i2cl import Decoder, Task, load_task
 from i2cl.experiments.grid import Cell
@@ -22,7 +24,9 @@ from i2cl.methods import make_methods
 from i2cl.models.scoring import Questions, next_token_log_probabilities, score
 
 
-def measured(decoder: Decoder, task: Task, seed: int, limit: int, stored: list[int] | None) -> dict[str, Any]:
+def measured(
+    decoder: Decoder, task: Task, seed: int, limit: int, stored: list[int] | None, keep: Path | None
+) -> dict[str, Any]:
     """One fit, what is right among the labels, and what greedy decoding says."""
     demonstrations, queries = task.sample(None, seed), task.queries(limit)
     (method,) = make_methods(["anchored"], {})
@@ -48,6 +52,9 @@ def measured(decoder: Decoder, task: Task, seed: int, limit: int, stored: list[i
         [next((at for at, ids in enumerate(wanted) if tuple(one[: len(ids)]) == ids), -1) for one in said]
     )
     answers = scores.argmax(-1)
+    if keep:
+        injection.save_pretrained(keep / f"{task.name}-{seed}")
+        save_file({"scores": scores, "gold": gold}, keep / f"{task.name}-{seed}.safetensors")
     mass = scores.logsumexp(-1).exp().mean().item()
     same = None if stored is None else (answers == torch.tensor(stored)).float().mean().item()
     return {
@@ -71,6 +78,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--store", type=Path, help="of `i2cl experiment run real`")
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--keep", type=Path)
     asked = parser.parse_args()
     lines = asked.output.read_text(encoding="utf-8").splitlines() if asked.output.is_file() else []
     done = {(one["task"], one["seed"]) for one in map(json.loads, lines)}
@@ -83,7 +91,7 @@ def main() -> None:
             cell = Cell(model=asked.model, task=name, method="anchored", seed=seed, limit=asked.limit)
             kept = records.get(cell.key)
             stored = list(kept.outcome.predictions) if kept and kept.outcome else None
-            row = measured(decoder, load_task(name), seed, asked.limit, stored)
+            row = measured(decoder, load_task(name), seed, asked.limit, stored, asked.keep)
             with asked.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"task": name, "seed": seed} | row) + "\n")
             sys.stdout.write(f"{name} {seed} {row}\n")
