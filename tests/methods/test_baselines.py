@@ -20,7 +20,9 @@ from i2cl.methods.controls import CorruptionConfig, NoiseConfig, corrupted, nois
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, AddPreservingNorm, directions
 from i2cl.methods.knn_prompting import divergence
 from i2cl.methods.label_anchor import anchors
+from i2cl.methods.task_vector import ReplaceLast, layer_scores
 from i2cl.models.batching import make_batch
+from i2cl.models.scoring import Questions
 from tiny import tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
@@ -132,6 +134,20 @@ def test_task_vector_replaces_one_state(model_type, films, demonstrations):
     expected = torch.stack(expected).log_softmax(-1)[:, first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
     assert (predictor.cost.cached_values, predictor.cost.held_out) == (decoder.d_model, 33)
+
+
+@pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
+@pytest.mark.parametrize("scoring", ["first_token", "full"])
+@pytest.mark.parametrize("model_type", [*FAMILIES, "mistral"])
+def test_task_vector_tries_each_layer_as_if_by_itself(model_type, scoring, films):
+    decoder = made(model_type)
+    questions = Questions(decoder, films, scoring)
+    states = 3 * torch.randn(decoder.layers, decoder.d_model, generator=torch.Generator().manual_seed(0))
+    found = layer_scores(questions, states, TEXTS)
+    for layer, state in enumerate(states):
+        alone = questions.scores(TEXTS, edit=ReplaceLast(layer, state))
+        torch.testing.assert_close(found[layer], alone, **CLOSE)
+    assert (found[0] - found[1]).abs().max() > 0.01
 
 
 def block_outputs(decoder, text):

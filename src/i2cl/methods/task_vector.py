@@ -33,7 +33,7 @@ from i2cl.methods.prompts import (
 from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import Questions, score
 from i2cl.models.training import LabelLikelihood, TrainConfig, train
 from i2cl.tasks import Example, Task
 
@@ -56,6 +56,23 @@ class ReplaceLast(Edit):
         if layer != self.layer:
             return None
         return torch.where(_last(output, batch), self.state.to(output.device, output.dtype), output)
+
+
+class ReplaceEach(Edit):
+    """Of query number l, the block output of layer l at its last token becomes ``states[l]``."""
+
+    site = "hidden"
+
+    def __init__(self, states: Float[Tensor, "layers d"]) -> None:
+        self.states = states
+
+    def output(
+        self, layer: int, _index: int, output: Float[Tensor, "batch tokens d"], batch: Batch
+    ) -> Float[Tensor, "batch tokens d"]:
+        """The replacement at one token of those rows that run this query."""
+        rows = torch.tensor([row == layer for row in batch.rows], device=output.device)
+        state = self.states[layer].to(output.device, output.dtype)
+        return torch.where(_last(output, batch) & rows[:, None, None], state, output)
 
 
 class AddLast(Edit):
@@ -123,16 +140,33 @@ class TaskVector(Method):
         questions = Questions(decoder, task)
         (prompt,) = encode_prompts(questions, fitting(questions, demonstrations), [dummy.text])
         states = decoder.capture(make_batch([prompt], decoder.device), site="hidden")[0, :, 0]
-        tried = [_predictor(questions, layer, state) for layer, state in enumerate(states)]
+        scores = layer_scores(questions, states, [example.text for example in held_out])
         gold = torch.tensor([example.label for example in held_out])
-        texts = [example.text for example in held_out]
-        right = [int((candidate.scores(texts).argmax(-1) == gold).sum()) for candidate in tried]
-        return tried[right.index(max(right))]
+        right = (scores.argmax(-1) == gold).sum(1)
+        layer = int((right == right.max()).nonzero()[0])
+        cost = Cost.of(states[layer], held_out=HELD_OUT + 1)
+        return PromptPredictor(questions, edit=ReplaceLast(layer, states[layer]), cost=cost)
 
 
-def _predictor(questions: Questions, layer: int, state: Float[Tensor, " d"]) -> PromptPredictor:
-    cost = Cost.of(state, held_out=HELD_OUT + 1)
-    return PromptPredictor(questions, edit=ReplaceLast(layer, state), cost=cost)
+def layer_scores(
+    questions: Questions, states: Float[Tensor, "layers d"], texts: Sequence[str]
+) -> Float[Tensor, "layers texts labels"]:
+    """Label scores of each text with its last state replaced at each layer.
+
+    Where a row may run in parts, a text runs once up to its last token: no replaced state changes those keys.
+    """
+    decoder, labels = questions.decoder, questions.labels
+    queries = questions.queries(texts)
+    if not decoder.can_split or decoder.rope_limits or min(map(len, queries)) < 2:
+        each = (score(decoder, queries, labels, edit=ReplaceLast(*one)) for one in enumerate(states))
+        return torch.stack(list(each))
+    edit, layers = ReplaceEach(states), len(states)
+    with torch.no_grad():
+        found = [
+            score(decoder, [query[-1:]] * layers, labels, edit=edit, prefix=decoder.prefix(query[:-1]))
+            for query in queries
+        ]
+    return torch.stack(found, dim=1)
 
 
 class LearnedVectorConfig(TrainConfig):
