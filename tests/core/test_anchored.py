@@ -77,9 +77,7 @@ def test_derivatives_are_those_of_finite_differences(model_type, free, full):
 @pytest.mark.parametrize("free", ["vectors", "scalars"])
 def test_it_ends_where_the_objective_is_smallest(free, scale):
     decoder = made()
-    config = AnchoredConfig(
-        free=free, prior_scale=scale, reach=3.0, steps=100, tolerance=1e-7, say_label=False
-    )
+    config = AnchoredConfig(free=free, prior_scale=scale, reach=3.0, steps=100, tolerance=1e-7)
     fit = problem(decoder, task(), config)
     injection = anchor(decoder, task(), SHOWN, fit.context, config)
     end = objective_of(fit, injection)
@@ -138,7 +136,7 @@ def test_history_falls_and_is_the_loss_among_labels():
         task(),
         SHOWN,
         context,
-        AnchoredConfig(reach=3.0, steps=4, say_label=False),
+        AnchoredConfig(reach=3.0, steps=4),
         progress=lambda *at: told.append(at),
     )
     texts, gold = [one.text for one in SHOWN], torch.tensor([one.label for one in SHOWN])
@@ -191,10 +189,9 @@ def test_these_scales_forget_where_the_context_vector_is_large(scale):
     decoder = made()
     context = extract(decoder, task(), SHOWN)
     quiet = replace(context, values=context.values * torch.tensor([1.0, 0.0])[None, :, None])
-    config = AnchoredConfig(reach=3.0, prior_scale=scale, say_label=False)
-    found = anchor(decoder, task(), SHOWN, quiet, config)
+    found = anchor(decoder, task(), SHOWN, quiet, AnchoredConfig(reach=3.0, prior_scale=scale))
     turned = replace(context, values=quiet.values.flip(0, 1))
-    same = anchor(decoder, task(), SHOWN, turned, config)
+    same = anchor(decoder, task(), SHOWN, turned, AnchoredConfig(reach=3.0, prior_scale=scale))
     assert found.context.values[:, 1].norm() > 0
     torch.testing.assert_close(found.context.values, same.context.values)
 
@@ -203,8 +200,7 @@ def test_these_scales_forget_where_the_context_vector_is_large(scale):
 @pytest.mark.parametrize("free", ["vectors", "scalars"])
 @pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
 def test_on_fishers_scale_all_numbers_move_the_scores_alike(full, free):
-    config = AnchoredConfig(free=free, reach=3.0, prior_scale="fisher", say_label=False)
-    fit = problem(made(), task(full), config)
+    fit = problem(made(), task(full), AnchoredConfig(free=free, reach=3.0, prior_scale="fisher"))
     point = fit.first()
     slopes = point.jacobian.view(*point.scores.shape, -1)
     apart = (slopes - slopes.mean(1, keepdim=True)).square().mean((0, 1)).sqrt()
@@ -218,7 +214,7 @@ def test_on_fishers_scale_all_numbers_move_the_scores_alike(full, free):
 @pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
 def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
     """Whatever the context vector is; a site has one number, and what is left out stays so."""
-    config = AnchoredConfig(reach=3.0, anchored_layers="late", say_label=False)
+    config = AnchoredConfig(reach=3.0, anchored_layers="late")
     assert config.prior_scale == "balanced"
     fit = problem(made(), task(full), config)
     point = fit.first()
@@ -260,7 +256,7 @@ def exactly_left_out(point, fit, tau):
     "shown", [SHOWN, (*SHOWN, SHOWN[0], replace(SHOWN[1], label=2))], ids=["", "repeated"]
 )
 def test_leaving_out_is_refitting_to_first_order(reach, shown):
-    fit = problem(made(), task(), AnchoredConfig(reach=reach, say_label=False), shown)
+    fit = problem(made(), task(), AnchoredConfig(reach=reach), shown)
     point = fit.point(torch.zeros(fit.start.numel()))
     tau = fit.tau
     found = left_out_losses(point, fit.target, tau, fit.groups)
@@ -276,9 +272,7 @@ def test_leaving_out_is_refitting_to_first_order(reach, shown):
 def test_left_out_scores_are_near_those_of_refits(free, scale):
     """Refits without every other demonstration, under the same prior."""
     decoder = made()
-    config = AnchoredConfig(
-        free=free, prior_scale=scale, reach=1.0, tolerance=1e-7, steps=20, say_label=False
-    )
+    config = AnchoredConfig(free=free, prior_scale=scale, reach=1.0, tolerance=1e-7, steps=20)
     context = extract(decoder, task(), SHOWN)
     injection = anchor(decoder, task(), SHOWN, context, config)
     found = anchored.left_out_scores(decoder, task(), SHOWN, context, injection)
@@ -404,7 +398,7 @@ def test_the_seed_is_told():
 
 
 def test_scores_are_those_of_an_edit():
-    fit = problem(made(), task(), AnchoredConfig(reach=3.0, say_label=False))
+    fit = problem(made(), task(), AnchoredConfig(reach=3.0))
     u = torch.full((fit.start.numel(),), 0.05)
     vectors, pairs = fit.linear(fit.theta(u)[None])
     edit = LinearEdit(vectors[0], pairs[0])

@@ -11,7 +11,6 @@ from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.context import ExtractConfig
 from i2cl.core.edits import LinearEdit
 from i2cl.core.label_mass import raise_label_mass
-from i2cl.core.tangent import Tangent, rest_of
 from i2cl.models.batching import make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, next_token_log_probabilities
@@ -126,29 +125,11 @@ def test_a_model_that_overflows_keeps_the_fit_as_it_is():
 
 
 @pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
-def test_whole_labels_compete_with_whatever_is_none_of_them():
+def test_whole_label_sequences_stay_as_the_fit_leaves_them():
     decoder = made()
     task = replace(TASK, labels=("good film", "good grief", "bad"))
     context = extract(decoder, task, SHOWN)
-    texts = [example.text for example in SHOWN]
-
-    def mass(config):
-        return anchor(decoder, task, SHOWN, context, config).scores(decoder, texts).exp().sum(-1)
-
-    assert (mass(AnchoredConfig()) > 100 * mass(AnchoredConfig(say_label=False))).all()
-
-
-def test_the_rest_is_what_labels_leave_and_moves_against_them():
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(4, 5, generator=generator).log_softmax(-1)[:, :3]
-    jacobian = torch.randn(12, 6, generator=generator)
-    point = Tangent(scores, jacobian).with_rest()
-    torch.testing.assert_close(point.scores.exp().sum(1), torch.ones(4))
-    step = 1e-3 * torch.randn(6, generator=generator)
-    ends = [scores + sign * (jacobian @ step).view(4, 3) for sign in (1, -1)]
-    difference = (rest_of(ends[0]) - rest_of(ends[1])) / 2
-    torch.testing.assert_close(
-        (point.jacobian.view(4, 4, 6)[:, 3] @ step)[:, None], difference, atol=1e-5, rtol=1e-3
-    )
-    assert point.among(3).scores.equal(scores)
-    assert point.among(3).jacobian.equal(jacobian)
+    injection = anchor(decoder, task, SHOWN, context)
+    assert "label_mass" not in injection.settings
+    silent = anchor(decoder, task, SHOWN, context, AnchoredConfig(say_label=False))
+    torch.testing.assert_close(injection.context.values, silent.context.values, atol=0, rtol=0)

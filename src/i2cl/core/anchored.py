@@ -41,7 +41,7 @@ from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.injection import Injection
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.core.tangent import Tangent, best_reach, optimum, rest_of, without_each
+from i2cl.core.tangent import Tangent, best_reach, optimum, without_each
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
@@ -81,9 +81,9 @@ class AnchoredConfig(BaseModel):
             mean square over all of them, where scalars have 1.
         trust: share of the gain that its linearisation promises which a step has to bring; one that brings
             less is damped. At 0 any gain will do, and one that is small ends the fit.
-        say_label: whether the model is to say a label by itself, as its most probable token. First tokens get
-            one more vector at the last writer, under which the answer stays (`i2cl.core.label_mass`). Whole
-            label sequences compete with whatever is none of them throughout the fit.
+        say_label: end with one more vector at the last writer that makes the model say a label by itself, and
+            leaves the answer among the labels as it is (`i2cl.core.label_mass`). Only where labels are told
+            apart by their first tokens: of whole sequences every token would need a vector of its own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -224,10 +224,7 @@ class _Fit:
         for row, text in enumerate(texts):
             alike[text].append(row)
         self.groups = list(alike.values())
-        self.labels = len(self.questions.labels.ids)
-        # Probabilities of whole sequences also tell that of anything else, at no further pass.
-        self.rest = self.config.say_label and self.questions.labels.full
-        self.target = one_hot(gold, self.labels + self.rest).double()
+        self.target = one_hot(gold, len(self.questions.labels.ids)).double()
         values = self.context.values
         layers = CalibrationConfig(layers=self.config.anchored_layers)
         active = layers.active(decoder.layers, self.context.config.writers)[..., None]
@@ -248,7 +245,7 @@ class _Fit:
     def ends_free(self) -> bool:
         """Whether the last writer has a vector of its own: only the final norm and the LM head follow."""
         vectors = self.context.config.site == "writers" and self.config.free == "vectors"
-        return vectors and not self.rest and bool(self.scale[-1, -1].any())
+        return vectors and not self.questions.labels.full and bool(self.scale[-1, -1].any())
 
     def linear(
         self, theta: Float[Tensor, "rows layers sites size"]
@@ -267,7 +264,7 @@ class _Fit:
         history = [loss]
         reach = self.config.reach
         self.reach = best_reach(point, self.target, REACHES, self.groups) if reach == "loo" else reach
-        self.tau = point.among(self.labels).tau(self.reach)
+        self.tau = point.tau(self.reach)
         most = self.config.steps if 0 < self.tau < math.inf else 0
         objective, factor = loss * len(self.target), 1.0
         for step in range(most):
@@ -291,18 +288,16 @@ class _Fit:
         point = self.point(torch.zeros(self.start.numel()))
         if not self.config.told_by_slopes:
             return point
-        together = self.unit.shape[-1] if self.config.prior_scale == "balanced" else 1
-        even = point.among(self.labels).even(together)
+        even = point.even(self.unit.shape[-1] if self.config.prior_scale == "balanced" else 1)
         self.scale = self.unit * even.view_as(self.unit)
         return Tangent(point.scores, point.jacobian * even)
 
     def left_out(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
         """Scores of each demonstration as if the vectors had been fitted without its text."""
         if not math.isfinite(self.tau):
-            return self.scores(u)[:, : self.labels]
+            return self.scores(u)
         point = self.point(u)
-        found = without_each(point.scores, point.kernel, self.target, self.tau, self.groups)
-        return found[:, : self.labels].float()
+        return without_each(point.scores, point.kernel, self.target, self.tau, self.groups).float()
 
     def stepped(
         self, point: Tangent, u: Float[Tensor, " parameters"], objective: float, factor: float
@@ -337,10 +332,9 @@ class _Fit:
         return self.start + self.scale * u.view_as(self.start)
 
     def scores(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
-        """Label scores at u, and behind them that of the rest."""
+        """Label scores at u."""
         questions = self.questions
-        found = score(questions.decoder, self.queries, questions.labels, edit=self.edit(u))
-        return torch.cat([found, rest_of(found)], dim=1) if self.rest else found
+        return score(questions.decoder, self.queries, questions.labels, edit=self.edit(u))
 
     def edit(self, u: Float[Tensor, " parameters"]) -> LinearEdit:
         """The injection of u."""
@@ -364,8 +358,7 @@ class _Fit:
                 scores[row, at], jacobian[row, at] = value, slope
         if not (scores.isfinite().all() and jacobian.isfinite().all()):
             raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
-        point = Tangent(scores, jacobian.flatten(0, 1))
-        return point.with_rest() if self.rest else point
+        return Tangent(scores, jacobian.flatten(0, 1))
 
     def _slopes(
         self, theta: Float[Tensor, "layers sites size"], rows: Sequence[tuple[int, slice]], batch: Batch

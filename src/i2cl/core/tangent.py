@@ -21,10 +21,6 @@ LEAST_SLOPE = 1e-3
 """Of the mean: what moves the scores less is not scaled up any further."""
 
 
-LEAST_REST = 1e-4
-"""The smallest probability that the rest may have: it is a difference of rounded numbers."""
-
-
 @dataclass(frozen=True, eq=False)
 class Tangent:
     """The label scores at some theta, and how they change with it.
@@ -45,22 +41,6 @@ class Tangent:
             wide = part.double()
             found += wide @ wide.T
         return found
-
-    def among(self, labels: int) -> "Tangent":
-        """The same of the first labels alone."""
-        n, columns = self.scores.shape
-        if columns == labels:
-            return self
-        return Tangent(self.scores[:, :labels], self.jacobian.view(n, columns, -1)[:, :labels].flatten(0, 1))
-
-    def with_rest(self) -> "Tangent":
-        """The same with one column more: whatever is none of the labels. Scores are log-probabilities."""
-        n, labels = self.scores.shape
-        rest = rest_of(self.scores)
-        slopes = self.jacobian.view(n, labels, -1)
-        share = (self.scores - rest).exp()[..., None]
-        last = -(share * slopes).sum(1, keepdim=True)
-        return Tangent(torch.cat([self.scores, rest], dim=1), torch.cat([slopes, last], dim=1).flatten(0, 1))
 
     def even(self, together: int = 1) -> Float[Tensor, " parameters"]:
         """The scale of each parameter at which all of them move the label scores alike.
@@ -83,12 +63,6 @@ class Tangent:
         blocks = self.kernel.view(n, labels, n, labels).diagonal(dim1=0, dim2=2)  # (labels, labels, n)
         apart = blocks.diagonal(dim1=0, dim2=1).mean() - blocks.mean()  # what all labels share counts nothing
         return apart.item() / reach / reach if reach > 0 else math.inf
-
-
-def rest_of(scores: Float[Tensor, "n labels"]) -> Float[Tensor, "n 1"]:
-    """Log-probability of whatever is none of the labels, from theirs."""
-    labels = scores.double().logsumexp(1, keepdim=True).exp()
-    return (1 - labels).clamp_min(LEAST_REST).log().to(scores.dtype)
 
 
 def curved(
