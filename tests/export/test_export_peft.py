@@ -255,7 +255,7 @@ def exported(tmp_path):
 
 def test_export_and_verify(exported, tmp_path, capsys):
     base, artefact, out = exported
-    assert listed(out) == [CONFIG, WEIGHTS, GOLDEN]
+    assert listed(out) == ["README.md", CONFIG, WEIGHTS, "generation_config.json", GOLDEN]
     outcome = verify(out, device="cpu")
     assert outcome.passed
     assert outcome.worst < 1e-5

@@ -83,12 +83,16 @@ def forced_sequences(
         tail: tokens that end every prompt.
         end: of a text; None where the model has none.
     """
-    found: dict[tuple[int, ...], float] = {}
+    wanted: dict[tuple[int, ...], float] = {}
     for place, ids in enumerate(labels):
         ended = (*ids, end) if end is not None and ids[-1] != end else tuple(ids)
         for length in range(1, len(ended) + 1):
             more = prior[place] if prior and length == 1 else 0.0
-            found[(*tail, *ended[:length])] = FORCE * length + more
+            wanted[(*tail, *ended[:length])] = FORCE * length + more
+    found: dict[tuple[int, ...], float] = {}
+    for sequence in sorted(wanted, key=len):  # what ends one adds to it
+        shorter = (found.get(sequence[start:], 0.0) for start in range(1, len(sequence)))
+        found[sequence] = wanted[sequence] - sum(shorter)
     return found
 
 

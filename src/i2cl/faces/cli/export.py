@@ -162,7 +162,7 @@ def _show_export(
     if prior:
         told = ", ".join(f"{label} {value:+.4f}" for label, value in prior.items())
         console.say(f"{'Elsewhere add' if kept else 'Add'} to each label's log-probability: {told}.")
-    if tokens:
+    if prior and tokens:
         console.say(f"Servers take it with a request: {sent_with(tokens)}.")
     if to == "gguf":
         console.say("It is for llama.cpp; transformers refuses it (gguf_file=), for which export --to hf.")

@@ -114,7 +114,7 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
     word = "holds" if outcome.passed else "does not hold"
     told = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
     console.say(f"The export {word}: {told}.")
-    if tokens:
+    if tokens and outcome.golden.label_bias:
         console.say(f"Labels are named with the label prior, which the server adds with {sent_with(tokens)}.")
     _say_greedy(outcome)
     if outcome.unchecked:
