@@ -27,9 +27,8 @@ from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_peft, verify
 from i2cl.export.adapter import make_adapter
-from i2cl.export.families import REFUSED
+from i2cl.export.families import LAST_MAPS, REFUSED
 from i2cl.export.golden import GOLDEN
-from i2cl.export.last_maps import LAST_MAPS
 from i2cl.export.peft import CONFIG, WEIGHTS
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example

@@ -19,9 +19,8 @@ from transformers import PreTrainedConfig
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, needs
-from i2cl.export.families import FAMILIES, HOOKED, REFUSED, family_of
+from i2cl.export.families import FAMILIES, HOOKED, LAST_MAPS, REFUSED, family_of
 from i2cl.export.folding import require_plain, require_unbiased, skeleton
-from i2cl.export.last_maps import LAST_MAPS
 from i2cl.models.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:

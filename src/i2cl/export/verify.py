@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.greedy.labels import enough
 from i2cl.export.peft import generation_of, is_adapter, load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
+
+SHOWN = 32
+"""Characters of a prompt in the outcome's rows, at most."""
 
 CLOSER = 4
 """A wrong answer is told to be that without biases if it is this many times closer to it."""
@@ -103,7 +107,7 @@ class Verification:
         """A line for each prompt."""
         return [
             {
-                "prompt": prompt.text.splitlines()[0][:40],
+                "prompt": shorten(prompt.text.splitlines()[0], SHOWN, placeholder=" ..."),
                 "expected": prompt.prediction,
                 "found": self._found(answer),
                 "greedy": "-" if self.greedy is None else answer.said or "no label",
