@@ -85,17 +85,13 @@ def _vllm(golden: Golden, name: str, prompt: str) -> str:
 
 
 def _llama_cpp(golden: Golden, name: str, prompt: str) -> str:
-    lines, more = ["from llama_cpp import Llama"], ""
+    head, arguments = ["from llama_cpp import Llama"], [repr(prompt)]
+    arguments += [f"max_tokens={golden.longest}", "temperature=0"]
     if golden.forced:
-        lines = ["from llama_cpp import Llama, LlamaGrammar"]
-        bias = ", ".join(f"{token}: {value}" for token, value in lifted(golden).items())
-        more = f",\n    grammar=LlamaGrammar.from_string({golden.grammar!r}),\n    logit_bias={{{bias}}},\n"
-    lines += [
-        "",
-        f"model = Llama({name!r}, verbose=False)",
-        f"answer = model({prompt!r}, max_tokens={golden.longest}, temperature=0{more})",
-        "print(answer['choices'][0]['text'])",
-    ]
+        head = ["from llama_cpp import Llama, LlamaGrammar", "", f"labels = {golden.grammar!r}"]
+        arguments += ["grammar=LlamaGrammar.from_string(labels)", f"logit_bias={lifted(golden)!r}"]
+    lines = [*head, "", f"model = Llama({name!r}, verbose=False)", "answer = model("]
+    lines += [*(f"    {one}," for one in arguments), ")", "print(answer['choices'][0]['text'])"]
     return "\n".join(lines)
 
 
