@@ -92,7 +92,8 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
     )
     said, ids = json.loads(told.out), Questions(decoder, TASK).labels.first
     assert (code, said["prior_kept"]) == (0, True)
-    assert said["logit_bias"] == {str(ids[0]): pytest.approx(between), str(ids[1]): 0.0}
+    sent = {str(ids[0]): 100.0 + min(between, 0), str(ids[1]): 100.0 - max(between, 0)}
+    assert said["logit_bias"] == pytest.approx(sent)  # on top of what makes it say a label
 
     found = verify(tmp_path / "out")
     assert found.passed
@@ -100,9 +101,7 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
     for text, label in zip(golden.TEXTS, wanted, strict=True):
         query = torch.tensor(Questions(decoder, TASK).queries([text]))
-        made = model.generate(
-            query, max_new_tokens=1, do_sample=False, prefix_allowed_tokens_fn=lambda *_: list(ids)
-        )
+        made = model.generate(query, max_new_tokens=1, do_sample=False)
         assert made[0, -1] == ids[TASK.labels.index(label)]
 
     config = tmp_path / "out" / "generation_config.json"
@@ -127,10 +126,14 @@ def test_a_label_prior_stands_beside_what_the_base_generates_by(anchored, decode
     export_hf(of_own, biased, tmp_path / "out", golden=lambda: make_golden(decoder, biased))
     made = GenerationConfig.from_pretrained(tmp_path / "out")
     assert made.eos_token_id == 7
-    assert golden.biases_of(made) == {(3, 4): 1.5, (first[0],): 0.25, (first[1],): -0.5}
-    settings.sequence_bias = [[[first[0]], 1.5]]
+    known = make_golden(decoder, biased)
+    tail = tuple(known.tail)
+    found = golden.biases_of(made)
+    assert found == {(3, 4): 1.5} | known.sequence_bias
+    assert [found[(*tail, token)] for token in first] == [100.25, 99.5]
+    settings.sequence_bias = [[[*tail, first[0]], 1.5]]
     with pytest.raises(I2CLError, match=f"label token {first[0]} already"):
-        export_hf(of_own, biased, tmp_path / "new", golden=lambda: make_golden(decoder, biased))
+        export_hf(of_own, biased, tmp_path / "new", golden=lambda: known)
 
 
 def test_a_base_without_generation_settings_keeps_those_of_its_config(anchored, decoder, folder, tmp_path):
@@ -170,9 +173,10 @@ def test_what_cannot_hold_a_label_prior_says_what_to_send(anchored, decoder, fol
     ids = Questions(decoder, TASK).labels.first
     assert code == 0
     assert "positive +0.2500, negative -0.5000" in told.out
-    assert f'"logit_bias": {{"{ids[0]}": 0.2500, "{ids[1]}": -0.5000}}' in told.out
+    assert f'"logit_bias": {{"{ids[0]}": 100.0000, "{ids[1]}": 99.2500}}' in told.out
     assert verify(tmp_path / "out").passed
-    assert "sequence_bias" not in (tmp_path / "out" / "generation_config.json").read_text()
+    kept = golden.biases_of(GenerationConfig.from_pretrained(tmp_path / "out"))
+    assert all(value % 100 == 0 for value in kept.values())  # they make it say a label, whatever the prior
 
 
 def test_it_folds(anchored, decoder, folder, tmp_path):

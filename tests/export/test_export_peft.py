@@ -9,16 +9,29 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.test_export import IDS, decoder_of, hooked, injection_for, listed, plain, relative, run, saved
+from export.test_export import (
+    IDS,
+    TASK,
+    decoder_of,
+    hooked,
+    injection_for,
+    listed,
+    plain,
+    relative,
+    run,
+    saved,
+)
+from i2cl import anchor, extract
+from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_peft, verify
 from i2cl.export.adapter import make_adapter
-from i2cl.export.families import REFUSED
+from i2cl.export.families import LAST_MAPS, REFUSED
 from i2cl.export.golden import GOLDEN
-from i2cl.export.last_maps import LAST_MAPS
 from i2cl.export.peft import CONFIG, WEIGHTS
 from i2cl.models.decoder import Decoder
+from i2cl.tasks import Example
 from tiny import CASES
 
 peft = pytest.importorskip("peft", reason="peft is an extra")
@@ -132,6 +145,21 @@ def test_a_writer_that_is_left_alone_needs_no_adapter(case, tmp_path):
     if case == "gptj":  # whose attention has no bias: the MLP's takes the constant
         export_peft(decoder, injection, tmp_path / "scaled", golden=False)
         close(decoder, tmp_path / "scaled", injection)
+
+
+@pytest.mark.filterwarnings("ignore:.*lora_bias")
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_an_anchored_fit_of_attention_alone_is_an_adapter_of_experts(case, tmp_path):
+    decoder, only = decoder_of(case), ExtractConfig(writers="mha")
+    shown = (Example("a warm film", 0), Example("dull, dull", 1))
+    context = extract(decoder, TASK, shown, only)
+    found = anchor(decoder, TASK, shown, context, AnchoredConfig(reach=300.0, steps=1))
+    assert not found.context.values[:, 1].any()
+    assert len(export_peft(decoder, found, tmp_path / "out", golden=False).constants) == decoder.layers
+    close(decoder, tmp_path / "out", found)
+    both = anchor(decoder, TASK, shown, extract(decoder, TASK, shown), AnchoredConfig(steps=1))
+    with pytest.raises(I2CLError, match="fit with --set writers=mha; else"):
+        make_adapter(decoder.model.config, both)
 
 
 @pytest.mark.filterwarnings("ignore:.*lora_bias")
@@ -255,7 +283,7 @@ def exported(tmp_path):
 
 def test_export_and_verify(exported, tmp_path, capsys):
     base, artefact, out = exported
-    assert listed(out) == [CONFIG, WEIGHTS, GOLDEN]
+    assert listed(out) == ["README.md", CONFIG, WEIGHTS, "generation_config.json", GOLDEN]
     outcome = verify(out, device="cpu")
     assert outcome.passed
     assert outcome.worst < 1e-5

@@ -25,6 +25,12 @@ def by_id(golden, values):
     return {"content": [{"top_logprobs": [*told, {"id": -1, "logprob": -20.0}]}]}
 
 
+def expected(golden, prompt):
+    """The text of the label that a faithful server says."""
+    place = golden.labels.index(prompt.prediction)
+    return golden.words[place] if golden.sequences else golden.label_texts[place]
+
+
 @contextmanager
 def serving(
     golden,
@@ -35,10 +41,12 @@ def serving(
     raw=None,
     takes=(list, str),
     echo=None,
+    says=expected,
 ):
     """Answers every golden prompt of the types it takes; yields the address and the requests that came.
 
-    ``echo`` answers requests that ask for the prompt's own tokens; nothing from it refuses them.
+    ``says`` is what it completes. ``echo`` answers requests that ask for the prompt's own tokens; nothing
+    from it refuses them.
     """
     seen = []
 
@@ -57,7 +65,8 @@ def serving(
                 self._send(reply or {"error": "Only no echo is supported"}, status if reply else 400)
                 return
             (prompt,) = [one for one in golden.prompts if body["prompt"] in (one.ids, one.query)]
-            self._send({"choices": [{"text": "x", "logprobs": shape(golden, values(prompt))}]})
+            told = {"text": says(golden, prompt), "logprobs": shape(golden, values(prompt))}
+            self._send({"choices": [told]})
 
         def _send(self, reply, code=status):
             content = raw if raw is not None else json.dumps(reply).encode()
@@ -113,11 +122,10 @@ def test_a_label_prior_is_told_as_what_the_server_has_to_be_sent(exported, golde
     golden.model_copy(update={"label_bias": prior}).write(told)
     with serving(golden) as (url, _):
         assert run("verify", told, "--url", url) == 0
-        assert (
-            f'the server adds with "logit_bias": {{"{golden.label_ids[0]}": 0.2500' in capsys.readouterr().out
-        )
+        sent = f'the server adds with "logit_bias": {{"{golden.label_ids[0]}": 100.0000'
+        assert sent in capsys.readouterr().out  # on top of what makes it say a label
         assert run("verify", told, "--url", url, "--json") == 0
-    sent = dict(zip(map(str, golden.label_ids), prior, strict=True))
+    sent = {str(token): 99.75 + more for token, more in zip(golden.label_ids, prior, strict=True)}
     assert json.loads(capsys.readouterr().out)["logit_bias"] == sent
 
 
@@ -125,7 +133,9 @@ def test_a_server_that_takes_no_token_ids_gets_text(exported, golden, capsys):  
     with serving(golden, takes=str) as (url, seen):
         assert run("verify", exported, "--url", url) == 0
     assert "holds" in capsys.readouterr().out
-    assert [body["prompt"] for body in seen[1:]] == [prompt.query for prompt in golden.prompts]
+    assert [body["prompt"] for body in seen[1:]] == [
+        prompt.query for prompt in golden.prompts for _ in ("log-probabilities", "greedily")
+    ]
 
 
 def test_a_server_that_takes_neither_is_quoted(exported, golden, capsys):  # noqa: F811

@@ -19,9 +19,8 @@ from transformers import PreTrainedConfig
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, needs
-from i2cl.export.families import FAMILIES, HOOKED, REFUSED, family_of
+from i2cl.export.families import FAMILIES, HOOKED, LAST_MAPS, REFUSED, family_of
 from i2cl.export.folding import require_plain, require_unbiased, skeleton
-from i2cl.export.last_maps import LAST_MAPS
 from i2cl.models.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -94,16 +93,18 @@ def _paths(config: PreTrainedConfig, injection: Injection) -> tuple[str, str]:
     if kind not in LAST_MAPS:
         reason = REFUSED.get(kind, f"only {', '.join(sorted(LAST_MAPS))} are known to hold one")
         raise _refusal(config, reason)
-    untouched = injection.coefficients.cpu() == torch.tensor([0.0, 1.0])
+    amounts, scales = injection.coefficients.float().cpu().unbind(-1)
+    added = amounts[..., None] * injection.context.values.float().cpu()
     found = []
     for site, path in enumerate(LAST_MAPS[kind]):
-        alone = bool(untouched[:, site].all())
+        alone = bool((scales[:, site] == 1).all()) and not added[:, site].any()
         if not path and not alone:
-            cure = f", fit with --set writers=mha {_ADD}" if LAST_MAPS[kind][0] else ""
+            cure = f", fit with --set writers=mha{'' if (scales == 1).all() else f' {_ADD}'}"
+            cure = cure if LAST_MAPS[kind][0] else ""
             raise _refusal(config, f"its experts are no linear layer{cure}")
         found.append("" if alone else path)
     if not any(found):
-        raise _refusal(config, "it changes nothing, as every lambda is 0 and every beta 1")
+        raise _refusal(config, "it changes nothing, as it adds zeros and every beta is 1")
     return found[0], found[1]
 
 

@@ -15,7 +15,9 @@ from transformers import GenerationConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.folding import Folding, skeleton
-from i2cl.export.golden import Golden, biases_of
+from i2cl.export.golden import Golden
+from i2cl.export.greedy.calls import write_readme
+from i2cl.export.greedy.labels import biases_of
 from i2cl.export.sources import Source, from_files, from_memory
 from i2cl.models.checkpoint import INDEX
 from i2cl.models.decoder import Decoder
@@ -39,9 +41,10 @@ def export_hf(
 
     From a folder, or a hub id, memory holds little more than one shard. The folder appears when it is
     complete: sharded safetensors with their index, config, generation config, tokenizer, and the golden
-    values where some are given. A label prior becomes a ``sequence_bias`` of the generation config, which
-    transformers' `generate` follows
-    (https://huggingface.co/docs/transformers/main_classes/text_generation).
+    values and a README.md where some are given. A label prior becomes a ``sequence_bias`` of the generation
+    config, which transformers' `generate` follows
+    (https://huggingface.co/docs/transformers/main_classes/text_generation), and so does what makes it say a
+    label where the model does not say one by itself (`i2cl.export.Golden.forced`).
 
     Args:
         source: the base model: a decoder in memory, or the name of one.
@@ -69,20 +72,26 @@ def export_hf(
     expected = golden() if golden is not None else None
     if expected is not None:
         expected.require_prior_of(injection)
-        if expected.label_bias:
+        if expected.sequence_bias:
             known = found.generation or GenerationConfig.from_model_config(folding.config)
-            found = replace(found, generation=_with_prior(known, expected))
+            found = replace(found, generation=with_bias(known, expected))
     with new_folder(path, frozenset()) as fresh:
         _write_weights(folding, fresh, max_shard_size)
         _write_rest(folding, found, fresh)
         if expected is not None:
             of = folding.config.model_type, folding.dtype, folding.bias_norms()
-            expected.of_export(*of).write(fresh)
+            known_as = expected.of_export(*of)
+            known_as.write(fresh)
+            write_readme(fresh, path.resolve().name, known_as, "hf")
 
 
-def _with_prior(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
-    """A generation config that adds the label prior to the logits of the labels' tokens."""
-    if golden.sequences:
+def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
+    """A generation config that also adds a label prior, and what makes `generate` say a label.
+
+    Raises:
+        I2CLError: if no token's logit holds the prior, or the base has a bias of its own in its place.
+    """
+    if golden.sequences and golden.label_bias:
         raise I2CLError(
             "labels are scored as whole sequences, whose prior no token's logit holds: leave it out with "
             "--drop-prior (in Python: without_label_prior)"
@@ -91,9 +100,10 @@ def _with_prior(generation: GenerationConfig, golden: Golden) -> GenerationConfi
     bias = biases_of(made)
     own = golden.sequence_bias
     if taken := own.keys() & bias.keys():
+        cure = "leave the label prior out with --drop-prior (in Python: without_label_prior)"
         raise I2CLError(
-            f"the base's generation config has a sequence_bias on label token {min(taken)[0]} already: leave "
-            "the label prior out with --drop-prior (in Python: without_label_prior)"
+            f"the base's generation config has a sequence_bias on label token {min(taken)[-1]} already: "
+            + (cure if golden.label_bias else "take it out of the base's generation_config.json")
         )
     bias |= own
     made.sequence_bias = [[list(tokens), value] for tokens, value in bias.items()]

@@ -1,7 +1,11 @@
 """A folded Llama as one GGUF file, for llama.cpp and what is built on it, written tensor by tensor.
 
-llama.cpp's class ``llama`` reads the biases of both writers if they are there. It rotates neighbouring
-values of a head, where transformers rotates those half a head apart: rows of queries and keys change places
+llama.cpp's classes ``llama`` and ``granite`` read the biases of both writers if they are there, and compute
+the same where granite's scales are 1 or left out
+(https://github.com/ggml-org/llama.cpp/blob/master/src/models/granite.cpp). The file is called the latter:
+transformers takes a ``llama`` and drops the biases without a word, and refuses a ``granite``.
+llama.cpp rotates neighbouring values of a head, where transformers rotates those half a head apart: rows of
+queries and keys change places
 (https://github.com/ggml-org/llama.cpp/blob/master/conversion/llama.py says the same for its own converter).
 """
 
@@ -23,6 +27,7 @@ from i2cl.export.folding import Folding, require_unbiased
 from i2cl.export.gguf_fields import GOLDEN_FIELD, gguf_package
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.export.golden import Golden
+from i2cl.export.greedy.calls import usage
 from i2cl.models.decoder import Decoder
 from i2cl.storage.atomic import new_file, public_name, require_new_file
 
@@ -30,6 +35,12 @@ TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """Names of ``gguf.GGMLQuantizationType``, by dtype."""
 
 ROTARY = "rope_freqs.weight"
+
+CLASS = "granite"
+"""Which of llama.cpp's classes runs the file."""
+
+USAGE_FIELD = "i2cl.usage"
+"""Key of how the file is asked, in Markdown."""
 
 
 def export_gguf(
@@ -74,7 +85,7 @@ def export_gguf(
     if expected is not None:
         expected.require_prior_of(injection)
     with new_file(path) as fresh:
-        writer = package.GGUFWriter(fresh, "llama")
+        writer = package.GGUFWriter(fresh, CLASS)
         try:
             _write_names(writer, injection, strips=vocabulary is not None and vocabulary.strips)
             writer.add_file_type(package.LlamaFileType[weights.file_type])
@@ -86,6 +97,8 @@ def export_gguf(
             if expected is not None:
                 made = expected.of_export("llama", weights.dtype, weights.bias_norms())
                 writer.add_string(GOLDEN_FIELD, made.model_dump_json())
+                if vocabulary is not None:
+                    writer.add_string(USAGE_FIELD, usage(made, path.name, "gguf"))
             weights.write(writer)
         finally:
             writer.close()
@@ -136,6 +149,7 @@ class Weights:
     def write_config(self, writer: Any) -> None:
         """Sizes, and what positions mean."""
         config: Any = self.folding.config
+        writer.add_logit_scale(1.0)
         writer.add_vocab_size(config.vocab_size)
         writer.add_context_length(_length(config))
         writer.add_embedding_length(config.hidden_size)

@@ -16,12 +16,24 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_problem
 from i2cl.export.folding import require_plain, require_unquantized
 from i2cl.export.gguf_fields import GOLDEN_FIELD, read_field
+from i2cl.export.greedy.labels import (
+    biases_of,
+    enough,
+    forced_sequences,
+    forced_tokens,
+    grammar_of,
+    label_in,
+    label_of,
+    shared_end,
+)
+from i2cl.export.greedy.texts import ENDS, TEXTS
 from i2cl.export.upcast import Upcast
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import is_gguf
 from i2cl.models.scoring import Questions, score
 from i2cl.storage.atomic import public_name
+from i2cl.tasks.template import TEXT_FIELD
 from i2cl.version import __version__
 
 GOLDEN = "i2cl_golden.json"
@@ -29,15 +41,8 @@ FORMAT_VERSION = 1
 TOP = 20
 """How many of the largest logits are kept for each prompt."""
 
-TEXTS = (
-    "the letter arrived on a quiet morning",
-    "nobody had expected the river to rise so early in the year",
-    "a small shop at the corner sells bread, paper and string",
-    "it was not clear to anyone why the train had stopped",
-    "she opened the window and listened for a while",
-    "two engineers counted the lamps along the road",
-)
-"""Made-up texts that no task knows."""
+DIAGNOSED = 6
+"""How many prompts also say what the labels' probabilities are without some constants."""
 
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest relative difference of an export, by the dtype that its weights are stored in."""
@@ -53,23 +58,27 @@ class GoldenPrompt(pydantic.BaseModel):
         text: the prompt.
         ids: its tokens.
         labels: log-probability of each label's first token, without a prior.
-        dropped: the same where the constants of some writers are left out, by `DROPPED`.
+        dropped: the same where the constants of some writers are left out, by `DROPPED`; of the first
+            prompts alone.
         top_ids: tokens of the largest logits.
         top_logits: those logits.
         prediction: the most probable label, by whole sequences where these were scored, with the prior.
         whole: log-probability of each label's whole sequence; empty where first tokens decide.
         query: what was encoded to ``ids``; None where it was cut, or in exports of older versions.
+        greedy: what plain greedy decoding answers, with the prior, up to the length of the longest label;
+            empty in exports of older versions.
     """
 
     text: str
     ids: list[int]
     labels: list[float]
-    dropped: dict[str, list[float]]
+    dropped: dict[str, list[float]] = {}
     top_ids: list[int]
     top_logits: list[float]
     prediction: str
     whole: list[float] = []
     query: str | None = None
+    greedy: list[int] = []
 
 
 class Golden(pydantic.BaseModel):
@@ -90,6 +99,11 @@ class Golden(pydantic.BaseModel):
         dtype: of its weights.
         tolerance: largest relative difference.
         biases: L2 norm of every bias that holds a part of the injection.
+        prompt: what every prompt is, ``{text}`` for the text; empty in exports of older versions.
+        tail: tokens that end every prompt, whatever its text.
+        spoken: tokens of each label to its end, whichever of them are scored.
+        words: those tokens as text, without what ends a text.
+        end: token that ends a text.
     """
 
     format_version: int = FORMAT_VERSION
@@ -106,6 +120,11 @@ class Golden(pydantic.BaseModel):
     dtype: str = "float32"
     tolerance: float = TOLERANCES["float32"]
     biases: dict[str, float] = {}
+    prompt: str = ""
+    tail: list[int] = []
+    spoken: list[list[int]] = []
+    words: list[str] = []
+    end: int | None = None
 
     def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
         """The same, with what only the folded checkpoint knows (see the attributes)."""
@@ -119,14 +138,66 @@ class Golden(pydantic.BaseModel):
         return self.model_copy(update=update)
 
     @property
+    def targets(self) -> list[list[int]]:
+        """What an answer begins with that says a label: its whole sequence, or its first token."""
+        return self.sequences or [[token] for token in self.label_ids]
+
+    @property
+    def greedy(self) -> list[bool] | None:
+        """Whether plain greedy decoding of the injected model says the label expected; None if not known."""
+        if not all(prompt.greedy for prompt in self.prompts):
+            return None
+        return [self.said(prompt.greedy) == prompt.prediction for prompt in self.prompts]
+
+    @property
+    def forced(self) -> bool:
+        """Whether a program has to be made to say a label, since the model does not say it by itself."""
+        found = self.greedy
+        return found is not None and not enough(found)
+
+    @property
+    def length(self) -> int:
+        """Tokens that tell which label an answer says, at most."""
+        return max(map(len, self.targets))
+
+    @property
+    def longest(self) -> int:
+        """Tokens to generate: labels to their end where a program is made to say them."""
+        return max(map(len, self.spoken)) if self.forced else self.length
+
+    @property
+    def grammar(self) -> str:
+        """Of llama.cpp: one of the labels."""
+        return grammar_of(self.words)
+
+    @property
     def sequence_bias(self) -> dict[tuple[int, ...], float]:
-        """The label prior by token, as a generation config has it; empty without one."""
+        """What a generation config adds to logits for a label and its prior; empty where it needs nothing."""
+        if self.forced:
+            return forced_sequences(self.spoken, self.label_bias, self.tail, self.end)
         pairs = zip(self.label_ids, self.label_bias, strict=bool(self.label_bias))
         return {(token,): value for token, value in pairs}
 
     def logit_bias(self, prior: Sequence[float]) -> dict[str, float]:
-        """A label prior as servers take it with a request; empty where whole sequences are scored."""
-        return {} if self.sequences else dict(zip(map(str, self.label_ids), prior, strict=bool(prior)))
+        """What servers are sent to add to logits: makes them say a label's scored tokens, and holds a prior.
+
+        Where whole sequences are scored no token's logit holds a prior, and a grammar has to say how labels
+        go on.
+        """
+        prior = () if self.sequences else prior
+        if self.forced:
+            return {str(token): value for token, value in forced_tokens(self.targets, prior).items()}
+        return dict(zip(map(str, self.label_ids), prior, strict=True)) if prior else {}
+
+    def said(self, tokens: Sequence[int]) -> str:
+        """The label that an answer's tokens say; empty where they say none."""
+        place = label_of(tokens, self.targets)
+        return "" if place is None else self.labels[place]
+
+    def said_in(self, text: str, *, whole: bool) -> str:
+        """The label that an answer's text says, empty where none: a whole word, or its first token."""
+        place = label_in(text, self.words if whole else self.label_texts, whole=whole)
+        return "" if place is None else self.labels[place]
 
     def require_prior_of(self, injection: Injection) -> None:
         """Refuse to stand beside an injection with another label prior.
@@ -137,15 +208,16 @@ class Golden(pydantic.BaseModel):
         if self.label_bias != list(injection.label_bias or ()):
             raise I2CLError("the golden values have another label prior than the injection: make them of it")
 
-    def require_prior_in(self, generation: GenerationConfig, where: str) -> None:
-        """Refuse a generation config that has lost the label prior.
+    def require_bias_in(self, generation: GenerationConfig, where: str) -> None:
+        """Refuse a generation config that has lost the label prior, or what makes it say a label.
 
         Raises:
             I2CLError: naming the cure.
         """
         if not self.sequence_bias.items() <= biases_of(generation).items():
+            what = "the label prior's sequence_bias" if self.label_bias else "the labels' sequence_bias"
             raise I2CLError(
-                f"the generation config of {where!r} lacks the label prior's sequence_bias: copy "
+                f"the generation config of {where!r} lacks {what}: copy "
                 "generation_config.json, or export it again"
             )
 
@@ -219,28 +291,42 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     if sequences:
         with Upcast():
             scores = score(decoder, queries, labels, edit=injection.edit()).tolist()
+    end = _end_of(decoder)
+    behind = [_text_behind(decoder, queries[0], ids) for ids in labels.ids]
     made = Golden(
         artefact=_published(injection),
         labels=list(task.labels),
         label_ids=first,
         label_texts=[decoder.tokenizer.decode([token]) for token in first],
         sequences=[list(ids) for ids in sequences],
-        sequence_texts=[_text_behind(decoder, queries[0], ids) for ids in sequences],
+        sequence_texts=behind if sequences else [],
         label_bias=list(injection.label_bias or ()),
         prompts=[],
+        prompt=questions.prompt(TEXT_FIELD),
+        tail=list(shared_end(decoder.encoder([questions.prompt(text) for text in (*TEXTS, *ENDS)]))),
+        spoken=[list(ids) for ids in labels.ids],
+        words=[
+            text if ids[-1] != end else _text_behind(decoder, queries[0], ids[:-1])
+            for text, ids in zip(behind, labels.ids, strict=True)
+        ],
+        end=end,
     )
     prompts = [
-        _prompt(decoder, injection, ids, made, values).model_copy(update={"query": text})
-        for ids, text, values in zip(queries, uncut, scores, strict=True)
+        _prompt(decoder, injection, ids, made, values, diagnosed=place < DIAGNOSED).model_copy(
+            update={"query": text}
+        )
+        for place, (ids, text, values) in enumerate(zip(queries, uncut, scores, strict=True))
     ]
     return made.model_copy(update={"prompts": prompts})
 
 
-def biases_of(generation: GenerationConfig) -> dict[tuple[int, ...], float]:
-    """What a generation config adds to the logits of some tokens, in either of the forms that it takes."""
-    told: Any = generation.sequence_bias or {}
-    pairs = told.items() if isinstance(told, dict) else told
-    return {tuple(tokens): float(value) for tokens, value in pairs}
+def _end_of(decoder: Decoder) -> int | None:
+    """The token that generation ends with, the first where there are more."""
+    generation = decoder.model.generation_config
+    told = None if generation is None else generation.eos_token_id
+    found = decoder.tokenizer.eos_token_id if told is None else told
+    first = found[0] if isinstance(found, list) else found
+    return None if first is None else int(first)
 
 
 def _text_behind(decoder: Decoder, query: Ids, ids: Ids) -> str:
@@ -257,14 +343,20 @@ def _published(injection: Injection) -> dict[str, Any]:
 
 
 def _prompt(
-    decoder: Decoder, injection: Injection, ids: Ids, golden: Golden, whole: list[float]
+    decoder: Decoder,
+    injection: Injection,
+    ids: Ids,
+    golden: Golden,
+    whole: list[float],
+    *,
+    diagnosed: bool,
 ) -> GoldenPrompt:
     logits, labels = _logits(decoder, ids, injection), golden.label_ids
     values = logits.log_softmax(-1)[labels].tolist()
     top = logits.topk(min(TOP, len(logits)))
     dropped = {
         name: _logits(decoder, ids, _without(injection, sites)).log_softmax(-1)[labels].tolist()
-        for name, sites in DROPPED.items()
+        for name, sites in (DROPPED.items() if diagnosed else ())
     }
     return GoldenPrompt(
         text=decoder.tokenizer.decode(list(ids)),
@@ -275,7 +367,19 @@ def _prompt(
         top_logits=top.values.tolist(),
         prediction=golden.best(whole or values),
         whole=whole,
+        greedy=_greedy(decoder, ids, injection, golden, logits),
     )
+
+
+def _greedy(decoder: Decoder, ids: Ids, injection: Injection, golden: Golden, logits: Tensor) -> list[int]:
+    """The most probable token, and those behind it, from the logits of the first."""
+    if golden.label_bias and not golden.sequences:
+        logits = logits.clone()
+        logits[golden.label_ids] += torch.tensor(golden.label_bias)
+    found = [int(logits.argmax())]
+    while len(found) < golden.length and found[-1] != golden.end:
+        found.append(int(_logits(decoder, (*ids, *found), injection).argmax()))
+    return found
 
 
 def _logits(decoder: Decoder, ids: Ids, injection: Injection) -> Tensor:

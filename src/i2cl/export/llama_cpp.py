@@ -16,7 +16,8 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.export.gguf_fields import imported, reader
-from i2cl.export.golden import Golden
+from i2cl.export.golden import Golden, GoldenPrompt
+from i2cl.export.greedy.calls import lifted
 from i2cl.export.verify import Verification, answered, judged
 
 
@@ -79,6 +80,37 @@ class LlamaCpp:
         found = self._library.llama_get_logits_ith(self._model.ctx, -1)
         return torch.from_numpy(np.ctypeslib.as_array(found, shape=(self._model.n_vocab(),)).copy())
 
+    def complete(self, prompt: str | Sequence[int], golden: Golden) -> str:
+        """What it completes a text or tokens with, greedily and as an export's calls tell to ask.
+
+        Raises:
+            I2CLError: if llama.cpp cannot run them.
+        """
+        asked: dict[str, Any] = {"max_tokens": golden.longest, "temperature": 0}
+        if golden.forced:
+            asked["grammar"] = self._library.LlamaGrammar.from_string(golden.grammar, verbose=False)
+            asked["logit_bias"] = lifted(golden)
+        sent = prompt if isinstance(prompt, str) else list(prompt)
+        try:
+            reply = self._model.create_completion(sent, **asked)
+        except (RuntimeError, ValueError) as error:
+            raise I2CLError(f"llama.cpp cannot complete {str(sent)[:40]!r} ({error})") from None
+        return str(reply["choices"][0]["text"])
+
+    def said(self, prompt: GoldenPrompt, golden: Golden) -> str:
+        """The label that greedy decoding says; of tokens alone where the file has no tokenizer."""
+        if self.has_tokenizer:
+            query = prompt.ids if prompt.query is None else prompt.query
+            whole = golden.forced or bool(golden.sequences)
+            return golden.said_in(self.complete(query, golden), whole=whole)
+        bias = {int(token): value for token, value in golden.logit_bias(golden.label_bias).items()}
+        more = torch.zeros(self._model.n_vocab())
+        more[list(bias)] = torch.tensor(list(bias.values()))
+        found: list[int] = []
+        while len(found) < golden.length:
+            found.append(int((self.logits((*prompt.ids, *found)) + more).argmax()))
+        return golden.said(found)
+
 
 def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verification:
     """Run a GGUF file in llama.cpp and compare it with its golden values, and its tokens with theirs.
@@ -92,9 +124,12 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
     """
     golden = Golden.from_export(path)
     there = {tensor.name for tensor in reader(Path(path)).tensors if tensor.data.any()}
-    room = max(map(len, golden.sequences), default=0)
+    room = max(map(len, golden.sequences or golden.spoken), default=0) + 1
     with LlamaCpp(path, room + max(len(prompt.ids) for prompt in golden.prompts)) as model:
-        answers = [answered(golden, prompt, model.logits) for prompt in golden.prompts]
+        answers = [
+            answered(golden, prompt, model.logits, lambda prompt: model.said(prompt, golden))
+            for prompt in golden.prompts
+        ]
         others = tuple(
             prompt.query
             for prompt in golden.prompts

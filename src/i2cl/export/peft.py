@@ -7,12 +7,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.adapter import Adapter, installed, make_adapter, quiet
+from i2cl.export.checkpoint import with_bias
 from i2cl.export.folding import require_known
 from i2cl.export.golden import make_golden
+from i2cl.export.greedy.calls import write_readme
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.storage.atomic import new_folder, require_writable
@@ -32,7 +36,8 @@ def export_peft(
 ) -> Adapter:
     """Write a PEFT adapter that does on its base model what the injection does.
 
-    ``peft.PeftModel.from_pretrained(base, output)`` loads it. The folder appears when it is complete.
+    ``peft.PeftModel.from_pretrained(base, output)`` loads it. The folder appears when it is complete. Where
+    the model does not say a label by itself, it also holds a generation config that makes `generate` say one.
 
     Args:
         decoder: the base model, which is left as it is.
@@ -60,13 +65,24 @@ def export_peft(
         if expected is not None:
             norms = {name: float(made.tensors[name].norm()) for name in made.constants}
             kind = decoder.model.config.model_type
-            expected.model_copy(update={"model_type": kind, "biases": norms}).write(fresh)
+            known = expected.model_copy(update={"model_type": kind, "biases": norms})
+            known.write(fresh)
+            write_readme(fresh, path.resolve().name, known, "peft")
+            if known.forced:
+                own = decoder.model.generation_config or GenerationConfig()
+                with_bias(own, known).save_pretrained(fresh)
     return made
 
 
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder holds a PEFT adapter."""
     return (Path(folder) / CONFIG).is_file()
+
+
+def generation_of(folder: str | Path) -> GenerationConfig | None:
+    """The generation config that an adapter holds; None of other exports, and where there is none."""
+    there = is_adapter(folder) and (Path(folder) / GENERATION_CONFIG_NAME).is_file()
+    return GenerationConfig.from_pretrained(folder) if there else None
 
 
 def load_adapter(

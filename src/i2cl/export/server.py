@@ -6,7 +6,7 @@ https://platform.openai.com/docs/api-reference/completions; vLLM, SGLang and lla
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 
 from i2cl.errors import I2CLError
 from i2cl.export.golden import Golden, GoldenPrompt
+from i2cl.export.greedy.calls import sent_to_servers
 from i2cl.export.verify import Answer
 
 TOLERANCE = 0.05
@@ -32,7 +33,7 @@ def ask_server(
     logprobs: int = 20,
     timeout: float = 60.0,
 ) -> list[Answer]:
-    """Send every golden prompt, and read the next token's log-probabilities.
+    """Send every golden prompt, and read the next token's log-probabilities, and what is completed greedily.
 
     Where whole label sequences count, every prompt also goes with each label behind it, and the server is
     asked to echo it with log-probabilities. An answer has none of these where it does not, or where they
@@ -55,41 +56,66 @@ def ask_server(
     if not url.startswith(("http://", "https://")):
         raise I2CLError(f"{url!r} is no address of a server: give one such as http://localhost:8000")
     root = url.rstrip("/").removesuffix("/completions").removesuffix("/v1") + "/v1"
-    name = model or _first_model(root, timeout)
-
-    def complete(prompt: list[int] | str | None, **options: Any) -> Any:
-        body: dict[str, Any] = {
-            "model": name,
-            "prompt": prompt,
-            "max_tokens": 1,
-            "logprobs": logprobs,
-            "temperature": 0,
-        }
-        if task is not None:
-            body["vllm_xargs"] = {"i2cl": task}
-        return _call(f"{root}/completions", body | options, timeout)
-
-    def ask(prompt: GoldenPrompt, *, as_text: bool = False) -> Answer:
-        query = prompt.query if as_text else prompt.ids
-        answer = _answer(golden, complete(query))
-        labels: Any = golden.sequence_texts if as_text else golden.sequences
-        if not labels:
-            return answer
-        try:
-            echoes = [complete(query + label, echo=True, logprobs=1) for label in labels]
-        except _RefusedError:
-            return answer
-        return replace(answer, whole=_whole(golden, prompt, answer, echoes))
-
+    server = _Server(golden, root, model or _first_model(root, timeout), task, logprobs, timeout)
     try:
-        return _all_or_none([ask(prompt) for prompt in golden.prompts])
+        return _all_or_none([server.ask(prompt) for prompt in golden.prompts])
     except _RefusedError as refusal:
         if any(prompt.query is None for prompt in golden.prompts):
             raise
         try:
-            return _all_or_none([ask(prompt, as_text=True) for prompt in golden.prompts])
+            return _all_or_none([server.ask(prompt, as_text=True) for prompt in golden.prompts])
         except _RefusedError:
             raise refusal from None
+
+
+@dataclass(frozen=True)
+class _Server:
+    """One server and what it is asked about."""
+
+    golden: Golden
+    root: str
+    name: str
+    task: str | None
+    logprobs: int
+    timeout: float
+
+    def complete(self, prompt: list[int] | str | None, **options: Any) -> Any:
+        body: dict[str, Any] = {
+            "model": self.name,
+            "prompt": prompt,
+            "max_tokens": 1,
+            "logprobs": self.logprobs,
+            "temperature": 0,
+        }
+        if self.task is not None:
+            body["vllm_xargs"] = {"i2cl": self.task}
+        return _call(f"{self.root}/completions", body | options, self.timeout)
+
+    def ask(self, prompt: GoldenPrompt, *, as_text: bool = False) -> Answer:
+        golden, query = self.golden, prompt.query if as_text else prompt.ids
+        first = self.complete(query)
+        answer = replace(_answer(golden, first), said=self.said(query, first))
+        labels: Any = golden.sequence_texts if as_text else golden.sequences
+        if not labels:
+            return answer
+        try:
+            echoes = [self.complete(query + label, echo=True, logprobs=1) for label in labels]
+        except _RefusedError:
+            return answer
+        return replace(answer, whole=_whole(golden, prompt, answer, echoes))
+
+    def said(self, query: list[int] | str | None, first: Any) -> str | None:
+        """The label that greedy decoding says; ``first`` is the reply of one token."""
+        golden = self.golden
+        if golden.greedy is None:
+            return None
+        more = sent_to_servers(golden)
+        if more or golden.length > 1:
+            first = self.complete(query, max_tokens=golden.length, logprobs=None, **more)
+        try:
+            return golden.said_in(first["choices"][0]["text"], whole=bool(golden.sequences))
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise I2CLError(f"{self.root}/completions answers no text: is it a completions server?") from None
 
 
 class _RefusedError(I2CLError):

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -13,8 +15,12 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.export.golden import Golden, GoldenPrompt
-from i2cl.export.peft import is_adapter, load_adapter
+from i2cl.export.greedy.labels import enough
+from i2cl.export.peft import generation_of, is_adapter, load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
+
+SHOWN = 32
+"""Characters of a prompt in the outcome's rows, at most."""
 
 CLOSER = 4
 """A wrong answer is told to be that without biases if it is this many times closer to it."""
@@ -29,12 +35,14 @@ class Answer:
         floor: no token that was not told is more probable than this; None where all were.
         top_logits: of the golden prompt's top tokens, where logits are told.
         whole: log-probability of each label's whole sequence; empty where they were not told or asked.
+        said: the label that greedy decoding says, empty where it says none; None where it was not asked.
     """
 
     labels: tuple[float | None, ...]
     floor: float | None = None
     top_logits: tuple[float, ...] = ()
     whole: tuple[float, ...] = ()
+    said: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,9 +76,22 @@ class Verification:
         return max(self.differences)
 
     @property
+    def greedy(self) -> list[bool] | None:
+        """Whether greedy decoding says the label expected, prompt by prompt; None where it was not asked."""
+        pairs = list(zip(self.golden.prompts, self.answers, strict=True))
+        if self.golden.greedy is None or any(answer.said is None for _, answer in pairs):
+            return None
+        return [answer.said == prompt.prediction for prompt, answer in pairs]
+
+    @property
+    def says_labels(self) -> bool:
+        """Whether enough of greedy decoding's answers are right, as far as it was asked."""
+        return self.greedy is None or enough(self.greedy)
+
+    @property
     def passed(self) -> bool:
-        """Whether the worst is within the tolerance, and all prompts have the same tokens."""
-        return self.worst <= self.tolerance and not self.retokenized
+        """Whether the worst is within the tolerance, prompts have the same tokens, and labels are said."""
+        return self.worst <= self.tolerance and not self.retokenized and self.says_labels
 
     @property
     def unchecked(self) -> str | None:
@@ -86,9 +107,10 @@ class Verification:
         """A line for each prompt."""
         return [
             {
-                "prompt": prompt.text.splitlines()[0][:40],
+                "prompt": shorten(prompt.text.splitlines()[0], SHOWN, placeholder=" ..."),
                 "expected": prompt.prediction,
                 "found": self._found(answer),
+                "greedy": "-" if self.greedy is None else answer.said or "no label",
                 "difference": f"{difference:.1e}",
             }
             for prompt, answer, difference in zip(
@@ -121,7 +143,11 @@ def verify(
     """
     golden = Golden.from_export(folder)
     loaded, state = _loaded(folder, model, device)
-    golden.require_prior_in(loaded.generation_config, str(folder))
+    settings = deepcopy(generation_of(folder) or loaded.generation_config)
+    golden.require_bias_in(settings, str(folder))
+    if settings.pad_token_id is None:
+        settings.pad_token_id = golden.end
+    loaded.generation_config = settings
 
     def logits(ids: Sequence[int]) -> Tensor:
         with torch.no_grad():
@@ -129,7 +155,17 @@ def verify(
             found: Tensor = loaded(input_ids=batch, use_cache=False).logits[0, -1].float().cpu()
         return found
 
-    answers = [answered(golden, prompt, logits) for prompt in golden.prompts]
+    def said(prompt: GoldenPrompt) -> str:
+        batch = torch.tensor([prompt.ids], device=loaded.device)
+        made = loaded.generate(
+            input_ids=batch,
+            attention_mask=torch.ones_like(batch),
+            do_sample=False,
+            max_new_tokens=golden.longest,
+        )
+        return golden.said(made[0, len(prompt.ids) :].tolist())
+
+    answers = [answered(golden, prompt, logits, said) for prompt in golden.prompts]
     lost = golden.lost({name for name in golden.biases if name in state and state[name].any()})
     return judged(golden, answers, tolerance, lost)
 
@@ -147,7 +183,10 @@ def _loaded(
 
 
 def answered(
-    golden: Golden, prompt: GoldenPrompt, logits: Callable[[Sequence[int]], Float[Tensor, " vocab"]]
+    golden: Golden,
+    prompt: GoldenPrompt,
+    logits: Callable[[Sequence[int]], Float[Tensor, " vocab"]],
+    said: Callable[[GoldenPrompt], str],
 ) -> Answer:
     """What a target that can be run here says after one prompt.
 
@@ -155,6 +194,7 @@ def answered(
         golden: which labels to ask for.
         prompt: what to ask.
         logits: of the token after some ids, in float32.
+        said: the label that greedy decoding says; asked where the golden values know what is expected of it.
     """
     after, start = cache(logits), tuple(prompt.ids)  # labels that begin alike are run once
 
@@ -167,6 +207,7 @@ def answered(
         tuple(first.log_softmax(-1)[golden.label_ids].tolist()),
         top_logits=tuple(first[prompt.top_ids].tolist()),
         whole=tuple(map(whole, golden.sequences)),
+        said=None if golden.greedy is None else said(prompt),
     )
 
 
@@ -194,15 +235,16 @@ def judged(
 
 
 def _as_if_dropped(found: Verification) -> str | None:
+    pairs = [
+        (prompt, answer)
+        for prompt, answer in zip(found.golden.prompts, found.answers, strict=True)
+        if prompt.dropped
+    ]
     distances = {
-        name: max(
-            _label_difference(prompt.dropped[name], answer)
-            for prompt, answer in zip(found.golden.prompts, found.answers, strict=True)
-        )
+        name: max(_label_difference(prompt.dropped[name], answer) for prompt, answer in pairs)
         for name in found.golden.prompts[0].dropped
     }
     name = min(distances, key=lambda name: distances[name])
-    pairs = zip(found.golden.prompts, found.answers, strict=True)
     distance = max(_label_difference(prompt.labels, answer) for prompt, answer in pairs)
     if CLOSER * distances[name] < distance:
         return f"the target answers as if the biases of {name} were dropped"

@@ -81,6 +81,45 @@ and the configuration that `injection.json` holds.
 {{ again }}
 """
 
+EXPORT = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ base }} with the task in its weights or in an adapter, by [Implicit In-context
+Learning](https://arxiv.org/abs/2405.14660); made with i2cl {{ version }}. It sorts a text into {{ labels }}.
+
+## Use
+
+{{ usage }}
+"""
+
+
+def export_card(description: Mapping[str, Any], usage: str, library: str) -> str:
+    """The text of an export's README.md.
+
+    Args:
+        description: of the artefact, with the base model's public name.
+        usage: how it is asked.
+        library: what loads it, by the hub's name.
+    """
+    task, base = description["task"], description["base_model"]["name"]
+    data = _metadata({**description, "metrics": {}}, base)
+    data.library_name = library
+    if data.base_model and library != "peft":
+        data["base_model_relation"] = "finetune"
+    card = ModelCard.from_template(
+        data,
+        template_str=EXPORT,
+        title=_md(f"{task['title'] or task['name']}, exported"),
+        base=_inline(base),
+        version=__version__,
+        labels=", ".join(map(_inline, task["labels"])),
+        usage=usage,
+    )
+    return f"{card}\n".encode(errors="backslashreplace").decode()
+
 
 def model_card(description: Mapping[str, Any], name: str) -> str:
     """The text of a README.md.
@@ -94,13 +133,14 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
     base = description["base_model"]
     shown = public_name(base["name"])
     task = description["task"]
-    anchored = description["calibration"].get("method") == "anchored"
+    vector = description["calibration"].get("free") == "vectors"
+    anchored = _is_anchored(description)
     card = ModelCard.from_template(
         _metadata(description, shown),
         template_str=TEMPLATE,
         title=_md(f"I2CL: {task['title'] or task['name']}"),
         version=__version__,
-        what="A vector" if anchored else "A context vector and two coefficients",
+        what="A vector" if vector else "A context vector and two coefficients",
         variant=", anchored: fitted around the plain model among the label words" if anchored else "",
         base=_inline(shown),
         classes=len(task["labels"]),
@@ -228,7 +268,12 @@ def _again(description: Mapping[str, Any]) -> str:
     if command:
         return _fenced(command, "console")
     seed = description["seed"]
-    return f"Made in Python with `i2cl.extract` and `i2cl.calibrate` (seed {seed}): no command does it."
+    call = "anchor" if _is_anchored(description) else "calibrate"
+    return f"Made in Python with `i2cl.extract` and `i2cl.{call}` (seed {seed}): no command does it."
+
+
+def _is_anchored(description: Mapping[str, Any]) -> bool:
+    return bool(description["calibration"].get("method") == "anchored")
 
 
 def _md(text: str) -> str:

@@ -68,7 +68,7 @@ def export(
         decoder = load.artefact_decoder(injection, model, loading)
         made = export_peft(decoder, injection, output, golden=golden, force=force, revision=loading.revision)
         what = f"{injection.task.name} as a {made.tuner} adapter of {name}"
-        _show_export(output, injection.task.name, name, what, golden=golden, prior=prior, json=json)
+        _show_export(output, injection.task.name, name, what, to=to, golden=golden, prior=prior, json=json)
         return
     write: Callable[..., None] = export_hf if to == "hf" else export_gguf
 
@@ -87,7 +87,7 @@ def export(
         **own,
     )
     what = f"{name} with {injection.task.name} in its weights"
-    _show_export(output, injection.task.name, name, what, golden=golden, prior=prior, json=json)
+    _show_export(output, injection.task.name, name, what, to=to, golden=golden, prior=prior, json=json)
 
 
 def _prior(injection: "Injection") -> dict[str, float]:
@@ -136,13 +136,14 @@ def _show_export(
     model: str,
     what: str,
     *,
+    to: Literal["hf", "peft", "gguf"],
     golden: bool,
     prior: dict[str, float],
     json: bool,
 ) -> None:
     from i2cl.export import Golden
 
-    known = Golden.from_export(output) if golden and prior else None
+    known = Golden.from_export(output) if golden else None
     kept = known is not None and bool(known.label_bias)
     tokens = known.logit_bias(list(prior.values())) if known is not None else {}
     files = [output] if output.is_file() else output.glob("*.safetensors")
@@ -151,6 +152,7 @@ def _show_export(
         record = {"output": str(output), "task": task, "base_model": model, "golden": golden}
         record |= {"label_bias": prior, "prior_kept": kept} if prior else {}
         record |= {"logit_bias": tokens} if tokens else {}
+        record |= _as_json(known, output.name, to) if known is not None else {}
         console.print_json(record | {"files": len(sizes), "bytes": sum(sizes)})
         return
     size = f"{sum(sizes):,} bytes in {len(sizes)} file(s)"
@@ -160,7 +162,38 @@ def _show_export(
     if prior:
         told = ", ".join(f"{label} {value:+.4f}" for label, value in prior.items())
         console.say(f"{'Elsewhere add' if kept else 'Add'} to each label's log-probability: {told}.")
-    if tokens:
+    if prior and tokens:
         console.say(f"Servers take it with a request: {sent_with(tokens)}.")
-    if golden:
+    if to == "gguf":
+        console.say("It is for llama.cpp; transformers refuses it (gguf_file=), for which export --to hf.")
+    if known is not None:
+        _say_greedy(known, output.name, to)
         console.say(f"Next: i2cl verify {output}")
+
+
+def _as_json(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> dict[str, Any]:
+    """What greedy decoding says, and how programs are asked."""
+    from i2cl.export.greedy.calls import calls_of
+
+    right = golden.greedy or []
+    record: dict[str, Any] = {"greedy": {"right": sum(right), "of": len(right)}, "forced": golden.forced}
+    record["calls"] = {call.program: call.code for call in calls_of(golden, name, to)}
+    if golden.forced:
+        record |= {"structured_outputs": {"choice": golden.words}, "grammar": golden.grammar}
+    return record
+
+
+def _say_greedy(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> None:
+    from i2cl.export.greedy.calls import calls_of
+
+    right = golden.greedy or []
+    console.say(
+        f"Plain greedy decoding answers {sum(right)} of {len(right)} prompts with the expected label."
+    )
+    if golden.forced:
+        console.say(
+            "Ask for a label as follows, or fit again by the default method, which says it by itself."
+        )
+        for call in calls_of(golden, name, to):
+            console.say(f"{call.program}:")
+            console.say(call.code)

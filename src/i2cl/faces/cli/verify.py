@@ -14,6 +14,9 @@ from i2cl.faces.cli.options import ModelOptions
 if TYPE_CHECKING:
     from i2cl.export import Verification
 
+SHOWN = 6
+"""Prompts in the table, at most."""
+
 
 @options.expanded
 def verify(
@@ -99,16 +102,21 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
             "dropped": outcome.dropped,
             "retokenized": outcome.retokenized,
             "unchecked": outcome.unchecked,
+            "greedy": _counted(outcome),
             "prompts": outcome.rows(),
         } | ({"logit_bias": tokens} if tokens else {})
         console.print_json(record)
         return
-    console.print_table("", outcome.rows())
+    rows = sorted(outcome.rows(), key=_right)  # wrong ones first
+    console.print_table("", rows[:SHOWN])
+    if len(rows) > SHOWN:
+        console.say(f"{SHOWN} of {len(rows)} prompts are shown, --json has all.")
     word = "holds" if outcome.passed else "does not hold"
     told = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
     console.say(f"The export {word}: {told}.")
-    if tokens:
+    if tokens and outcome.golden.label_bias:
         console.say(f"Labels are named with the label prior, which the server adds with {sent_with(tokens)}.")
+    _say_greedy(outcome)
     if outcome.unchecked:
         console.say(f"{outcome.unchecked[0].upper()}{outcome.unchecked[1:]}.")
     if outcome.dropped:
@@ -119,3 +127,32 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
             f"Its tokenizer encodes {len(outcome.retokenized)} of these prompts otherwise, such as "
             f"{first!r}: send token ids."
         )
+
+
+def _right(row: Mapping[str, object]) -> bool:
+    return {row["found"], row["greedy"]} <= {row["expected"], "-"}
+
+
+def _counted(outcome: "Verification") -> dict[str, int] | None:
+    return None if outcome.greedy is None else {"right": sum(outcome.greedy), "of": len(outcome.greedy)}
+
+
+def _say_greedy(outcome: "Verification") -> None:
+    """How many prompts greedy decoding answers with the expected label, and what to do if too few."""
+    golden = outcome.golden
+    if outcome.greedy is None:
+        why = "its golden values are of an older i2cl, export it again"
+        console.say(f"What greedy decoding says was not checked: {why}.")
+        return
+    how = "Greedy decoding, made to say a label," if golden.forced else "Plain greedy decoding"
+    right, asked = sum(outcome.greedy), len(outcome.greedy)
+    console.say(f"{how} answers {right} of {asked} prompts with the expected label.")
+    if outcome.says_labels or outcome.worst > outcome.tolerance:  # other values say other labels
+        return
+    if golden.forced and golden.sequences:
+        cure = "compare log-probabilities of whole labels, or fit again by the default method and export that"
+    elif golden.forced:
+        cure = "ask as the export's README.md or `i2cl.usage` says, without penalties"
+    else:
+        cure = "decode at temperature 0 without penalties, or export it again"
+    console.say(f"That is too few: {cure}.")

@@ -1,0 +1,147 @@
+"""How an export is asked: the exact calls, for people and for its README.md.
+
+Sources: https://docs.vllm.ai/en/latest/features/structured_outputs/ (``structured_outputs`` with ``choice``),
+https://llama-cpp-python.readthedocs.io/en/latest/api-reference/, and
+https://huggingface.co/docs/transformers/main_classes/text_generation.
+"""
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from i2cl.export.golden import Golden
+from i2cl.export.greedy.labels import forced_tokens
+from i2cl.export.greedy.texts import TEXTS
+from i2cl.storage.card import CARD, export_card
+from i2cl.tasks.template import TEXT_FIELD
+
+Kind = Literal["hf", "peft", "gguf"]
+"""What an export is: a checkpoint, an adapter or a GGUF file."""
+
+LIBRARIES = {"hf": "transformers", "peft": "peft", "gguf": "gguf"}
+"""What the hub calls that which loads it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How one program is asked.
+
+    Attributes:
+        program: its name.
+        language: of the code.
+        code: the call as it is typed.
+    """
+
+    program: str
+    language: str
+    code: str
+
+
+def calls_of(golden: Golden, name: str, kind: Kind) -> list[Call]:
+    """How the programs that run an export are asked for one label.
+
+    Args:
+        golden: of the export.
+        name: of its folder or file.
+        kind: what it is.
+    """
+    prompt = golden.prompt.replace(TEXT_FIELD, TEXTS[0])
+    if kind == "gguf":
+        return [Call("llama.cpp", "python", _llama_cpp(golden, name, prompt))]
+    found = [Call("transformers", "python", _transformers(golden, name, prompt, kind))]
+    if kind == "hf":
+        found.append(Call("vLLM", "console", _vllm(golden, name, prompt)))
+    return found
+
+
+def _transformers(golden: Golden, name: str, prompt: str, kind: Kind) -> str:
+    base = golden.artefact["base_model"]["name"] if kind == "peft" else name
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained({base!r})"]
+    lines += [f"model = AutoModelForCausalLM.from_pretrained({base!r})"]
+    if kind == "peft":
+        lines.insert(0, "from peft import PeftModel")
+        lines.append(f"model = PeftModel.from_pretrained(model, {name!r})")
+        if golden.forced:
+            lines[1] += ", GenerationConfig"
+            lines.append(f"model.generation_config = GenerationConfig.from_pretrained({name!r})")
+    lines += [
+        f"asked = tokenizer({prompt!r}, return_tensors='pt')",
+        f"answer = model.generate(**asked, do_sample=False, max_new_tokens={golden.longest})",
+        "print(tokenizer.decode(answer[0, asked['input_ids'].shape[1] :]))",
+    ]
+    return "\n".join(lines)
+
+
+def _vllm(golden: Golden, name: str, prompt: str) -> str:
+    body: dict[str, Any] = {"model": name, "prompt": prompt, "max_tokens": golden.longest, "temperature": 0}
+    if golden.forced:
+        bias = {str(token): value for token, value in lifted(golden).items()}
+        body |= {"structured_outputs": {"choice": golden.words}, "logit_bias": bias}
+    sent = shlex.quote(json.dumps(body, ensure_ascii=False))
+    return f"curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' \\\n  -d {sent}"
+
+
+def _llama_cpp(golden: Golden, name: str, prompt: str) -> str:
+    head, arguments = ["from llama_cpp import Llama"], [repr(prompt)]
+    arguments += [f"max_tokens={golden.longest}", "temperature=0"]
+    if golden.forced:
+        head = ["from llama_cpp import Llama, LlamaGrammar", "", f"labels = {golden.grammar!r}"]
+        arguments += ["grammar=LlamaGrammar.from_string(labels)", f"logit_bias={lifted(golden)!r}"]
+    lines = [*head, "", f"model = Llama({name!r}, verbose=False)", "answer = model("]
+    lines += [*(f"    {one}," for one in arguments), ")", "print(answer['choices'][0]['text'])"]
+    return "\n".join(lines)
+
+
+def lifted(golden: Golden) -> dict[int, float]:
+    """Every token of a label, beside a grammar, which alone leaves a program to cut labels as it likes."""
+    return forced_tokens(golden.spoken, () if golden.sequences else golden.label_bias)
+
+
+def sent_to_servers(golden: Golden) -> dict[str, Any]:
+    """What a request has besides, so that any server says a label; empty where the model does so by itself.
+
+    Whole sequences take a grammar too, which vLLM and llama.cpp name in two ways; each of them leaves out
+    the other's.
+    """
+    bias = golden.logit_bias(golden.label_bias)
+    found: dict[str, Any] = {"logit_bias": bias} if bias else {}
+    if golden.forced and golden.sequences:
+        found |= {"structured_outputs": {"choice": golden.words}, "grammar": golden.grammar}
+    return found
+
+
+def usage(golden: Golden, name: str, kind: Kind) -> str:
+    """How an export is asked, in Markdown."""
+    right = golden.greedy or []
+    told = f"answers {sum(right)} of {len(right)} golden prompts with the expected label"
+    parts = [f"Plain greedy decoding {told}."]
+    if golden.forced:
+        parts = [f"Plain greedy decoding {told}: make it say one of the labels, as these calls do."]
+    parts.append(
+        "Only these prompts, letter by letter, are what the task was fitted for (`{text}` is the text):"
+    )
+    parts.append(_fenced("text", golden.prompt))
+    parts += [
+        f"{call.program}:\n\n{_fenced(call.language, call.code)}" for call in calls_of(golden, name, kind)
+    ]
+    if kind == "gguf":
+        parts.append(
+            "The injection lies in biases of llama.cpp's class `granite`, which transformers refuses to load "
+            "(`gguf_file=`). For transformers, vLLM and SGLang export a checkpoint (`i2cl export --to hf`)."
+        )
+    parts.append(f"`i2cl verify {name}` checks that what runs it answers as it should.")
+    return "\n\n".join(parts)
+
+
+def _fenced(language: str, text: str) -> str:
+    fence = "```" if "```" not in text else "~~~~"
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def write_readme(folder: Path, name: str, golden: Golden, kind: Kind) -> None:
+    """Store a card beside an export, with the calls."""
+    text = export_card(golden.artefact, usage(golden, name, kind), LIBRARIES[kind])
+    (folder / CARD).write_text(text, encoding="utf-8")
