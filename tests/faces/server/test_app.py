@@ -122,17 +122,17 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
 def test_a_job_that_waits_shows_that_the_server_is_there(service, monkeypatch):
     import asyncio
 
-    from i2cl.faces.server import management
+    from i2cl.faces.server.routes import management
 
     monkeypatch.setattr(management, "QUIET", 0.0)
-    job = Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued"}])
+    job = Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued", "at": 1.0}])
 
     async def first(count):
         stream = management._events(service, job, 0)
         return [await anext(stream) for _ in range(count)]
 
     queued, *quiet = asyncio.run(asyncio.wait_for(first(3), 20))
-    assert queued.startswith("id: 1\nevent: queued\n")
+    assert queued.startswith("id: 1000\nevent: queued\n")
     assert quiet == [": waiting\n\n"] * 2
 
 

@@ -1,5 +1,6 @@
 """Fits and files: to their end, cancelled, and after a kill."""
 
+import io
 import json
 import time
 
@@ -27,6 +28,14 @@ def examples(task):
     return json.dumps([{"text": row.text, "label": task.labels[row.label]} for row in task.train]).encode()
 
 
+def checked(service, body, model=None):
+    """What the job of a file has to know, and its lines."""
+    rows = io.BytesIO()
+    count, names = files.checked(io.BytesIO(body), model, service.tasks.entry, rows)
+    with service.tasks.kept(names) as digests:
+        return {"rows": count, "tasks": names, "digests": digests}, rows.getvalue()
+
+
 def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
     job = ended(service.jobs.add("fit", FIT, {"input.json": examples(task)}))
     events = [one["event"] for one in job.events]
@@ -34,7 +43,8 @@ def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
     assert job.status == "done", job.events[-1]
     last, step = job.events[-1], job.events[2]
     layers = service.decoder.layers
-    assert [len(step["coefficients"]), len(step["coefficients"][0]), len(last["sizes"])] == [
+    assert "coefficients" not in step  # but in the last one
+    assert [len(last["coefficients"]), len(last["coefficients"][0]), len(last["sizes"])] == [
         layers,
         2,
         layers,
@@ -80,7 +90,7 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
     texts = [f"{text} {number}" for number in range(3) for text in TEXTS]
     lines = [{"input": text, "model": "ab"[at % 2], "custom_id": f"n{at}"} for at, text in enumerate(texts)]
     body = "\n".join(json.dumps(line) for line in lines).encode()
-    told, rows = files.checked(body, None, service.tasks)
+    told, rows = checked(service, body)
     right = [
         service.tasks.injection(told["digests"][line["model"]]).scores(service.decoder, [line["input"]])[0]
         for line in lines
@@ -118,7 +128,7 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
 def test_a_line_that_is_too_long_is_told_as_such(service):
     service.tasks.put("a", made(service.decoder, 0))
     body = "\n".join(json.dumps({"input": text}) for text in ("short", "long " * 3000, "short"))
-    told, rows = files.checked(body.encode(), "a", service.tasks)
+    told, rows = checked(service, body.encode(), "a")
     job = ended(service.jobs.add("batch", told, {files.INPUT: rows}))
     out = [json.loads(line) for line in (job.folder / files.OUTPUT).read_bytes().splitlines()]
     assert [one.get("label") is None for one in out] == [False, True, False]

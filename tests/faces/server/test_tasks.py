@@ -10,7 +10,8 @@ import torch
 
 from i2cl.errors import I2CLError
 from i2cl.faces.server.refusals import RefusalError
-from i2cl.faces.server.tasks import TaskFolder, content_digest, unpacked
+from i2cl.faces.server.tasks import TaskFolder, content_digest
+from i2cl.faces.server.uploads import unpacked
 from i2cl.injections.pool import InjectionPool
 from i2cl.storage import atomic
 
