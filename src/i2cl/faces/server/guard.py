@@ -264,7 +264,8 @@ class Guard:
                         return
                     time.reschedule(began + BODY_SECONDS + size / BODY_RATE)
         except TimeoutError:
-            message = f"the body came at less than {BODY_RATE} bytes a second: send it faster"
+            allowed = f"{BODY_SECONDS:.0f} s, and one for each {BODY_RATE} bytes"
+            message = f"the body did not come in time ({allowed}): send it faster"
             raise RefusalError(408, "slow_body", message) from None
 
     def _let_go(self, size: int) -> None:

@@ -212,7 +212,8 @@ class Service:
             raise stopping()
         (found,) = waits.result()
         if isinstance(found, RefusalError):
-            raise unusable() if found.code == "not_finite" else found
+            told = {"not_finite": unusable(), "internal": unusable("a text makes it fail")}
+            raise told.get(found.code, found)
         return await self.parsed(self.tasks.put, name, injection)
 
     def stop(self) -> None:

@@ -14,7 +14,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.faces.server.refusals import RefusalError, system_faults
 from i2cl.models.decoder import Decoder
-from i2cl.storage.card import CARD
+from i2cl.storage.card import CARD, model_card
 
 ROOM = 16 * 2**20
 """Bytes of an artefact beside its vectors: description, card, what tar adds."""
@@ -24,6 +24,11 @@ MOST_TOLD = 2**20
 
 MOST_HEADER = 2**16
 """Bytes in which the file of tensors says what it holds."""
+
+MOST_MEMBERS = 32
+"""Of a tar, with what it tells of files beside them."""
+
+MOST_LABELS = 2048
 
 
 @contextmanager
@@ -60,10 +65,9 @@ def require_moderate(injection: Injection, decoder: Decoder) -> None:
             raise unusable()
 
 
-def unusable() -> RefusalError:
-    """Its numbers, or the scores that they lead to, are none."""
-    message = "this artefact's numbers are not finite when they are used: fit it again"
-    return RefusalError(422, "bad_artefact", message)
+def unusable(why: str = "its numbers are not finite when they are used") -> RefusalError:
+    """What answers no text."""
+    return RefusalError(422, "bad_artefact", f"this artefact cannot be used, {why}: fit it again")
 
 
 def unpacked(body: bytes) -> Injection:
@@ -89,19 +93,25 @@ def unpacked(body: bytes) -> Injection:
             (folder / name).write_bytes(found[name])
         try:
             injection = Injection.from_pretrained(folder)
-            json.dumps(injection.description(), allow_nan=False, ensure_ascii=False).encode()
+            told = injection.description()
+            json.dumps(told, allow_nan=False, ensure_ascii=False).encode()
+            model_card(told, "upload")
         except I2CLError as error:
             raise _refused(str(error).replace(f"{folder}/", "").replace(str(folder), "upload")) from None
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             raise _refused(f"{DESCRIPTION} or {TENSORS} holds values that no artefact has") from None
+    if len(injection.task.labels) > MOST_LABELS:
+        raise _refused(f"it has {len(injection.task.labels)} labels, and {MOST_LABELS} is the most")
     return injection
 
 
 def _members(body: memoryview) -> Iterator[tuple[str, memoryview]]:
     """Each file in a tar with its content."""
     seen: set[str] = set()
-    start = 0
+    count = start = 0
     while any(block := body[start : start + tarfile.BLOCKSIZE].tobytes()):
+        if (count := count + 1) > MOST_MEMBERS:
+            raise _refused(f"it has more than {MOST_MEMBERS} members")
         try:
             head = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except (tarfile.TarError, ValueError):
