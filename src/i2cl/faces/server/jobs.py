@@ -329,6 +329,9 @@ class Jobs:
                 continue
             self._jobs[job.id] = job
         for job in sorted(self._jobs.values(), key=lambda job: job.created):
+            if job.cancelled and not job.ended:
+                with suppress(OSError):  # on a full disk it ends when its turn comes
+                    self._end(job, "cancelled")
             if not job.ended:
                 self._waiting[job.kind].append(job)
         for job in [job for job in self.all() if job.ended][MOST_KEPT:]:
