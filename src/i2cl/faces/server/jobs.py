@@ -214,9 +214,9 @@ class Jobs:
             if self._stops:
                 raise stopping()
             waiting = self._waiting[kind]
-            own = [job for job in waiting if owner is not None and job.owner == owner]
-            if len(waiting) >= MOST_QUEUED or len(own) >= MOST_OWN:
-                message = f"{len(own) or len(waiting)} jobs wait already: send it again later"
+            own = [job for job in waiting if job.owner == owner]
+            if len(waiting) >= MOST_QUEUED or (owner is not None and len(own) >= MOST_OWN):
+                message = f"{len(waiting)} jobs wait already, {len(own)} of them yours: send it again later"
                 raise RefusalError(429, "busy", message, headers={"Retry-After": "60"})
 
     @contextmanager
