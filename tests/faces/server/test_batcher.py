@@ -147,6 +147,22 @@ def test_a_fit_keeps_no_large_request_from_its_turn(running, decoder):
     assert min(begun) >= 2
 
 
+def test_large_requests_keep_no_file_from_its_turn_for_long(running, decoder, held, monkeypatch):
+    batcher, folder = running
+    decoder.token_budget = 128
+    folder.put("a", made(decoder, 0))
+    rows, order = folder.asked("a", TEXTS * 10)[1], []
+    monkeypatch.setattr("i2cl.faces.server.batcher.PATIENCE", SOON / 2)
+    first = batcher.submit(rows, time.monotonic() + 1)
+    file, last = batcher.submit_slices(rows), batcher.submit(rows, later())
+    for name, ticket in (("first", first), ("file", file), ("last", last)):
+        ticket.deadline = float("inf")  # however long this takes
+        ticket.done.add_done_callback(lambda _, name=name: order.append(name))
+    held.set()
+    wait([last.done], 2 * SOON)
+    assert order == ["first", "file", "last"]
+
+
 def test_at_a_pause_others_have_as_much_time_as_the_fit_had(running, decoder):
     batcher, folder = running
     decoder.token_budget = 128

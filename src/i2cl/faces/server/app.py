@@ -32,7 +32,7 @@ MOST_FILE = 256 * 2**20
 
 METHODS = ("DELETE", "GET", "POST", "PUT")
 
-REFUSED = (400, 401, 403, 404, 409, 413, 415, 421, 422, 429, 500, 503, 504, 507)
+REFUSED = (400, 401, 403, 404, 408, 409, 413, 415, 421, 422, 429, 500, 503, 504, 507)
 
 
 def make_app(service: Service, access: Access, *, page: bool = True, origins: Sequence[str] = ()) -> Any:

@@ -30,6 +30,9 @@ SLICES = 32
 LARGE = 4
 """A request of more than so many parts of a full batch is a large job."""
 
+PATIENCE = 60.0
+"""Seconds after which rows without a deadline go before requests that have to begin later."""
+
 QUIET = 60.0
 """Seconds without a request after which large jobs run in full batches."""
 
@@ -161,12 +164,20 @@ class Batcher:
             self._put(ticket)
         return ticket
 
-    def submit_slices(self, rows: Sequence[Asked]) -> Ticket:
-        """Let rows of a file run between requests; they do not count towards the bound."""
+    def submit_slices(self, rows: Sequence[Asked], *, large: bool = True) -> Ticket:
+        """Let rows of a file run between requests; they do not count towards the bound.
+
+        Args:
+            rows: at least one.
+            large: whether they wait for a slice; False for few rows that a person waits for.
+
+        Raises:
+            RefusalError: 503 if nothing new is taken.
+        """
         with self._changed:
             if self._stops:
                 raise stopping()
-            ticket = Ticket(rows, deadline=float("inf"), large=True)
+            ticket = Ticket(rows, deadline=float("inf"), large=large)
             self._put(ticket)
         return ticket
 
@@ -223,7 +234,8 @@ class Batcher:
 
     def _put(self, ticket: Ticket) -> None:
         heap = self._large if ticket.large else self._single
-        heapq.heappush(heap, (ticket.deadline, next(self._numbers), ticket))
+        before = min(ticket.deadline, ticket.since + PATIENCE)
+        heapq.heappush(heap, (before, next(self._numbers), ticket))
         self._changed.notify()
 
     def _loop(self) -> None:

@@ -206,7 +206,7 @@ class Service:
         if rows[0].tokens > self.batcher.bound:
             message = f"a text takes {rows[0].tokens} tokens with all labels, {self.batcher.bound} may run"
             raise RefusalError(422, "bad_artefact", f"{message}: use fewer or shorter labels")
-        waits = asyncio.wrap_future(self.batcher.submit_slices(rows).done)
+        waits = asyncio.wrap_future(self.batcher.submit_slices(rows, large=False).done)
         await asyncio.wait([waits])
         if waits.cancelled():
             raise stopping()
