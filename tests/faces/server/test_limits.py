@@ -6,15 +6,16 @@ import re
 import select
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from i2cl.faces.server import guard
+pytest.importorskip("uvicorn")
+
+from i2cl.faces.server import guard, process
 from i2cl.faces.server.guard import Access, Guard
 from i2cl.faces.server.metrics import Metrics
 from processes import Program
-
-pytest.importorskip("uvicorn")
 
 from .test_serve import SECONDS, address
 
@@ -129,6 +130,33 @@ GET = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 POST = (
     b"POST /v1/classify HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\nContent-Type: text/plain\r\n\r\n"
 )
+
+
+class Connection:
+    """What uvicorn has of one, as far as it is looked at."""
+
+    def __init__(self, *, runs=False, unsent=0):
+        self.cycle = SimpleNamespace(response_complete=not runs)
+        self.unsent, self.ended = unsent, False
+        self.transport = SimpleNamespace(get_write_buffer_size=lambda: self.unsent, abort=self.end)
+
+    def end(self):
+        self.ended = True
+
+
+def test_a_connection_ends_that_takes_nothing_and_not_one_that_waits_for_its_answer():
+    import uvicorn
+
+    server = process._Server(uvicorn.Config(None), lambda: None, lambda: None)
+    idle, runs, takes_nothing = Connection(), Connection(runs=True), Connection(runs=True, unsent=9)
+    slow, often = Connection(runs=True, unsent=9), Connection()
+    server.server_state.connections = {idle, runs, takes_nothing, slow, often}
+    for second in range(0, 200, 10):
+        slow.unsent += 1
+        often.cycle = SimpleNamespace(response_complete=True)  # another request has been answered
+        server.sweep(second)
+        assert idle.ended == takes_nothing.ended == (second > process.IDLE_SECONDS)
+    assert not any(one.ended for one in (runs, slow, often))
 
 
 def test_connections_that_never_become_a_request_end(tmp_path):

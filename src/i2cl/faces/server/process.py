@@ -114,8 +114,8 @@ class _Server(uvicorn.Server):
         for connection in self.server_state.connections:
             cycle = connection.cycle  # of a request and its answer
             unsent = connection.transport.get_write_buffer_size()
-            before = self._seen.get(connection)
-            since = before[2] if before is not None and before[:2] == (cycle, unsent) else now
+            last, held, since = self._seen.get(connection, (None, -1, now))
+            since = since if last is cycle and held == unsent else now
             seen[connection] = (cycle, unsent, since)
             if cycle is None or cycle.response_complete or unsent:
                 still.append((since, connection.transport))
