@@ -27,7 +27,7 @@ import pydantic
 
 from i2cl.errors import I2CLError
 from i2cl.faces.server.batcher import FitStoppedError
-from i2cl.faces.server.refusals import RefusalError, failed, stopping, system_faults
+from i2cl.faces.server.refusals import RefusalError, failed, stopping
 from i2cl.storage.atomic import synced
 from i2cl.storage.journal import Journal, readable_lines
 
@@ -224,9 +224,9 @@ class Jobs:
         """A folder for files of a job to be, which goes with the block.
 
         Raises:
-            RefusalError: 507 if the disk is full, 500 if it fails otherwise.
+            OSError: if it cannot be made.
         """
-        with system_faults(), tempfile.TemporaryDirectory(dir=self._root, prefix=".") as folder:
+        with tempfile.TemporaryDirectory(dir=self._root, prefix=".") as folder:
             yield Path(folder)
 
     def add(
@@ -245,7 +245,8 @@ class Jobs:
             owner: see `Job`.
 
         Raises:
-            RefusalError: see `require_room` and `scratch`.
+            RefusalError: see `require_room`.
+            OSError: if it cannot be written.
         """
         self.require_room(kind, owner)
         folder = self._root / f"{kind}-{secrets.token_hex(8)}"
@@ -294,9 +295,9 @@ class Jobs:
         """End a job that waits or runs; of one that has ended, remove what it left.
 
         Raises:
-            RefusalError: 507 or 500 if that cannot be written.
+            OSError: if that cannot be written.
         """
-        with self._changed, system_faults():
+        with self._changed:
             if job.ended:
                 gone = job.folder.with_name(f".{job.id}")  # whole or not at all, whatever ends the process
                 if self._jobs.pop(job.id, None) is not None:

@@ -3,8 +3,6 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from i2cl.errors import I2CLError
 from i2cl.models.encoding import TooLongError
@@ -107,16 +105,3 @@ def fault(error: Exception) -> RefusalError:
     cause = error.__context__ if isinstance(error, WriteError) else error
     told = system_cause(cause) if isinstance(cause, Exception) else None
     return RefusalError(500, "disk", f"the server's disk refuses ({told or 'unknown'}): tell its operator")
-
-
-@contextmanager
-def system_faults() -> Iterator[None]:
-    """What the disk refuses the server, as a refusal.
-
-    Raises:
-        RefusalError: 507 if it is full, 500 otherwise, in place of an OSError.
-    """
-    try:
-        yield
-    except (OSError, WriteError) as error:
-        raise fault(error) from None

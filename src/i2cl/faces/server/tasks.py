@@ -24,7 +24,7 @@ from pathlib import Path
 from i2cl.core.artefact import FILES
 from i2cl.core.injection import Injection
 from i2cl.errors import HALF_PAIR, I2CLError
-from i2cl.faces.server.refusals import RefusalError, system_faults, unknown_task
+from i2cl.faces.server.refusals import RefusalError, fault, unknown_task
 from i2cl.faces.server.uploads import refused_artefact, require_moderate
 from i2cl.injections.pool import Asked, InjectionPool, Loaded
 from i2cl.storage.atomic import replaced_file, synced
@@ -112,13 +112,13 @@ class TaskFolder:
         """Give a name to an artefact, which replaces what had it. It is on the disk when this returns.
 
         Raises:
-            RefusalError: 422 on a name or artefact that cannot be used, 403 where nothing is written, 507 or
-                500 if it cannot be.
+            RefusalError: 422 on a name or artefact that cannot be used, 403 where nothing is written.
+            OSError: if it cannot be written; or a `WriteError`.
         """
         require_name(name)
         self.require_writable()
         self.loaded(injection)
-        with self._writing, system_faults():
+        with self._writing:
             digest = self._stored(injection)
             entry = Entry(name, digest, int(time.time()), injection.task.labels)
             before = self._named.get(name)
@@ -132,10 +132,11 @@ class TaskFolder:
         """Take a name away; what was asked of its task before is answered.
 
         Raises:
-            RefusalError: 404 if there is none, 403 where nothing is written, 507 or 500 if it cannot be.
+            RefusalError: 404 if there is none, 403 where nothing is written.
+            OSError: if it cannot be.
         """
         self.require_writable()
-        with self._writing, system_faults():
+        with self._writing:
             digest = self.entry(name).digest
             self._alias(name).unlink()
             synced(self._names)
@@ -203,10 +204,11 @@ class TaskFolder:
 
     def _load(self, digest: str) -> None:
         try:
-            with system_faults():
-                self.pool.load(digest, self.injection(digest))
+            self.pool.load(digest, self.injection(digest))
         except RefusalError:
             raise
+        except OSError as error:
+            raise fault(error) from None
         except I2CLError:  # it was made on another model, or by a later i2cl
             message = f"version {digest} cannot be used by this server: fit it again, or ask its operator"
             raise RefusalError(500, "unusable", message) from None

@@ -12,7 +12,7 @@ import torch
 from i2cl.core.artefact import DESCRIPTION, FILES, TENSORS
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.faces.server.refusals import RefusalError, system_faults
+from i2cl.faces.server.refusals import RefusalError
 from i2cl.models.decoder import Decoder
 from i2cl.storage.card import CARD, model_card
 
@@ -78,15 +78,15 @@ def unpacked(body: bytes) -> Injection:
     far as they go.
 
     Raises:
-        RefusalError: 422 on anything else in it, or an artefact that cannot be read; 507 or 500 where the
-            server has no room for it.
+        RefusalError: 422 on anything else in it, or an artefact that cannot be read.
+        OSError: where there is no room for it.
     """
     found = dict(_members(memoryview(body)))
     if len(found.get(DESCRIPTION, b"")) > MOST_TOLD:
         raise _refused(f"{DESCRIPTION} is longer than {MOST_TOLD} bytes")
     if int.from_bytes(found.get(TENSORS, b"")[:8], "little") > MOST_HEADER:
         raise _refused(f"{TENSORS} has a header of more than {MOST_HEADER} bytes")
-    with tempfile.TemporaryDirectory() as scratch, refused_artefact(), system_faults():
+    with tempfile.TemporaryDirectory() as scratch, refused_artefact():
         folder = Path(scratch) / "upload"
         folder.mkdir()
         for name in FILES & found.keys():
