@@ -1,5 +1,8 @@
 """`i2cl serve` killed at random moments, and under mixed load for minutes: what was acknowledged is there.
 
+The load: texts of four tasks that are replaced all the time, fits, files, cancels of both, tar files that
+claim more than they hold or hold what overflows, clients that leave, half headers, connections without any.
+
     python scripts/fuzz_serve.py --kills 50 --minutes 5
 
 Needs the extra ``serve``. Exit code 1 if something was lost, doubled, wrong, or memory grew.
@@ -11,13 +14,16 @@ import os
 import random
 import re
 import signal
+import socket
 import sys
+import tarfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.client import HTTPConnection
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import torch  # noqa: E402
+from safetensors.torch import load_file, save  # noqa: E402
 
 from i2cl import Decoder, Injection  # noqa: E402
 from i2cl.faces.server.client import Client, ServerError  # noqa: E402
@@ -75,6 +82,7 @@ def kills(count: int, draw: random.Random) -> Counter[str]:
         doubtful: set[str] = set()  # sent and not acknowledged before the kill
         fits: set[str] = set()
         batches: dict[str, list[str]] = {}
+        cancels: dict[str, float] = {}  # when they were acknowledged
         for number in range(count + 1):
             program, client = started(folder)
             here = {one["id"]: one["digest"] for one in client.tasks()}
@@ -87,16 +95,16 @@ def kills(count: int, draw: random.Random) -> Counter[str]:
                     client.classify(name, ["a warm film"])
             doubtful.clear()
             known = {job["id"] for job in client.jobs()}
-            found["lost job"] += len((fits | set(batches)) - known)
+            found["lost job"] += len((fits | set(batches) | set(cancels)) - known)
             if number == count:
-                check_ends(client, fits, batches, found)
+                check_ends(client, fits, batches, cancels, found)
                 os.kill(program.process.pid, signal.SIGTERM)
                 found["exit code not 0"] += program.wait()[0] != 0
                 break
             threading.Timer(draw.uniform(0.02, 2.0), os.kill, (program.process.pid, signal.SIGKILL)).start()
             with suppress(ServerError):
                 while True:
-                    act(client, Path(scratch), draw, names, doubtful, fits, batches)
+                    act(client, Path(scratch), draw, names, doubtful, fits, batches, cancels)
                     found["acknowledged"] += 1
             program.process.join()
             found["kills"] += 1
@@ -111,6 +119,7 @@ def act(
     doubtful: set[str],
     fits: set[str],
     batches: dict[str, list[str]],
+    cancels: dict[str, float],
 ) -> None:
     """One request; what it is acknowledged to have done is noted."""
     kind = draw.random()
@@ -130,12 +139,38 @@ def act(
     elif kind < 0.8 and names.get(name) and len(batches) < 30:
         texts = draw.choices(TEXTS, k=150)
         batches[client.batch([{"input": text} for text in texts], name)] = texts
+    elif kind < 0.85 and (jobs := [*fits, *batches]):
+        cancel(client, draw.choice(jobs), fits, batches, cancels)
     else:
         time.sleep(0.02)
 
 
-def check_ends(client: Client, fits: set[str], batches: dict[str, list[str]], found: Counter[str]) -> None:
+def cancel(
+    client: Client, job: str, fits: set[str], batches: dict[str, list[str]], cancels: dict[str, float]
+) -> None:
+    """End a job that has not ended."""
+    if client.job(job)["status"] not in {"queued", "running"}:
+        return
+    fits.discard(job)
+    batches.pop(job, None)
+    client.cancel(job)
+    with suppress(LookupError):  # removed, since it had ended meanwhile
+        cancels[next(one["id"] for one in client.jobs() if one["id"] == job)] = time.time()
+
+
+def check_ends(
+    client: Client,
+    fits: set[str],
+    batches: dict[str, list[str]],
+    cancels: dict[str, float],
+    found: Counter[str],
+) -> None:
     """Every job that was acknowledged ends, and no line of a file is missing or twice."""
+    for job, when in cancels.items():
+        ended(client, job)
+        told = client.job(job)
+        found["cancels"] += 1
+        found["cancels forgotten"] += told["status"] != "cancelled" and told["last"]["at"] > when + 1
     for job in fits:
         found["fits done"] += client.wait(job)["event"] == "done"
     for job, texts in batches.items():
@@ -143,6 +178,48 @@ def check_ends(client: Client, fits: set[str], batches: dict[str, list[str]], fo
         lines = [one["line"] for one in client.answers(job)]
         found["files done"] += 1
         found["lines missing, twice or out of order"] += lines != list(range(1, len(texts) + 1))
+
+
+def ended(client: Client, job: str, seconds: float = 120.0) -> bool:
+    """Whether a job ends in that time, however."""
+    ends = time.monotonic() + seconds
+    while client.job(job)["status"] in {"queued", "running"}:
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def spoiled(folder: Path) -> list[bytes]:
+    """Tar files to be refused: with a hole of 4 GB, a hard link, an early end, numbers that overflow."""
+    description, tensors = folder / "injection.json", folder / "injection.safetensors"
+    info = tarfile.TarInfo(tensors.name)
+    info.type = tarfile.GNUTYPE_SPARSE
+    head = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    for place, value in (
+        (386, b"%011o\0" % (4 * 2**30 - 512)),
+        (483, b"\x80" + (4 * 2**30).to_bytes(11, "big")),
+    ):
+        head[place : place + len(value)] = value
+    head[148:156] = b" " * 8
+    head[148:156] = b"%06o\0 " % sum(head)
+    link = tarfile.TarInfo(tensors.name)
+    link.type, link.linkname = tarfile.LNKTYPE, description.name
+    values = load_file(tensors)
+    values["context_vector"] = values["context_vector"] * 0 + 3e37
+    whole = _tar(description.name, description.read_bytes())
+    return [
+        whole + bytes(head),
+        whole + link.tobuf(),
+        whole + _tar(tensors.name, tensors.read_bytes())[:-512],
+        whole + _tar(tensors.name, save(values)),
+    ]
+
+
+def _tar(name: str, content: bytes) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    return info.tobuf() + content + bytes(-len(content) % 512)
 
 
 class Load:
@@ -155,6 +232,7 @@ class Load:
         self.right = [one.scores(decoder, self.texts).softmax(-1) for one in artefacts(scratch, 8)]
         self.program, self.client = started(scratch / "tasks")
         self.versions = {self.client.upload(f"t{at % 4}", scratch / str(at)): at for at in range(8)}
+        self.spoiled = spoiled(scratch / "0")
         self.found: Counter[str] = Counter()
         self.ends = 0.0
 
@@ -162,7 +240,7 @@ class Load:
         """All of it for so long."""
         self.ends = time.monotonic() + 60 * minutes
         threads = [threading.Thread(target=self.ask, args=(number,)) for number in range(4)]
-        threads.append(threading.Thread(target=self.change))
+        threads += [threading.Thread(target=work) for work in (self.change, self.cancel, self.annoy)]
         for thread in threads:
             thread.start()
         sizes = []
@@ -184,7 +262,12 @@ class Load:
         draw = random.Random(seed)
         while time.monotonic() < self.ends:
             chosen = draw.sample(range(20), draw.choice((1, 1, 1, 5)))
-            answers = self.client.classify(f"t{draw.randrange(4)}", [self.texts[row] for row in chosen])
+            try:
+                answers = self.client.classify(f"t{draw.randrange(4)}", [self.texts[row] for row in chosen])
+            except ServerError as error:
+                self.found["busy" if error.status == 429 else "lost requests"] += 1
+                self.found[f"refused: {error.status} {error.code}"] += 1
+                continue
             for row, one in zip(chosen, answers, strict=True):
                 expected = self.right[self.versions[one.digest]][row]
                 away = torch.tensor(list(one.probabilities.values())).sub(expected).abs().max()
@@ -205,6 +288,47 @@ class Load:
                 self.client.cancel(job)
                 self.found["files"] += 1
             time.sleep(0.2)
+
+    def cancel(self) -> None:
+        """Fits and files that are cancelled while they run or wait."""
+        draw = random.Random(100)
+        lines = [{"input": text} for text in self.texts * 20]
+        while time.monotonic() < self.ends:
+            long = {"method": "i2cl", "settings": {"epochs": 10_000}, "evaluate": 0, "shots": 1}
+            jobs = [self.client.fit("long", EXAMPLES, TASK.template.format, **long)]
+            jobs.append(self.client.batch(lines, "t1"))
+            time.sleep(draw.uniform(0.0, 2.0))
+            for job in jobs:
+                self.client.cancel(job)
+                with suppress(ServerError):  # removed, since it had ended
+                    self.found["cancels that do not end"] += not ended(self.client, job)
+                self.found["cancels"] += 1
+
+    def annoy(self) -> None:
+        """Spoiled uploads, clients that leave, half headers, connections without a word."""
+        draw = random.Random(101)
+        address = re.search(r"http://(.*):(\d+)", self.program.said()[0])
+        assert address is not None
+        place = address[1], int(address[2])
+        text = json.dumps({"model": "t2", "input": self.texts * 20}).encode()
+        head = b"POST /v1/classify HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        said = (head + b"Content-Length: %d\r\n\r\n" % len(text) + text, head, b"GET /v1/mod", b"")
+        open_ones: list[socket.socket] = []
+        while time.monotonic() < self.ends:
+            body = draw.choice(self.spoiled)
+            connection = HTTPConnection(*place, timeout=120)
+            connection.request("PUT", "/v1/tasks/spoiled", body, {"Content-Type": "application/x-tar"})
+            refused = connection.getresponse().status == 422
+            self.found["spoiled uploads refused" if refused else "spoiled uploads taken"] += 1
+            connection.close()
+            open_ones.append(socket.create_connection(place))
+            open_ones[-1].sendall(draw.choice(said))
+            self.found["clients that leave"] += 1
+            while len(open_ones) > 20:
+                open_ones.pop(0).close()
+            time.sleep(0.1)
+        for one in open_ones:
+            one.close()
 
 
 def on_ray() -> Counter[str]:
@@ -281,6 +405,9 @@ WRONG = (
     "memory grew",
     "exit code not 0",
     "lost requests",
+    "cancels forgotten",
+    "cancels that do not end",
+    "spoiled uploads taken",
     "replicas lacking",
 )
 

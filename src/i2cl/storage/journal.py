@@ -4,11 +4,12 @@ Lines are on the disk before the next ones are made, so that a kill loses at mos
 tore is cut off when the file is opened next. Reading needs no lock.
 """
 
+import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
@@ -60,6 +61,17 @@ def whole_lines(path: Path) -> list[bytes]:
     """All lines of a journal, each with its end, but for a torn last one."""
     with path.open("rb") as file:
         return [line for line in file if line.endswith(b"\n")]
+
+
+def readable_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a journal that are objects of JSON: one that was spoiled takes no other with it."""
+    found = []
+    for line in whole_lines(path):
+        with suppress(ValueError, RecursionError):
+            told = json.loads(line)
+            if isinstance(told, dict):
+                found.append(told)
+    return found
 
 
 @contextmanager

@@ -122,17 +122,17 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
 def test_a_job_that_waits_shows_that_the_server_is_there(service, monkeypatch):
     import asyncio
 
-    from i2cl.faces.server import management
+    from i2cl.faces.server.routes import management
 
     monkeypatch.setattr(management, "QUIET", 0.0)
-    job = Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued"}])
+    job = Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued", "at": 1.0}])
 
     async def first(count):
         stream = management._events(service, job, 0)
         return [await anext(stream) for _ in range(count)]
 
     queued, *quiet = asyncio.run(asyncio.wait_for(first(3), 20))
-    assert queued.startswith("id: 1\nevent: queued\n")
+    assert queued.startswith("id: 1000\nevent: queued\n")
     assert quiet == [": waiting\n\n"] * 2
 
 
@@ -159,6 +159,9 @@ REFUSED = [
     (CLASSIFY, {"model": "films"}, 422, "bad_request"),
     (CLASSIFY, {"model": "films", "input": "long " * 3000}, 413, "text_too_long"),
     (CLASSIFY, {"model": "films", "input": ["so " * 100] * 500}, 413, "request_too_long"),
+    (CLASSIFY, {"model": "films", "input": ["a"] * 2049}, 413, "too_many_texts"),
+    ("/predict", {"inputs": ["a"] * 2049}, 413, "too_many_texts"),
+    ("/v1/completions", {"model": "films", "prompt": ["a"] * 2049}, 413, "too_many_texts"),
     ("/models/none", {"inputs": TEXT}, 404, "unknown_task"),
     ("/predict", {"inputs": TEXT, "parameters": {"function_to_apply": "sigmoid"}}, 422, "bad_request"),
     ("/v1/completions", {"model": "films", "prompt": TEXT, "stream": True}, 400, "label_alone"),
@@ -250,6 +253,16 @@ def test_a_table_without_its_columns_is_refused_with_a_cure_for_clients(refusing
     query = {"name": "new", "template": "{text} {label}"}
     reply = refusing.post("/v1/tasks", params=query, content="a,b\n", headers={"Content-Type": "text/csv"})
     assert reply.json()["error"]["cure"] == "name the columns text and label"
+
+
+def test_what_is_too_long_or_too_much_is_told_with_its_place_limit_and_cure(refusing):
+    told = refusing.post(CLASSIFY, json={"model": "films", "input": [TEXT, "long " * 3000]}).json()["error"]
+    assert re.match(r"text 2 takes \d+ tokens with its prompt, and \d+ fit .*: shorten it", told["message"])
+    assert told.keys() == {"message", "type", "code", "cure"}
+    told = refusing.post(CLASSIFY, json={"model": "films", "input": ["a"] * 3000}).json()["error"]
+    assert re.match("the request has 3000 texts, and 2048 may come at once: send fewer", told["message"])
+    described = refusing.get("/openapi.json").json()["components"]["schemas"]["Classify"]
+    assert [one.get("maxItems") for one in described["properties"]["input"]["anyOf"]] == [None, 2048]
 
 
 def test_a_cure_is_told_with_the_colons_in_its_quotations(refusing):
@@ -374,6 +387,39 @@ def test_tokens_and_roles(service, asking, tmp_path):
         assert client.get("/v1/models", headers=header).status_code == 200
         assert client.delete("/v1/tasks/films", headers=header).status_code == removed
     assert client.get("/healthz").status_code == client.get("/").status_code == 200
+
+
+def test_a_reading_token_sends_files_and_sees_its_own_jobs(service, asking, monkeypatch):
+    service.tasks.put("films", made(service.decoder, 0))
+    tokens = {"admin-0123456789abc": "admin", "read1-0123456789abc": "read", "read2-0123456789abc": "read"}
+    client = asking(service, Access(tokens, frozenset()))
+    admin, first, second = ({"Authorization": f"Bearer {token}"} for token in tokens)
+    jobs = {}
+    for name, header in (("admin", admin), ("first", first), ("second", second)):
+        reply = client.post("/v1/batches?model=films", content=b'{"input": "a"}', headers={**LINES, **header})
+        jobs[name] = ended(service.jobs.get(reply.json()["id"])).id
+    assert error_of(client.post("/v1/tasks", json=NAMED, headers=first)) == (403, "read_token")
+
+    def seen(header):
+        return {one["id"] for one in client.get("/v1/jobs", headers=header).json()["data"]}
+
+    assert (seen(admin), seen(first), seen(second)) == (
+        {*jobs.values()},
+        {jobs["first"]},
+        {jobs["second"]},
+    )
+    for path in ("/v1/jobs/{}", "/v1/jobs/{}/events", "/v1/batches/{}"):
+        assert client.get(path.format(jobs["first"]), headers=first).status_code == 200
+        assert client.get(path.format(jobs["first"]), headers=admin).status_code == 200
+        assert error_of(client.get(path.format(jobs["first"]), headers=second)) == (404, "unknown_job")
+    assert error_of(client.delete(f"/v1/jobs/{jobs['first']}", headers=second)) == (404, "unknown_job")
+    assert seen(second) == {jobs["second"]}
+    assert Job.stored(service.jobs.get(jobs["first"]).folder).owner not in {None, *tokens}
+    assert client.delete(f"/v1/jobs/{jobs['first']}", headers=first).status_code == 200
+    monkeypatch.setattr("i2cl.faces.server.jobs.MOST_OWN", 0)
+    for header, status in ((first, 429), (admin, 202)):
+        sent = client.post("/v1/batches?model=films", content=b'{"input": "a"}', headers={**LINES, **header})
+        assert sent.status_code == status
 
 
 def test_one_that_only_reads(service, opened, asking, tmp_path):

@@ -125,6 +125,61 @@ def test_a_large_job_goes_in_slices_between_requests(running, decoder, held):
     assert len(large.done.result(SOON)) == 10 * len(TEXTS)
 
 
+def test_a_fit_keeps_no_large_request_from_its_turn(running, decoder):
+    """At each of its pauses a small request waits as well, and one batch has time."""
+    batcher, folder = running
+    decoder.token_budget = 128
+    folder.put("a", made(decoder, 0))
+    small, begun = folder.asked("a", [TEXTS[0]])[1], []
+    file, large = batcher.submit_slices, batcher.submit
+    rows = folder.asked("a", TEXTS * 10)[1]
+
+    def work():
+        for submit in (file, lambda rows: large(rows, later())):
+            ticket = submit(rows)
+            for _ in range(10):
+                batcher._resumed = time.monotonic()
+                batcher.submit(small, later())
+                batcher.pause()
+            begun.append(ticket.begun)
+
+    batcher.run(work).result(SOON)
+    assert min(begun) >= 2
+
+
+def test_large_requests_keep_no_file_from_its_turn_for_long(running, decoder, held, monkeypatch):
+    batcher, folder = running
+    decoder.token_budget = 128
+    folder.put("a", made(decoder, 0))
+    rows, order = folder.asked("a", TEXTS * 10)[1], []
+    monkeypatch.setattr("i2cl.faces.server.batcher.PATIENCE", SOON / 2)
+    first = batcher.submit(rows, time.monotonic() + 1)
+    file, last = batcher.submit_slices(rows), batcher.submit(rows, later())
+    for name, ticket in (("first", first), ("file", file), ("last", last)):
+        ticket.deadline = float("inf")  # however long this takes
+        ticket.done.add_done_callback(lambda _, name=name: order.append(name))
+    held.set()
+    wait([last.done], 2 * SOON)
+    assert order == ["first", "file", "last"]
+
+
+def test_at_a_pause_others_have_as_much_time_as_the_fit_had(running, decoder):
+    batcher, folder = running
+    decoder.token_budget = 128
+    folder.put("a", made(decoder, 0))
+    tickets = []
+
+    def work():
+        for seconds in (0.0, SOON):
+            tickets.append(batcher.submit_slices(folder.asked("a", TEXTS * 3)[1]))
+            batcher._resumed = time.monotonic() - seconds
+            batcher.pause()
+            tickets[-1] = (tickets[-1], tickets[-1].done.done())
+
+    batcher.run(work).result(SOON)
+    assert [done for _, done in tickets] == [False, True]
+
+
 def test_the_earliest_deadline_goes_first(running, decoder, held):
     batcher, folder = running
     decoder.token_budget = 4  # one row a batch

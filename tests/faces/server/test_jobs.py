@@ -1,7 +1,9 @@
 """Fits and files: to their end, cancelled, and after a kill."""
 
+import io
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +29,14 @@ def examples(task):
     return json.dumps([{"text": row.text, "label": task.labels[row.label]} for row in task.train]).encode()
 
 
+def checked(service, body, model=None):
+    """What the job of a file has to know, and its lines."""
+    rows = io.BytesIO()
+    count, names = files.checked(io.BytesIO(body), model, service.tasks.entry, rows)
+    with service.tasks.kept(names) as digests:
+        return {"rows": count, "tasks": names, "digests": digests}, rows.getvalue()
+
+
 def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
     job = ended(service.jobs.add("fit", FIT, {"input.json": examples(task)}))
     events = [one["event"] for one in job.events]
@@ -34,7 +44,8 @@ def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
     assert job.status == "done", job.events[-1]
     last, step = job.events[-1], job.events[2]
     layers = service.decoder.layers
-    assert [len(step["coefficients"]), len(step["coefficients"][0]), len(last["sizes"])] == [
+    assert "coefficients" not in step  # but in the last one
+    assert [len(last["coefficients"]), len(last["coefficients"][0]), len(last["sizes"])] == [
         layers,
         2,
         layers,
@@ -80,7 +91,7 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
     texts = [f"{text} {number}" for number in range(3) for text in TEXTS]
     lines = [{"input": text, "model": "ab"[at % 2], "custom_id": f"n{at}"} for at, text in enumerate(texts)]
     body = "\n".join(json.dumps(line) for line in lines).encode()
-    told, rows = files.checked(body, None, service.tasks)
+    told, rows = checked(service, body)
     right = [
         service.tasks.injection(told["digests"][line["model"]]).scores(service.decoder, [line["input"]])[0]
         for line in lines
@@ -118,7 +129,7 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
 def test_a_line_that_is_too_long_is_told_as_such(service):
     service.tasks.put("a", made(service.decoder, 0))
     body = "\n".join(json.dumps({"input": text}) for text in ("short", "long " * 3000, "short"))
-    told, rows = files.checked(body.encode(), "a", service.tasks)
+    told, rows = checked(service, body.encode(), "a")
     job = ended(service.jobs.add("batch", told, {files.INPUT: rows}))
     out = [json.loads(line) for line in (job.folder / files.OUTPUT).read_bytes().splitlines()]
     assert [one.get("label") is None for one in out] == [False, True, False]
@@ -149,3 +160,130 @@ def test_a_fit_that_fails_says_why(service, task, monkeypatch):
     assert job.status == "failed"
     assert job.events[-1]["error"]["code"] == "internal"
     assert "a user's text" not in json.dumps(job.events)
+
+
+def lines_of(count):
+    return "\n".join(json.dumps({"input": f"{TEXTS[0]} {at}"}) for at in range(count)).encode()
+
+
+def test_a_row_that_fails_costs_its_line_and_not_the_file(service, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 4)
+    service.tasks.put("a", made(service.decoder, 0))
+    told, rows = checked(service, lines_of(10), "a")
+    answers, seventh = service.batcher.pool.answers, service.tasks.asked("a", [f"{TEXTS[0]} 6"])[1][0].ids
+
+    def fails(asked):
+        if any(row.ids == seventh for row in asked):
+            raise KeyError("a user's text")
+        return answers(asked)
+
+    monkeypatch.setattr(service.batcher.pool, "answers", fails)
+    job = ended(service.jobs.add("batch", told, {files.INPUT: rows}))
+    out = [json.loads(line) for line in (job.folder / files.OUTPUT).read_bytes().splitlines()]
+    assert [one["line"] for one in out if "error" in one] == [7]
+    assert out[6]["error"]["code"] == "internal"
+    assert sum("label" in one for one in out) == 9
+    assert (job.status, job.events[-1]["failed"]) == ("done", 1)
+
+
+@pytest.mark.parametrize("kind", ["runs", "waits"])
+def test_a_cancel_survives_a_kill(opened, task, monkeypatch, kind):
+    service = opened()
+    slow = {**FIT, "method": "i2cl", "settings": {"epochs": 5000}}
+    runs, waits = (service.jobs.add("fit", slow, {"input.json": examples(task)}) for _ in range(2))
+    while runs.events[-1]["event"] != "step":
+        assert not runs.ended, runs.events[-1]
+        time.sleep(0.01)
+    with monkeypatch.context() as patch:  # the process ends before the fit notices
+        patch.setattr(jobs.Job, "require_wanted", lambda _: None)
+        patch.setattr(service.jobs, "_end", lambda *_, **__: None)
+        chosen = {"runs": runs, "waits": waits}[kind]
+        service.jobs.cancel(chosen)
+        service.close()
+    assert not chosen.ended
+    again = opened()
+    assert ended(again.jobs.get(chosen.id)).status == "cancelled"
+    assert not list(chosen.folder.glob("input.*"))
+    other = again.jobs.get(({runs, waits} - {chosen}).pop().id)
+    again.jobs.cancel(other)
+    assert [one["event"] for one in ended(other).events][-1] == "cancelled"
+
+
+def test_events_are_few_however_long_a_job_takes(service, asking):
+    (service.jobs._root / "fit-0").mkdir()
+    job = jobs.Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued", "at": 0.0}])
+    job.tell("started")
+    for step in range(5 * jobs.MOST_SHOWN):
+        job.show("step", step=step, coefficients=[[0.0] * 1000], sizes=[0.0] * 1000)
+    shown = [one for one in job.events if one["event"] == "step"]
+    assert [one["step"] for one in shown] == [*range(4 * jobs.MOST_SHOWN, 5 * jobs.MOST_SHOWN)]
+    assert [at for at, one in enumerate(shown) if "sizes" in one] == [len(shown) - 1]
+    assert [one["event"] for one in job.events[:2]] == ["queued", "started"]
+    times = [one["at"] for one in job.events]
+    assert times == sorted(set(times))
+    job.tell("done")
+    service.jobs._jobs[job.id] = job
+    seen = round(1000 * job.events[-2]["at"])
+    reply = asking(service).get(f"/v1/jobs/{job.id}/events", headers={"Last-Event-ID": str(seen)})
+    assert reply.text.startswith(f"id: {round(1000 * job.events[-1]['at'])}\nevent: done\n")
+    job.cancelled = True
+    whole = {"kind": "fit", "created": 0.0, "told": {}}
+    (job.folder / "job.json").write_text(json.dumps(whole))
+    again = jobs.Job.stored(job.folder)  # after a start anew ids go on behind those that were shown
+    assert [one["event"] for one in again.events] == ["started", "done"]
+    assert again.events[-1]["at"] == job.events[-1]["at"]
+
+
+SPOILED = {
+    "job.json": [b"", b"{", b"[]", b"null", b"\xff", b'{"kind": "none", "created": 0, "told": {}}'],
+    "events.jsonl": [
+        b"{\n",
+        b"3\n",
+        b"null\n",
+        b'{"event": 3}\n',
+        b"\xff\xfe\n",
+        b'{"event":"done","at":NaN}\n',
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, one) for name in SPOILED for one in SPOILED[name]])
+def test_what_cannot_be_read_is_neither_removed_nor_in_the_way(opened, task, caplog, name, content):
+    service = opened()
+    digest = service.tasks.put("films", made(service.decoder, 0)).digest
+    first = ended(service.jobs.add("batch", *job_of(service, 3)))
+    second = ended(service.jobs.add("batch", *job_of(service, 3)))
+    service.tasks.put("films", made(service.decoder, 4))  # the first version is needed by nobody known
+    service.tasks._artefacts.joinpath(digest).mkdir()
+    service.close()
+    path = first.folder / name
+    path.write_bytes(path.read_bytes() + content if name == "events.jsonl" else content)
+    kept = {one.name: one.read_bytes() for one in first.folder.iterdir()}
+    again = opened()
+    assert again.jobs.get(second.id).status == "done"
+    assert {one.name: one.read_bytes() for one in first.folder.iterdir()} == kept
+    if name == "events.jsonl":
+        assert again.jobs.get(first.id).status == "done"
+    else:
+        assert again.tasks._artefacts.joinpath(digest).is_dir()  # that job may need it
+        assert f"jobs/{first.id} stays as it is" in caplog.text
+        with pytest.raises(RefusalError, match="no job"):
+            again.jobs.get(first.id)
+
+
+def job_of(service, count):
+    told, rows = checked(service, lines_of(count), "films")
+    return told, {files.INPUT: rows}
+
+
+@pytest.mark.parametrize("rows", [10, 2], ids=["other rows", "left out"])
+def test_a_fit_beside_other_work_keeps_no_time_of_a_text(service, task, rows):
+    shown = [row for label in range(2) for row in [one for one in task.train if one.label == label][:rows]]
+    job = ended(service.jobs.add("fit", FIT, {"input.json": examples(replace(task, train=tuple(shown)))}))
+    assert job.status == "done", job.events[-1]
+    injection = service.tasks.injection(job.events[-1]["digest"])
+    methods = injection.worth["methods"]
+    assert methods.keys() >= {"zero_shot", "anchored"}
+    assert not any("milliseconds_per_query" in one for one in methods.values())
+    card = (service.tasks._artefacts / job.events[-1]["digest"] / "README.md").read_text()
+    assert "| zero_shot |" in card

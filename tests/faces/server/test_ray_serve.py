@@ -57,6 +57,19 @@ def test_a_replica_answers_as_the_server(replica, service, asking):
             assert answers(found) == answers(right)
 
 
+def test_a_replica_takes_tokens(replica, service, tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("read 0123456789abcdefR\n")
+    client = TestClient(Replica("tiny-llama", str(tmp_path / "tasks"), {}, str(file))._app, base_url=HOST)
+    body = {"model": "films", "input": "a"}
+    assert client.post("/v1/classify", json=body).status_code == 401
+    header = {"Authorization": "Bearer 0123456789abcdefR"}
+    assert client.post("/v1/classify", json=body, headers=header).status_code == 200
+    file.write_text("none")
+    with pytest.raises(I2CLError, match="--token-file"):
+        Replica("tiny-llama", str(tmp_path / "tasks"), {}, str(file))
+
+
 def test_a_replica_answers_a_handle_and_tells_when_it_is_ill(replica):
     found = asyncio.run(replica.classify("films", list(TEXTS)))
     assert (found["labels"], len(found["probabilities"])) == (["positive", "negative"], len(TEXTS))

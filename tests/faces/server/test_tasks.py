@@ -1,8 +1,11 @@
 """The folder of tasks: all or nothing, whatever is sent and whatever ends the process."""
 
+import errno
 import io
 import json
+import os
 import tarfile
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 
 from i2cl.errors import I2CLError
 from i2cl.faces.server.refusals import RefusalError
-from i2cl.faces.server.tasks import TaskFolder, content_digest, unpacked
+from i2cl.faces.server.tasks import TaskFolder, content_digest
+from i2cl.faces.server.uploads import unpacked
 from i2cl.injections.pool import InjectionPool
 from i2cl.storage import atomic
 
@@ -203,3 +207,93 @@ def test_a_tar_that_is_none_or_holds_no_artefact_is_refused(decoder, tmp_path):
             unpacked(body)
         assert refused.value.status == 422
         assert "/tmp" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b'{"name": "a"}'])
+def test_a_name_that_cannot_be_read_is_left_with_its_version(
+    opened_folder, decoder, tmp_path, content, caplog
+):
+    folder = opened_folder()
+    spoiled, whole = (folder.put(name, made(decoder, number)) for number, name in enumerate("ab"))
+    folder._alias("a").write_bytes(content)
+    again = opened_folder()
+    again.sweep()
+    assert [entry.name for entry in again.entries()] == ["b"]
+    assert again.asked("b", TEXTS)[0].digest == whole.digest
+    with pytest.raises(RefusalError, match="no task 'a'"):
+        again.entry("a")
+    assert folder._alias("a").read_bytes() == content
+    assert (tmp_path / "tasks" / "artefacts" / spoiled.digest).is_dir()
+    assert "stays as it is" in caplog.text
+    with pytest.raises(RefusalError, match="no task 'a'"):
+        opened_folder(read_only=True).entry("a")
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_one_version_answers_however_often_a_task_is_replaced_meanwhile(
+    folder, opened_folder, decoder, monkeypatch, read_only
+):
+    """Each time that a version was looked up it has gone when it is read, but for the last."""
+    folder.put("a", made(decoder, 0))
+    asking = opened_folder(read_only=True) if read_only else folder
+    of_version, replaced = asking.of_version, []
+
+    def meanwhile(digest, texts):
+        if len(replaced) < 5:
+            replaced.append(folder.put("a", made(decoder, len(replaced) + 1)).digest)
+        return of_version(digest, texts)
+
+    monkeypatch.setattr(asking, "of_version", meanwhile)
+    entry, rows = asking.asked("a", TEXTS)
+    assert (entry.digest, len(rows)) == (replaced[-1], len(TEXTS))
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 500)])
+@pytest.mark.parametrize("at", ["tasks.synced", "jobs.synced"])
+def test_what_the_disk_refuses_is_the_servers_fault_and_names_no_path(
+    service, asking, decoder, tmp_path, monkeypatch, number, status, at
+):
+    service.tasks.put("films", made(decoder, 0))
+    made(decoder, 1).save_pretrained(tmp_path / "topics")
+
+    def fails(path, *_):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(f"i2cl.faces.server.{at}", fails)
+    client = asking(service)
+    if at == "tasks.synced":
+        body, headers = packed(tmp_path / "topics"), {"Content-Type": "application/x-tar"}
+        reply = client.put("/v1/tasks/new", content=body, headers=headers)
+    else:
+        headers = {"Content-Type": "application/jsonl"}
+        reply = client.post("/v1/batches?model=films", content=b'{"input": "a"}', headers=headers)
+    assert reply.status_code == status
+    assert reply.json()["error"]["type"] == "server_error"
+    assert str(tmp_path) not in reply.text
+    assert [entry.name for entry in service.tasks.entries()] == ["films"]
+    assert service.jobs.all() == []
+
+
+def test_a_version_that_is_damaged_or_of_another_model_is_the_servers_fault(
+    service, asking, decoder, tmp_path
+):
+    client = asking(service)
+    body = {"model": "a", "input": TEXTS[0]}
+    entry = service.tasks.put("a", made(decoder, 0))
+    folder = tmp_path / "tasks" / "artefacts" / entry.digest
+    (folder / "injection.json").write_text("{}")
+    reply = client.post("/v1/classify", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "damaged")
+    assert str(tmp_path) not in reply.text
+    other = made(decoder, 1)
+    with monkeypatched(service.tasks, "loaded", lambda _: None):
+        service.tasks.put("a", replace(other, base=replace(decoder.base, weights="0" * 16)))
+    reply = client.post("/v1/classify", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "unusable")
+
+
+@contextmanager
+def monkeypatched(what, name, value):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(what, name, value)
+        yield

@@ -14,11 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from i2cl.errors import I2CLError
-from i2cl.faces.server import completions, management, schemas
 from i2cl.faces.server.guard import Access, Guard
 from i2cl.faces.server.refusals import RefusalError, failed
+from i2cl.faces.server.routes import completions, management, schemas
 from i2cl.faces.server.service import Service, answered, new_id
-from i2cl.faces.server.tasks import most_bytes
+from i2cl.faces.server.uploads import most_bytes
 from i2cl.version import __version__
 
 PAGE = Path(__file__).with_name("page")
@@ -32,7 +32,7 @@ MOST_FILE = 256 * 2**20
 
 METHODS = ("DELETE", "GET", "POST", "PUT")
 
-REFUSED = (400, 401, 403, 404, 409, 413, 415, 421, 422, 429, 503, 504)
+REFUSED = (400, 401, 403, 404, 408, 409, 413, 415, 421, 422, 429, 500, 503, 504, 507)
 
 
 def make_app(service: Service, access: Access, *, page: bool = True, origins: Sequence[str] = ()) -> Any:

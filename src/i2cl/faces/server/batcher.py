@@ -1,8 +1,8 @@
 """Batches of whatever waits when the model becomes free; one thread that the model belongs to.
 
 There is no timer: a batch holds what came while the one before it ran. Requests go by deadline. Large ones,
-and the rows of files, go in slices between them, and a fit gives way to them at each of its pauses. Nothing
-here knows of HTTP.
+and the rows of files, go in slices between them. At each of a fit's pauses what waits has as much time as the
+fit had. Nothing here knows of HTTP.
 """
 
 import heapq
@@ -30,6 +30,9 @@ SLICES = 32
 LARGE = 4
 """A request of more than so many parts of a full batch is a large job."""
 
+PATIENCE = 60.0
+"""Seconds after which rows without a deadline go before requests that have to begin later."""
+
 QUIET = 60.0
 """Seconds without a request after which large jobs run in full batches."""
 
@@ -45,6 +48,10 @@ class Observer(Protocol):
         """A batch has run; ``waited``: seconds of each of its requests until their first row began."""
 
 
+Outcome = Float[Tensor, " labels"] | RefusalError
+"""Of one row."""
+
+
 @dataclass(eq=False)
 class Ticket:
     """Rows that are answered together.
@@ -52,7 +59,8 @@ class Ticket:
     Attributes:
         rows: what is asked.
         deadline: on `time.monotonic`, before which they have to begin.
-        done: log-probabilities of each row's labels, in the order of the rows.
+        done: log-probabilities of each row's labels, in the order of the rows; of a row of a file that
+            cannot run, why.
         large: whether they run in slices.
     """
 
@@ -60,9 +68,9 @@ class Ticket:
     deadline: float
     large: bool
     since: float = field(default_factory=time.monotonic)
-    done: Future[list[Float[Tensor, " labels"]]] = field(default_factory=Future)
+    done: "Future[list[Outcome]]" = field(default_factory=Future)
     begun: int = 0
-    found: list[Tensor] = field(default_factory=list)
+    found: "list[Outcome]" = field(default_factory=list)
 
     @property
     def counted(self) -> bool:
@@ -98,6 +106,7 @@ class Batcher:
         self._stops = False
         self._seen = float("-inf")  # when the last small request came
         self._fits = False
+        self._resumed = 0.0  # when a fit began, or went on behind its last pause
         self._rate = 0.0  # tokens a second, as of late
         self._thread = threading.Thread(target=self._loop, name="model", daemon=True)
         self._thread.start()
@@ -155,12 +164,20 @@ class Batcher:
             self._put(ticket)
         return ticket
 
-    def submit_slices(self, rows: Sequence[Asked]) -> Ticket:
-        """Let rows of a file run between requests; they do not count towards the bound."""
+    def submit_slices(self, rows: Sequence[Asked], *, large: bool = True) -> Ticket:
+        """Let rows of a file run between requests; they do not count towards the bound.
+
+        Args:
+            rows: at least one.
+            large: whether they wait for a slice; False for few rows that a person waits for.
+
+        Raises:
+            RefusalError: 503 if nothing new is taken.
+        """
         with self._changed:
             if self._stops:
                 raise stopping()
-            ticket = Ticket(rows, deadline=float("inf"), large=True)
+            ticket = Ticket(rows, deadline=float("inf"), large=large)
             self._put(ticket)
         return ticket
 
@@ -181,15 +198,20 @@ class Batcher:
         return future
 
     def pause(self) -> None:
-        """Called by what `run` runs: answer one batch of those that wait.
+        """Called by what `run` runs: answer those that wait, for as long as it ran since its last pause.
 
         Raises:
             FitStoppedError: if the server stops.
         """
+        began = time.monotonic()
+        ends = began + began - self._resumed
+        while not self._stops and (self._single or self._large):
+            self._turn()
+            if time.monotonic() >= ends:
+                break
         if self._stops:
             raise FitStoppedError
-        if not self._one(self._single):
-            self._one(self._large)
+        self._resumed = time.monotonic()
 
     def stop(self) -> None:
         """Take nothing new, answer what waits, and end then; files and fits stop where they are."""
@@ -212,7 +234,8 @@ class Batcher:
 
     def _put(self, ticket: Ticket) -> None:
         heap = self._large if ticket.large else self._single
-        heapq.heappush(heap, (ticket.deadline, next(self._numbers), ticket))
+        before = min(ticket.deadline, ticket.since + PATIENCE)
+        heapq.heappush(heap, (before, next(self._numbers), ticket))
         self._changed.notify()
 
     def _loop(self) -> None:
@@ -227,17 +250,22 @@ class Batcher:
                     return
             if work is not None:
                 self._do(*work)
-            elif self._large and (self._owed or not self._single):
-                self._owed = False
-                self._one(self._large)
             else:
-                self._owed = True
-                self._one(self._single)
+                self._turn()
+
+    def _turn(self) -> None:
+        """A batch of small requests or, in turn, a slice of a large one."""
+        if self._large and (self._owed or not self._single):
+            self._owed = False
+            self._one(self._large)
+        else:
+            self._owed = True
+            self._one(self._single)
 
     def _do(self, work: Callable[[], Any], future: "Future[Any]") -> None:
         if not future.set_running_or_notify_cancel():
             return
-        self._fits = True
+        self._fits, self._resumed = True, time.monotonic()
         try:
             result = work()
         except Exception as error:  # noqa: BLE001 - who waits for it is told
@@ -298,7 +326,7 @@ class Batcher:
             heapq.heappop(heap)
         return chosen
 
-    def _answered(self, rows: Sequence[Asked]) -> list[Tensor | RefusalError]:
+    def _answered(self, rows: Sequence[Asked]) -> list[Outcome]:
         """Scores of each row, or why there are none: rows that cannot run do not take others with them."""
         try:
             return list(self.pool.answers(rows))
@@ -313,16 +341,16 @@ class Batcher:
             )
             return [no_memory(error) if short else failed(error)]
 
-    def _keep(self, ticket: Ticket, answers: Sequence[Tensor | RefusalError]) -> None:
+    def _keep(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:
         if ticket.done.done():
             return
-        for answer in answers:
-            if isinstance(answer, RefusalError):
-                self._fail(ticket, answer)
-                return
         if ticket.counted:
+            for answer in answers:
+                if isinstance(answer, RefusalError):
+                    self._fail(ticket, answer)
+                    return
             self.waiting -= sum(row.tokens for row in ticket.rows[len(ticket.found) :][: len(answers)])
-        ticket.found += [answer for answer in answers if isinstance(answer, Tensor)]
+        ticket.found += answers
         if len(ticket.found) == len(ticket.rows):
             ticket.done.set_result(ticket.found)
 

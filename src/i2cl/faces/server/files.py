@@ -1,8 +1,12 @@
 """Files of texts: JSON Lines in, JSON Lines out in the same order, each line once whatever happens."""
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
 
 import pydantic
 
@@ -11,7 +15,6 @@ from i2cl.faces.server.batcher import Batcher
 from i2cl.faces.server.jobs import Job
 from i2cl.faces.server.refusals import RefusalError
 from i2cl.faces.server.tasks import TaskFolder
-from i2cl.models.encoding import TooLongError
 from i2cl.models.scoring import require_texts
 from i2cl.storage.journal import Journal
 
@@ -19,6 +22,12 @@ INPUT, OUTPUT = "input.jsonl", "output.jsonl"
 
 CHUNK = 64
 """Lines that are asked, answered and written together; a kill loses at most those."""
+
+LONGEST_LINE = 2**20
+"""Bytes, which is more than any context holds."""
+
+MOST_REFUSED = 1000
+"""Lines that cannot be used, behind which no more are looked for."""
 
 
 class Line(pydantic.BaseModel):
@@ -31,69 +40,88 @@ class Line(pydantic.BaseModel):
     custom_id: str | int | None = None
 
 
-def checked(body: bytes, model: str | None, tasks: TaskFolder) -> tuple[dict[str, Any], bytes]:
-    """What the job of a file has to know, and its lines, each with its task.
+def checked(
+    body: IO[bytes], model: str | None, known: Callable[[str], Any], rows: IO[bytes]
+) -> tuple[int, list[str]]:
+    """Write the lines of a file, each with its task, and return how many there are and those tasks.
 
-    Versions are those of now: what a name stands for later changes nothing.
+    One line is in memory at a time.
 
     Args:
         body: the file.
         model: the task of lines that name none.
-        tasks: that the lines may name.
+        known: refuses the name of a task that is not here.
+        rows: to be written.
 
     Raises:
         RefusalError: 422 naming every line that cannot be used, 404 on an unknown task.
     """
-    lines, refused = [], []
-    for number, text in enumerate(body.splitlines(), start=1):
+    count, names, refused = 0, set(), []
+    read = partial(body.readline, LONGEST_LINE + 1)
+    for number, text in enumerate(iter(read, b""), start=1):
         if not text.strip():
             continue
         try:
-            line = Line.model_validate_json(text)
-            require_texts([line.input])
-            _require_task(line.model or model)
-        except pydantic.ValidationError as error:
-            refused.append(f"line {number}: {first_problem(error)}")
+            line, name = _line(text, model)
         except I2CLError as error:
             refused.append(f"line {number}: {str(error).removeprefix('text 1 ')}")
         else:
-            lines.append(line.model_copy(update={"model": line.model or model}))
+            if name not in names:
+                known(name)
+                names.add(name)
+            count += 1
+            rows.write(line.model_copy(update={"model": name}).model_dump_json().encode() + b"\n")
+        if len(refused) == MOST_REFUSED or len(text) > LONGEST_LINE:
+            break
     if refused:
-        raise RefusalError(422, "bad_rows", refused[0], rows=refused[:1000])
-    if not lines:
+        raise RefusalError(422, "bad_rows", refused[0], rows=refused)
+    if not count:
         raise RefusalError(422, "bad_input", "the file has no lines: give it at least one")
-    names = sorted({line.model for line in lines if line.model is not None})
-    digests = {name: tasks.entry(name).digest for name in names}
-    told = {"rows": len(lines), "tasks": names, "digests": digests}
-    return told, b"".join(line.model_dump_json().encode() + b"\n" for line in lines)
+    return count, sorted(names)
 
 
-def _require_task(name: str | None) -> None:
-    if name is None:
+def _line(text: bytes, model: str | None) -> tuple[Line, str]:
+    if len(text) > LONGEST_LINE:
+        raise I2CLError(f"it is longer than {LONGEST_LINE} bytes: shorten it")
+    try:
+        line = Line.model_validate_json(text)
+    except pydantic.ValidationError as error:
+        raise I2CLError(first_problem(error)) from None
+    require_texts([line.input])
+    if (name := line.model or model) is None:
         raise I2CLError("no task is named: write model into the line, or give ?model= to all")
+    return line, name
 
 
 def answered(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
     """Do the job of a file: what its last event tells. Goes on behind the last chunk that is on the disk.
 
+    A line that cannot be answered has its reason in the place of a label.
+
     Raises:
-        I2CLError: if a version of a task is gone.
         FitStoppedError: if it is cancelled.
     """
-    lines = [json.loads(text) for text in (job.folder / INPUT).read_bytes().splitlines()]
-    digests = job.told["digests"]
-    with Journal.opened(job.folder / OUTPUT, group=CHUNK) as journal:
-        for start in range(journal.kept, len(lines), CHUNK):
+    digests, rows, out = job.told["digests"], job.told["rows"], job.folder / OUTPUT
+    with Journal.opened(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:
+        done, failures = journal.kept, _failures(out)
+        deque(islice(lines, done), maxlen=0)
+        while chunk := [json.loads(line) for line in islice(lines, CHUNK)]:
             job.require_wanted()
-            chunk = lines[start : start + CHUNK]
             found = _answers(chunk, digests, batcher, tasks)
             told = [
-                {"line": start + place, "custom_id": line["custom_id"], "model": line["model"], **answer}
+                {"line": done + place, "custom_id": line["custom_id"], "model": line["model"], **answer}
                 for place, (line, answer) in enumerate(zip(chunk, found, strict=True), start=1)
             ]
             journal.append(b"".join(json.dumps(one, ensure_ascii=False).encode() + b"\n" for one in told))
-            job.show("rows", done=start + len(chunk), rows=len(lines))
-    return {"rows": len(lines)}
+            done += len(chunk)
+            failures += sum("error" in one for one in told)
+            job.show("rows", done=done, rows=rows, failed=failures)
+    return {"rows": rows, "failed": failures}
+
+
+def _failures(out: Path) -> int:
+    with out.open("rb") as lines:
+        return sum("error" in json.loads(line) for line in lines)
 
 
 def _answers(
@@ -106,10 +134,13 @@ def _answers(
         try:
             rows += tasks.of_version(digests[line["model"]], [line["input"]])
             places.append(at)
-        except TooLongError as error:
+        except I2CLError as error:
             found[at] = RefusalError.of(error).body()
     scored = batcher.submit_slices(rows).done.result() if rows else ()
     for at, row, scores in zip(places, rows, scored, strict=True):
+        if isinstance(scores, RefusalError):
+            found[at] = scores.body()
+            continue
         labels = row.task.questions.task.labels
         probs = scores.softmax(-1).tolist()
         found[at] = {

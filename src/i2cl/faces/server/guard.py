@@ -1,15 +1,18 @@
 """What stands before every route: who asks, from where, how much, and what is told when something fails."""
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
 import json
 import logging
 import traceback
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any, Literal
 
 from i2cl.errors import I2CLError
 from i2cl.faces.server.metrics import Metrics
@@ -25,7 +28,24 @@ OPEN = ("/", "/healthz", "/readyz", "/openapi.json", "/page.css", "/page.js", "/
 SHORTEST_TOKEN = 16
 
 BODY_SECONDS = 30.0
-"""For which a body may come in."""
+"""For which a body may come in, and longer by `BODY_RATE`."""
+
+BODY_RATE = 2**18
+"""Bytes that give a body another second once they are there."""
+
+IN_MEMORY = 2**20
+"""Bytes of a body beyond which it lies on the disk."""
+
+MOST_HELD = 2**29
+"""Bytes of all bodies at once; those of up to `SMALL` are taken in any case."""
+
+SMALL = 2**16
+
+MOST_RUNNING = 512
+"""Requests at once, those aside that need no token."""
+
+BODY, READER = "i2cl.body", "i2cl.reader"
+"""In a scope: the body as a file that closes with the request; whose reading token it was."""
 
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
 POLICY += "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -74,6 +94,10 @@ class Access:
                 found = role
         return found
 
+    def reader(self, header: str) -> str:
+        """What stands for a token where it is not to be told."""
+        return hashlib.sha256(header.partition(" ")[2].strip().encode()).hexdigest()[:16]
+
 
 def read_tokens(path: Path) -> dict[str, Role]:
     """Tokens of a file: a role and a token in each line; lines that begin with # are notes.
@@ -119,6 +143,8 @@ class Guard:
         limit: the longest body in bytes of a method and a path.
         metrics: counts requests and refusals.
         types: of bodies that a method and a path take; none where a body is not read.
+        held: bytes of bodies that are here now.
+        running: requests that are here now.
     """
 
     app: Any
@@ -126,6 +152,8 @@ class Guard:
     limit: Callable[[str, str], int]
     types: Callable[[str, str], Sequence[str]]
     metrics: Metrics
+    held: int = 0
+    running: int = 0
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Serve one connection; see https://asgi.readthedocs.io."""
@@ -149,8 +177,10 @@ class Guard:
                 message = {**message, "headers": headers}
             await send(message)
 
+        self.running += 1
+        ends = ExitStack()
         try:
-            received = await self._admitted(scope, receive)
+            received = await self._admitted(scope, receive, ends)
             await self.app(scope, received, sent)
         except RefusalError as refusal:
             if not began:
@@ -162,24 +192,31 @@ class Guard:
             if not began:
                 await self._refuse(failed(error), sent)
         finally:
+            ends.close()
+            self.running -= 1
             route = getattr(scope.get("route"), "path", "other")
             self.metrics.request(route, status)
 
-    async def _admitted(self, scope: Scope, receive: Any) -> Any:
+    async def _admitted(self, scope: Scope, receive: Any, ends: ExitStack) -> Any:
         """The request's body, to be received once more by the program inside."""
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
         }
         method, path = scope["method"], scope["path"]
         self.access.require_host(headers.get("host", ""))
+        if self.running > MOST_RUNNING and path not in OPEN:
+            raise _busy(503, f"{MOST_RUNNING} requests are here already")
         if self.access.tokens and path not in OPEN:
-            role = self.access.role(headers.get("authorization", ""))
+            header = headers.get("authorization", "")
+            role = self.access.role(header)
             if role is None:
                 told = {"WWW-Authenticate": "Bearer"}
                 message = "no token that is known: send Authorization: Bearer TOKEN"
                 raise RefusalError(401, "no_token", message, headers=told)
             if role == "read" and _changes(method, path):
                 raise RefusalError(403, "read_token", "this token only reads: take an admin's")
+            if role == "read":
+                scope[READER] = self.access.reader(header)
         allowed = self.types(method, path)
         if not allowed:
             return receive
@@ -188,13 +225,51 @@ class Guard:
             raise RefusalError(
                 415, "content_type", f"the body is no {' or '.join(allowed)}: say so in Content-Type"
             )
-        body = await _body(receive, headers.get("content-length", ""), self.limit(method, path))
-        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        body = ends.enter_context(SpooledTemporaryFile(IN_MEMORY))  # noqa: SIM115 - closes with ends
+        await self._fill(body, receive, headers.get("content-length", ""), self.limit(method, path), ends)
+        body.seek(0)
+        scope[BODY] = body
+        whole = [body]
 
         async def received() -> Message:
-            return whole.pop() if whole else await receive()
+            if not whole:
+                return await receive()  # type: ignore[no-any-return]
+            return {"type": "http.request", "body": whole.pop().read(), "more_body": False}
 
         return received
+
+    async def _fill(self, body: IO[bytes], receive: Any, told: str, limit: int, ends: ExitStack) -> None:
+        """Write what comes in, in a time that grows with it."""
+        long = RefusalError(413, "body_too_long", f"the body exceeds {limit} bytes: send less at a time")
+        if told.isdecimal() and int(told[:18]) > limit:
+            raise long
+        began = asyncio.get_running_loop().time()
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS) as time:
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise RefusalError(400, "gone", "the client went away: send the whole body")
+                    part = message.get("body", b"")
+                    size += len(part)
+                    self.held += len(part)
+                    ends.callback(self._let_go, len(part))
+                    if size > limit:
+                        raise long
+                    if size > SMALL and self.held > MOST_HELD:
+                        raise _busy(429, f"bodies of {MOST_HELD} bytes are here already")
+                    body.write(part)
+                    if not message.get("more_body"):
+                        return
+                    time.reschedule(began + BODY_SECONDS + size / BODY_RATE)
+        except TimeoutError:
+            allowed = f"{BODY_SECONDS:.0f} s, and one for each {BODY_RATE} bytes"
+            message = f"the body did not come in time ({allowed}): send it faster"
+            raise RefusalError(408, "slow_body", message) from None
+
+    def _let_go(self, size: int) -> None:
+        self.held -= size
 
     async def _refuse(self, refusal: RefusalError, send: Any) -> None:
         self.metrics.refusal(refusal.code)
@@ -206,30 +281,8 @@ class Guard:
 
 
 def _changes(method: str, path: str) -> bool:
-    return method not in {"GET", "HEAD", "OPTIONS"} and path.startswith(
-        ("/v1/tasks", "/v1/jobs", "/v1/batches")
-    )
+    return method not in {"GET", "HEAD", "OPTIONS"} and path.startswith("/v1/tasks")
 
 
-async def _body(receive: Any, told: str, limit: int) -> bytes:
-    long = RefusalError(413, "body_too_long", f"the body exceeds {limit} bytes: send less at a time")
-    if told.isdecimal() and int(told[:18]) > limit:
-        raise long
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise RefusalError(400, "gone", "the client went away: send the whole body")
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > limit:
-                    raise long
-                if not message.get("more_body"):
-                    return b"".join(parts)
-    except TimeoutError:
-        raise RefusalError(
-            408, "slow_body", f"the body took more than {BODY_SECONDS:.0f} s: send it faster"
-        ) from None
+def _busy(status: int, why: str) -> RefusalError:
+    return RefusalError(status, "busy", f"{why}: send it again in 5 s", headers={"Retry-After": "5"})

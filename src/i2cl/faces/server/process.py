@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,12 @@ BACKLOG = 2048
 
 
 IDLE_SECONDS = 75
-"""For which a connection without a request stays open: longer than proxies and clients keep one."""
+"""For which a connection stays open that brings no whole header, or that takes nothing of its answer: longer
+than proxies and clients keep one."""
+
+
+MOST_CONNECTIONS = 800
+"""At once; of more, those go that were without a request for longest."""
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -57,6 +63,8 @@ def served(app: Any, listener: socket.socket, ready: Callable[[], None], ending:
     """
     config = uvicorn.Config(
         app,
+        http="h11",  # whatever else is installed: `_Server.sweep` looks into it
+        ws="none",
         log_level="error",
         access_log=False,
         server_header=False,
@@ -72,6 +80,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None], ending: Callable[[], None]) -> None:
         super().__init__(config)
         self._ready, self._ending = ready, ending
+        self._seen: dict[Any, tuple[Any, int, float]] = {}
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -89,6 +98,33 @@ class _Server(uvicorn.Server):
     def _end(self, number: int) -> None:
         self._ending()
         self.handle_exit(number, None)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second; True ends it."""
+        self.sweep(time.monotonic())
+        return await super().on_tick(counter)
+
+    def sweep(self, now: float) -> None:
+        """Close connections that have done nothing for too long, or that are too many.
+
+        uvicorn has a time for those that had a request, and only until their next byte.
+        """
+        seen, still = {}, []
+        connection: Any
+        for connection in self.server_state.connections:
+            cycle = connection.cycle  # of a request and its answer
+            unsent = connection.transport.get_write_buffer_size()
+            last, held, since = self._seen.get(connection, (None, -1, now))
+            since = since if last is cycle and held == unsent else now
+            seen[connection] = (cycle, unsent, since)
+            if cycle is None or cycle.response_complete or unsent:
+                still.append((since, connection.transport))
+        self._seen = seen
+        still.sort(key=lambda one: one[0])
+        over = len(seen) - MOST_CONNECTIONS
+        for place, (since, transport) in enumerate(still):
+            if place < over or now - since > IDLE_SECONDS:
+                transport.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin, and say so."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from i2cl.errors import needs
-from i2cl.faces.server.guard import Access
+from i2cl.faces.server.guard import Access, read_tokens
 from i2cl.faces.server.service import TIMEOUT, Service
 from i2cl.models.decoder import Decoder
 
@@ -20,13 +20,20 @@ from i2cl.models.decoder import Decoder
 class Replica:
     """One model that answers: over HTTP at the addresses of `i2cl serve`, or through a handle."""
 
-    def __init__(self, model: str, tasks: str, options: Mapping[str, Any]) -> None:
-        """Load the model, and open the folder to read it."""
+    def __init__(
+        self, model: str, tasks: str, options: Mapping[str, Any], token_file: str | None = None
+    ) -> None:
+        """Load the model, and open the folder to read it; arguments are those of `deployment`.
+
+        Raises:
+            I2CLError: on a file without tokens, or a folder without tasks.
+        """
         from i2cl.faces.server.app import make_app
 
+        tokens = {} if token_file is None else read_tokens(Path(token_file))
         decoder = Decoder.from_pretrained(model, **options)
         self._service = Service(decoder, Path(tasks), read_only=True)
-        self._app = make_app(self._service, Access(), page=False)
+        self._app = make_app(self._service, Access(tokens), page=False)
 
     async def classify(self, task: str, texts: list[str], timeout: float = TIMEOUT) -> dict[str, Any]:
         """The labels of texts: ``labels``, their ``probabilities`` for each text, the task's ``digest``.
@@ -69,6 +76,7 @@ def deployment(
     tasks: str | Path,
     *,
     replicas: int = 1,
+    token_file: str | Path | None = None,
     actor: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -78,6 +86,8 @@ def deployment(
         model: see `i2cl.Decoder.from_pretrained`.
         tasks: folder that `i2cl serve --tasks` has written, as all machines see it.
         replicas: how many, each with the whole model.
+        token_file: as `i2cl serve --token-file` has it, where all machines can read it; without one
+            everybody who reaches Ray's proxy may ask. Calls through a handle need no token.
         actor: what each takes, such as ``{"num_gpus": 1}``; default: one core.
         options: of `i2cl.Decoder.from_pretrained`.
 
@@ -92,4 +102,5 @@ def deployment(
     made = made.options(
         num_replicas=replicas, ray_actor_options=dict(actor or {"num_cpus": 1}), max_ongoing_requests=256
     )
-    return made.bind(model, str(Path(tasks).resolve()), options)
+    tokens = None if token_file is None else str(Path(token_file).resolve())
+    return made.bind(model, str(Path(tasks).resolve()), options, tokens)

@@ -1,9 +1,12 @@
 """What the server refuses: a status, a word for programs, a sentence and its cure for people."""
 
+import errno
+import os
 import re
 
 from i2cl.errors import I2CLError
 from i2cl.models.encoding import TooLongError
+from i2cl.storage.atomic import WriteError, system_cause
 
 CURE = re.compile(r".*?: ((?:(?<!\w)'[^']*'(?!\w)|(?!: ).)*+)", re.DOTALL)
 """A message up to its last colon, and the cure behind it, whose quotations may have colons of their own."""
@@ -40,6 +43,8 @@ class RefusalError(I2CLError):
         """An error of the package as what a request is refused with."""
         if isinstance(error, RefusalError):
             return error
+        if isinstance(error, WriteError):
+            return fault(error)
         if isinstance(error, TooLongError):
             return cls(413, "text_too_long", str(error))
         return cls(422, "bad_input", str(error))
@@ -88,4 +93,15 @@ def no_memory(error: Exception) -> RefusalError:
 
 def failed(error: Exception) -> RefusalError:
     """What nobody expected; its words may hold a user's text, so its kind alone is told."""
+    if isinstance(error, OSError):
+        return fault(error)
     return RefusalError(500, "internal", f"the server failed with a {type(error).__name__}: please report it")
+
+
+def fault(error: Exception) -> RefusalError:
+    """The server's disk refuses: the system's words without the path, which is nobody's business."""
+    if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
+        return RefusalError(507, "disk_full", "the server's disk is full: send it again when it has room")
+    cause = error.__context__ if isinstance(error, WriteError) else error
+    told = system_cause(cause) if isinstance(cause, Exception) else None
+    return RefusalError(500, "disk", f"the server's disk refuses ({told or 'unknown'}): tell its operator")

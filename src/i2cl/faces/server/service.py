@@ -4,18 +4,21 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from i2cl.faces.server import files, fits
 from i2cl.faces.server.batcher import Batcher
 from i2cl.faces.server.jobs import Job, Jobs
 from i2cl.faces.server.metrics import Metrics
-from i2cl.faces.server.refusals import RefusalError, too_late
+from i2cl.faces.server.refusals import RefusalError, stopping, too_late
+from i2cl.faces.server.routes.schemas import MOST_TEXTS
 from i2cl.faces.server.tasks import Entry, TaskFolder
+from i2cl.faces.server.uploads import unpacked, unusable
 from i2cl.injections.pool import InjectionPool
 from i2cl.models.decoder import Decoder
 from i2cl.storage.journal import only_writer
@@ -28,6 +31,12 @@ RESIDENT = 1000
 
 TIMEOUT = 60.0
 """Seconds before which a request has to begin to run, where it does not say."""
+
+READERS = 2
+"""Bodies that are parsed at once."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,7 @@ class Service:
         _ = decoder.base, decoder.identity  # read now, and not while the first request waits
         bound = most_waiting or WAITING_BATCHES * decoder.token_budget
         self.batcher = Batcher(pool, bound, self.metrics)
+        self._parsing = ThreadPoolExecutor(READERS, "parsing")
         self.jobs: Jobs | None = None
         if not read_only:
             workers: dict[Any, Callable[[Job], dict[str, Any]]] = {
@@ -111,6 +121,7 @@ class Service:
                 if not job.ended
                 for digest in job.told.get("digests", {}).values()
             }
+            self.tasks.keeps_all |= not jobs.whole
             self.tasks.sweep()
             jobs.start()
         self.metrics.watch("i2cl_waiting_tokens", "Tokens that wait or run", lambda: self.batcher.waiting)
@@ -131,6 +142,8 @@ class Service:
     ) -> Answer | None:
         """Classify texts.
 
+        Whatever the number of tasks that are loaded and replaced meanwhile, one version answers all texts.
+
         Args:
             name: of the task.
             texts: to be classified.
@@ -141,9 +154,12 @@ class Service:
             None if that is so; then what has not run does not.
 
         Raises:
-            RefusalError: see `TaskFolder.asked` and `Batcher.submit`.
+            RefusalError: 413 on too many texts; see `TaskFolder.asked` and `Batcher.submit`.
             I2CLError: on an empty text.
         """
+        if len(texts) > MOST_TEXTS:
+            message = f"the request has {len(texts)} texts, and {MOST_TEXTS} may come at once"
+            raise RefusalError(413, "too_many_texts", f"{message}: send fewer, or a file to /v1/batches")
         deadline = time.monotonic() + timeout
         self.batcher.require_room()
         entry, rows = await asyncio.to_thread(self.tasks.asked, name, texts)
@@ -165,6 +181,41 @@ class Service:
         self.metrics.texts(name, len(texts))
         return Answer(entry, [row.softmax(-1).tolist() for row in scores], [len(row.ids) for row in rows])
 
+    async def parsed(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do something long with a body, on a thread that is no request's for texts.
+
+        Raises:
+            RefusalError: 503 if nothing new is taken.
+        """
+        if self.batcher.stops:
+            raise stopping()
+        return await asyncio.get_running_loop().run_in_executor(self._parsing, partial(work, *args, **kwargs))
+
+    async def upload(self, name: str, body: bytes) -> Entry:
+        """Give a name to an artefact, once it has answered a text.
+
+        Args:
+            name: of the task.
+            body: see `i2cl.faces.server.uploads.unpacked`.
+
+        Raises:
+            RefusalError: 422 on an artefact that cannot be used; see `TaskFolder.put`.
+        """
+        injection = await self.parsed(unpacked, body)
+        rows = await self.parsed(lambda: self.tasks.loaded(injection).asked(["a"], cut=False))
+        if rows[0].tokens > self.batcher.bound:
+            message = f"a text takes {rows[0].tokens} tokens with all labels, {self.batcher.bound} may run"
+            raise RefusalError(422, "bad_artefact", f"{message}: use fewer or shorter labels")
+        waits = asyncio.wrap_future(self.batcher.submit_slices(rows, large=False).done)
+        await asyncio.wait([waits])
+        if waits.cancelled():
+            raise stopping()
+        (found,) = waits.result()
+        if isinstance(found, RefusalError):
+            told = {"not_finite": unusable(), "internal": unusable("a text makes it fail")}
+            raise told.get(found.code, found)
+        return await self.parsed(self.tasks.put, name, injection)
+
     def stop(self) -> None:
         """Take nothing new, answer what waits, leave jobs to the next start."""
         self.batcher.stop()
@@ -174,6 +225,7 @@ class Service:
         self.batcher.close()
         if self.jobs is not None:
             self.jobs.close()
+        self._parsing.shutdown()
         self._held.close()
 
 

@@ -8,33 +8,30 @@ what was not used for longest leaves the model's device, and comes back when it 
 """
 
 import hashlib
-import io
 import json
+import logging
 import shutil
-import tarfile
 import tempfile
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from i2cl.core.artefact import FILES
 from i2cl.core.injection import Injection
 from i2cl.errors import HALF_PAIR, I2CLError
-from i2cl.faces.server.refusals import RefusalError, unknown_task
-from i2cl.injections.pool import Asked, InjectionPool
-from i2cl.models.decoder import Decoder
-from i2cl.storage.atomic import replaced_file, synced, write_errors
-from i2cl.storage.card import CARD
+from i2cl.faces.server.refusals import RefusalError, fault, unknown_task
+from i2cl.faces.server.uploads import refused_artefact, require_moderate
+from i2cl.injections.pool import Asked, InjectionPool, Loaded
+from i2cl.storage.atomic import replaced_file, synced
 
 LONGEST_NAME = 128
 
-ROOM = 16 * 2**20
-"""Bytes of an artefact beside its vectors: description, card, what tar adds."""
+_log = logging.getLogger("i2cl.server")
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,7 @@ class TaskFolder:
         pool: those that are loaded, by digest.
         read_only: whether nothing may be changed.
         needed: tells digests that are to stay though no name stands for them.
+        keeps_all: whether every version stays, since not all that may need one could be read.
     """
 
     def __init__(self, root: Path, pool: InjectionPool, *, most_resident: int, read_only: bool) -> None:
@@ -82,6 +80,8 @@ class TaskFolder:
         self._used: OrderedDict[str, None] = OrderedDict()
         self._loading = threading.Lock()
         self._writing = threading.RLock()
+        self._kept: Counter[str] = Counter()
+        self.keeps_all = False
         self.needed: Callable[[], AbstractSet[str]] = frozenset
         if not read_only:
             for folder in (self._artefacts, self._names):
@@ -100,7 +100,7 @@ class TaskFolder:
         """
         try:
             return _read(self._alias(name)) if self.read_only else self._named[name]
-        except (OSError, KeyError, UnicodeEncodeError):
+        except (OSError, LookupError, TypeError, ValueError):
             raise unknown_task(name) from None
 
     def entries(self) -> list[Entry]:
@@ -113,13 +113,11 @@ class TaskFolder:
 
         Raises:
             RefusalError: 422 on a name or artefact that cannot be used, 403 where nothing is written.
-            I2CLError: if it cannot be written.
+            OSError: if it cannot be written; or a `WriteError`.
         """
         require_name(name)
         self.require_writable()
-        with refused_artefact():
-            injection.require_base(self.pool.decoder)
-            _ = injection.questions(self.pool.decoder).labels
+        self.loaded(injection)
         with self._writing:
             digest = self._stored(injection)
             entry = Entry(name, digest, int(time.time()), injection.task.labels)
@@ -135,6 +133,7 @@ class TaskFolder:
 
         Raises:
             RefusalError: 404 if there is none, 403 where nothing is written.
+            OSError: if it cannot be.
         """
         self.require_writable()
         with self._writing:
@@ -144,11 +143,21 @@ class TaskFolder:
             self._named.pop(name)
             self._sweep(digest)
 
+    def loaded(self, injection: Injection) -> Loaded:
+        """An injection as this model would use it, beside those that have a name.
+
+        Raises:
+            RefusalError: 422 if it cannot be used.
+        """
+        with refused_artefact():
+            require_moderate(injection, self.pool.decoder)
+            return InjectionPool(self.pool.decoder, {"": injection}).task("")
+
     def injection(self, digest: str) -> Injection:
         """An artefact, read and held against its digest.
 
         Raises:
-            I2CLError: if it is gone or damaged.
+            RefusalError: 404 if it is gone, 500 if it is damaged.
         """
         folder = self._artefacts / digest
         if not folder.is_dir():
@@ -156,7 +165,9 @@ class TaskFolder:
                 404, "unknown_task", "this version of the task is gone: fit or upload it again"
             )
         if content_digest(folder) != digest:
-            raise I2CLError(f"artefact {digest} is damaged on the server's disk: upload it again")
+            raise RefusalError(
+                500, "damaged", f"version {digest} is damaged on the server's disk: upload it again"
+            )
         return Injection.from_pretrained(folder)
 
     def asked(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[Asked]]:
@@ -166,22 +177,24 @@ class TaskFolder:
             RefusalError: 404 if there is none of that name, 413 on a text that exceeds the context.
             I2CLError: on an empty text.
         """
-        for _ in range(2):  # a task may be replaced between two looks
+        while True:
             entry = self.entry(name)
-            with suppress(RefusalError):
+            try:
                 return entry, self.of_version(entry.digest, texts)
-        return entry, self.of_version(entry.digest, texts)
+            except RefusalError:
+                if self.entry(name).digest == entry.digest:  # else it was replaced between two looks
+                    raise
 
     def of_version(self, digest: str, texts: Sequence[str]) -> list[Asked]:
         """Texts, to be asked of one version.
 
         Raises:
-            RefusalError: 404 if it is gone, 413 on a text that exceeds the context.
-            I2CLError: on an empty text.
+            RefusalError: 404 if it is gone, 500 if it cannot be used.
+            I2CLError: on an empty text; a `TooLongError` on one that exceeds the context.
         """
         with self._loading:
             if digest not in self._used:
-                self.pool.load(digest, self.injection(digest))
+                self._load(digest)
             self._used[digest] = None
             self._used.move_to_end(digest)
             while len(self._used) > self._most:
@@ -189,11 +202,34 @@ class TaskFolder:
             task = self.pool.task(digest)
         return task.asked(texts, cut=False)
 
+    def _load(self, digest: str) -> None:
+        try:
+            self.pool.load(digest, self.injection(digest))
+        except RefusalError:
+            raise
+        except OSError as error:
+            raise fault(error) from None
+        except I2CLError:  # it was made on another model, or by a later i2cl
+            message = f"version {digest} cannot be used by this server: fit it again, or ask its operator"
+            raise RefusalError(500, "unusable", message) from None
+
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Let nobody change or remove anything while the block runs."""
+    def kept(self, names: Iterable[str]) -> Iterator[dict[str, str]]:
+        """The versions that names stand for now, which stay while the block runs.
+
+        Raises:
+            RefusalError: 404 if there is none.
+        """
         with self._writing:
-            yield
+            digests = {name: self.entry(name).digest for name in names}
+            self._kept.update(digests.values())
+        try:
+            yield digests
+        finally:
+            with self._writing:
+                self._kept -= Counter(digests.values())
+                for digest in {*digests.values()}:
+                    self._sweep(digest)
 
     def sweep(self) -> None:
         """Remove versions that no name stands for and nobody needs."""
@@ -217,19 +253,21 @@ class TaskFolder:
     def _stored_entries(self) -> list[Entry]:
         found = []
         for path in self._names.glob("*.json"):
-            with suppress(OSError):  # deleted just now
+            try:
                 found.append(_read(path))
+            except FileNotFoundError:  # deleted just now
+                continue
+            except (OSError, LookupError, TypeError, ValueError) as error:
+                self.keeps_all = True
+                _log.warning("names/%s stays as it is: %s when it was read", path.name, type(error).__name__)
         return found
 
     def _live(self) -> set[str]:
         """Digests that a name stands for, or that somebody needs."""
-        return {entry.digest for entry in self._named.values()} | self.needed()
+        return {entry.digest for entry in self._named.values()} | {*self._kept} | self.needed()
 
     def _stored(self, injection: Injection) -> str:
-        with (
-            write_errors(repr(str(self._artefacts))),
-            tempfile.TemporaryDirectory(dir=self._artefacts, prefix=".") as scratch,
-        ):
+        with tempfile.TemporaryDirectory(dir=self._artefacts, prefix=".") as scratch:
             fresh = Path(scratch) / "artefact"
             injection.save_pretrained(fresh)
             digest = content_digest(fresh)
@@ -242,7 +280,7 @@ class TaskFolder:
     def _sweep(self, digest: str) -> None:
         """Remove a version, unless a name stands for it or somebody needs it."""
         with self._writing:
-            if digest in self._live():
+            if self.keeps_all or digest in self._live():
                 return
             with self._loading:
                 if digest in self._used:
@@ -284,62 +322,3 @@ def require_name(name: str) -> None:
             f"a task cannot be called {name!a}: give 1 to {LONGEST_NAME} characters that can be printed, "
             "without spaces around them, and nothing like '../'",
         )
-
-
-@contextmanager
-def refused_artefact() -> Iterator[None]:
-    """What is wrong with an artefact, as a refusal.
-
-    Raises:
-        RefusalError: 422 in place of an I2CLError.
-    """
-    try:
-        yield
-    except RefusalError:
-        raise
-    except I2CLError as error:
-        raise RefusalError(422, "bad_artefact", str(error)) from None
-
-
-def most_bytes(decoder: Decoder) -> int:
-    """The longest tar file of an artefact of this model that is read at all."""
-    return ROOM + 4 * 2 * decoder.layers * (decoder.d_model + 2)
-
-
-def unpacked(body: bytes) -> Injection:
-    """The injection in a tar file of an artefact's folder.
-
-    Only its own files are taken, flat or behind ``./``; none is written under a name that the tar gives.
-
-    Raises:
-        RefusalError: 422 on anything else in it, or an artefact that cannot be read.
-    """
-    found: dict[str, bytes] = {}
-    try:
-        with tarfile.open(fileobj=io.BytesIO(body), mode="r:") as tar:
-            for member in tar:
-                name = member.name.removeprefix("./")
-                if member.isdir() and name in {"", "."}:
-                    continue
-                if not member.isreg() or name not in FILES | {CARD} or name in found:
-                    raise _refused(f"it holds {member.name!a}, which is none of {', '.join(sorted(FILES))}")
-                file = tar.extractfile(member)
-                found[name] = b"" if file is None else file.read()
-    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        if isinstance(error, I2CLError):
-            raise
-        raise _refused("it is no uncompressed tar file") from None
-    with tempfile.TemporaryDirectory() as scratch, refused_artefact():
-        folder = Path(scratch) / "upload"
-        folder.mkdir()
-        for name in FILES & found.keys():
-            (folder / name).write_bytes(found[name])
-        try:
-            return Injection.from_pretrained(folder)
-        except I2CLError as error:
-            raise _refused(str(error).replace(f"{folder}/", "").replace(str(folder), "upload")) from None
-
-
-def _refused(why: str) -> RefusalError:
-    cure = "make it with tar -C FOLDER -cf - injection.json injection.safetensors"
-    return RefusalError(422, "bad_artefact", f"this is no artefact, {why.rstrip()}: {cure}")

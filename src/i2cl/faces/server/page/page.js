@@ -218,10 +218,11 @@ async function about() {
   $("verdict").textContent = found ? `Whether it pays: ${found.verdict}.` : "It was not scored: no labelled rows were left for that.";
   if (!found) return;
   const percent = (share) => (100 * share).toFixed(0), best = Math.max(...Object.values(found.methods).map((one) => one.accuracy));
+  const timed = Object.values(found.methods).every((one) => one.milliseconds_per_query !== undefined);
   const rows = Object.entries(found.methods).map(([method, one]) => [METHODS[method] || "This task",
     [`${(100 * one.accuracy).toFixed(1)} %`, one.accuracy === best], [`${percent(one.low)}–${percent(one.high)}`],
-    [one.milliseconds_per_query.toFixed(1)], ...(tokens ? [[method.startsWith("few_shot") ? tokens.few_shot : tokens.task]] : [])]);
-  const head = ["Method", `Accuracy on ${found.rows} rows`, "95 %", "ms a text"];
+    ...(timed ? [[one.milliseconds_per_query.toFixed(1)]] : []), ...(tokens ? [[method.startsWith("few_shot") ? tokens.few_shot : tokens.task]] : [])]);
+  const head = ["Method", `Accuracy on ${found.rows} rows`, "95 %", ...(timed ? ["ms a text"] : [])];
   $("worth").replaceChildren(table(tokens ? [...head, "Tokens read"] : head, rows),
     ...Object.entries(found.not_run).map(([method, why]) => made("p", `${METHODS[method] || "This task"} was not run: ${why}`)));
 }

@@ -6,8 +6,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from i2cl.faces.server import schemas
 from i2cl.faces.server.refusals import RefusalError
+from i2cl.faces.server.routes import schemas
 from i2cl.faces.server.service import Answer, Service, answered, new_id
 
 MOST_LOGPROBS = 20

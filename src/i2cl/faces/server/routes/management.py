@@ -2,22 +2,22 @@
 
 import asyncio
 import json
-import tempfile
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import pydantic
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from i2cl.errors import first_problem
-from i2cl.faces.server import files, fits, schemas
-from i2cl.faces.server.jobs import Job, Jobs
+from i2cl.faces.server import files, fits
+from i2cl.faces.server.guard import BODY, READER
+from i2cl.faces.server.jobs import Job, Jobs, unknown_job
 from i2cl.faces.server.refusals import RefusalError
+from i2cl.faces.server.routes import schemas
 from i2cl.faces.server.service import Service
-from i2cl.faces.server.tasks import Entry, require_name, unpacked
+from i2cl.faces.server.tasks import Entry, require_name
 
 LOOK = 0.2
 """Seconds between two looks for new events."""
@@ -72,7 +72,7 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/tasks", status_code=202, summary="Fit a task to examples", openapi_extra=_BODIES)
     async def fit(request: Request) -> Response:
         body = await request.body()
-        return await asyncio.to_thread(_fit, service, request, body)
+        return await service.parsed(_fit, service, request, body)
 
     @routes.get("/v1/tasks/{name:path}", summary="A task, its settings and figures")
     def task(name: str) -> dict[str, Any]:
@@ -93,9 +93,9 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
     async def put(name: str, request: Request) -> dict[str, Any]:
         body = await request.body()
         tasks.require_writable()
+        require_name(name)
         _require_other(service, name)
-        injection = await asyncio.to_thread(unpacked, body)
-        return _task(await asyncio.to_thread(tasks.put, name, injection))
+        return _task(await service.upload(name, body))
 
     @routes.delete("/v1/tasks/{name:path}", summary="Remove a task")
     def delete(name: str) -> dict[str, Any]:
@@ -105,19 +105,19 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
 
 def _of_jobs(routes: APIRouter, service: Service) -> None:
     @routes.get("/v1/jobs", summary="Fits and files, the newest first")
-    async def jobs() -> dict[str, Any]:
-        told = [job.described() for job in _jobs(service).all()]
+    async def jobs(request: Request) -> dict[str, Any]:
+        told = [job.described() for job in _jobs(service).all() if _sees(request, job)]
         for one in told:
             del one["last"]  # of a fit it holds a map of the whole model
         return {"object": "list", "data": told}
 
     @routes.get("/v1/jobs/{identity}", summary="Where a job stands")
-    async def job(identity: str) -> dict[str, Any]:
-        return _jobs(service).get(identity).described()
+    async def job(identity: str, request: Request) -> dict[str, Any]:
+        return _own(service, request, identity).described()
 
     @routes.delete("/v1/jobs/{identity}", summary="Cancel a job, or remove one that has ended")
-    def cancel(identity: str) -> dict[str, Any]:
-        found = _jobs(service).get(identity)
+    def cancel(identity: str, request: Request) -> dict[str, Any]:
+        found = _own(service, request, identity)
         _jobs(service).cancel(found)
         return found.described()
 
@@ -125,9 +125,11 @@ def _of_jobs(routes: APIRouter, service: Service) -> None:
         "/v1/jobs/{identity}/events", summary="What happens to a job", response_class=StreamingResponse
     )
     async def events(
-        identity: str, seen: Annotated[int, Header(alias="Last-Event-ID", ge=0, le=2**31)] = 0
+        identity: str,
+        request: Request,
+        seen: Annotated[int, Header(alias="Last-Event-ID", ge=0, le=2**53)] = 0,
     ) -> StreamingResponse:
-        stream = _events(service, _jobs(service).get(identity), seen)
+        stream = _events(service, _own(service, request, identity), seen)
         return StreamingResponse(stream, media_type="text/event-stream")
 
     @routes.post("/v1/batches", status_code=202, summary="Classify a file", openapi_extra=_LINES)
@@ -135,12 +137,12 @@ def _of_jobs(routes: APIRouter, service: Service) -> None:
         request: Request,
         model: Annotated[str | None, Query(description="Task of lines that name none.")] = None,
     ) -> Response:
-        body = await request.body()
-        return await asyncio.to_thread(_batch, service, body, model)
+        scope = request.scope
+        return await service.parsed(_batch, service, scope[BODY], model, scope.get(READER))
 
     @routes.get("/v1/batches/{identity}", summary="The answers for a file", response_class=FileResponse)
-    def answers(identity: str) -> FileResponse:
-        found = _jobs(service).get(identity)
+    def answers(identity: str, request: Request) -> FileResponse:
+        found = _own(service, request, identity)
         if found.kind != "batch":
             raise RefusalError(404, "unknown_job", f"job {identity!r} is no file: GET /v1/jobs/{identity}")
         if found.status != "done":
@@ -154,6 +156,19 @@ def _jobs(service: Service) -> Jobs:
     if service.jobs is None:
         raise RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
     return service.jobs
+
+
+def _sees(request: Request, job: Job) -> bool:
+    reader = request.scope.get(READER)
+    return reader is None or job.owner == reader
+
+
+def _own(service: Service, request: Request, identity: str) -> Job:
+    """A job, for those who may see it."""
+    found = _jobs(service).get(identity)
+    if not _sees(request, found):
+        raise unknown_job(identity)
+    return found
 
 
 def _fit(service: Service, request: Request, body: bytes) -> Response:
@@ -176,8 +191,7 @@ def _fit(service: Service, request: Request, body: bytes) -> Response:
     require_name(options.name)
     _require_other(service, options.name)
     told = options.model_dump(exclude={"check"})
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+    with jobs.scratch() as folder:
         for name, content in inputs.items():
             (folder / name).write_bytes(content)
         task, demonstrations = fits.checked(service.decoder, told, folder)
@@ -187,11 +201,16 @@ def _fit(service: Service, request: Request, body: bytes) -> Response:
     return _accepted(jobs.add("fit", told, inputs))
 
 
-def _batch(service: Service, body: bytes, model: str | None) -> Response:
+def _batch(service: Service, body: IO[bytes], model: str | None, owner: str | None) -> Response:
     jobs = _jobs(service)
-    with service.tasks.unchanged():  # or a version could go between the two
-        told, lines = files.checked(body, model, service.tasks)
-        return _accepted(jobs.add("batch", told, {files.INPUT: lines}))
+    jobs.require_room("batch", owner)
+    with jobs.scratch() as folder:
+        path = folder / files.INPUT
+        with path.open("wb") as rows:
+            count, names = files.checked(body, model, service.tasks.entry, rows)
+        with service.tasks.kept(names) as digests:
+            told = {"rows": count, "tasks": names, "digests": digests}
+            return _accepted(jobs.add("batch", told, {files.INPUT: path}, owner))
 
 
 def _accepted(job: Job) -> Response:
@@ -201,12 +220,13 @@ def _accepted(job: Job) -> Response:
 async def _events(service: Service, job: Job, seen: int) -> AsyncIterator[str]:
     last = time.monotonic()
     while True:
-        while seen < len(job.events):
-            told = job.events[seen]
-            seen += 1
-            last = time.monotonic()
-            yield f"id: {seen}\nevent: {told['event']}\ndata: {json.dumps(told)}\n\n"
-        if job.ended or not service.ready:
+        ended = job.ended
+        for told in job.events:
+            number = round(1000 * told["at"])  # which a start of the server anew does not change
+            if number > seen:
+                seen, last = number, time.monotonic()
+                yield f"id: {seen}\nevent: {told['event']}\ndata: {json.dumps(told)}\n\n"
+        if ended or not service.ready:
             return
         if time.monotonic() - last >= QUIET:
             last = time.monotonic()

@@ -6,7 +6,10 @@ from fastapi import Header
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=10_000)]
+MOST_TEXTS = 2048
+"""Of a request; more are a 413 that says so, as in the vLLM plugin."""
+
+Texts = Annotated[list[Text], Field(min_length=1, json_schema_extra={"maxItems": MOST_TEXTS})]
 Name = Annotated[str, Field(min_length=1, max_length=128, description="Of a task.")]
 
 Int = Annotated[

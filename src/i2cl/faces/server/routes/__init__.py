@@ -1,0 +1,1 @@
+"""The routes of the server, and what their bodies look like."""
