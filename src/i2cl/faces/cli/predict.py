@@ -13,7 +13,7 @@ from i2cl.errors import I2CLError
 from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.options import ModelOptions
 from i2cl.faces.stream.outputs import Output, header_line, require_other, source_state, written
-from i2cl.tasks.rows import RowFormat
+from i2cl.tasks.formats import RowFormat
 from i2cl.version import __version__
 
 if TYPE_CHECKING:

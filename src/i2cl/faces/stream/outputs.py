@@ -16,7 +16,8 @@ from typing import IO, Any
 from i2cl.errors import I2CLError
 from i2cl.storage.atomic import write_errors
 from i2cl.storage.journal import Journal, only_writer
-from i2cl.tasks.rows import STDIN, RowError
+from i2cl.tasks.files import RowError
+from i2cl.tasks.formats import STDIN
 
 _NO_BREAKS = str.maketrans("\t\r\n", "   ")
 

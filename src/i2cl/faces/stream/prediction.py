@@ -18,7 +18,9 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.cluster import joined, quiet_core
 from i2cl.faces.stream.outputs import prediction_lines
 from i2cl.models.decoder import Decoder
-from i2cl.tasks.rows import Query, RowError, RowFormat, read_queries
+from i2cl.tasks.files import RowError
+from i2cl.tasks.formats import RowFormat
+from i2cl.tasks.rows import Query, read_queries
 
 
 class WorkerWarning(UserWarning):
