@@ -180,7 +180,8 @@ METHODS_ASKED = st.lists(
     st.sampled_from(["i2cl", "anchored", "icv", "lora", "tfidf", "few_shot", "knn_prompting", "x", "i2cl+"])
 )
 FLAGS = (
-    "--chunk --format --seed --dtype --device --keep --model --workers --executor --text-column --revision"
+    "--chunk --input-format --output-format --seed --dtype --device --keep --model --workers --executor "
+    "--text-column --revision"
 )
 GOOD_COMMANDS = [("ls", ["tasks"]), ("ls", ["methods", "--json"]), ("experiment", ["ls"]), ("--version", [])]
 COMMANDS = st.sampled_from(GOOD_COMMANDS) | st.tuples(

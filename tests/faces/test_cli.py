@@ -370,7 +370,7 @@ def written_as(kind, path):
 def test_predictions_are_those_of_the_api_for_every_format(call, home, expected, tmp_path, kind, told):
     ending = "data" if told else {"lines": "txt"}.get(kind, kind)
     path = written_as(kind, tmp_path / f"texts.{ending}")
-    code, out, err = call("predict", home / "artefact", path, *(["--format", kind] if told else []))
+    code, out, err = call("predict", home / "artefact", path, *(["--input-format", kind] if told else []))
     assert (code, err) == (0, "")
     labels, probabilities = parsed(out)
     assert labels == expected[0]

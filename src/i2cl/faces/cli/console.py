@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from i2cl.storage.atomic import write_errors
+from i2cl.tasks.files import ReadAsWarning
 
 if TYPE_CHECKING:
     from i2cl.experiments.records import Run
@@ -193,7 +194,8 @@ def plain_warnings() -> Iterator[None]:
         text = str(message)
         if category.__module__.startswith("i2cl") and text not in seen:
             seen.add(text)
-            err.print(f"[yellow]warning:[/] {_plain(text)}", soft_wrap=True)
+            word = "note:" if issubclass(category, ReadAsWarning) else "[yellow]warning:[/]"
+            err.print(f"{word} {_plain(text)}", soft_wrap=True)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
