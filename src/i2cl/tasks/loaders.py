@@ -20,6 +20,7 @@ from i2cl.tasks.registry import (
 from i2cl.tasks.rows import read_examples, read_labelled
 from i2cl.tasks.schema import FilesSource, TaskSpec, read_spec
 from i2cl.tasks.synthetic import synthetic_task
+from i2cl.tasks.template import DEFAULT
 from i2cl.tasks.types import Example, Task, Template
 
 DATA_DIR_VARIABLE = "I2CL_DATA_DIR"
@@ -65,6 +66,16 @@ def load_task(
     else:
         task = _load_named(str(name_or_path), data_dir)
     return _override(task, shape, labels)
+
+
+def default_template(name: StrPath) -> str | None:
+    """That of rows of which nobody says how to ask; None for a task that has its own."""
+    return DEFAULT if is_own(name) else None
+
+
+def is_own(name: StrPath) -> bool:
+    """Whether a task is a file of somebody's rows."""
+    return Path(name).suffix.lower() in ROW_SUFFIXES
 
 
 def _load_named(name: str, data_dir: StrPath | None) -> Task:

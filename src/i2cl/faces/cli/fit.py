@@ -91,11 +91,12 @@ def fit(
     from i2cl.experiments.worth import labelled_rows
     from i2cl.injections.label_prior import with_label_prior
     from i2cl.methods import calibrating_method
+    from i2cl.tasks.loaders import is_own
 
     require_writable(output, own_files(output))
     chosen = calibrating_method(method, load.options(settings), recipe)
     loaded = load.task(task, rows)
-    own = load.is_own(task)
+    own = is_own(task)
     choice: Any = {"keep_back": keep_back, "scored": evaluate > 0 and not loaded.test}
     drawn = draw(loaded, chosen, shots, seed, own=own, **choice)  # sizes are checked before the model is read
     texts, shares = _prior_of(unlabelled, prior, rows.text_column, loaded)

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from i2cl.errors import I2CLError
@@ -121,12 +120,11 @@ def _quiet_hub() -> None:
 def task(name: str, options: TaskOptions) -> "Task":
     """Load one task; rows without a template get that of the page."""
     from i2cl.tasks import load_task
-    from i2cl.tasks.template import DEFAULT
+    from i2cl.tasks.loaders import default_template
 
     _quiet_hub()
     template = options.template.replace("\\n", "\n") if options.template else None
-    if template is None and is_own(name):
-        template = DEFAULT
+    template = template or default_template(name)
     if options.chat:
         if options.template:
             raise I2CLError("--chat and --template exclude each other: leave one of them out")
@@ -141,13 +139,6 @@ def task(name: str, options: TaskOptions) -> "Task":
         test_path=options.test,
         skip_bad_rows=options.skip_bad_rows,
     )
-
-
-def is_own(name: str) -> bool:
-    """Whether a task is a file of somebody's rows."""
-    from i2cl.tasks.formats import ROW_SUFFIXES
-
-    return Path(name).suffix.lower() in ROW_SUFFIXES
 
 
 def worded(task: "Task", options: TaskOptions, tokenizer: "PreTrainedTokenizerBase") -> "Task":
