@@ -79,7 +79,6 @@ def refused(call, tmp_path):
 ROWS = {
     "empty file": (b"", "is empty"),
     "one class only": (b'{"text": "a", "label": "good"}\n' * 3, "every label is 'good'"),
-    "too few examples": (b'{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n', "fewer shots"),
     "empty text": (
         b'{"text": " ", "label": "good"}\n{"text": "a", "label": "bad"}\n',
         "line 1: the text is empty",

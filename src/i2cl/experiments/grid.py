@@ -44,6 +44,18 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Wording(_Frozen):
+    """What a grid says of a task, mostly a file of somebody's rows.
+
+    Attributes:
+        template: how it is asked.
+        test: file with its test rows.
+    """
+
+    template: str | None = None
+    test: str | None = None
+
+
 class Cell(_Frozen):
     """One thing to run, and its identity: equal cells have equal results up to rounding.
 
@@ -64,7 +76,7 @@ class Cell(_Frozen):
         skew: how many times as frequent as the others classes with an even id are, among queries and
             unlabelled texts.
         chat: whether everything is asked in the tokenizer's chat template, after the task's instruction.
-        templates: how the task and the sources are asked, where the grid says so.
+        own: what the grid says of the task and the sources, by name.
     """
 
     model: str
@@ -81,12 +93,12 @@ class Cell(_Frozen):
     limit: int | None = None
     skew: int = Field(1, ge=1)
     chat: bool = False
-    templates: dict[str, str] = Field(default_factory=dict)
+    own: dict[str, Wording] = Field(default_factory=dict)
 
     @property
-    def template(self) -> str | None:
-        """How the task is asked, where the grid says so."""
-        return self.templates.get(self.task)
+    def wording(self) -> Wording:
+        """What the grid says of the task."""
+        return self.own.get(self.task, Wording())
 
     @property
     def key(self) -> str:
@@ -152,9 +164,9 @@ class GridRow(_Frozen):
 
 
 def _from(cell: Cell, sources: tuple[str, ...]) -> Cell:
-    """The same with these sources, and the templates of what it uses."""
-    used = {name: text for name, text in cell.templates.items() if name in (cell.task, *sources)}
-    return cell.model_copy(update={"sources": sources, "templates": used})
+    """The same with these sources, and what the grid says of those that it uses."""
+    used = {name: told for name, told in cell.own.items() if name in (cell.task, *sources)}
+    return cell.model_copy(update={"sources": sources, "own": used})
 
 
 class Scale(_Frozen):
@@ -184,7 +196,7 @@ class Experiment(_Frozen):
         measures: what is measured, in a sentence.
         tasks: names, or "all" for the tasks that belong to the model.
         rows: what is compared.
-        templates: how tasks are asked, by name; of files of rows that is needed, unless the default will do.
+        own: template and test rows of tasks, by name: files of rows have none by themselves.
         against: name of the row that others are tested against; default: "I2CL", or else the first row.
         skews: see `Cell`; for each, all rows once.
         views: what the report shows, in this order.
@@ -200,7 +212,7 @@ class Experiment(_Frozen):
     measures: str
     tasks: Literal["all"] | tuple[str, ...] = "all"
     rows: tuple[GridRow, ...] = Field(min_length=1)
-    templates: dict[str, str] = Field(default_factory=dict)
+    own: dict[str, Wording] = Field(default_factory=dict)
     against: str = DEFAULT_AGAINST
     skews: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
     views: tuple[View, ...] = ("tasks", "comparison")
@@ -221,8 +233,8 @@ class Experiment(_Frozen):
 
     @model_validator(mode="after")
     def _rows_by_name(self) -> Self:
-        if self.tasks != "all" and (strange := sorted(set(self.templates) - set(self.tasks))):
-            raise ValueError(f"templates names {strange[0]!r}, which is none of the tasks: name one of them")
+        if self.tasks != "all" and (strange := sorted(set(self.own) - set(self.tasks))):
+            raise ValueError(f"own names {strange[0]!r}, which is none of the tasks: name one of them")
         if not self.tasks:
             raise ValueError('tasks is empty: name one, or leave it out for "all"')
         names = [row.name for row in self.rows]
@@ -252,7 +264,7 @@ class Experiment(_Frozen):
         """
         chosen = spread(tasks if self.tasks == "all" else self.tasks, scale.tasks)
         for seed, skew in itertools.product(range(scale.seeds), self.skews):
-            fields = {"seed": seed, "limit": scale.limit, "skew": skew, "templates": self.templates}
+            fields = {"seed": seed, "limit": scale.limit, "skew": skew, "own": self.own}
             common = base.model_copy(update=fields)
             for row in self.rows:
                 if row.seeds is None or seed < row.seeds:

@@ -30,8 +30,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import is_progress_bar_enabled
 
 from i2cl.errors import I2CLError, needs, require_whole
-from i2cl.models.hub import require_reachable
 from i2cl.models.precision import Quantization, quantization_config
+from i2cl.storage.hub import require_reachable
 
 REFERENCE = "reference"
 """The name of the bundled model."""

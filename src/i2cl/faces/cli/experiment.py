@@ -98,8 +98,9 @@ def run(
     base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
     only = load.split(tasks) if tasks is not None and tasks != "all" else None
     cells, timed = _cells(names, base, only, load.task_names("all", model), quick, seeds, limit)
-    for name, template in {(cell.task, cell.template) for cell in cells}:  # what is lacking is told at once
-        load.task(name, replace(rows, template=template))
+    for name, own in {(cell.task, cell.wording) for cell in cells}:  # what is lacking is told at once
+        test = Path(own.test) if own.test is not None else None
+        load.task(name, replace(rows, template=own.template, test=test))
     data_dir = str(rows.data_dir) if rows.data_dir else None
     source = partial(load.decoder, model, loading)
     execute = partial(_execute, source=source, workers=workers, ray=executor == "ray", address=address)
