@@ -99,5 +99,6 @@ def said(typed):
 
 def alike(text):
     """Its words, line by line: numbers are another machine's, and rules are as wide as they are."""
+    text = re.sub(r"about [\d,]+ (s|minutes)\b", "about a while", text)
     lines = (re.sub(r"\d[\d.,:e+-]*\b|\.\.\.", "#", re.sub(r"─+", "", line)) for line in text.splitlines())
     return [" ".join(line.split()) for line in lines if line.strip()]
