@@ -27,10 +27,13 @@ KEPT_BACK = 5
 ENOUGH = 10
 """Rows of a class from which on some are kept back."""
 
-TIMED = 4
+TIMED = 8
 """Texts of the batch that is timed."""
 
-CHOICES = (MOST_SHOTS, 15, 10, 8, 6, 5, 4, 3, 2, 1)
+USUAL = 5
+"""Demonstrations of a class that are taken however long it takes: the paper's number."""
+
+CHOICES = (MOST_SHOTS, 15, 10, 8, 6, USUAL, 4, 3, 2, 1)
 """Shots that are chosen among: few, so that the same machine mostly chooses the same."""
 
 
@@ -120,7 +123,9 @@ def draw(
 def fitting(
     decoder: Decoder, task: Task, steps: int, seed: int, *, keep_back: int | None, scored: bool
 ) -> Draw:
-    """As many demonstrations as anchored calibration takes in `PATIENCE`, at most `MOST_SHOTS` of a class.
+    """As many demonstrations as anchored calibration takes in `PATIENCE`: `USUAL` to `MOST_SHOTS` of a class.
+
+    Fewer than `USUAL` are taken where more would be too many for it, never to save time.
 
     Args:
         decoder: the model, which is timed.
@@ -132,7 +137,7 @@ def fitting(
     """
     kept = (KEPT_BACK if scored else 0) if keep_back is None else keep_back
     pace = _Pace.of(decoder, task, steps)
-    shots = next(one for one in CHOICES if one == 1 or _takes(task, up_to(task, one, seed, kept), pace))
+    shots = next(one for one in CHOICES if one == 1 or _takes(task, up_to(task, one, seed, kept), pace, one))
     shown = up_to(task, shots, seed, kept)
     shots = min(shots, max(len(group) for group in group_by_label(shown, len(task.labels))))
     largest = max(len(group) for group in group_by_label(task.train, len(task.labels)))
@@ -145,8 +150,8 @@ def fitting(
     return Draw(shown, shots, len(task.train), kept, pace.seconds(shown), more)
 
 
-def _takes(task: Task, shown: Sequence[Example], pace: "_Pace") -> bool:
-    return _few(task, shown) and pace.seconds(shown) <= PATIENCE
+def _takes(task: Task, shown: Sequence[Example], pace: "_Pace", shots: int) -> bool:
+    return _few(task, shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
 
 
 def _few(task: Task, shown: Sequence[Example]) -> bool:
