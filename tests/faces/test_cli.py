@@ -128,7 +128,7 @@ def test_many_options_are_shown_in_groups(call, words):
 
 def test_every_command_has_a_file_of_its_own():
     files = {path.stem for path in Path(console.__file__).parent.glob("*.py")}
-    shared = {"__init__", "console", "load", "options"}
+    shared = {"__init__", "console", "data", "load", "options"}
     assert files - shared == {words[0].replace("eval", "evaluate") for words in COMMANDS}
 
 
@@ -195,7 +195,9 @@ def test_fit_ends_with_whether_it_pays(call, home, tmp_path):
     assert worth["methods"]["i2cl"]["fit_seconds"] == record["fit_seconds"]
     kept = Injection.from_pretrained(tmp_path / "new").worth
     assert kept["verdict"] == worth["verdict"]  # what is timed differs
-    assert out.startswith(f"Saved {tmp_path / 'new'}: films by i2cl, 4 demonstrations, loss ")
+    assert out.split("\n\n")[1].startswith(
+        f"Saved {tmp_path / 'new'}: films by i2cl, 4 demonstrations, loss "
+    )
     words = out.split()
     assert set(words) >= {*worth["methods"], "0", str(worth["methods"]["few_shot"]["cached_bytes"])}
     score = worth["methods"]["few_shot"]

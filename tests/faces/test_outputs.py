@@ -302,8 +302,8 @@ def test_the_format_is_that_of_the_ending_unless_one_is_named(tmp_path, name, na
 @pytest.mark.parametrize(
     ("name", "named", "as_json", "said"),
     [
-        ("a.csv", None, True, "the ending of .* csv"),
-        ("a.txt", "parquet", True, "--output-format parquet"),
+        ("a.csv", None, True, "the ending of .* means csv"),
+        ("a.txt", "parquet", True, "--output-format means parquet"),
         (None, "parquet", False, "name one with -o"),
     ],
 )

@@ -49,7 +49,7 @@ def output_format(path: Path | None, named: OutputFormat | None, *, as_json: boo
     if as_json and meant not in {None, "jsonl"}:
         said = "--output-format" if named else f"the ending of {str(path)!r}"
         raise I2CLError(
-            f"--json is JSON Lines, and {said} {meant}: leave out --json, or name --output-format"
+            f"--json means JSON Lines, and {said} means {meant}: leave out --json, or name --output-format"
         )
     if meant == "parquet":
         if path is None or (path.exists() and not path.is_file()):
