@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import tomllib
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import reduce
@@ -26,6 +27,7 @@ from i2cl.faces.cli import load, main
 from i2cl.faces.cli.options import ModelOptions
 from i2cl.models.loading import located
 from i2cl.tasks import Task, Template, load_task
+from i2cl.tasks.files import ReadAsWarning
 from i2cl.tasks.rows import read_examples, read_queries
 
 HALF_PAIR = json.loads(r'"\ud83d"')
@@ -180,7 +182,8 @@ METHODS_ASKED = st.lists(
     st.sampled_from(["i2cl", "anchored", "icv", "lora", "tfidf", "few_shot", "knn_prompting", "x", "i2cl+"])
 )
 FLAGS = (
-    "--chunk --format --seed --dtype --device --keep --model --workers --executor --text-column --revision"
+    "--chunk --input-format --output-format --seed --dtype --device --keep --model --workers --executor "
+    "--text-column --revision"
 )
 GOOD_COMMANDS = [("ls", ["tasks"]), ("ls", ["methods", "--json"]), ("experiment", ["ls"]), ("--version", [])]
 COMMANDS = st.sampled_from(GOOD_COMMANDS) | st.tuples(
@@ -199,9 +202,11 @@ def read_rows(folder, found):
     suffix, data, words = found
     path = folder / f"rows{suffix}"
     path.write_bytes(data)
-    list(read_queries(str(path), kept=("label",) if suffix != ".txt" else ("text",)))
-    if suffix != ".txt":
-        read_examples(path, ("good", "bad") if words else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReadAsWarning)
+        list(read_queries(str(path), kept=("label",) if suffix != ".txt" else ("text",)))
+        if suffix != ".txt":
+            read_examples(path, ("good", "bad") if words else None)
 
 
 def use_template(_folder, found):

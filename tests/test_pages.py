@@ -11,11 +11,12 @@ import tomllib
 from importlib.util import find_spec
 
 import pytest
+from rich.console import Console
 from typer.main import get_command
 
 import i2cl
-from i2cl.faces.cli import app
-from pages import ROOT, blocks, commands, pages, play
+from i2cl.faces.cli import app, console
+from pages import ROOT, blocks, commands, pages, play, said
 
 PAGES = [page for page in pages() if page.name != "README.md"]
 """The README's snippet runs in tests/test_readme.py."""
@@ -89,3 +90,17 @@ def test_a_page_that_lies_is_found(tmp_path, monkeypatch):
     page.write_text("```console\n$ echo 3 red\n4 blue\n```\n", encoding="utf-8")
     with pytest.raises(AssertionError):
         play(blocks(page), tmp_path, monkeypatch)
+
+
+def test_pages_are_as_wide_as_ever_whatever_the_terminal_was_when_the_program_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "out", Console(highlight=False, width=40))  # as under COLUMNS=40
+    page = tmp_path / "wide.md"
+    shown = said("i2cl ls tasks").splitlines()
+    monkeypatch.undo()
+    play([], tmp_path, monkeypatch)
+    wide = said("i2cl ls tasks").splitlines()
+    page.write_text("```console\n$ i2cl ls tasks\n" + "\n".join(wide) + "\n```\n", encoding="utf-8")
+    monkeypatch.undo()
+    monkeypatch.setattr(console, "out", Console(highlight=False, width=40))
+    assert len(shown) > len(wide)
+    play(blocks(page), tmp_path, monkeypatch)

@@ -406,6 +406,36 @@ def test_run_then_run_again_then_report(tmp_path, capsys):
     assert "Few-shot (ICL)" in text
 
 
+def test_a_file_of_rows_is_a_task_of_a_grid_in_words_of_its_own(tmp_path, capsys):
+    task = load_task(ONE)
+    rows = [{"text": row.text, "label": task.labels[row.label]} for row in task.train[:80]]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = "Q: {text} A: {label}"
+    name, test = (json.dumps(str(tmp_path / f"{one}.jsonl")) for one in ("train", "test"))
+    grid = f"""
+title = "mine"
+measures = "m"
+tasks = [{name}]
+own.{name} = {{ template = {json.dumps(words)}, test = {test} }}
+rows = [{{ name = "Zero-shot", method = "zero_shot" }}, {{ name = "Few-shot", method = "few_shot" }}]
+full = {{ seeds = 1, limit = 8 }}
+"""
+    code, told = run(tmp_path, capsys, grid=grid)
+    assert code == 0, told
+    last = told.out.splitlines()[-1]
+    assert last == f"next: i2cl report {tmp_path / 'store'} --experiments {tmp_path / 'mine.toml'}"
+    cells = [record.cell for record in Store.open(tmp_path / "store").records.values()]
+    assert {cell.wording.template for cell in cells} == {words}
+    decoder = Decoder.from_pretrained("reference")
+    assert Bench(decoder, None, tmp_path).task(cells[0]).template.format == words
+    code, told = reported(capsys, *last.split()[3:])
+    text = (tmp_path / "store" / "report" / "report.md").read_text()
+    assert (code, "Difference from Zero-shot" in text) == (0, True), "the first row, where no I2CL is"
+    code, told = run(tmp_path, capsys, grid=grid.replace("A: {label}", "A: "))
+    assert (code, "{label} 0 times" in told.err) == (2, True)
+
+
 def reported(capsys, *words):
     with pytest.raises(SystemExit) as stop:
         main(["report", *map(str, words), "--formats", "md"])

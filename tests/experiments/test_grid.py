@@ -7,7 +7,7 @@ from importlib import resources
 import pytest
 
 from i2cl import I2CLError
-from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale, spread
+from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale, Wording, spread
 from i2cl.experiments.library import BROUGHT, ORDER, load_experiment
 from i2cl.experiments.printed import printed_tables
 from i2cl.methods import METHODS, make_methods
@@ -166,3 +166,23 @@ def test_unknown_names_come_with_a_hint(tmp_path):
 def test_the_format_is_toml_that_others_can_read():
     file = resources.files("i2cl.experiments") / "builtin" / "main.toml"
     assert {row["name"] for row in tomllib.loads(file.read_text())["rows"]} >= {"Zero-shot", "I2CL"}
+
+
+def test_without_a_row_i2cl_the_first_is_what_others_are_tested_against():
+    assert made().against == "I2CL"
+    assert made(rows=ROWS[:1]).against == "Zero-shot"
+    assert made(rows=[{"name": "B"}, {"name": "A"}]).against == "B"
+    assert made(against="Moved").against == "Moved"
+
+
+def test_a_grid_words_its_tasks():
+    said = {"b": Wording(template="{text}? {label}", test="test.csv")}
+    grid = made(tasks=("a", "b"), own=said)
+    plain = {cell.key for cell in made(tasks=("a", "b")).cells(BASE, (), Scale(seeds=1))}
+    for cell in grid.cells(BASE, (), Scale(seeds=1)):
+        assert cell.wording == (said["b"] if cell.task == "b" else Wording())
+        uses = "b" in (cell.task, *cell.sources)
+        assert cell.own == (said if uses else {})
+        assert (cell.key in plain) is not uses, "only what is worded otherwise is another cell"
+    with pytest.raises(ValueError, match="own names 'c', which is none of the tasks"):
+        made(tasks=("a", "b"), own={"c": {"template": "{text} {label}"}})

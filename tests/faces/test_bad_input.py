@@ -68,7 +68,8 @@ def refused(call, tmp_path):
         before = tree(tmp_path)
         code, out, err = call(*arguments)
         assert tree(tmp_path) == before
-        assert (code, out) == (2, "")
+        assert code == 2
+        assert not out or out.startswith("Rows: ")  # what only the model can tell comes behind the block
         (line,) = err.splitlines()
         assert line.startswith("error: ")
         return line
@@ -79,7 +80,6 @@ def refused(call, tmp_path):
 ROWS = {
     "empty file": (b"", "is empty"),
     "one class only": (b'{"text": "a", "label": "good"}\n' * 3, "every label is 'good'"),
-    "too few examples": (b'{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n', "fewer shots"),
     "empty text": (
         b'{"text": " ", "label": "good"}\n{"text": "a", "label": "bad"}\n',
         "line 1: the text is empty",

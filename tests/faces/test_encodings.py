@@ -97,7 +97,7 @@ def test_errors_are_one_line_in_any_encoding(narrow, home, tmp_path, encoding):
             ["predict", name, home / "t.txt"],
             ["fit", home / "model", name, "-o", tmp_path / "new"],
             ["eval", home / "model", "synthetic", "--method", name],
-            ["predict", home / "artefact", home / "t.txt", "--format", name],
+            ["predict", home / "artefact", home / "t.txt", "--input-format", name],
             ["report", tmp_path / name],
             [name],
         ):

@@ -8,8 +8,9 @@ import pytest
 from filelock import FileLock
 
 from i2cl import I2CLError
-from i2cl.faces.stream.outputs import header_line, prediction_lines, require_other, source_state, written
-from i2cl.tasks.rows import RowError
+from i2cl.faces.stream.outputs import require_other, source_state, written
+from i2cl.faces.stream.tables import Table, output_format
+from i2cl.tasks.files import RowError
 
 HEADER = "label\n"
 
@@ -240,27 +241,93 @@ def test_stdout_gets_the_header_with_the_first_row(capsys):
 
 def test_predictions_as_table_and_as_json():
     rows = [[0.25, 0.75], [0.5, 0.5]]
-    assert header_line(["a", "b"], as_json=False) == "label\ta\tb\n"
-    lines = prediction_lines(["a", "b"], rows, as_json=False)
-    assert lines == "b\t0.250000\t0.750000\na\t0.500000\t0.500000\n"
-    assert header_line(["a", "b"], as_json=True) == ""
-    lines = prediction_lines(["\u00e9", "b"], [[0.25, 0.75], [1.0, 0.0]], as_json=True)
-    first, second = map(json.loads, lines.splitlines())
+    assert Table(("a", "b")).header == "label\ta\tb\n"
+    assert Table(("a", "b")).lines(rows) == "b\t0.250000\t0.750000\na\t0.500000\t0.500000\n"
+    table = Table(("\u00e9", "b"), "jsonl")
+    assert table.header == ""
+    first, second = map(json.loads, table.lines([[0.25, 0.75], [1.0, 0.0]]).splitlines())
     assert first == {"label": "b", "probabilities": {"\u00e9": 0.25, "b": 0.75}}
     assert second["label"] == "\u00e9"
 
 
 def test_a_label_with_breaks_in_it_stays_one_cell():
-    assert header_line(["a\tb", "c\nd"], as_json=False) == "label\ta b\tc d\n"
-    assert prediction_lines(["a", "c\nd"], [[0.0, 1.0]], as_json=False) == "c d\t0.000000\t1.000000\n"
+    assert Table(("a\tb", "c\nd")).header == "label\ta b\tc d\n"
+    assert Table(("a", "c\nd")).lines([[0.0, 1.0]]) == "c d\t0.000000\t1.000000\n"
+
+
+NAMES, KEPT = ("id", "label"), [["a\tb", 7], ["c", None]]
 
 
 def test_what_is_kept_comes_before_the_answer():
-    names, kept = ["id", "label"], [["a\tb", 7], ["c", None]]
     rows = [[1.0, 0.0], [0.0, 1.0]]
-    assert header_line(["x", "id"], as_json=False, names=names) == "input.id\tinput.label\tlabel\tx\tid\n"
-    lines = prediction_lines(["x", "y"], rows, as_json=False, names=names, kept=kept)
+    assert Table(("x", "id"), names=NAMES).header == "input.id\tinput.label\tlabel\tx\tid\n"
+    lines = Table(("x", "y"), names=NAMES).lines(rows, KEPT)
     assert lines == "a b\t7\tx\t1.000000\t0.000000\nc\tnull\ty\t0.000000\t1.000000\n"
-    first, _ = prediction_lines(["x", "y"], rows, as_json=True, names=names, kept=kept).splitlines()
+    first, _ = Table(("x", "y"), "jsonl", NAMES).lines(rows, KEPT).splitlines()
     answer = {"label": "x", "probabilities": {"x": 1.0, "y": 0.0}}
     assert json.loads(first) == {"input": {"id": "a\tb", "label": 7}} | answer
+
+
+def test_csv_on_a_pipe_is_lines_of_its_own():
+    table = Table(("x", "y"), "csv", NAMES)
+    assert table.header == "id,input.label,label,x,y\r\n"
+    assert table.lines([[1.0, 0.0], [0.0, 1.0]], [['a "b"\nc', 7], ["d", None]]) == (
+        '"a ""b""\nc",7,x,1.000000,0.000000\r\nd,,y,0.000000,1.000000\r\n'
+    )
+
+
+def test_a_label_that_is_called_label_has_a_column_of_its_own():
+    assert Table(("label", "b")).columns == ("label", "probability.label", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "as_json", "kind"),
+    [
+        ("a.csv", None, False, "csv"),
+        ("a.TSV", None, False, "tsv"),
+        ("a.jsonl", None, True, "jsonl"),
+        ("a.parquet", None, False, "parquet"),
+        ("a.parquet", "tsv", False, "tsv"),
+        ("a.txt", None, False, "tsv"),
+        ("a.txt", None, True, "jsonl"),
+        ("a.csv", "jsonl", True, "jsonl"),
+        (None, "csv", False, "csv"),
+        (None, None, True, "jsonl"),
+    ],
+)
+def test_the_format_is_that_of_the_ending_unless_one_is_named(tmp_path, name, named, as_json, kind):
+    assert output_format(name and tmp_path / name, named, as_json=as_json) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "as_json", "said"),
+    [
+        ("a.csv", None, True, "the ending of .* means csv"),
+        ("a.txt", "parquet", True, "--output-format means parquet"),
+        (None, "parquet", False, "name one with -o"),
+    ],
+)
+def test_formats_that_contradict_each_other(tmp_path, name, named, as_json, said):
+    with pytest.raises(I2CLError, match=said):
+        output_format(name and tmp_path / name, named, as_json=as_json)
+
+
+def test_a_file_that_is_made_at_the_end_is_whole_or_not_there(tmp_path):
+    path = tmp_path / "out.csv"
+
+    def fail(waiting, new):
+        new.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(I2CLError, match="No space left"), writing(path, finish=fail) as out:
+        out.write("0\n1\n", 2)
+    assert listed(tmp_path) == [".out.csv.part", ".out.csv.part.json"]
+
+    def join(waiting, new):
+        new.write_text(waiting.read_text().replace("\n", ";"))
+        return "joined"
+
+    with writing(path, finish=join) as out:
+        assert out.kept == 2
+        out.write("2\n", 1)
+    assert (path.read_text(), out.note, listed(tmp_path)) == ("label;0;1;2;", "joined", ["out.csv"])

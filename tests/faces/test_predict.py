@@ -24,7 +24,7 @@ from i2cl.faces.stream.prediction import (
     predict_here,
 )
 from i2cl.models.encoding import ScoringWarning
-from i2cl.tasks.rows import RowError
+from i2cl.tasks.files import RowError
 from processes import COMMAND, Program, finished
 
 ROWS, CHUNK = 1000, 10
@@ -128,7 +128,7 @@ def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, h
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     capsys.readouterr()
     changed = {
-        "json": arguments(home, output, "--json"),
+        "output_format": arguments(home, output, "--output-format", "jsonl"),
         "chunk": arguments(home, output, "--chunk", "20"),
         "dtype": arguments(home, output, "--dtype", "bfloat16"),
         "keep": arguments(home, output, "--row-number"),
@@ -164,6 +164,74 @@ def test_a_digest_tells_injections_apart(home, tmp_path):
     assert len({digest(one) for one in [injection, *biased]}) == 3
 
 
+# Formats
+
+TEXTS = ["plain", 'commas, "quotes" and;', "two\nlines", "=1+1", "\u00fcber @ 5", " padded "]
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Rows whose texts are hard on CSV, with an id that is no number."""
+    path = tmp_path / "in.jsonl"
+    rows = [{"id": f"00{row}", "text": TEXTS[row % len(TEXTS)]} for row in range(100)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+READERS = {
+    "csv": lambda pandas, path: pandas.read_csv(path, dtype={"id": str}),
+    "tsv": lambda pandas, path: pandas.read_csv(path, sep="\t", dtype={"id": str}),
+    "parquet": lambda pandas, path: pandas.read_parquet(path),
+    "jsonl": lambda pandas, path: pandas.json_normalize(list(map(json.loads, path.open(encoding="utf-8")))),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_pandas_reads_what_the_ending_says_also_after_a_kill(home, tmp_path, asked, halted, kind, capsys):
+    pandas = pytest.importorskip("pandas")
+    output = tmp_path / f"out.{kind}"
+    words = ["predict", home / "mood", asked, "-o", output, "--keep", "id,text", "--row-number", "--chunk", 7]
+    halted(KeyboardInterrupt())
+    assert run(*words) == 130
+    assert run(*words) == 0
+    told = capsys.readouterr().err
+    assert "28 rows of an earlier run are kept" in told
+    assert ("begin with =, +, - or @: 17." in told) is (kind == "csv")
+    assert listed(tmp_path) == ["in.jsonl", output.name]
+    table = READERS[kind](pandas, output).rename(columns=lambda name: name.removeprefix("input."))
+    labels = load_task("mood-colour-1").labels
+    flat = [text.replace("\n", " ") if kind == "tsv" else text for text in TEXTS]
+    assert list(table["row"]) == list(range(1, 101))
+    assert list(table["id"]) == [f"00{row}" for row in range(100)]
+    assert list(table["text"]) == [flat[row % len(TEXTS)] for row in range(100)]
+    chances = table[[f"probabilities.{label}" if kind == "jsonl" else label for label in labels]]
+    assert chances.sum(axis=1).between(0.99999, 1.00001).all()
+    assert [labels[best] for best in chances.to_numpy().argmax(1)] == list(table["label"])
+
+
+def test_a_named_format_wins_over_the_ending_and_json_over_none(home, tmp_path, asked):
+    words = ["predict", home / "mood", asked, "-o", tmp_path / "out.csv"]
+    assert run(*words, "--output-format", "jsonl") == 0
+    assert set(json.loads((tmp_path / "out.csv").read_text().splitlines()[0])) == {"label", "probabilities"}
+
+
+def test_csv_is_what_excel_opens(home, tmp_path, asked):
+    output = tmp_path / "out.csv"
+    assert run("predict", home / "mood", asked, "-o", output, "--keep", "text") == 0
+    content = output.read_bytes()
+    assert content.startswith(b"\xef\xbb\xbftext,label,")
+    assert b'\r\n"commas, ""quotes"" and;",' in content
+    assert content.count(b"\r\n") == 101
+
+
+def test_what_a_file_is_read_as_is_told_by_predict(home, tmp_path, capsys):
+    path = tmp_path / "a.csv"
+    path.write_bytes("id;text\n1;sch\u00f6n\n".encode("cp1252"))
+    assert run("predict", home / "mood", path) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: {path} is read as Windows-1252 with semicolons between its cells")
+
+
 # Memory
 
 
@@ -196,7 +264,7 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
 
 
 def row_of(*texts):
-    return {"texts": json.dumps([(text, ()) for text in texts]), "error": "", "of_rows": False}
+    return {"texts": json.dumps([(text, ()) for text in texts]), "error": "", "of_rows": False, "told": "[]"}
 
 
 def test_errors_and_warnings_of_a_worker_come_out_here():
@@ -216,7 +284,7 @@ def test_errors_and_warnings_of_a_worker_come_out_here():
         assert _received(_Worker(lambda: score)(row_of("a", "b"))) == ("a\nb\n", 2)
     assert len(caught) == 1
     with pytest.raises(RowError, match="empty"):
-        _received(_Worker(source)({"texts": "[]", "error": "is empty", "of_rows": True}))
+        _received(_Worker(source)({"texts": "[]", "error": "is empty", "of_rows": True, "told": "[]"}))
 
 
 WRONG = {

@@ -3,10 +3,10 @@
 import platform
 import time
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from i2cl.methods import Method, Predictor
 from i2cl.methods.base import Wrapper
 from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.methods.prompts import PromptPredictor
+from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
 from i2cl.models.precision import quantization_of
 from i2cl.models.scoring import Progress
@@ -179,6 +180,20 @@ class SkippedWarning(UserWarning):
 
 
 @dataclass(frozen=True)
+class NotRun:
+    """A method that could not be run with one seed, and why."""
+
+    task: str
+    method: str
+    seed: int
+    why: str
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"task": self.task, "method": self.method, "seed": self.seed, "not_run": self.why}
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Methods that stand on one fit, on a task with some seeds: a job for `run_jobs`.
 
@@ -189,6 +204,7 @@ class Evaluation:
         shots: demonstrations per class; default: the task's own.
         limit: at most so many queries.
         skip: whether methods that need another model are left out with a `SkippedWarning`.
+        goes_on: whether one that cannot be run is told as such, and the others are run.
     """
 
     task: Task
@@ -197,35 +213,59 @@ class Evaluation:
     shots: int | None = None
     limit: int | None = None
     skip: bool = False
+    goes_on: bool = False
 
-    def run(self, decoder: Decoder) -> list[Run]:
+    def run(self, decoder: Decoder) -> list[Run | NotRun]:
         """One run for each seed and method.
 
         Raises:
-            I2CLError: see `evaluate`, from the first seed that cannot be fitted.
+            I2CLError: see `evaluate`, from the first seed that cannot be fitted; unless it goes on.
         """
         queries = self.task.queries(self.limit)
+        found: list[Run | NotRun] = []
         try:
-            return [
-                measure(decoder, self.task, _on_top(method, fitted, self.task), queries)
-                for fitted in self._fitted(decoder)
-                for method in self.methods
-            ]
+            together = self._together(decoder)
+            for seed in self.seeds:
+                with self._told(found, seed, self.methods):
+                    fitted = together.get(seed) or self._fitted(decoder, seed)
+                    for method in self.methods:
+                        with self._told(found, seed, [method]):
+                            on_top = _on_top(method, fitted, self.task)
+                            found.append(measure(decoder, self.task, on_top, queries))
         except NoCompressorError as lacking:
             if not self.skip:
                 raise
             warnings.warn(f"left out: {lacking}", SkippedWarning, stacklevel=2)
             return []
+        return found
 
-    def _fitted(self, decoder: Decoder) -> Iterable[Fitted]:
-        """All together, or else one after the other, each when it is asked for."""
+    @contextmanager
+    def _told(self, found: list[Run | NotRun], seed: int, methods: Sequence[Method]) -> Iterator[None]:
+        """Add what cannot be run, where others are to go on."""
+        try:
+            yield
+        except (I2CLError, RuntimeError) as error:
+            lacking = isinstance(error, NoCompressorError) and self.skip
+            ours = isinstance(error, I2CLError) or is_out_of_memory(error)
+            if lacking or not (self.goes_on and ours):
+                raise
+            why = str(error) if isinstance(error, I2CLError) else "out of memory"
+            found += [NotRun(self.task.name, method.called, seed, why) for method in methods]
+
+    def _together(self, decoder: Decoder) -> dict[int, Fitted]:
+        """All seeds, where they are fitted together."""
         method = bottom(self.methods[0])
-        fit = partial(fit_seeds, decoder, self.task, method)
-        shown = [self.task.sample(self.shots, seed) for seed in self.seeds]
         if method.joint and len(self.seeds) > 1:
+            shown = [self.task.sample(self.shots, seed) for seed in self.seeds]
             with suppress(I2CLError):  # by itself, each seed tells its own
-                return fit(shown, self.seeds)
-        return (fit([own], [seed])[0] for own, seed in zip(shown, self.seeds, strict=True))
+                fits = fit_seeds(decoder, self.task, method, shown, self.seeds)
+                return dict(zip(self.seeds, fits, strict=True))
+        return {}
+
+    def _fitted(self, decoder: Decoder, seed: int) -> Fitted:
+        """By itself."""
+        shown = self.task.sample(self.shots, seed)
+        return fit_seeds(decoder, self.task, bottom(self.methods[0]), [shown], [seed])[0]
 
 
 def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: int) -> float:

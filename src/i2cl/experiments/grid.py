@@ -8,7 +8,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,6 +17,9 @@ Study = Literal["method", "move", "transfer"]
 Demonstrations = Literal["random", "worst"]
 GOLDEN = (5**0.5 - 1) / 2
 """Its multiples fill [0, 1) evenly, however many are taken."""
+
+DEFAULT_AGAINST = "I2CL"
+"""Row that others are tested against where it is there and nobody says otherwise."""
 
 MOST_SEEDS = 10_000
 """Beyond which a number of seeds is a slip."""
@@ -41,6 +44,18 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Wording(_Frozen):
+    """What a grid says of a task, mostly a file of somebody's rows.
+
+    Attributes:
+        template: how it is asked.
+        test: file with its test rows.
+    """
+
+    template: str | None = None
+    test: str | None = None
+
+
 class Cell(_Frozen):
     """One thing to run, and its identity: equal cells have equal results up to rounding.
 
@@ -61,6 +76,7 @@ class Cell(_Frozen):
         skew: how many times as frequent as the others classes with an even id are, among queries and
             unlabelled texts.
         chat: whether everything is asked in the tokenizer's chat template, after the task's instruction.
+        own: what the grid says of the task and the sources, by name.
     """
 
     model: str
@@ -77,6 +93,12 @@ class Cell(_Frozen):
     limit: int | None = None
     skew: int = Field(1, ge=1)
     chat: bool = False
+    own: dict[str, Wording] = Field(default_factory=dict)
+
+    @property
+    def wording(self) -> Wording:
+        """What the grid says of the task."""
+        return self.own.get(self.task, Wording())
 
     @property
     def key(self) -> str:
@@ -128,18 +150,23 @@ class GridRow(_Frozen):
         for task, shots in itertools.product(tasks, curve if self.shots else (None,)):
             cell = base.model_copy(update={**fields, "task": task, "shots": shots})
             if self.study == "move":
-                yield from (cell.model_copy(update={"sources": (other,)}) for other in tasks)
+                yield from (_from(cell, (other,)) for other in tasks)
             elif self.study == "transfer":
-                others = tuple(other for other in tasks if other != task)
-                yield cell.model_copy(update={"sources": others})
+                yield _from(cell, tuple(other for other in tasks if other != task))
             else:
-                yield cell
+                yield _from(cell, ())
 
     def holds(self, cell: Cell) -> bool:
         """Whether a cell belongs to this row, whatever its model, task, seed and queries."""
         mine = (self.study, self.method, self.options, self.demonstrations, self.chat)
         theirs = (cell.study, cell.method, cell.options, cell.demonstrations, cell.chat)
         return mine == theirs and cell.shots in (self.shots or (None,))
+
+
+def _from(cell: Cell, sources: tuple[str, ...]) -> Cell:
+    """The same with these sources, and what the grid says of those that it uses."""
+    used = {name: told for name, told in cell.own.items() if name in (cell.task, *sources)}
+    return cell.model_copy(update={"sources": sources, "own": used})
 
 
 class Scale(_Frozen):
@@ -169,7 +196,8 @@ class Experiment(_Frozen):
         measures: what is measured, in a sentence.
         tasks: names, or "all" for the tasks that belong to the model.
         rows: what is compared.
-        against: name of the row that others are tested against.
+        own: template and test rows of tasks, by name: files of rows have none by themselves.
+        against: name of the row that others are tested against; default: "I2CL", or else the first row.
         skews: see `Cell`; for each, all rows once.
         views: what the report shows, in this order.
         printed: name of the paper's printed tables to set beside (`i2cl.experiments.printed`).
@@ -184,15 +212,29 @@ class Experiment(_Frozen):
     measures: str
     tasks: Literal["all"] | tuple[str, ...] = "all"
     rows: tuple[GridRow, ...] = Field(min_length=1)
-    against: str = "I2CL"
+    own: dict[str, Wording] = Field(default_factory=dict)
+    against: str = DEFAULT_AGAINST
     skews: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
     views: tuple[View, ...] = ("tasks", "comparison")
     printed: str | None = None
     full: Scale = Scale()
     quick: Scale = Scale(seeds=2, limit=100, tasks=5, shots=20)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _against_the_first(cls, data: Any) -> Any:
+        rows = data.get("rows") if isinstance(data, dict) and "against" not in data else None
+        if not isinstance(rows, list | tuple) or not rows:
+            return data
+        names = [row.get("name") if isinstance(row, dict) else getattr(row, "name", None) for row in rows]
+        if DEFAULT_AGAINST in names or not isinstance(names[0], str):
+            return data
+        return {**data, "against": names[0]}
+
     @model_validator(mode="after")
     def _rows_by_name(self) -> Self:
+        if self.tasks != "all" and (strange := sorted(set(self.own) - set(self.tasks))):
+            raise ValueError(f"own names {strange[0]!r}, which is none of the tasks: name one of them")
         if not self.tasks:
             raise ValueError('tasks is empty: name one, or leave it out for "all"')
         names = [row.name for row in self.rows]
@@ -222,7 +264,8 @@ class Experiment(_Frozen):
         """
         chosen = spread(tasks if self.tasks == "all" else self.tasks, scale.tasks)
         for seed, skew in itertools.product(range(scale.seeds), self.skews):
-            common = base.model_copy(update={"seed": seed, "limit": scale.limit, "skew": skew})
+            fields = {"seed": seed, "limit": scale.limit, "skew": skew, "own": self.own}
+            common = base.model_copy(update=fields)
             for row in self.rows:
                 if row.seeds is None or seed < row.seeds:
                     yield from row.cells(common, chosen, scale.shots)

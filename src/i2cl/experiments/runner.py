@@ -71,7 +71,7 @@ class Kept:
         each = (weights, rows, wording)
         return cls(*({name: frozenset(held) for name, held in one.items()} for one in each))
 
-    def require_same(self, bench: Bench, tasks: Iterable[str]) -> None:
+    def require_same(self, bench: Bench, cells: Iterable[Cell]) -> None:
         """Refuse to add results of other weights or other rows.
 
         Raises:
@@ -84,13 +84,13 @@ class Kept:
                 f"the store has results of other weights than {decoder.name!r} has now: "
                 "choose another --store"
             )
-        for task in sorted(tasks):
-            if set(self.rows.get(task, ())) - {bench.rows(task)}:
+        for task, cell in sorted({cell.task: cell for cell in cells}.items()):
+            if set(self.rows.get(task, ())) - {bench.rows(cell)}:
                 raise I2CLError(
                     f"the store has results on other rows of task {task!r}: choose another --store, or the "
                     "--data-dir they were made with"
                 )
-            if set(self.wording.get(task, ())) - {bench.wording(task)}:
+            if set(self.wording.get(task, ())) - {bench.wording(cell)}:
                 raise I2CLError(
                     f"the store has results of task {task!r} with another template, label words, instruction "
                     "or shots: choose another --store, or set the task back"
@@ -113,7 +113,7 @@ class GroupJob:
             I2CLError: if the store's results are of other weights, or of other rows of these tasks.
         """
         bench = Bench(decoder, self.data_dir, self.vectors)
-        self.kept.require_same(bench, {cell.task for group in self.groups for cell in group.lacking})
+        self.kept.require_same(bench, [cell for group in self.groups for cell in group.lacking])
         return [record for group in self.groups for record in _records(bench, group)]
 
 
@@ -147,12 +147,12 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
         error=error,
         started=started,
         peak_memory_bytes=max(memory, peak.bytes),
-        provenance=provenance(bench.decoder) | (_fingerprints(bench, cell.task) if outcome else {}),
+        provenance=provenance(bench.decoder) | (_fingerprints(bench, cell) if outcome else {}),
     )
 
 
-def _fingerprints(bench: Bench, task: str) -> dict[str, str]:
-    return {"rows": bench.rows(task), "wording": bench.wording(task)}
+def _fingerprints(bench: Bench, cell: Cell) -> dict[str, str]:
+    return {"rows": bench.rows(cell), "wording": bench.wording(cell)}
 
 
 Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]

@@ -19,7 +19,7 @@ from i2cl.core.context import ContextVector, extract_classes
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.evaluation import Fitted, fit_seeds, measure, stand_on
-from i2cl.experiments.grid import Cell
+from i2cl.experiments.grid import Cell, Wording
 from i2cl.experiments.records import Run
 from i2cl.experiments.store import save_vectors
 from i2cl.injections.transfer import transfer
@@ -30,6 +30,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
 from i2cl.storage.atomic import write_errors
 from i2cl.tasks import Example, Task, load_task
+from i2cl.tasks.loaders import default_template
 
 GROUPS = 20
 """Groups of demonstrations that the worst is taken from (paper, "Deficient ICL")."""
@@ -60,16 +61,16 @@ class Bench:
         Raises:
             I2CLError: if it is to be a chat and the tokenizer has no template for one.
         """
-        task = _task(cell.task, self.data_dir)
+        task = _task(cell.task, self.data_dir, cell.wording)
         return task.chat(self.decoder.tokenizer) if cell.chat else task
 
-    def rows(self, task: str) -> str:
-        """A fingerprint of a task's rows, of both splits: 16 hexadecimal digits."""
-        return _rows(task, self.data_dir)
+    def rows(self, cell: Cell) -> str:
+        """A fingerprint of the rows of a cell's task, of both splits: 16 hexadecimal digits."""
+        return _rows(cell.task, self.data_dir, cell.wording)
 
-    def wording(self, task: str) -> str:
-        """A fingerprint of template, label words, instruction and shots of a task."""
-        return _wording(task, self.data_dir)
+    def wording(self, cell: Cell) -> str:
+        """A fingerprint of template, label words, instruction and shots of a cell's task."""
+        return _wording(cell.task, self.data_dir, cell.wording)
 
     def injection(self, cell: Cell) -> Injection:
         """What plain I2CL was fitted to on a cell's task, by an earlier cell or now."""
@@ -103,21 +104,23 @@ class Bench:
 
 
 @lru_cache
-def _task(name: str, data_dir: str | None) -> Task:
-    return load_task(name, data_dir=data_dir)
+def _task(name: str, data_dir: str | None, wording: Wording) -> Task:
+    template = wording.template or default_template(name)
+    return load_task(name, data_dir=data_dir, template=template, test_path=wording.test)
 
 
 @lru_cache
-def _rows(name: str, data_dir: str | None) -> str:
-    task = _task(name, data_dir)
+def _rows(name: str, data_dir: str | None, wording: Wording) -> str:
+    task = _task(name, data_dir, wording)
     told = [[(example.text, example.label) for example in split] for split in (task.train, task.test)]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
 @lru_cache
-def _wording(name: str, data_dir: str | None) -> str:
+def _wording(name: str, data_dir: str | None, wording: Wording) -> str:
     unsaid = {"name", "title", "description", "group"}
-    told = {key: value for key, value in _task(name, data_dir).to_dict().items() if key not in unsaid}
+    known = _task(name, data_dir, wording).to_dict()
+    told = {key: value for key, value in known.items() if key not in unsaid}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -131,6 +134,7 @@ def plain(cell: Cell, task: str) -> Cell:
         seed=cell.seed,
         limit=cell.limit,
         chat=cell.chat,
+        own={name: told for name, told in cell.own.items() if name == task},
     )
 
 

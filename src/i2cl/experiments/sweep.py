@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from i2cl.experiments.evaluation import Evaluation, bottom
+from i2cl.errors import I2CLError
+from i2cl.experiments.evaluation import Evaluation, NotRun, bottom
 from i2cl.experiments.parallel import DecoderSource, run_jobs, suggested_workers
 from i2cl.experiments.records import Run
 from i2cl.methods import Method
@@ -22,6 +23,7 @@ def sweep(
     skip: bool = False,
     word: Callable[[Task, Decoder], Task] | None = None,
     watch: Callable[[Run], None] | None = None,
+    refused: Callable[[NotRun], None] | None = None,
 ) -> list[Run]:
     """Evaluate tasks x methods x seeds, in that order; seeds go together where a method gains by it.
 
@@ -38,9 +40,12 @@ def sweep(
         skip: leave out methods that need another model, with a `SkippedWarning`.
         word: gives a task other words once the model is there, such as those of its chat template.
         watch: called with each run as it ends, in any order.
+        refused: called with each method that cannot be run, and the others go on; default: the first is
+            raised.
 
     Raises:
-        I2CLError: if rows are lacking, before the model is loaded; or if a method cannot be fitted.
+        I2CLError: if rows are lacking, before the model is loaded; or if a method, or every one, cannot be
+            fitted.
     """
     for task in tasks:
         task.sample(shots, seeds[0])
@@ -52,17 +57,25 @@ def sweep(
     for method in methods:
         fits.setdefault(bottom(method), []).append(method)
     jobs = [
-        Evaluation(task, tuple(alike), group, shots, limit, skip)
+        Evaluation(task, tuple(alike), group, shots, limit, skip, refused is not None)
         for task in tasks
         for fit, alike in fits.items()
         for group in ([tuple(seeds)] if fit.joint else [(seed,) for seed in seeds])
     ]
     runs: list[tuple[tuple[int, int, int], Run]] = []
     called = [method.called for method in methods]
+    lacking: list[NotRun] = []
     for place, made in run_jobs(decoder, source, jobs, workers or suggested_workers(decoder, len(jobs))):
         at = place * len(tasks) // len(jobs)  # each task has as many jobs
-        runs += [((at, called.index(run.method), seeds.index(run.seed)), run) for run in made]
         for run in made:
+            if isinstance(run, NotRun):
+                lacking.append(run)
+                if refused is not None:
+                    refused(run)
+                continue
+            runs.append(((at, called.index(run.method), seeds.index(run.seed)), run))
             if watch is not None:
                 watch(run)
+    if lacking and not runs:
+        raise I2CLError(lacking[0].why)
     return [run for _, run in sorted(runs, key=lambda one: one[0])]

@@ -31,6 +31,7 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from i2cl.errors import I2CLError, needs, require_whole
 from i2cl.models.precision import Quantization, quantization_config
+from i2cl.storage.hub import require_reachable
 
 REFERENCE = "reference"
 """The name of the bundled model."""
@@ -103,6 +104,8 @@ def load_model_and_tokenizer(
         raise I2CLError(
             f"model folder {name!r} does not exist: give a folder, a GGUF file, a hub id, or 'reference'"
         )
+    else:
+        require_reachable(source, revision, NAMES)
     if device is not None and device_map is not None:
         raise I2CLError("device and device_map exclude each other: give one of them")
     target = _device(device)

@@ -7,15 +7,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, get_token, hf_hub_download, snapshot_download
+from huggingface_hub import (
+    HfApi,
+    get_hf_file_metadata,
+    get_token,
+    hf_hub_download,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import HfHubHTTPError
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, did_you_mean
 
 _HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
 """The base error of the client's HTTP library, which depends on the client's version."""
 
 _FAILURES = (OSError, ValueError, _HTTP_ERROR)
+
+CONFIG = "config.json"
+"""Name of the file that every model has."""
+
+SECONDS = 10
+"""That the hub has to answer."""
 
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
@@ -103,3 +117,31 @@ def _reason(error: Exception) -> str:
     return (
         f"the hub says {type(error).__name__} ({lines[0].rstrip('.')}): correct the name, or try again later"
     )
+
+
+def require_reachable(name: str, revision: str | None, others: tuple[str, ...]) -> None:
+    """Go on only if a model of the hub is in the cache, or the hub answers, whatever it says.
+
+    To load it without an answer would take a minute, in which the client tries again and again.
+
+    Args:
+        name: hub id.
+        revision: branch, tag or commit.
+        others: names that mean a model without the hub.
+
+    Raises:
+        I2CLError: if it does not answer.
+    """
+    try:
+        if isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
+            return
+        get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision), timeout=SECONDS)
+    except (HfHubHTTPError, ValueError):  # loading tells what is wrong with the name
+        return
+    except _FAILURES as error:
+        hint = did_you_mean(name, others)
+        cause = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise I2CLError(
+            f"model {name!r} is no folder and not in the cache of the hub, which does not answer ({cause}): "
+            f"{hint}give a folder, a GGUF file or {' or '.join(map(repr, others))}, or go online"
+        ) from None

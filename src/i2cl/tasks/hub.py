@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from i2cl.errors import I2CLError, needs
-from i2cl.tasks.rows import LabelLookup
+from i2cl.tasks.labels import LabelLookup
 from i2cl.tasks.sampling import group_by_label, sample_per_class, seeded
 from i2cl.tasks.schema import HubSource
 from i2cl.tasks.types import Example

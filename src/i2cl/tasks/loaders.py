@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from i2cl.errors import I2CLError
+from i2cl.tasks.formats import ROW_SUFFIXES
 from i2cl.tasks.hub import load_hub
 from i2cl.tasks.registry import (
     BUILTIN,
@@ -16,9 +17,10 @@ from i2cl.tasks.registry import (
     reference_task,
     unknown_task,
 )
-from i2cl.tasks.rows import ROW_SUFFIXES, read_examples
+from i2cl.tasks.rows import read_examples, read_labelled
 from i2cl.tasks.schema import FilesSource, TaskSpec, read_spec
 from i2cl.tasks.synthetic import synthetic_task
+from i2cl.tasks.template import DEFAULT
 from i2cl.tasks.types import Example, Task, Template
 
 DATA_DIR_VARIABLE = "I2CL_DATA_DIR"
@@ -35,14 +37,16 @@ def load_task(
     text_column: str = "text",
     label_column: str = "label",
     test_path: StrPath | None = None,
+    skip_bad_rows: bool = False,
 ) -> Task:
     """A task with its rows.
 
     `name_or_path` is the path of a task TOML, the path of a file of rows (.csv, .tsv, .jsonl, .json: needs
     `template`; `test_path` is its test split; the columns are named by `text_column` and `label_column`), or
-    a known name (`list_tasks`). The paper's tasks are read from `data_dir` or the folder in I2CL_DATA_DIR,
-    laid out as <folder>/<task>/train.jsonl and test.jsonl, else from the Hugging Face hub. `template` and
-    `labels` replace those of a task that has its own. Raises I2CLError for anything unknown, missing or
+    a known name (`list_tasks`). With `skip_bad_rows`, rows of files of your own that cannot be used are left
+    out, with a warning. The paper's tasks are read from `data_dir` or the folder in I2CL_DATA_DIR, laid out
+    as <folder>/<task>/train.jsonl and test.jsonl, else from the Hugging Face hub. `template` and `labels`
+    replace those of a task that has its own. Raises I2CLError for anything unknown, missing or
     malformed.
     """
     if isinstance(labels, str):
@@ -52,14 +56,26 @@ def load_task(
     suffix = path.suffix.lower()
     if suffix in ROW_SUFFIXES:
         test_file = None if test_path is None else Path(test_path)
-        return _load_rows_file(path, test_file, shape, labels, (text_column, label_column))
+        return _load_rows_file(
+            path, test_file, shape, labels, (text_column, label_column), skip=skip_bad_rows
+        )
     if test_path is not None:
         raise I2CLError(f"test_path: {str(name_or_path)!r} brings its own test split: leave test_path out")
     if suffix == ".toml":
-        task = _load_spec(read_spec(path), path.parent, data_dir, "user")
+        task = _load_spec(read_spec(path), path.parent, data_dir, "user", skip=skip_bad_rows)
     else:
         task = _load_named(str(name_or_path), data_dir)
     return _override(task, shape, labels)
+
+
+def default_template(name: StrPath) -> str | None:
+    """That of rows of which nobody says how to ask; None for a task that has its own."""
+    return DEFAULT if is_own(name) else None
+
+
+def is_own(name: StrPath) -> bool:
+    """Whether a task is a file of somebody's rows."""
+    return Path(name).suffix.lower() in ROW_SUFFIXES
 
 
 def _load_named(name: str, data_dir: StrPath | None) -> Task:
@@ -77,20 +93,25 @@ def _load_named(name: str, data_dir: StrPath | None) -> Task:
     raise unknown_task(name)
 
 
-def _load_spec(spec: TaskSpec, folder: Path, data_dir: StrPath | None, group: str) -> Task:
+def _load_spec(
+    spec: TaskSpec, folder: Path, data_dir: StrPath | None, group: str, *, skip: bool = False
+) -> Task:
     if spec.files is not None:
-        train, test = _from_files(spec.files, folder, spec.labels)
+        train, test = _from_files(spec.files, folder, spec.labels, skip=skip)
     else:
         root = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         train, test = _from_folder(Path(root), spec) if root else _from_hub(spec)
     return spec.to_task(train, test, group)
 
 
-def _from_files(files: FilesSource, folder: Path, labels: Sequence[str]) -> tuple[Split, Split]:
-    train, _ = read_examples(folder / files.train, labels, files.text, files.label)
+def _from_files(
+    files: FilesSource, folder: Path, labels: Sequence[str], *, skip: bool
+) -> tuple[Split, Split]:
+    columns = (files.text, files.label)
+    train, lookup = read_labelled(folder / files.train, labels, *columns, skip=skip)
     if files.test is None:
         return train, ()
-    return train, read_examples(folder / files.test, labels, files.text, files.label)[0]
+    return train, read_labelled(folder / files.test, lookup, *columns, skip=skip)[0]
 
 
 def _from_folder(root: Path, spec: TaskSpec) -> tuple[Split, Split]:
@@ -118,13 +139,17 @@ def _load_rows_file(
     template: Template | None,
     labels: Sequence[str] | None,
     columns: tuple[str, str],
+    *,
+    skip: bool,
 ) -> Task:
-    train, words = read_examples(path, labels, *columns)
+    train, lookup = read_labelled(path, labels, *columns, skip=skip)
     if template is None:
         example = "'Review: {text}\\nSentiment: {label}'"
         raise I2CLError(f"{path} needs a template: pass one such as {example}")
-    test = read_examples(test_path, words, *columns)[0] if test_path is not None else ()
-    return Task(name=path.stem, labels=words, template=template, train=train, test=test, title=path.stem)
+    test = read_labelled(test_path, lookup, *columns, skip=skip)[0] if test_path is not None else ()
+    return Task(
+        name=path.stem, labels=lookup.labels, template=template, train=train, test=test, title=path.stem
+    )
 
 
 def _override(task: Task, template: Template | None, labels: Sequence[str] | None) -> Task:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from i2cl.errors import I2CLError, did_you_mean
-from i2cl.tasks.rows import decoded, opened
+from i2cl.tasks.files import decoded, opened
 from i2cl.tasks.template import Template
 from i2cl.tasks.types import Example, Task
 

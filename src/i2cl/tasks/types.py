@@ -74,9 +74,10 @@ class Task:
             )
         for word, group in zip(self.labels, groups, strict=True):
             if len(group) < count:
+                cure = "ask for fewer shots or add rows of that class" if group else "add rows of that class"
                 raise I2CLError(
                     f"task {self.name!r}: class {word!r} has {len(group)} training examples but {count} "
-                    "shots were asked: ask for fewer shots or add rows of that class"
+                    f"shots were asked: {cure}"
                 )
         return sample_per_class(groups, [count] * len(groups), seeded(seed))
 

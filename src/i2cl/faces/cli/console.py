@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from i2cl.storage.atomic import write_errors
+from i2cl.tasks.files import ReadAsWarning
 
 if TYPE_CHECKING:
     from i2cl.experiments.records import Run
 
-SHORT = 20
-"""Cells up to this length are never wrapped."""
-
 FOLDED = 20
-"""Width in characters from which a column of a table may be folded."""
+"""Characters up to which a cell stays in one line, where the terminal has room."""
 
 GAP = 3
 """Characters between two columns."""
@@ -80,6 +79,12 @@ def say(text: str) -> None:
         out.print(text, markup=False, soft_wrap=True)
 
 
+def wrap(text: str) -> None:
+    """Text on stdout, in lines that end between words where the terminal does."""
+    with write_errors("stdout"):
+        out.print(text, markup=False)
+
+
 def note(text: str) -> None:
     """One line on stderr that is no error."""
     err.print(text, markup=False, soft_wrap=True)
@@ -93,24 +98,38 @@ def print_error(message: str) -> None:
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     """A table whose columns are the keys of the first row; numbers stand to the right.
 
-    Only long texts are folded. Where that is not enough, lines are longer than the terminal is wide:
-    nothing is ever cut off.
+    On a narrow terminal columns move together, then cells go on below themselves, between words and behind a
+    plus. Where that is not enough, lines are longer than the terminal is wide: nothing is ever cut off.
     """
+    cells = [[name, *(str(row[name]) for row in rows)] for name in rows[0]]
+    longest = sum(min(_line(texts), max(FOLDED, _word(texts))) for texts in cells)
+    gap = GAP if longest + GAP * len(cells) <= out.width else GAP - 1
+    if longest + gap * len(cells) > out.width:
+        cells = [[text.replace("+", "+\n") for text in texts] for texts in cells]
+    widths, least = list(map(_line, cells)), list(map(_word, cells))
+    while sum(widths) + gap * len(cells) > out.width and widths != least:
+        widths[max(range(len(cells)), key=lambda at: (widths[at] > least[at], widths[at]))] -= 1
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    needed = 0
-    for name, value in rows[0].items():
-        number = isinstance(value, int | float) or str(value)[:1].isdigit()
-        longest = max(len(text) for text in (name, *(str(row[name]) for row in rows)))
-        needed += min(longest, FOLDED) + GAP
-        table.add_column(
-            name, justify="right" if number else "left", overflow="fold", no_wrap=longest <= FOLDED
-        )
-    for row in rows:
-        table.add_row(*(_plain(str(value)) for value in row.values()))
-    if needed > out.width:
+    table.collapse_padding = gap < GAP
+    if (needed := sum(widths) + gap * len(cells)) > out.width:
         table.width = needed
+    for (name, value), width in zip(rows[0].items(), widths, strict=True):
+        number = isinstance(value, int | float) or str(value)[:1].isdigit()
+        table.add_column(_plain(name), justify="right" if number else "left", width=width)
+    for row in islice(zip(*cells, strict=True), 1, None):  # the first are the names
+        table.add_row(*map(_plain, row))
     with write_errors("stdout"):
         out.print(table, crop=False)
+
+
+def _line(texts: Sequence[str]) -> int:
+    """Characters of the longest line."""
+    return max(len(line) for text in texts for line in (text.splitlines() or [""]))
+
+
+def _word(texts: Sequence[str]) -> int:
+    """Characters of the longest word."""
+    return max((len(word) for text in texts for word in text.split()), default=0)
 
 
 @contextmanager
@@ -193,7 +212,8 @@ def plain_warnings() -> Iterator[None]:
         text = str(message)
         if category.__module__.startswith("i2cl") and text not in seen:
             seen.add(text)
-            err.print(f"[yellow]warning:[/] {_plain(text)}", soft_wrap=True)
+            word = "note:" if issubclass(category, ReadAsWarning) else "[yellow]warning:[/]"
+            err.print(f"{word} {_plain(text)}", soft_wrap=True)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)

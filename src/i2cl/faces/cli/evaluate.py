@@ -11,6 +11,7 @@ from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
+    from i2cl.experiments.evaluation import NotRun
     from i2cl.experiments.records import Run
 
 DEFAULT_METHODS = "zero_shot,few_shot,noise,i2cl,anchored"
@@ -59,6 +60,12 @@ def evaluate(
             raise I2CLError(f"two {what} are called {twice[0]!r}: leave one out, or ask for it by itself")
     source = partial(load.decoder, model, loading)
     span = range(seed, seed + seeds)
+    lacking: list["NotRun"] = []
+
+    def refused(one: "NotRun") -> None:
+        lacking.append(one)
+        bar.advance()
+
     with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:
         runs = sweep(
             source,
@@ -71,16 +78,18 @@ def evaluate(
             skip=method == "all",
             word=lambda one, decoder: load.worded(one, rows, decoder.tokenizer),
             watch=bar.run,
+            refused=refused,
         )
-    show(runs, f"{model}: mean ± standard deviation over {seeds} seed(s)", as_json=json)
+    title = f"{model}: mean ± standard deviation over {seeds} seed(s)"
+    show(runs, title, sorted(lacking, key=lambda one: (one.task, one.method, one.seed)), as_json=json)
 
 
-def show(runs: "Sequence[Run]", title: str, *, as_json: bool) -> None:
-    """A table of the means over seeds, or every run as JSON."""
+def show(runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *, as_json: bool) -> None:
+    """A table of the means over seeds, or every run as JSON; and what could not be run."""
     from i2cl.experiments.evaluation import summarize
 
     if as_json:
-        console.print_json([run.record() for run in runs])
+        console.print_json([run.record() for run in runs] + [one.record() for one in lacking])
         return
     rows: list[Mapping[str, object]] = [
         {
@@ -93,4 +102,13 @@ def show(runs: "Sequence[Run]", title: str, *, as_json: bool) -> None:
         }
         for row in summarize(runs)
     ]
-    console.print_table(title, rows)
+    ran = {(row["task"], row["method"]) for row in rows}
+    for task, method in dict.fromkeys((one.task, one.method) for one in lacking):
+        if (task, method) not in ran:
+            rows.append(dict.fromkeys(rows[0], "") | {"task": task, "method": method, "accuracy": "not run"})
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    console.print_table(title, sorted(rows, key=lambda row: tasks.index(row["task"])))
+    for task, method, why in dict.fromkeys((one.task, one.method, one.why) for one in lacking):
+        seeds = [str(one.seed) for one in lacking if (one.task, one.method, one.why) == (task, method, why)]
+        of = f" with seed {', '.join(seeds)}" if (task, method) in ran else ""
+        console.say(f"{method} was not run on {task}{of}: {why}.")

@@ -1,6 +1,8 @@
 """`i2cl experiment ls|run|pack|unpack`."""
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -96,8 +98,9 @@ def run(
     base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
     only = load.split(tasks) if tasks is not None and tasks != "all" else None
     cells, timed = _cells(names, base, only, load.task_names("all", model), quick, seeds, limit)
-    for name in {cell.task for cell in cells}:  # what is lacking is told before a model is loaded
-        load.task(name, rows)
+    for name, own in {(cell.task, cell.wording) for cell in cells}:  # what is lacking is told at once
+        test = Path(own.test) if own.test is not None else None
+        load.task(name, replace(rows, template=own.template, test=test))
     data_dir = str(rows.data_dir) if rows.data_dir else None
     source = partial(load.decoder, model, loading)
     execute = partial(_execute, source=source, workers=workers, ray=executor == "ray", address=address)
@@ -120,7 +123,7 @@ def run(
     else:
         skipped = f", {tally.skipped} skipped" if tally.skipped else ""
         told = f"{tally.done} cells done, {tally.failed} failed{skipped}, {kept} kept from before"
-        _tell(folder, told, failures)
+        _tell(folder, told, failures, names)
         for reason in {one.error for one in opened.records.values() if one.status == "skipped"}:
             console.note(f"skipped: {reason} (a new store tries it again)")
     if tally.failed:
@@ -152,12 +155,13 @@ def _cells(
     return cells, timed
 
 
-def _tell(folder: Path, summary: str, failures: "Sequence[Record]") -> None:
+def _tell(folder: Path, summary: str, failures: "Sequence[Record]", names: str) -> None:
     console.say(f"{summary}: {folder}")
     for record in failures:
         cell = record.cell
         console.say(f"failed: {cell.task} {cell.method} seed {cell.seed}: {record.error}")
-    console.say(f"next: i2cl report {folder}")
+    which = [] if names == "all" else ["--experiments", names]
+    console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
 
 
 def _scaled(scale: "Scale", seeds: int | None, limit: int | None) -> "Scale":

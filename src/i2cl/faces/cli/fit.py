@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from i2cl.errors import I2CLError
-from i2cl.faces.cli import console, load, options
+from i2cl.faces.cli import console, data, load, options
 from i2cl.faces.cli.options import ModelOptions, TaskOptions
 from i2cl.storage.atomic import public_name, require_writable
 
@@ -36,8 +36,16 @@ def fit(
     task: options.TaskName,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the artefact.")],
     *,
-    shots: options.Shots = None,
+    shots: options.FitShots = None,
     seed: options.Seed = 0,
+    keep_back: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Of classes of your file with 10 rows or more, one row in so many is kept back to score on, "
+            "0 for none; default: 5 without --shots and --test.",
+        ),
+    ] = None,
     method: Annotated[
         Literal["anchored", "i2cl"] | None,
         typer.Option(
@@ -79,18 +87,29 @@ def fit(
     """Turn a task's labelled examples into a calibrated injection and save it."""
     load.libraries()
     from i2cl.core.artefact import own_files
+    from i2cl.experiments.draw import draw, fitting
     from i2cl.experiments.worth import labelled_rows
     from i2cl.injections.label_prior import with_label_prior
     from i2cl.methods import calibrating_method
+    from i2cl.tasks.loaders import is_own
 
     require_writable(output, own_files(output))
     chosen = calibrating_method(method, load.options(settings), recipe)
     loaded = load.task(task, rows)
-    demonstrations = loaded.sample(shots, seed)
-    queries = labelled_rows(loaded, demonstrations, evaluate)
+    own = is_own(task)
+    choice: Any = {"keep_back": keep_back, "scored": evaluate > 0 and not loaded.test}
+    drawn = draw(loaded, chosen, shots, seed, own=own, **choice)  # sizes are checked before the model is read
     texts, shares = _prior_of(unlabelled, prior, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
     loaded = load.worded(loaded, rows, decoder.tokenizer)
+    if drawn is None:
+        with console.waiting("timing the model"):
+            drawn = fitting(decoder, loaded, chosen.rounds, seed, **choice)
+    demonstrations = drawn.demonstrations
+    queries = labelled_rows(loaded, demonstrations, evaluate)
+    block = data.Block.of(loaded, decoder, drawn, queries) if own else None
+    if block is not None and not json:
+        block.show()
     started = time.perf_counter()
     injection = _fitted(chosen, decoder, loaded, demonstrations, seed, hints=not json)
     if texts:
@@ -99,11 +118,14 @@ def fit(
     seconds = time.perf_counter() - started
     if evaluate:
         injection = _measured(injection, chosen, decoder, loaded, demonstrations, queries, seconds)
-    command = command_line(context, shots=shots or loaded.shots, seed=seed, method=chosen.name)
+    command = command_line(
+        context, shots=drawn.shots, keep_back=drawn.keep_back or None, seed=seed, method=chosen.name
+    )
     injection = replace(injection, command=command)
     if console.FIRST:
         injection.save_pretrained(output)
-    _show_fit(injection, chosen.name, output, model, seconds, asked=evaluate > 0, json=json)
+    rest = block.record() if block is not None else None
+    _show_fit(injection, chosen.name, output, model, seconds, rest, asked=evaluate > 0, json=json)
 
 
 def _fitted(
@@ -201,6 +223,7 @@ def _show_fit(
     output: Path,
     model: str,
     seconds: float,
+    rows: dict[str, Any] | None,
     *,
     asked: bool,
     json: bool,
@@ -218,6 +241,7 @@ def _show_fit(
             "task": injection.task.name,
             "labels": list(injection.task.labels),
             "demonstrations": count,
+            "rows": rows,
             "first_loss": first,
             "last_loss": last,
             "fit_seconds": seconds,

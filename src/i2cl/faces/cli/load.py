@@ -118,13 +118,15 @@ def _quiet_hub() -> None:
 
 
 def task(name: str, options: TaskOptions) -> "Task":
-    """Load one task."""
+    """Load one task; rows without a template get that of the page."""
     from i2cl.tasks import load_task
+    from i2cl.tasks.loaders import default_template
 
     _quiet_hub()
     template = options.template.replace("\\n", "\n") if options.template else None
+    template = template or default_template(name)
     if options.chat:
-        if template is not None:
+        if options.template:
             raise I2CLError("--chat and --template exclude each other: leave one of them out")
         template = UNWORDED
     return load_task(
@@ -135,6 +137,7 @@ def task(name: str, options: TaskOptions) -> "Task":
         text_column=options.text_column,
         label_column=options.label_column,
         test_path=options.test,
+        skip_bad_rows=options.skip_bad_rows,
     )
 
 

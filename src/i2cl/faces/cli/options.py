@@ -31,6 +31,14 @@ Seed = Annotated[
 ]
 NoSeed = Annotated[int, typer.Option(help="Accepted by every command; nothing is random here.", hidden=True)]
 Shots = Annotated[int | None, typer.Option(min=1, help="Demonstrations per class; default: the task's own.")]
+FitShots = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Demonstrations per class; default: the task's own, or of a file of yours up to 20, as many as "
+        "take some five minutes.",
+    ),
+]
 Limit = Annotated[int, typer.Option(min=1, help="Queries per task.")]
 
 METHOD = "Method"
@@ -72,7 +80,10 @@ class TaskOptions:
     ] = None
     template: Annotated[
         str | None,
-        typer.Option(help="Such as 'Review: {text}\\nSentiment: {label}'; \\n is a newline."),
+        typer.Option(
+            help="Such as 'Review: {text}\\nSentiment: {label}'; \\n is a newline; default for a file: "
+            "'Text: {text}\\nLabel: {label}'."
+        ),
     ] = None
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask in the model's own chat template, the label as its answer.")
@@ -87,6 +98,9 @@ class TaskOptions:
     text_column: TextColumn = "text"
     label_column: Annotated[str, typer.Option(help="Column or key that holds the label.")] = "label"
     test: Annotated[Path | None, typer.Option(help="File with the test rows of your own task.")] = None
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Leave out rows of your own files that cannot be used.")
+    ] = False
 
 
 @dataclass(frozen=True)

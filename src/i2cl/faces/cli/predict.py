@@ -12,8 +12,10 @@ import typer
 from i2cl.errors import I2CLError
 from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.options import ModelOptions
-from i2cl.faces.stream.outputs import Output, header_line, require_other, source_state, written
-from i2cl.tasks.rows import RowFormat
+from i2cl.faces.stream.outputs import Output, require_other, source_state, written
+from i2cl.faces.stream.tables import OutputFormat, Table
+from i2cl.faces.stream.tables import output_format as chosen_format
+from i2cl.tasks.formats import RowFormat
 from i2cl.version import __version__
 
 if TYPE_CHECKING:
@@ -32,8 +34,11 @@ def predict(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write here, and not to stdout.")
     ] = None,
-    text_format: Annotated[
-        RowFormat | None, typer.Option("--format", help="Default: by the file's ending, else lines.")
+    input_format: Annotated[
+        RowFormat | None, typer.Option(help="Of FILE; default: by its ending, else lines.")
+    ] = None,
+    output_format: Annotated[
+        OutputFormat | None, typer.Option(help="Default: by OUT's ending, else tsv; with --json jsonl.")
     ] = None,
     text_column: options.TextColumn = "text",
     keep: Annotated[
@@ -67,12 +72,13 @@ def predict(
         raise I2CLError("--workers and --address are for a cluster: add --executor ray")
     if executor == "ray" and source == "-":
         raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
+    kind = chosen_format(output, output_format, as_json=json)
     require_other(output, source, *_files(artefact))
     started = time.perf_counter()
     injection = Injection.from_pretrained(artefact)
     loading = load.of_artefact(loading, injection, model)
     kept = tuple(dict.fromkeys(load.split(keep))) if keep else ()
-    texts = Texts(source, text_format, text_column, chunk, kept=kept, numbered=row_number)
+    texts = Texts(source, input_format, text_column, chunk, kept=kept, numbered=row_number)
     settings = {
         "i2cl": __version__,
         "artefact": digest(injection),
@@ -80,16 +86,18 @@ def predict(
         "dtype": loading.dtype,
         "quantization": loading.quantization,
         "source": source_state(source),
-        "format": text_format,
+        "input_format": input_format,
+        "output_format": kind,
         "text_column": text_column,
         "keep": texts.names,
-        "json": json,
         "chunk": chunk,
     }
-    load_scorer = partial(_scorer, injection, model, loading, texts.names, force=force, as_json=json)
-    header = header_line(injection.task.labels, as_json=json, names=texts.names)
+    to_file = output is not None and (output.is_file() or not output.exists())
+    table = Table(injection.task.labels, kind, texts.names, waits=to_file and kind in {"csv", "parquet"})
+    load_scorer = partial(_scorer, injection, model, loading, table, force=force)
+    finish = table.finish if table.waits else None
     again = {"resumes": Path(source).is_file(), "restart": restart}
-    with written(output, header, settings, chunk=chunk, **again) as out:
+    with written(output, table.header, settings, chunk=chunk, finish=finish, **again) as out:
         if out.kept:
             console.note(f"{out.kept} rows of an earlier run are kept")
         texts = replace(texts, skip=out.kept)
@@ -101,6 +109,8 @@ def predict(
     if output is not None:
         before = f", {out.kept} of them from an earlier run" if out.kept else ""
         console.note(f"Saved {output}: {out.rows} rows in {time.perf_counter() - started:.1f} s{before}.")
+        if out.note:
+            console.note(out.note)
 
 
 def _files(artefact: str) -> list[str]:
@@ -132,13 +142,12 @@ def _scorer(
     injection: "Injection",
     model: str | None,
     loading: ModelOptions,
-    names: tuple[str, ...],
+    table: Table,
     *,
     force: bool,
-    as_json: bool,
 ) -> "Scorer":
     """Load the model."""
     from i2cl.faces.stream.prediction import Scorer
 
     decoder = load.artefact_decoder(injection, model, loading)
-    return Scorer(injection, decoder, as_json, force, names)
+    return Scorer(injection, decoder, table, force)

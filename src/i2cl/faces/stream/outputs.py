@@ -1,24 +1,27 @@
 """Predictions out: to stdout, or to a file that a killed run goes on with.
 
 While the file OUT is made, its rows are in ``.OUT.part`` beside it, and ``.OUT.part.json`` says what they
-depend on. The same run again keeps the whole chunks that are there. OUT appears by a rename at the end.
+depend on. The same run again keeps the whole chunks that are there. OUT appears by a rename at the end, of
+the rows or of what is made of them then.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from i2cl.errors import I2CLError
-from i2cl.storage.atomic import write_errors
+from i2cl.storage.atomic import synced, write_errors
 from i2cl.storage.journal import Journal, only_writer
-from i2cl.tasks.rows import STDIN, RowError
+from i2cl.tasks.files import RowError
+from i2cl.tasks.formats import STDIN
 
-_NO_BREAKS = str.maketrans("\t\r\n", "   ")
+Finish = Callable[[Path, Path], str]
+"""Makes the second file of the rows in the first, and says what somebody should know of it."""
 
 
 class Output:
@@ -26,6 +29,7 @@ class Output:
 
     Attributes:
         kept: rows of an earlier run.
+        note: what somebody should know of the file that was made.
         rows: rows that are there, those kept included.
         resumes: whether they survive the end of this process.
     """
@@ -43,6 +47,7 @@ class Output:
         self._header = header
         self._path = path
         self.kept = self.rows = kept
+        self.note = ""
         self.resumes = resumes
 
     def write(self, lines: str, rows: int) -> None:
@@ -65,6 +70,7 @@ def written(
     chunk: int,
     resumes: bool = True,
     restart: bool = False,
+    finish: Finish | None = None,
 ) -> Iterator[Output]:
     """stdout, or a file that appears under its name only when the block ends without an error.
 
@@ -79,6 +85,7 @@ def written(
         chunk: rows written at a time: kept rows are a multiple of it, so that the same chunks follow.
         resumes: whether the texts can be read again from the start.
         restart: discard what an earlier run left.
+        finish: makes the file that appears of the rows, where that is another one; see `Table.finish`.
 
     Raises:
         I2CLError: if the file cannot be written, another process is writing it, or rows are there that were
@@ -98,12 +105,12 @@ def written(
                 busy = f"another process is writing {str(path)!r}: wait for it, or choose another place"
                 stack.enter_context(only_writer(_beside(path, ".part.lock"), busy))
             chunk = chunk if resumes else 0
-            yield stack.enter_context(_growing(path, header, settings, chunk, restart=restart))
+            yield stack.enter_context(_growing(path, header, settings, chunk, finish, restart=restart))
 
 
 @contextmanager
 def _growing(
-    path: Path, header: str, settings: Mapping[str, Any], chunk: int, *, restart: bool
+    path: Path, header: str, settings: Mapping[str, Any], chunk: int, finish: Finish | None, *, restart: bool
 ) -> Iterator[Output]:
     """A file in the making; chunk 0 means that nothing of it outlives this process."""
     rows_file, note = _beside(path, ".part"), _beside(path, ".part.json")
@@ -125,12 +132,28 @@ def _growing(
         with file:
             yield output
         with _told(path):
-            rows_file.replace(path)
+            if finish is None:
+                rows_file.replace(path)
+            else:
+                output.note = _finished(rows_file, path, finish)
             note.unlink(missing_ok=True)
     except BaseException as error:
         if isinstance(error, RowError) or not (output.resumes and output.rows):
             _discard(rows_file, note)
         raise
+
+
+def _finished(rows_file: Path, path: Path, finish: Finish) -> str:
+    """Make the file of the rows, which are there until it is."""
+    new = _beside(path, ".part.new")
+    try:
+        told = finish(rows_file, new)
+        synced(new)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    rows_file.unlink()
+    return told
 
 
 def require_other(output: Path | None, *sources: str) -> None:
@@ -156,57 +179,6 @@ def source_state(source: str) -> list[Any]:
         return [source]
     found = path.stat()
     return [str(path), found.st_size, found.st_mtime_ns]
-
-
-def header_line(labels: Sequence[str], *, as_json: bool, names: Sequence[str] = ()) -> str:
-    """The first line of the tab-separated form; JSON has none.
-
-    Args:
-        labels: each has a column.
-        as_json: whether it is JSON.
-        names: of the columns that are kept; one that is called like a column of ours is ``input.NAME``.
-    """
-    ours = ["label", *labels]
-    cells = [*(f"input.{name}" if name in ours else name for name in names), *ours]
-    return "" if as_json else "\t".join(map(_one_cell, cells)) + "\n"
-
-
-def prediction_lines(
-    labels: Sequence[str],
-    rows: Sequence[Sequence[float]],
-    *,
-    as_json: bool,
-    names: Sequence[str] = (),
-    kept: Sequence[Sequence[object]] | None = None,
-) -> str:
-    """One line per row of probabilities: JSON, or tab-separated; what is kept first, then the best label.
-
-    Args:
-        labels: of the task.
-        rows: a probability per label each.
-        as_json: whether it is JSON, where what is kept is an object of its own.
-        names: of the columns that are kept.
-        kept: their values in each row; default: none.
-    """
-    lines = []
-    for row, values in zip(rows, kept or [()] * len(rows), strict=True):
-        best = labels[max(range(len(row)), key=row.__getitem__)]
-        if as_json:
-            record: dict[str, Any] = {"input": dict(zip(names, values, strict=True))} if names else {}
-            record["label"] = best
-            record["probabilities"] = {
-                label: round(value, 6) for label, value in zip(labels, row, strict=True)
-            }
-            lines.append(json.dumps(record, ensure_ascii=False))
-        else:
-            cells = [*map(_one_cell, values), _one_cell(best), *(f"{value:.6f}" for value in row)]
-            lines.append("\t".join(cells))
-    return "".join(line + "\n" for line in lines)
-
-
-def _one_cell(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text.translate(_NO_BREAKS)
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -16,17 +16,15 @@ from typing import Any, NamedTuple
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.cluster import joined, quiet_core
-from i2cl.faces.stream.outputs import prediction_lines
+from i2cl.faces.stream.tables import NUMBER, Table
 from i2cl.models.decoder import Decoder
-from i2cl.tasks.rows import Query, RowError, RowFormat, read_queries
+from i2cl.tasks.files import RowError
+from i2cl.tasks.formats import RowFormat
+from i2cl.tasks.rows import Query, read_queries
 
 
 class WorkerWarning(UserWarning):
     """What a worker of a cluster warned of, in its words."""
-
-
-NUMBER = "row"
-"""What the number of a row is called."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +75,20 @@ class Scorer:
     Attributes:
         injection: the task.
         decoder: its model.
-        as_json: JSON Lines instead of tabs.
+        table: how the lines are written.
         force: accept other weights of the same sizes.
-        names: of what is kept of each row.
     """
 
     injection: Injection
     decoder: Decoder
-    as_json: bool = False
+    table: Table
     force: bool = False
-    names: tuple[str, ...] = ()
 
     def __call__(self, queries: list[Query]) -> str:
         """One line per text."""
         texts = [query.text for query in queries]
         probabilities = self.injection.scores(self.decoder, texts, force=self.force).softmax(-1).tolist()
-        kept = [query.kept for query in queries]
-        labels = self.injection.task.labels
-        return prediction_lines(labels, probabilities, as_json=self.as_json, names=self.names, kept=kept)
+        return self.table.lines(probabilities, [query.kept for query in queries])
 
 
 ScorerSource = Callable[[], Callable[[list[Query]], str]]
@@ -177,11 +171,20 @@ def predict_on_ray(
 
 def _read(_row: dict[str, Any], texts: Texts) -> Iterator[dict[str, Any]]:
     """One chunk a row, as JSON, so that every block has the same plain columns."""
-    try:
-        for chunk in texts:
-            yield {"texts": json.dumps(chunk), "error": "", "of_rows": False}
-    except I2CLError as error:
-        yield {"texts": "[]", "error": str(error), "of_rows": isinstance(error, RowError)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for chunk in texts:
+                yield {"texts": json.dumps(chunk), "error": "", "of_rows": False, "told": _ours(caught)}
+                caught.clear()
+        except I2CLError as error:
+            of_rows = isinstance(error, RowError)
+            yield {"texts": "[]", "error": str(error), "of_rows": of_rows, "told": _ours(caught)}
+
+
+def _ours(caught: list[warnings.WarningMessage]) -> str:
+    """What this package warned of, as JSON."""
+    return json.dumps([str(one.message) for one in caught if one.category.__module__.startswith("i2cl")])
 
 
 class _Worker:
@@ -202,7 +205,7 @@ class _Worker:
                     lines = self._score(texts)
             except I2CLError as raised:
                 error, of_rows = str(raised), isinstance(raised, RowError)
-        told = [str(one.message) for one in caught if one.category.__module__.startswith("i2cl")]
+        told = json.loads(row["told"]) + json.loads(_ours(caught))
         return {
             "lines": lines,
             "rows": len(texts),

@@ -1,0 +1,194 @@
+"""Which rows of a file of one's own are demonstrations: as many as pay in the time that somebody waits."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import median_low
+
+from i2cl.core.anchored import require_few
+from i2cl.errors import I2CLError
+from i2cl.methods import Method
+from i2cl.methods.anchored import Anchored
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Questions, score
+from i2cl.tasks import Example, Task
+from i2cl.tasks.sampling import group_by_label, sample_per_class, seeded
+
+MOST_SHOTS = 20
+"""Demonstrations of a class that are taken unasked."""
+
+PATIENCE = 300.0
+"""Seconds that a fit may take unasked."""
+
+KEPT_BACK = 5
+"""One row in so many is kept back to score on, where nobody gives test rows or says otherwise."""
+
+ENOUGH = 10
+"""Rows of a class from which on some are kept back."""
+
+TIMED = 8
+"""Texts of the batch that is timed."""
+
+USUAL = 5
+"""Demonstrations of a class that are taken however long it takes: the paper's number."""
+
+CHOICES = (MOST_SHOTS, 15, 10, 8, 6, USUAL, 4, 3, 2, 1)
+"""Shots that are chosen among: few, so that the same machine mostly chooses the same."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Demonstrations of a task, and what they were drawn from.
+
+    Attributes:
+        demonstrations: at most `shots` of each class, all that it has where these are fewer.
+        shots: of each class at most.
+        rows: training rows that there are.
+        keep_back: one row in so many was kept back; 0 for none.
+        seconds: that a fit will take by the estimate; None where nobody timed the model.
+        more: a larger number of shots that somebody may prefer, with its rows and seconds.
+    """
+
+    demonstrations: tuple[Example, ...]
+    shots: int
+    rows: int
+    keep_back: int = 0
+    seconds: float | None = None
+    more: tuple[int, int, float] | None = None
+
+
+def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
+    """So many rows of each class, or all that it has: as `Task.sample` draws where all have so many.
+
+    Args:
+        task: with its training rows.
+        shots: of each class at most.
+        seed: of the draw.
+        keep_back: one row in so many of each class that has `ENOUGH`; 0 for none.
+
+    Raises:
+        I2CLError: if a class has no row at all.
+    """
+    task.sample(1, seed)
+    groups = group_by_label(task.train, len(task.labels))
+    quotas = [min(shots, _free(len(group), keep_back)) for group in groups]
+    return sample_per_class(groups, quotas, seeded(seed))
+
+
+def _free(count: int, keep_back: int) -> int:
+    return max(1, count - ceil(count / keep_back)) if keep_back and count >= ENOUGH else count
+
+
+def draw(
+    task: Task,
+    method: Method,
+    shots: int | None,
+    seed: int,
+    *,
+    own: bool,
+    keep_back: int | None,
+    scored: bool,
+) -> Draw | None:
+    """The demonstrations, unless it takes the model to say how many they are: see `fitting`.
+
+    Args:
+        task: with its training rows.
+        method: that will be fitted.
+        shots: of each class; default: the task's own, or of a file of somebody's own as many as pay.
+        seed: of the draw.
+        own: whether it is such a file, of which a class may have fewer rows than are asked for.
+        keep_back: see `up_to`; default: `KEPT_BACK` where shots are not given and rows are scored.
+        scored: whether something is to be scored, and no test rows are there.
+
+    Raises:
+        I2CLError: if rows are lacking, or too many for anchored calibration.
+    """
+    anchored = isinstance(method, Anchored)
+    if not own:
+        shown = task.sample(shots, seed)
+        found = Draw(shown, shots or task.shots, len(task.train))
+    elif shots is None and anchored:
+        require_few(task, up_to(task, 1, seed))
+        return None
+    else:
+        kept = (KEPT_BACK if scored and shots is None else 0) if keep_back is None else keep_back
+        count = shots or task.shots
+        found = Draw(up_to(task, count, seed, kept), count, len(task.train), kept)
+    if anchored:
+        require_few(task, found.demonstrations)
+    return found
+
+
+def fitting(
+    decoder: Decoder, task: Task, steps: int, seed: int, *, keep_back: int | None, scored: bool
+) -> Draw:
+    """As many demonstrations as anchored calibration takes in `PATIENCE`: `USUAL` to `MOST_SHOTS` of a class.
+
+    Fewer than `USUAL` are taken where more would be too many for it, never to save time.
+
+    Args:
+        decoder: the model, which is timed.
+        task: as it will be asked.
+        steps: of the fit, at most.
+        seed: of the draw.
+        keep_back: see `draw`.
+        scored: see `draw`.
+    """
+    kept = (KEPT_BACK if scored else 0) if keep_back is None else keep_back
+    pace = _Pace.of(decoder, task, steps)
+    shots = next(one for one in CHOICES if one == 1 or _takes(task, up_to(task, one, seed, kept), pace, one))
+    shown = up_to(task, shots, seed, kept)
+    shots = min(shots, max(len(group) for group in group_by_label(shown, len(task.labels))))
+    largest = max(len(group) for group in group_by_label(task.train, len(task.labels)))
+    more = None
+    for larger in (largest, MOST_SHOTS):
+        asked = up_to(task, larger, seed)
+        if larger <= 2 * MOST_SHOTS and len(asked) > len(shown) and _few(task, asked):
+            more = larger, len(asked), pace.seconds(asked)
+            break
+    return Draw(shown, shots, len(task.train), kept, pace.seconds(shown), more)
+
+
+def _takes(task: Task, shown: Sequence[Example], pace: "_Pace", shots: int) -> bool:
+    return _few(task, shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
+
+
+def _few(task: Task, shown: Sequence[Example]) -> bool:
+    try:
+        require_few(task, shown)
+    except I2CLError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """How fast a model reads a task's texts."""
+
+    questions: Questions
+    seconds_a_token: float
+    steps: int
+
+    @classmethod
+    def of(cls, decoder: Decoder, task: Task, steps: int) -> "_Pace":
+        """Timed on a batch of texts of the usual length, the second time, when everything is warm."""
+        questions = Questions(decoder, task)
+        usual = median_low(len(row.text) for row in task.train)
+        rows = sorted(task.train, key=lambda row: abs(len(row.text) - usual))[:TIMED]
+        queries = questions.queries([row.text for row in rows])
+        for _ in range(2):
+            started = time.perf_counter()
+            score(decoder, queries, questions.labels)
+            seconds = time.perf_counter() - started
+        return cls(questions, seconds / sum(map(len, queries)), steps)
+
+    def seconds(self, shown: Sequence[Example]) -> float:
+        """Estimate of a fit: each step reads all tokens once and goes back through them for each label.
+
+        A pass back takes about as long as two passes of reading, and labels that are scored as whole
+        sequences are read one by one, which comes to the same. Steps that are not needed are not taken: it
+        is the most that a fit takes, on a machine that has nothing else to do.
+        """
+        tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
+        return self.seconds_a_token * tokens * self.steps * 2 * (len(self.questions.task.labels) + 1)

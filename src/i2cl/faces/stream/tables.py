@@ -1,0 +1,174 @@
+"""How predictions are written: tab-separated, CSV, JSON Lines or Parquet.
+
+Tabs and JSON Lines have a line for each row, so a killed run goes on behind the last of them. CSV whose cells
+hold line breaks, and Parquet, have not: their rows wait as lines of JSON, and are written at the end.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from i2cl.errors import I2CLError, needs
+
+OutputFormat = Literal["tsv", "csv", "jsonl", "parquet"]
+
+ENDINGS: dict[str, OutputFormat] = {
+    ".tsv": "tsv",
+    ".csv": "csv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+}
+"""What a file's ending says; any other one is tab-separated."""
+
+NUMBER = "row"
+"""What the number of a row is called."""
+
+ROW_GROUP = 50_000
+"""Rows of a Parquet file that are held in memory at a time."""
+
+FORMULAS = ("=", "+", "-", "@")
+"""What a spreadsheet takes the rest of a cell for a formula behind."""
+
+_NO_BREAKS = str.maketrans("\t\r\n", "   ")
+
+
+def output_format(path: Path | None, named: OutputFormat | None, *, as_json: bool) -> OutputFormat:
+    """What OUT is written as: what is named, or what its ending says, else tab-separated.
+
+    Raises:
+        I2CLError: if ``--json`` says something else, or Parquet has no file to go to.
+    """
+    meant = named or (ENDINGS.get(path.suffix.lower()) if path is not None else None)
+    if as_json and meant not in {None, "jsonl"}:
+        said = "--output-format" if named else f"the ending of {str(path)!r}"
+        raise I2CLError(
+            f"--json means JSON Lines, and {said} means {meant}: leave out --json, or name --output-format"
+        )
+    if meant == "parquet":
+        if path is None or (path.exists() and not path.is_file()):
+            raise I2CLError("Parquet is written to a file: name one with -o, or take another --output-format")
+        needs("Parquet", "parquet", "pyarrow", instead="take another --output-format")
+    return meant or ("jsonl" if as_json else "tsv")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A row for each text: what is kept of it, the best label, and every label's probability.
+
+    Attributes:
+        labels: of the task; each has a column.
+        kind: how it is written.
+        names: of the columns that are kept.
+        waits: whether rows wait for `finish`, as those of a file of CSV or Parquet do.
+    """
+
+    labels: tuple[str, ...]
+    kind: OutputFormat = "tsv"
+    names: tuple[str, ...] = ()
+    waits: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All names; a kept column that is called like one of ours is ``input.NAME``."""
+        ours = ("label", *(f"probability.{label}" if label == "label" else label for label in self.labels))
+        return (*(f"input.{name}" if name in ours else name for name in self.names), *ours)
+
+    @property
+    def header(self) -> str:
+        """The line before the first row."""
+        if self.waits or self.kind == "jsonl":
+            return ""
+        return self._line(self.columns)
+
+    def lines(self, rows: Sequence[Sequence[float]], kept: Sequence[Sequence[object]] | None = None) -> str:
+        """A line for each row of probabilities.
+
+        Args:
+            rows: a probability per label each.
+            kept: values of the columns that are kept; default: none.
+        """
+        return "".join(
+            self._row(list(values), row) for row, values in zip(rows, kept or [()] * len(rows), strict=True)
+        )
+
+    def finish(self, waiting: Path, new: Path) -> str:
+        """Write the rows that waited, and say what somebody should know of them."""
+        with waiting.open(encoding="utf-8") as lines:
+            rows = (json.loads(line) for line in lines)
+            return self._parquet(rows, new) if self.kind == "parquet" else self._csv(rows, new)
+
+    def _row(self, kept: list[object], row: Sequence[float]) -> str:
+        best = self.labels[max(range(len(row)), key=row.__getitem__)]
+        if self.waits:
+            return json.dumps([*kept, best, *(round(value, 6) for value in row)], ensure_ascii=False) + "\n"
+        if self.kind != "jsonl":
+            return self._line([*kept, best, *(f"{value:.6f}" for value in row)])
+        record: dict[str, Any] = {"input": dict(zip(self.names, kept, strict=True))} if self.names else {}
+        record["label"] = best
+        record["probabilities"] = {
+            label: round(value, 6) for label, value in zip(self.labels, row, strict=True)
+        }
+        return json.dumps(record, ensure_ascii=False) + "\n"
+
+    def _line(self, cells: Iterable[object]) -> str:
+        if self.kind == "csv":
+            return _csv_line(cells)
+        return "\t".join(_text(cell).translate(_NO_BREAKS) for cell in cells) + "\n"
+
+    def _csv(self, rows: Iterator[list[Any]], new: Path) -> str:
+        formulas = 0
+        with new.open("w", encoding="utf-8-sig", newline="") as file:  # Excel takes it for Windows-1252 else
+            file.write(_csv_line(self.columns))
+            for row in rows:
+                texts = row[: len(self.names) + 1]
+                formulas += sum(_is_formula(cell) for cell in texts)
+                file.write(_csv_line([*texts, *(f"{value:.6f}" for value in row[len(texts) :])]))
+        if not formulas:
+            return ""
+        return (
+            f"cells that begin with =, +, - or @: {formulas}. A spreadsheet takes them for formulas: "
+            "import them as text if others wrote them"
+        )
+
+    def _parquet(self, rows: Iterator[list[Any]], new: Path) -> str:
+        arrow: Any = import_module("pyarrow")
+        numbered = self.names[:1] == (NUMBER,)
+        kinds = [arrow.string()] * (len(self.names) + 1) + [arrow.float64()] * len(self.labels)
+        if numbered:
+            kinds[0] = arrow.int64()
+        schema = arrow.schema(list(zip(self.columns, kinds, strict=True)))
+        with import_module("pyarrow.parquet").ParquetWriter(new, schema) as file:
+            while group := list(islice(rows, ROW_GROUP)):
+                columns = [list(column) for column in zip(*group, strict=True)]
+                for place in range(int(numbered), len(self.names)):
+                    columns[place] = [None if cell is None else _text(cell) for cell in columns[place]]
+                arrays = [arrow.array(*pair) for pair in zip(columns, kinds, strict=True)]
+                file.write_table(arrow.Table.from_arrays(arrays, schema=schema))
+        return ""
+
+
+def _csv_line(cells: Iterable[object]) -> str:
+    line = io.StringIO()
+    csv.writer(line).writerow("" if cell is None else _text(cell) for cell in cells)
+    return line.getvalue()
+
+
+def _text(cell: object) -> str:
+    return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False)
+
+
+def _is_formula(cell: object) -> bool:
+    if not isinstance(cell, str) or not cell.startswith(FORMULAS):
+        return False
+    try:
+        float(cell)
+    except ValueError:
+        return True
+    return False

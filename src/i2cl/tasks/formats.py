@@ -1,0 +1,294 @@
+"""How rows are written: lines, CSV, TSV, JSON Lines and JSON, read row by row as programs write them.
+
+Files of any length take the same memory, JSON aside, which is one value.
+"""
+
+import csv
+import io
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from i2cl.errors import did_you_mean
+from i2cl.tasks.files import ENCODINGS, UTF_8, WINDOWS, ReadAsWarning, RowError, decoded, encoding_of, opened
+
+RowFormat = Literal["lines", "csv", "tsv", "jsonl", "json"]
+"""One text a line; rows with named columns; objects, one a line or in one list."""
+
+ROW_SUFFIXES = tuple(f".{name}" for name in get_args(RowFormat)[1:])
+"""Endings of files with columns; any other file holds one text a line."""
+
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+"""What may stand between cells: which one it is depends on the country that a spreadsheet is set to."""
+
+STDIN = "-"
+MAX_FIELD = 2**31 - 1
+_SHOWN = 60
+_SEPARATOR = re.compile("sep=([,;\t|])")
+_NO_LINES = ("yaml", "yml", "toml", "xml", "html", "htm")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as the file has it.
+
+    Attributes:
+        place: file and "row 3", "line 3" or "item 3", for error messages. Rows are counted from 1, the
+            header included.
+        values: of the columns that were asked for.
+    """
+
+    place: str
+    values: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns or keys are read.
+
+    Attributes:
+        text: holds the text.
+        label: holds the label; None to read texts alone.
+        kept: read and passed on as they are.
+    """
+
+    text: str = "text"
+    label: str | None = None
+    kept: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are read, the text first."""
+        return (self.text, *(() if self.label is None else (self.label,)), *self.kept)
+
+    def require(self, present: Sequence[str], place: str, *, header: bool = False) -> None:
+        """Raise RowError if one is not among those that are present, which a header may have named."""
+        kinds = ("text",) if self.label is None else ("text", "label")
+        for number, column in enumerate(self.names):
+            if column in present:
+                continue
+            there = f"the columns are {shown(', '.join(present), bare=True) or 'none'}"
+            if number >= len(kinds):
+                raise RowError.at(place, f"no column {column!r} to keep, {there}: correct --keep")
+            kind = kinds[number]
+            hint = did_you_mean(column, present, most=1) or f"say which one holds the {kind}: "
+            cure = f"{hint}{kind}_column (--{kind}-column)"
+            if header:
+                cure += f"; if that is a row and no header, add one: {','.join(self.names)}"
+            raise RowError.at(place, f"no {kind} column {column!r}, {there}: {cure}")
+
+
+def rows_or_errors(
+    source: str, columns: Columns, kind: RowFormat | None = None
+) -> Generator[Row | RowError, None, None]:
+    """As `read_rows`, but a row that cannot be read comes as its error, and the rows behind it come too."""
+    ending = Path(source).suffix.lower().removeprefix(".")
+    known = kind or (ending if ending in _READERS else None)
+    read = _READERS[known or "lines"]
+    where = "stdin" if source == STDIN else source
+    filled = found = False
+
+    def lines(handle: Iterable[bytes], encoding: str) -> Iterator[str]:
+        nonlocal filled
+        for line in decoded(handle, where, encoding):
+            if known is None and not filled and (ending in _NO_LINES or _is_json(line)):
+                cure = "name its --input-format, lines to take each line as a text"
+                raise RowError(f"{where} does not hold plain texts, as it seems: {cure}")
+            filled = filled or not line.isspace()
+            yield line
+
+    with nullcontext(sys.stdin.buffer) if source == STDIN else opened(Path(source)) as handle:
+        content: Iterable[bytes] = handle
+        if source == STDIN or not handle.seekable():  # what cannot be read twice tells by its first line
+            given = iter(handle)
+            start = list(islice(given, 1))
+            encoding, content = encoding_of(start), chain(start, given)
+        else:
+            encoding = encoding_of(handle)
+            handle.seek(0)
+        if encoding == WINDOWS and known in _ALWAYS_UTF_8:
+            encoding = UTF_8
+        for row in read(lines(content, encoding), columns, _Source(where, encoding)):
+            found = True
+            yield row
+    if not found:
+        raise RowError(f"{where} {'has no rows' if filled else 'is empty'}: give it at least one row")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is read: its name, and how its bytes were decoded."""
+
+    name: str
+    encoding: str
+
+    def tell(self, delimiter: str = "") -> None:
+        """Warn of what was not what everybody expects; ``delimiter`` if that is it."""
+        told = [f"as {ENCODINGS[self.encoding]}"] if self.encoding != UTF_8 else []
+        told += [f"with {DELIMITERS[delimiter]} between its cells"] if delimiter else []
+        if told:
+            cure = ": save it as UTF-8 if that is wrong" if self.encoding == WINDOWS else ""
+            warnings.warn(f"{self.name} is read {' '.join(told)}{cure}", ReadAsWarning, stacklevel=2)
+
+
+def _is_json(line: str) -> bool:
+    """Whether a file's first line is one that JSON, an object a line or a list of them, begins with."""
+    text = line.strip()
+    if text == "[" or text.startswith('[{"'):
+        return True
+    try:
+        return text.startswith("{") and isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _plain_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iterator[Row]:
+    columns.require((columns.text,), source.name)
+    source.tell()
+    for number, line in enumerate(lines, start=1):
+        yield Row(f"{source.name} line {number}", (line.rstrip("\r\n"),) * len(columns.names))
+
+
+def _csv_rows(
+    lines: Iterator[str], columns: Columns, source: _Source, usual: str = ","
+) -> Iterator[Row | RowError]:
+    # Lines may end in a bare carriage return too, as StringIO has it.
+    pieces = (piece for line in lines for piece in io.StringIO(line, newline=""))
+    start = list(_to_filled(pieces))
+    named = _SEPARATOR.fullmatch(start[-1].strip(" \r\n")) if start else None
+    before = len(start) if named else 0
+    if named:  # Excel reads it and drops it
+        start = list(_to_filled(pieces))
+    delimiter = named[1] if named else _delimiter(start[-1] if start else "", columns, usual)
+    source.tell("" if delimiter == usual else delimiter)
+    # strict: otherwise a quotation mark that is never closed silently swallows the rest of the file.
+    records = csv.reader(chain(start, pieces), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    number = before
+    try:
+        for number, cells in enumerate(_long_fields(records), start=before + 1):
+            place = f"{source.name} row {number}"
+            if not cells or (header is None and not "".join(cells).strip()):
+                continue
+            if header is None:
+                header = [name.strip() for name in cells]
+                positions = _positions(header, columns, source.name)
+            elif len(cells) != len(header):
+                more = len(cells) > len(header)
+                cure = "quote a cell that holds the delimiter" if more else "complete the row"
+                count = f"{len(cells)} cells but the header has {len(header)}"
+                yield RowError.at(place, f"{count}: {cure}")
+            else:
+                yield Row(place, tuple(cells[position] for position in positions))
+    except csv.Error as error:
+        cure = "put the cell in quotation marks and double those inside it"
+        raise RowError(f"{source.name} row {number + 1}: {error}: {cure}") from error
+
+
+def _to_filled(pieces: Iterator[str]) -> Iterator[str]:
+    """Lines up to the first that is not blank."""
+    for piece in pieces:
+        yield piece
+        if piece.strip():
+            return
+
+
+def _delimiter(line: str, columns: Columns, usual: str) -> str:
+    """What stands between the cells of a header: that under which the columns are there, or most cells are.
+
+    Texts do not count, as they do for `csv.Sniffer`: they hold commas of their own.
+    """
+
+    def fits(delimiter: str) -> tuple[bool, int]:
+        cells = next(csv.reader([line], delimiter=delimiter), [])
+        return {name.strip() for name in cells} >= set(columns.names), len(cells)
+
+    return max((usual, *DELIMITERS), key=fits)  # of equals the first
+
+
+def _long_fields(records: Iterator[list[str]]) -> Iterator[list[str]]:
+    # The limit belongs to the csv module as a whole: put it back after every row, others read in between.
+    while True:
+        before = csv.field_size_limit(MAX_FIELD)
+        try:
+            cells = next(records, None)
+        finally:
+            csv.field_size_limit(before)
+        if cells is None:
+            return
+        yield cells
+
+
+def _positions(header: list[str], columns: Columns, where: str) -> list[int]:
+    for column in columns.names:
+        if header.count(column) > 1:
+            raise RowError(f"{where}: the header names column {column!r} twice: rename one of them")
+    columns.require(header, where, header=True)
+    return [header.index(column) for column in columns.names]
+
+
+def _jsonl_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iterator[Row | RowError]:
+    source.tell()
+    for number, line in enumerate(lines, start=1):
+        if not line.isspace():
+            place = f"{source.name} line {number}"
+            try:
+                row: Row | RowError = _object_row(_parsed(line, place), columns, place)
+            except RowError as error:
+                row = error
+            yield row
+
+
+def _json_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iterator[Row | RowError]:
+    source.tell()
+    content = "".join(lines)
+    if not content.strip():
+        return
+    cure = "correct it, or name the file .jsonl if it has one object per line"
+    records = _parsed(content, source.name, cure)
+    if not isinstance(records, list):
+        raise RowError(f"{source.name}: holds a JSON {type(records).__name__}: write a list of objects")
+    for number, record in enumerate(records, start=1):
+        try:
+            row: Row | RowError = _object_row(record, columns, f"{source.name} item {number}")
+        except RowError as error:
+            row = error
+        yield row
+
+
+def _parsed(content: str, place: str, cure: str = "correct that line") -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RowError.at(place, f"bad JSON ({error}): {cure}") from error
+
+
+def _object_row(record: object, columns: Columns, place: str) -> Row:
+    if not isinstance(record, dict):
+        raise RowError.at(place, f"{shown(record)} is not an object: write {{{columns.text!r}: ...}}")
+    columns.require(list(record), place)
+    return Row(place, tuple(record[column] for column in columns.names))
+
+
+_READERS: dict[str, Callable[[Iterator[str], Columns, _Source], Iterator[Row | RowError]]] = {
+    "lines": _plain_rows,
+    "csv": _csv_rows,
+    "tsv": partial(_csv_rows, usual="\t"),
+    "jsonl": _jsonl_rows,
+    "json": _json_rows,
+}
+_ALWAYS_UTF_8 = ("jsonl", "json")
+
+
+def shown(value: object, *, bare: bool = False) -> str:
+    """A value in an error, cut where it is long; ``bare`` without quotes."""
+    text = str(value) if bare else repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

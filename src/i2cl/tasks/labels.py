@@ -1,0 +1,106 @@
+"""Label words: which one a cell of a label column names, and which ones a file has."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+MOST_DIGITS = 9
+"""Of a class id."""
+
+SHORTEST = 4
+"""Letters from which two words that differ in one of them may be the same."""
+
+RARE = 5
+"""How many times as frequent the other one is, where a word that differs in a letter is a slip."""
+
+
+class LabelLookup:
+    """Class ids by label word or by number: exact words first, then words in another case, then numbers.
+
+    Attributes:
+        labels: words, by id.
+        first: what the first class is called where a file has numbers: 0 or 1.
+    """
+
+    def __init__(self, labels: Sequence[str], first: int = 0) -> None:
+        self.labels = tuple(labels)
+        self.first = first
+        self._exact = {word: index for index, word in enumerate(self.labels)}
+        folded = [word.casefold() for word in self.labels]
+        counts = Counter(folded)
+        # Two words that differ only in case cannot be told apart without it.
+        self._folded = {word: index for index, word in enumerate(folded) if counts[word] == 1}
+
+    @classmethod
+    def of(cls, labels: Sequence[str], cells: Iterable[object]) -> "LabelLookup":
+        """One that counts from 1 where a file's cells are numbers that do, from 1 to the number of words."""
+        ids = {as_id(cell) for cell in cells}
+        counted = None not in ids and 0 not in ids and {1, len(labels)} <= ids
+        return cls(labels, first=1 if counted else 0)
+
+    def find(self, label: object) -> int | None:
+        """The class id that `label` names, or None."""
+        if isinstance(label, bool) or not isinstance(label, int | str):
+            return None
+        word = str(label).strip()
+        for table, key in ((self._exact, word), (self._folded, word.casefold())):
+            if key in table:
+                return table[key]
+        number = as_id(word)
+        return (
+            number - self.first
+            if number is not None and 0 <= number - self.first < len(self.labels)
+            else None
+        )
+
+    def allowed(self) -> str:
+        """What may stand in a label column, for error messages."""
+        last = self.first + len(self.labels) - 1
+        return f"{', '.join(self.labels)} (or the ids {self.first} to {last})"
+
+
+def as_id(cell: object) -> int | None:
+    """The number that a cell is, unless it is another thing."""
+    word = str(cell).strip()
+    whole = word.isascii() and word.isdecimal() and len(word) <= MOST_DIGITS
+    return int(word) if whole and not isinstance(cell, bool) else None
+
+
+def ordered(words: Iterable[str]) -> tuple[str, ...]:
+    """Distinct label words in the order of their ids: of the alphabet, or that of numbers."""
+    distinct = set(words)
+    ids = {word: as_id(word) for word in distinct}
+    if None in ids.values():
+        return tuple(sorted(distinct))
+    return tuple(sorted(distinct, key=lambda word: (ids[word] or 0, word)))
+
+
+def slips(counts: dict[str, int]) -> list[tuple[str, str]]:
+    """Label words that look like another one written otherwise, each with that one, which has more rows.
+
+    They differ in case or plural, or a rare one (`RARE`) differs by a letter.
+    """
+    found = []
+    words = sorted(counts, key=lambda word: (counts[word], word))
+    for place, word in enumerate(words):
+        for other in reversed(words[place + 1 :]):
+            rare = counts[other] >= RARE * counts[word]
+            if _same_but_written(word, other) or (rare and _a_letter_apart(word, other)):
+                found.append((word, other))
+                break
+    return found
+
+
+def _same_but_written(one: str, other: str) -> bool:
+    short, long = sorted((" ".join(word.casefold().split()) for word in (one, other)), key=len)
+    return long in {short, f"{short}s", f"{short}es"} or (short[-1:] == "y" and long == f"{short[:-1]}ies")
+
+
+def _a_letter_apart(one: str, other: str) -> bool:
+    """One letter more, less, another or in the place of its neighbour."""
+    a, b = one.casefold(), other.casefold()
+    if min(len(a), len(b)) < SHORTEST or as_id(a) is not None:
+        return False
+    at = next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    rests = {(a[at + 1 :], b[at + 1 :]), (a[at:], b[at + 1 :]), (a[at + 1 :], b[at:])}
+    swapped = a[at : at + 2] == b[at : at + 2][::-1] and a[at + 2 :] == b[at + 2 :]
+    return swapped or any(rest == more for rest, more in rests)

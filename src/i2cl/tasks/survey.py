@@ -1,0 +1,53 @@
+"""What somebody should know of labelled rows before anything is fitted to them."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from heapq import nlargest
+
+from i2cl.tasks.labels import as_id, slips
+from i2cl.tasks.types import Task
+
+LONGEST = 20
+"""Texts with the most characters, among which that with the most tokens is looked for."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Training rows, counted.
+
+    Attributes:
+        rows: all of them.
+        distinct: texts that differ.
+        labels: rows of each label, in the labels' order.
+        slips: labels that look like another one written otherwise, each with that one.
+        contradictions: texts that have several labels, each with these.
+        longest: the texts with the most characters.
+        numbered: whether the labels are numbers.
+    """
+
+    rows: int
+    distinct: int
+    labels: dict[str, int]
+    slips: tuple[tuple[str, str], ...]
+    contradictions: tuple[tuple[str, tuple[str, ...]], ...]
+    longest: tuple[str, ...]
+    numbered: bool
+
+    @classmethod
+    def of(cls, task: Task) -> "Survey":
+        """That of a task's training rows."""
+        counts = Counter(row.label for row in task.train)
+        labels = {word: counts[place] for place, word in enumerate(task.labels)}
+        found: dict[str, set[int]] = defaultdict(set)
+        for row in task.train:
+            found[row.text].add(row.label)
+        several = [(text, tuple(task.labels[one] for one in sorted(ids))) for text, ids in found.items()]
+        return cls(
+            rows=len(task.train),
+            distinct=len(found),
+            labels=labels,
+            slips=tuple(slips(labels)),
+            contradictions=tuple((text, words) for text, words in several if len(words) > 1),
+            longest=tuple(nlargest(LONGEST, found, key=len)),
+            numbered=all(as_id(word) is not None for word in task.labels),
+        )

@@ -1,0 +1,132 @@
+"""Which rows of a file of one's own are demonstrations, and how long a fit on them takes."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from i2cl import I2CLError
+from i2cl.core.anchored import MOST_SCORES
+from i2cl.experiments import draw as module
+from i2cl.experiments.draw import MOST_SHOTS, draw, fitting, up_to
+from i2cl.methods import make_methods
+from i2cl.tasks import Example, Task, Template
+
+ANCHORED, I2CL = make_methods(["anchored", "i2cl"])
+
+
+def of(*counts, test=()):
+    """A task with so many rows of each class."""
+    rows = [
+        Example(f"text {label} {row}", label) for label, count in enumerate(counts) for row in range(count)
+    ]
+    words = tuple(f"word{label}" for label in range(len(counts)))
+    return Task("mine", words, Template("{text} {label}"), train=tuple(rows), test=tuple(test))
+
+
+def counts(rows):
+    return [count for _, count in sorted(Counter(row.label for row in rows).items())]
+
+
+def asked(task, method=ANCHORED, shots=None, **more):
+    return draw(task, method, shots, 0, **{"own": True, "keep_back": None, "scored": True} | more)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """A model that reads a token in no time, or in the seconds given; tokens are counted as they are."""
+
+    def at(seconds_a_token, steps=4):
+        made = module._Pace.of
+
+        def timed(decoder, task, steps):
+            return replace(made(decoder, task, steps), seconds_a_token=seconds_a_token)
+
+        monkeypatch.setattr(module._Pace, "of", timed)
+
+    return at
+
+
+def test_as_many_of_each_class_as_there_are_and_the_same_as_ever_where_all_have_them():
+    assert counts(up_to(of(30, 3, 7), 5, 0)) == [5, 3, 5]
+    task = of(8, 8)
+    assert up_to(task, 5, 3) == task.sample(5, 3)
+    assert len(set(up_to(of(30, 3), 20, 0))) == 23
+
+
+def test_one_row_in_so_many_is_kept_back_where_there_are_enough():
+    assert counts(up_to(of(10, 9, 30), 20, 0, keep_back=5)) == [8, 9, 20]
+    assert counts(up_to(of(10, 10), 20, 0, keep_back=1)) == [1, 1], "a class keeps one demonstration"
+
+
+def test_what_is_asked_for_is_drawn_before_a_model_is_there():
+    assert counts(asked(of(30, 3), shots=10).demonstrations) == [10, 3]
+    assert counts(asked(of(30, 30), I2CL).demonstrations) == [5, 5]
+    assert asked(of(30, 30)) is None
+    with pytest.raises(I2CLError, match="class 'word0' has 3 training examples but 5 shots"):
+        asked(of(3, 9), own=False)
+
+
+def test_too_many_rows_are_refused_before_a_model_is_there():
+    many = of(MOST_SCORES, 9)
+    with pytest.raises(I2CLError, match="give fewer"):
+        asked(many, shots=MOST_SCORES)
+    with pytest.raises(I2CLError, match="give fewer"):
+        asked(of(*[1] * 80))
+    with pytest.raises(I2CLError, match=r"class 'word1' has 0 training examples .* add rows of that class$"):
+        asked(of(3, 0, 3))
+
+
+@pytest.mark.parametrize(
+    ("task", "scored", "shown", "more"),
+    [
+        (of(10, 10, 10), True, [8, 8, 8], (10, 30)),
+        (of(10, 10, 10), False, [10, 10, 10], None),
+        (of(5, 5), True, [5, 5], None),
+        (of(100, 30), True, [20, 20], None),
+        (of(35, 4), True, [20, 4], (35, 39)),
+    ],
+)
+def test_all_rows_up_to_twenty_of_a_class_but_those_kept_back(decoder, fast, task, scored, shown, more):
+    fast(0.0)
+    found = fitting(decoder, task, 4, 0, keep_back=None, scored=scored)
+    assert counts(found.demonstrations) == shown
+    assert (found.shots, found.rows) == (max(shown), len(task.train))
+    assert (found.more and found.more[:2]) == more
+    again = asked(task, shots=found.shots, keep_back=found.keep_back)
+    assert again.demonstrations == found.demonstrations, "the command on the card draws the same"
+
+
+def test_what_would_take_longer_than_five_minutes_is_cut(decoder, fast):
+    task = of(40, 40)
+    tokens = sum(
+        map(len, module._Pace.of(decoder, task, 4).questions.queries([row.text for row in task.train]))
+    )
+    a_row = tokens / 80 * 4 * 2 * 3
+    fast(module.PATIENCE / (13 * a_row))
+    found = fitting(decoder, task, 4, 0, keep_back=0, scored=False)
+    assert (found.shots, len(found.demonstrations)) == (6, 12)
+    assert found.seconds <= module.PATIENCE
+    assert found.more[:2] == (40, 80)
+    fast(1e9)
+    slow = fitting(decoder, task, 4, 0, keep_back=0, scored=False)
+    assert (slow.shots, slow.seconds > module.PATIENCE) == (5, True), "but to no fewer than the paper's five"
+
+
+def test_the_estimate_grows_with_tokens_steps_and_labels(decoder):
+    pace = module._Pace.of(decoder, of(4, 4), 4)
+    assert pace.seconds_a_token > 0
+    rows = of(4, 4).train
+    assert replace(pace, steps=8).seconds(rows) == pytest.approx(2 * pace.seconds(rows))
+    assert pace.seconds(rows) > pace.seconds(rows[:3])
+    wider = module._Pace.of(decoder, of(4, 4, 4, 4, 4), 4)
+    same = replace(wider, seconds_a_token=pace.seconds_a_token)
+    assert same.seconds(rows) == pytest.approx(pace.seconds(rows) * 6 / 3)
+
+
+def test_labels_that_would_be_too_many_scores_get_fewer_rows(decoder, fast):
+    fast(0.0)
+    task = of(*[30] * 20)
+    found = fitting(decoder, task, 4, 0, keep_back=None, scored=True)
+    assert found.shots == 10
+    assert len(found.demonstrations) * 20 <= MOST_SCORES < MOST_SHOTS * 20 * 20
