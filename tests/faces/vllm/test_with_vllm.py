@@ -6,10 +6,12 @@ Each test starts engines in processes of their own; all are skipped without vLLM
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,6 +228,87 @@ def test_without_the_salt_they_are_mixed_up(run, decoder, artefacts):
     assert max(wrong) > 0.1
 
 
+def test_no_salt_of_a_plain_request_finds_what_a_task_left_nor_the_other_way_round(run, decoder, artefacts):
+    """Not even the engine's own, which takes a look into its process."""
+    folder, injections = artefacts
+    paths = {"t0": str(folder / "t0")}
+    asked = [1 + 7 * number % 600 for number in range(130)]
+    (digest,) = run([["digest", "t0"]], paths)["answers"]
+    salts = [
+        f"|i2cl:{digest}",
+        f"i2cl:{digest}",
+        f"mine|i2cl:{digest}",
+        f"i2cl:plain:|i2cl:{digest}",
+        "i2cl:",
+    ]
+    after = [["ask", asked, "t0", 1, "mine"], *(["ask", asked, None, 1, salt] for salt in salts)]
+    before = [*(["ask", asked, None, 1, salt] for salt in salts), ["ask", asked, "t0", 1, "mine"]]
+    worst = 0.0
+    for steps in (after, before, [["ask", asked, "t0", 1, salt] for salt in (None, *salts)]):
+        answers = run(steps, paths)["answers"]
+        assert [one["cached"] for one in answers] == [0] * len(steps)
+        for (_, _, task, *_), one in zip(steps, answers, strict=True):
+            wanted = followed(decoder, injections.get(task), asked, one["ids"])
+            worst = max(worst, float((torch.tensor(one["logprobs"]) - wanted).abs().max()))
+    print(f"\nworst {worst:.2e} of {3 * len(salts) + 3} requests")
+    assert worst < 1e-4
+
+
+def test_the_engines_own_salt_does_not_help_a_plain_request(run, decoder, artefacts):
+    folder, _ = artefacts
+    asked = [1 + 7 * number % 600 for number in range(130)]
+    steps = [["ask", asked, "t0", 1], ["stolen", asked, "t0"], ["ask", asked, "t0", 1]]
+    answers = run(steps, {"t0": str(folder / "t0")})["answers"]
+    assert [one["cached"] for one in answers] == [0, 0, 128]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_write_that_fails_fails_its_load_and_nothing_else(run, decoder, artefacts, ranks):
+    folder, injections = artefacts
+    asked = texts(2)
+    steps = [
+        ["spoil", ranks - 1],
+        ["load", "b", str(folder / "t1")],
+        ["load", "b", str(folder / "t1")],  # was booked as done, and the next request ended the engine
+        ["classify", asked, ["b", "b"]],
+        ["classify", asked, ["a", "a"]],
+        ["spoil", None],
+        ["load", "b", str(folder / "t1")],
+        ["classify", asked, ["a", "b"]],
+    ]
+    options = {"tensor_parallel_size": ranks} if ranks > 1 else {}
+    options |= {"distributed_executor_backend": "mp"} if ranks > 1 else {}
+    env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # calls of functions, by which the test spoils a worker
+    answers = run(steps, {"a": str(folder / "t0")}, options=options, env=env)["answers"]
+    for one in answers[1:3]:
+        assert f"1 of {ranks} workers could not write this task, RuntimeError (no memory)" in one["error"]
+    assert "no task 'b' is loaded" in answers[3]["error"]
+    close = {"rtol": 0, "atol": 1e-4}
+    first, other = (injections[name].scores(decoder, asked) for name in ("t0", "t1"))
+    torch.testing.assert_close(torch.tensor(answers[4]), first, **close)
+    torch.testing.assert_close(torch.tensor(answers[7][0]), first[0], **close)
+    torch.testing.assert_close(torch.tensor(answers[7][1]), other[1], **close)
+
+
+@RUNNERS
+def test_labels_of_many_tokens_are_scored_as_injections_score_them(run, decoder, tmp_path, runner):
+    """With a prompt for every label, and where the cache shares the query with one for every beginning."""
+    injection = random_injection(decoder, torch.Generator().manual_seed(1), "intents")
+    injection.save_pretrained(tmp_path / "intents")
+    asked = texts(6, seed=9, most=24)
+    wanted, worst = injection.scores(decoder, asked), {}
+    for way, options in (("labels", {"enable_prefix_caching": False}), ("beginnings", {"max_num_seqs": 4})):
+        found = run(
+            [["classify", asked, ["intents"] * len(asked)]],
+            {"intents": str(tmp_path / "intents")},
+            options=options | {"max_num_batched_tokens": 256},
+            runner=runner,
+        )["answers"][0]
+        worst[way] = float((torch.tensor(found) - wanted).abs().max())
+    print(f"\nworst {worst}")
+    assert max(worst.values()) < 1e-3  # sums of up to 15 log-probabilities
+
+
 def test_tasks_come_go_and_are_replaced(run, decoder, artefacts):
     folder, injections = artefacts
     asked = texts(2)
@@ -401,10 +484,10 @@ def test_model_runner_v2_asks_the_model_for_the_slots_of_its_batches(monkeypatch
 USER, ADMIN = "user-key", "admin-key"
 
 
-@pytest.fixture
-def server(tmp_path, model, artefacts):
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model, artefacts):
     """A server in three processes of its own with the tasks t0 and t1."""
-    folder, _ = artefacts
+    tmp_path, (folder, _) = tmp_path_factory.mktemp("server"), artefacts
     (tmp_path / "tasks").mkdir()
     for name in ("t0", "t1"):
         (tmp_path / "tasks" / name).symlink_to(folder / name)
@@ -509,3 +592,90 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
     assert outcome.passed
     assert not judged(golden, ask_server(golden, server, task="t1", logprobs=694)).passed
     assert not judged(golden, ask_server(golden, server, logprobs=694)).passed
+
+
+def test_over_http_a_classify_under_reloads_ends_as_it_began(server, decoder, artefacts):
+    folder, injections = artefacts
+    classify, listed = f"{server}/v1/i2cl/classify", f"{server}/v1/i2cl/tasks"
+    asked = texts(40, seed=11, most=30)
+    digests = {}
+    for name in ("t3", "t6"):
+        _, reply, _ = call(listed, {"name": "turned", "artefact": str(folder / name)}, key=ADMIN)
+        digests[reply["digest"]] = injections[name].scores(decoder, asked).softmax(-1)
+    bodies = [{"model": "turned", "input": asked}] * 12
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(call, classify, body) for body in bodies]
+        reloads = 0
+        while not all(one.done() for one in running):
+            body = {"name": "turned", "artefact": str(folder / ("t3", "t6")[reloads % 2])}
+            assert call(listed, body, key=ADMIN)[0] == 200
+            reloads += 1
+    used = set()
+    for one in running:
+        status, reply, headers = one.result()
+        assert status == 200
+        used.add(headers["X-I2CL-Digest"])
+        probs = torch.tensor([each["probs"] for each in reply["data"]])
+        torch.testing.assert_close(probs, digests[headers["X-I2CL-Digest"]], rtol=0, atol=1e-4)
+    print(f"\n{len(running)} requests of {len(asked)} texts under {reloads} reloads, {len(used)} versions")
+    assert reloads > 2
+    assert used == set(digests)
+
+
+def test_over_http_what_is_refused_says_why_and_what_to_do(server, decoder, artefacts):
+    folder, _ = artefacts
+    classify, listed = f"{server}/v1/i2cl/classify", f"{server}/v1/i2cl/tasks"
+    for body, code, words in (
+        (
+            {"model": "t0", "input": ["x", "the " * 400]},
+            413,
+            "text 2 takes .* and 255 fit into the context: ",
+        ),
+        ({"model": "t0", "input": ["x"] * 2049}, 413, "2049 texts came, and 2048 fit into a request: send"),
+        ({"model": "t0", "input": []}, 400, "input is an empty list: send a text"),
+    ):
+        status, told, _ = call(classify, body)
+        assert status == code
+        error = json.loads(told)["error"]
+        assert re.search(words, error["message"])
+        assert error.keys() >= {"message", "type", "code"}
+
+    beams = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 2}
+    body = {"model": str(decoder.name), "prompt": [5, 6, 7]} | beams
+    assert call(f"{server}/v1/completions", body)[0] == 200
+    status, told, _ = call(f"{server}/v1/completions", body | {"vllm_xargs": {"i2cl": "t0"}})
+    assert status == 400
+    assert "beam search takes no task" in told
+
+    for name, path in (("team/mood", "team/mood"), ("team/other", "team%2Fother"), ("a b", "a%20b")):
+        assert call(listed, {"name": name, "artefact": str(folder / "t2")}, key=ADMIN)[0] == 200
+        assert call(f"{listed}/{path}", key=ADMIN, method="DELETE")[1]["name"] == name
+
+
+def test_over_http_work_stops_when_the_client_leaves(server):
+    def figures():
+        with urlopen(f"{server}/metrics", timeout=60) as reply:
+            lines = [line.rsplit(" ", 1) for line in reply.read().decode().splitlines() if line[0] != "#"]
+        told = {name.partition("{")[0]: 0.0 for name, _ in lines}
+        for name, value in lines:
+            told[name.partition("{")[0]] += float(value)
+        return told["vllm:request_success_total"], told["vllm:num_requests_running"]
+
+    before, _ = figures()
+    body = json.dumps({"model": "t0", "input": texts(2000, seed=12)}).encode()
+    address = server.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as client:
+        head = f"POST /v1/i2cl/classify HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {USER}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        while figures()[0] == before:
+            time.sleep(0.05)
+    for _ in range(1200):
+        done, running = figures()
+        if not running:
+            break
+        time.sleep(0.05)
+    time.sleep(1)
+    print(f"\n{done - before:.0f} of 2000 texts were done")
+    assert figures() == (done, 0)
+    assert done - before < 1900
