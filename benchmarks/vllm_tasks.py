@@ -9,6 +9,10 @@ neighbouring runs' ratios; on a GPU wall-clock seconds are what counts (``--wall
 
 With ``--http`` they are servers, asked over 16 connections: one without the plugin, and one with four tasks,
 asked with tasks and without. Counted are the seconds of the server's processes alone.
+
+    python benchmarks/vllm_tasks.py --labels
+
+prints what 48 texts with labels of several tokens take in one request, and how long single texts wait beside.
 """
 
 import argparse
@@ -138,7 +142,7 @@ def turn(engine: Any) -> list[float]:
 
 
 def make_tasks(model: Path, folder: Path) -> None:
-    """Four artefacts of random injections."""
+    """Random injections: some with labels of one token, and one with labels of several (intents)."""
     import torch
 
     from i2cl import Decoder, Injection
@@ -146,18 +150,19 @@ def make_tasks(model: Path, folder: Path) -> None:
     from i2cl.tasks import load_task
 
     decoder = Decoder.from_pretrained(str(model), dtype="float32", device="cpu")
-    draw, task = torch.Generator().manual_seed(0), load_task("mood-colour-1")
-    for number in range(TASKS):
+    draw, names = torch.Generator().manual_seed(0), [f"task-{number}" for number in range(TASKS)]
+    for name in [*names, "intents"]:
+        task = load_task("mood-colour-1" if name in names else name)
         values = 0.1 * torch.randn(LAYERS, 2, WIDTH, generator=draw)
         pairs = 1 + 0.1 * torch.randn(LAYERS, 2, 2, generator=draw)
         vector = ContextVector(values, ExtractConfig(), 4, decoder.base)
-        Injection(vector, pairs, task, decoder.base).save_pretrained(folder / f"task-{number}")
+        Injection(vector, pairs, task, decoder.base).save_pretrained(folder / name)
 
 
 class Server:
     """vLLM's server in processes of its own."""
 
-    def __init__(self, model: Path, tasks: Path | None) -> None:
+    def __init__(self, model: Path, tasks: Path | None, *, caching: bool = False) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -166,7 +171,8 @@ class Server:
             env["I2CL_VLLM_TASKS"] = str(tasks)
         options = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 64"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += [*options.split(), "--no-enable-prefix-caching", "--served-model-name", "model"]
+        command += [*options.split(), "--served-model-name", "model"]
+        command += [] if caching else ["--no-enable-prefix-caching"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self.process = subprocess.Popen(
             command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -195,18 +201,29 @@ class Server:
         times = [one.cpu_times() for one in (whole, *whole.children(recursive=True))]
         return sum(one.user + one.system for one in times)
 
-    def ask(self, bodies: Sequence[Mapping[str, Any]]) -> None:
-        """Send requests one after the other over one connection."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=300)
+    def ask(self, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions") -> list[float]:
+        """Send requests one after the other over one connection; the seconds of each."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=600)
+        taken = []
         for body in bodies:
-            connection.request(
-                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-            )
+            before = time.perf_counter()
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
             told = answer.read()
             if answer.status != 200:
                 raise SystemExit(told.decode())
+            taken.append(time.perf_counter() - before)
         connection.close()
+        return taken
+
+    def counted(self, name: str) -> float:
+        """One of vLLM's own figures, summed."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))
+        )
 
     def turn(self, tasks: Sequence[str | None]) -> float:
         """Processor seconds of one round over all connections, whose requests take turns with tasks."""
@@ -251,6 +268,45 @@ def over_http(rounds: int) -> dict[str, list[float]]:
     return taken
 
 
+def with_labels() -> None:
+    """Print what a request of many texts with labels of several tokens takes, and others beside it wait."""
+    path, single = "/v1/i2cl/classify", {"model": "task-0", "input": "the letter arrived"}
+    from i2cl.tasks import load_task
+
+    texts = [example.text for example in load_task("intents").train[:48]]
+    with tempfile.TemporaryDirectory() as scratch:
+        model, tasks = Path(scratch) / "model", Path(scratch) / "tasks"
+        make_model(model)
+        make_tasks(model, tasks)
+        server = Server(model, tasks, caching=True)
+        try:
+            server.wait()
+            server.ask([single] * 8, path)
+            alone = server.ask([single] * 40, path)
+            before = server.counted("vllm:request_success_total"), server.counted("vllm:prompt_tokens_total")
+            spent, waited = server.spent(), []
+            with ThreadPoolExecutor(1) as pool:
+                bulk = pool.submit(server.ask, [{"model": "intents", "input": texts}], path)
+                for _ in range(10_000):
+                    if bulk.done():
+                        break
+                    waited += server.ask([single], path)
+            prompts, tokens = (
+                server.counted(name) - one
+                for name, one in zip(
+                    ("vllm:request_success_total", "vllm:prompt_tokens_total"), before, strict=True
+                )
+            )
+            spent = server.spent() - spent
+        finally:
+            server.process.terminate()
+            server.process.wait(60)
+    print(f"48 texts {bulk.result()[0]:.1f} s, {spent:.1f} CPU s; {prompts:.0f} prompts, {tokens:.0f} tokens")
+    print(
+        f"single texts: {statistics.median(alone):.3f} s alone, {statistics.median(waited):.3f} beside them"
+    )
+
+
 def in_engines(rounds: int, *, wall: bool) -> dict[str, list[float]]:
     """Seconds of every round of three engines."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -276,11 +332,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--wall", action="store_true")
     parser.add_argument("--http", action="store_true")
+    parser.add_argument("--labels", action="store_true")
     parser.add_argument("--serve")
     parser.add_argument("--tasks", type=int, default=0)
     given = parser.parse_args()
     if given.serve:
         serve(given.serve, given.tasks)
+        return
+    if given.labels:
+        with_labels()
         return
     taken = over_http(given.rounds) if given.http else in_engines(given.rounds, wall=given.wall)
     for name, values in taken.items():
