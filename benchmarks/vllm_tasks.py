@@ -12,7 +12,7 @@ asked with tasks and without. Counted are the seconds of the server's processes 
 
     python benchmarks/vllm_tasks.py --labels
 
-prints what 48 texts with labels of several tokens take in one request, and how long single texts wait beside.
+prints what twelve texts with labels of several tokens take in one request, and how long others wait beside.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from typing import Any
 
 ENGINES = {"plain": 0, "ten": 10, "thousand": 1000}
 REQUESTS, LAYERS, WIDTH = 48, 8, 576
-CONNECTIONS, TASKS, EACH = 16, 4, 4
+CONNECTIONS, TASKS, EACH, TEXTS = 16, 4, 4, 12
 
 
 def make_model(folder: Path) -> None:
@@ -273,7 +273,7 @@ def with_labels() -> None:
     path, single = "/v1/i2cl/classify", {"model": "task-0", "input": "the letter arrived"}
     from i2cl.tasks import load_task
 
-    texts = [example.text for example in load_task("intents").train[:48]]
+    texts = [example.text for example in load_task("intents").train[:TEXTS]]
     with tempfile.TemporaryDirectory() as scratch:
         model, tasks = Path(scratch) / "model", Path(scratch) / "tasks"
         make_model(model)
@@ -301,9 +301,11 @@ def with_labels() -> None:
         finally:
             server.process.terminate()
             server.process.wait(60)
-    print(f"48 texts {bulk.result()[0]:.1f} s, {spent:.1f} CPU s; {prompts:.0f} prompts, {tokens:.0f} tokens")
+    took = f"{TEXTS} texts {bulk.result()[0]:.1f} s, {spent:.1f} CPU s"
+    print(f"{took}; with the single texts {prompts:.0f} prompts, {tokens:.0f} tokens")
     print(
-        f"single texts: {statistics.median(alone):.3f} s alone, {statistics.median(waited):.3f} beside them"
+        f"{len(waited)} single texts: {statistics.median(alone):.3f} s alone, "
+        f"{statistics.median(waited):.3f} beside them"
     )
 
 

@@ -183,9 +183,19 @@ def test_a_start_whose_edit_does_not_act_fails(run, runner):
     assert "edit does not act in this vLLM: its answer with a task is that without one" in told
 
 
-def test_what_is_not_supported_does_not_start(run):
-    told = run([], options={"enable_lora": True}, succeeds=False)
-    assert "LoRA puts layers of its own around the residual writers" in told
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"enable_lora": True}, "LoRA puts layers of its own around the residual writers"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "leave kv_transfer_config and offloading out",
+        ),
+        ({"worker_extension_cls": "builtins.object"}, "leave worker_extension_cls out"),
+    ],
+)
+def test_what_is_not_supported_does_not_start(run, options, reason):
+    assert reason in run([], options=options, succeeds=False)
 
 
 def graphs(tmp_path):
