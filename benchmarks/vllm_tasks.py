@@ -5,22 +5,35 @@ whatever else the machine does meets all of them. Printed are medians of process
 neighbouring runs' ratios; on a GPU wall-clock seconds are what counts (``--wall``).
 
     python benchmarks/vllm_tasks.py [--rounds 7] [--wall]
+    python benchmarks/vllm_tasks.py --http [--rounds 25]
+
+With ``--http`` they are servers, asked over 16 connections: one without the plugin, and one with four tasks,
+asked with tasks and without. Counted are the seconds of the server's processes alone.
+
+    python benchmarks/vllm_tasks.py --labels
+
+prints what twelve texts with labels of several tokens take in one request, and how long others wait beside.
 """
 
 import argparse
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 ENGINES = {"plain": 0, "ten": 10, "thousand": 1000}
 REQUESTS, LAYERS, WIDTH = 48, 8, 576
+CONNECTIONS, TASKS, EACH, TEXTS = 16, 4, 4, 12
 
 
 def make_model(folder: Path) -> None:
@@ -72,9 +85,7 @@ def serve(model: str, tasks: int) -> None:
         llm.collective_rpc(LOAD, args=(packed.rows, packed.scales))
         TASKS.add(Served(name, packed, None, None))  # an edit without label words
     chosen = random.Random(0)
-    prompts = [
-        {"prompt_token_ids": chosen.choices(range(1, 690), k=chosen.randint(20, 80))} for _ in range(REQUESTS)
-    ]
+    prompts = [{"prompt_token_ids": drawn(chosen)} for _ in range(REQUESTS)]
     asked = [
         SamplingParams(
             max_tokens=8,
@@ -92,16 +103,25 @@ def serve(model: str, tasks: int) -> None:
         print(json.dumps([time.process_time() - before[0], time.perf_counter() - before[1]]), flush=True)
 
 
-def start(model: Path, name: str) -> Any:
-    """One of the engines, without its log."""
-    env = os.environ | {
-        "VLLM_PLUGINS": "i2cl" if ENGINES[name] else "",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+def drawn(chosen: random.Random) -> list[int]:
+    """A prompt."""
+    return chosen.choices(range(1, 690), k=chosen.randint(20, 80))
+
+
+def environment(*, plugin: bool) -> dict[str, str]:
+    """Of an engine or a server."""
+    return os.environ | {
+        "VLLM_PLUGINS": "i2cl" if plugin else "",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def start(model: Path, name: str) -> Any:
+    """One of the engines, without its log."""
+    env = environment(plugin=bool(ENGINES[name])) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [sys.executable, __file__, "--serve", str(model), "--tasks", str(ENGINES[name])]
     return subprocess.Popen(
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -121,17 +141,176 @@ def turn(engine: Any) -> list[float]:
     return found
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--wall", action="store_true")
-    parser.add_argument("--serve")
-    parser.add_argument("--tasks", type=int, default=0)
-    given = parser.parse_args()
-    if given.serve:
-        serve(given.serve, given.tasks)
-        return
+def make_tasks(model: Path, folder: Path) -> None:
+    """Random injections: some with labels of one token, and one with labels of several (intents)."""
+    import torch
+
+    from i2cl import Decoder, Injection
+    from i2cl.core.context import ContextVector, ExtractConfig
+    from i2cl.tasks import load_task
+
+    decoder = Decoder.from_pretrained(str(model), dtype="float32", device="cpu")
+    draw, names = torch.Generator().manual_seed(0), [f"task-{number}" for number in range(TASKS)]
+    for name in [*names, "intents"]:
+        task = load_task("mood-colour-1" if name in names else name)
+        values = 0.1 * torch.randn(LAYERS, 2, WIDTH, generator=draw)
+        pairs = 1 + 0.1 * torch.randn(LAYERS, 2, 2, generator=draw)
+        vector = ContextVector(values, ExtractConfig(), 4, decoder.base)
+        Injection(vector, pairs, task, decoder.base).save_pretrained(folder / name)
+
+
+class Server:
+    """vLLM's server in processes of its own."""
+
+    def __init__(self, model: Path, tasks: Path | None, *, caching: bool = False) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        env = environment(plugin=tasks is not None)
+        if tasks is not None:
+            env["I2CL_VLLM_TASKS"] = str(tasks)
+        options = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 64"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += [*options.split(), "--served-model-name", "model"]
+        command += [] if caching else ["--no-enable-prefix-caching"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def wait(self) -> None:
+        """Until it answers."""
+        for _ in range(600):
+            try:
+                connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            except OSError:
+                pass
+            if self.process.poll() is not None:
+                break
+            time.sleep(1)
+        raise SystemExit("a server did not start")
+
+    def spent(self) -> float:
+        """Processor seconds of all its processes."""
+        import psutil
+
+        whole = psutil.Process(self.process.pid)
+        times = [one.cpu_times() for one in (whole, *whole.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
+
+    def ask(self, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions") -> list[float]:
+        """Send requests one after the other over one connection; the seconds of each."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=600)
+        taken = []
+        for body in bodies:
+            before = time.perf_counter()
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            told = answer.read()
+            if answer.status != 200:
+                raise SystemExit(told.decode())
+            taken.append(time.perf_counter() - before)
+        connection.close()
+        return taken
+
+    def counted(self, name: str) -> float:
+        """One of vLLM's own figures, summed."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))
+        )
+
+    def turn(self, tasks: Sequence[str | None]) -> float:
+        """Processor seconds of one round over all connections, whose requests take turns with tasks."""
+        chosen = random.Random(0)
+        sent: list[list[Mapping[str, Any]]] = []
+        for number in range(CONNECTIONS):
+            name = tasks[number % len(tasks)]
+            more = {} if name is None else {"vllm_xargs": {"i2cl": name}}
+            options = {"model": "model", "max_tokens": 8, "temperature": 0, "ignore_eos": True} | more
+            sent.append([options | {"prompt": drawn(chosen)} for _ in range(EACH)])
+        before = self.spent()
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            list(pool.map(self.ask, sent))
+        return self.spent() - before
+
+
+def over_http(rounds: int) -> dict[str, list[float]]:
+    """Seconds of every round: a server without the plugin, and one with it, asked without tasks and with."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model, tasks = Path(scratch) / "model", Path(scratch) / "tasks"
+        make_model(model)
+        make_tasks(model, tasks)
+        plain, plugin = Server(model, None), Server(model, tasks)
+        names: list[str | None] = [f"task-{number}" for number in range(TASKS)]
+        asked: dict[str, tuple[Server, list[str | None]]] = {
+            "plain": (plain, [None]),
+            "none": (plugin, [None]),
+            "four": (plugin, names),
+        }
+        taken: dict[str, list[float]] = {name: [] for name in asked}
+        try:
+            for server in (plain, plugin):
+                server.wait()
+            for number in range(rounds + 2):  # the first two warm up
+                for name, (server, of) in asked.items():
+                    found = server.turn(of)
+                    taken[name] += [found] if number > 1 else []
+        finally:
+            for server in (plain, plugin):
+                server.process.terminate()
+                server.process.wait(60)
+    return taken
+
+
+def with_labels() -> None:
+    """Print what a request of many texts with labels of several tokens takes, and others beside it wait."""
+    path, single = "/v1/i2cl/classify", {"model": "task-0", "input": "the letter arrived"}
+    from i2cl.tasks import load_task
+
+    texts = [example.text for example in load_task("intents").train[:TEXTS]]
+    with tempfile.TemporaryDirectory() as scratch:
+        model, tasks = Path(scratch) / "model", Path(scratch) / "tasks"
+        make_model(model)
+        make_tasks(model, tasks)
+        server = Server(model, tasks, caching=True)
+        try:
+            server.wait()
+            server.ask([single] * 8, path)
+            alone = server.ask([single] * 40, path)
+            before = server.counted("vllm:request_success_total"), server.counted("vllm:prompt_tokens_total")
+            spent, waited = server.spent(), []
+            with ThreadPoolExecutor(1) as pool:
+                bulk = pool.submit(server.ask, [{"model": "intents", "input": texts}], path)
+                for _ in range(10_000):
+                    if bulk.done():
+                        break
+                    waited += server.ask([single], path)
+            prompts, tokens = (
+                server.counted(name) - one
+                for name, one in zip(
+                    ("vllm:request_success_total", "vllm:prompt_tokens_total"), before, strict=True
+                )
+            )
+            spent = server.spent() - spent
+        finally:
+            server.process.terminate()
+            server.process.wait(60)
+    took = f"{TEXTS} texts {bulk.result()[0]:.1f} s, {spent:.1f} CPU s"
+    print(f"{took}; with the single texts {prompts:.0f} prompts, {tokens:.0f} tokens")
+    print(
+        f"{len(waited)} single texts: {statistics.median(alone):.3f} s alone, "
+        f"{statistics.median(waited):.3f} beside them"
+    )
+
+
+def in_engines(rounds: int, *, wall: bool) -> dict[str, list[float]]:
+    """Seconds of every round of three engines."""
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch))
         engines = {name: start(Path(scratch), name) for name in ENGINES}
@@ -140,15 +319,36 @@ def main() -> None:
                 told(engine, "ready")
                 turn(engine)
             taken: dict[str, list[float]] = {name: [] for name in engines}
-            for _ in range(given.rounds):
+            for _ in range(rounds):
                 for name, engine in engines.items():
-                    taken[name].append(turn(engine)[given.wall])
+                    taken[name].append(turn(engine)[wall])
         finally:
             for engine in engines.values():
                 engine.kill()
+    return taken
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--wall", action="store_true")
+    parser.add_argument("--http", action="store_true")
+    parser.add_argument("--labels", action="store_true")
+    parser.add_argument("--serve")
+    parser.add_argument("--tasks", type=int, default=0)
+    given = parser.parse_args()
+    if given.serve:
+        serve(given.serve, given.tasks)
+        return
+    if given.labels:
+        with_labels()
+        return
+    taken = over_http(given.rounds) if given.http else in_engines(given.rounds, wall=given.wall)
     for name, values in taken.items():
         print(f"{name:9} {statistics.median(values):.2f} s, of {min(values):.2f} to {max(values):.2f}")
-    for one, other in (("ten", "plain"), ("thousand", "ten")):
+    first, second, third = taken
+    for one, other in ((second, first), (third, second), (third, first)):
         ratios = [mine / theirs for mine, theirs in zip(taken[one], taken[other], strict=True)]
         print(f"{one} / {other}: {statistics.median(ratios):.3f} of neighbouring runs")
 

@@ -7,8 +7,12 @@ import torch
 from torch import nn
 
 from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
-from i2cl.faces.vllm.slots import DIGEST
+from i2cl.faces.vllm import asking, tasks
+from i2cl.faces.vllm.engine import LOAD
+from i2cl.faces.vllm.slots import DIGEST, Packed
+from i2cl.models.scoring import next_token_log_probabilities
 
 
 def injection_for(decoder, task, seed=0, **more):
@@ -52,6 +56,7 @@ def vllm_config(**changes):
     """A ``VllmConfig`` of one engine that is served; fields are changed by their dotted names."""
     config = SimpleNamespace(
         additional_config={},
+        kv_transfer_config=None,
         lora_config=None,
         speculative_config=None,
         model_config=SimpleNamespace(
@@ -66,7 +71,9 @@ def vllm_config(**changes):
             pipeline_parallel_size=1,
             data_parallel_size=1,
             _api_process_count=1,
+            worker_extension_cls="",
         ),
+        cache_config=SimpleNamespace(block_size=4, enable_prefix_caching=True, kv_sharing_fast_prefill=False),
     )
     for name, value in changes.items():
         *path, last = name.split("__")
@@ -108,3 +115,65 @@ def runner_v1(model, requests, order, lengths, most=8):
         requests={name: SimpleNamespace(sampling_params=one) for name, one in requests.items()},
         query_start_loc=SimpleNamespace(np=starts),
     )
+
+
+def parameters(served, asked):
+    """``SamplingParams``, as `tasks.parameters` makes them."""
+    return SimpleNamespace(
+        extra_args={"i2cl": tasks.Bound(served.name, served.packed.digest)},
+        logprob_token_ids=list(asked.tokens),
+        prompt_logprobs=0 if asked.along else None,
+    )
+
+
+class LLM:
+    """``vllm.LLM``: the decoder answers, under the edit of the digest that a request was admitted with."""
+
+    def __init__(self, decoder, folder):
+        text = decoder.model.config
+        self.decoder, self.sent, self.held = decoder, [], {}
+        config = SimpleNamespace(
+            model=str(folder),
+            revision=None,
+            dtype=torch.float32,
+            max_model_len=64,
+            hf_config=text,
+            hf_text_config=text,
+        )
+        self.llm_engine = SimpleNamespace(model_config=config, vllm_config=vllm_config())
+
+    def get_tokenizer(self):
+        return self.decoder.tokenizer
+
+    def collective_rpc(self, method, args):
+        self.sent.append(method)
+        if method == LOAD:
+            self.held[Packed(*args).digest] = Packed(*args)
+        else:
+            del self.held[args[0]]
+
+    def generate(self, prompts, given, *, use_tqdm):
+        return [
+            self.answer(tuple(one["prompt_token_ids"]), each)
+            for one, each in zip(prompts, given, strict=True)
+        ]
+
+    def answer(self, ids, asked):
+        tasks.TASKS.admit(asked)
+        assert asked.extra_args["i2cl"].isidentifier()  # a name again, which any channel carries
+        held = self.held[asked.extra_args[DIGEST]]
+        rows, scales = held.tensors(self.decoder.d_model)
+        pairs = torch.stack([torch.ones_like(scales), scales], -1).view(self.decoder.layers, 2, 2)
+        edit = LinearEdit(rows.view(self.decoder.layers, 2, -1), pairs)
+        own = [] if asked.prompt_logprobs is None else [ids[:end] for end in range(1, len(ids))]
+        *before, told = next_token_log_probabilities(self.decoder, [*own, ids], edit=edit)
+        assert len(asked.logprob_token_ids) <= asking.MOST_TOKENS
+        steps = zip(ids[1:], before, strict=True) if own else ()
+        return SimpleNamespace(
+            outputs=[SimpleNamespace(logprobs=[told_of(told, asked.logprob_token_ids)])],
+            prompt_logprobs=[None, *(told_of(step, [token]) for token, step in steps)],
+        )
+
+
+def told_of(values, tokens):
+    return {token: SimpleNamespace(logprob=float(values[token])) for token in tokens}

@@ -1,5 +1,6 @@
 """What is put in place of vLLM's own methods in the engine core, on stand-ins; and the canary."""
 
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 
 from i2cl.errors import I2CLError
 from i2cl.faces.vllm import engine
-from i2cl.faces.vllm.engine import DROP, LOAD, WRITE, Core
+from i2cl.faces.vllm.engine import DROP, LOAD, WRITE, Core, Worker
 from i2cl.faces.vllm.plugin import _put
-from i2cl.faces.vllm.slots import Packed, salted
+from i2cl.faces.vllm.slots import Packed
+from i2cl.faces.vllm.support import WORKER
+from i2cl.faces.vllm.tables import Tables
 
 from .standins import params, vllm_config
 
@@ -31,11 +34,13 @@ class EngineCore:
     """vLLM's, as far as calls to workers go."""
 
     def __init__(self):
-        self.sent = []
+        self.sent, self.told = [], [None, None]
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         self.sent.append((method, *args))
-        return ["told"]
+        if isinstance(self.told, Exception):
+            raise self.told
+        return self.told
 
     def get_supported_tasks(self):
         return ("generate",)
@@ -72,25 +77,59 @@ def test_loading_books_a_slot_and_writes_it_once(core):
     assert core.collective_rpc(LOAD, None, (ONE.rows, ONE.scales), None) == [1]
     assert core.sent == [(WRITE, 1, ONE.digest, ONE.rows, ONE.scales)]
     assert core.collective_rpc(DROP, args=(ONE.digest,)) == []
-    assert core.collective_rpc("another", args=(1,)) == ["told"]
+    assert core.collective_rpc("another", args=(1,)) == [None, None]
     assert core.sent[1:] == [("another", 1)]
+
+
+@pytest.mark.parametrize("told", [[None, "no memory: buy some"], RuntimeError("a worker is gone")])
+def test_a_task_that_was_not_written_is_not_booked(core, told):
+    core.told = told
+    for _ in range(2):
+        with pytest.raises((I2CLError, RuntimeError), match=r"1 of 2 workers .* buy some|a worker is gone"):
+            core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
+        with pytest.raises(I2CLError, match="send it again"):  # its own error, before any worker sees it
+            Request.from_engine_core_request(asked(ONE.digest), None)
+    core.told = [None, None]
+    assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
+    assert [method for method, *_ in core.sent] == [WRITE] * 3
+    assert Request.from_engine_core_request(asked(ONE.digest), None).cache_salt
+
+
+def test_a_worker_tells_its_error_and_goes_on():
+    tables = Tables([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], 3, 4, 8)
+    worker = Worker()
+    worker.model_runner = SimpleNamespace(model=SimpleNamespace(i2cl_tables=tables))
+    shallow, narrow = (
+        Packed.of(torch.ones(2, 2, 4), torch.ones(2, 2)),
+        Packed.of(torch.ones(1, 2, 3), torch.ones(1, 2)),
+    )
+    for packed, fault in ((shallow, "edits 4 residual writers"), (narrow, "RuntimeError")):
+        assert fault in worker.i2cl_write(1, packed.digest, packed.rows, packed.scales)
+        assert not tables.places
+    assert worker.i2cl_write(1, ONE.digest, ONE.rows, ONE.scales) is None
+    assert tables.places == {ONE.digest: 1}
 
 
 def test_a_request_gets_its_tasks_salt_and_a_plain_one_keeps_its_own(core):
     core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
-    found = Request.from_engine_core_request(asked(ONE.digest, "mine"), None)
-    assert found.cache_salt == salted("mine", ONE.digest) != "mine"
+    found = Request.from_engine_core_request(asked(ONE.digest, "mine"), None).cache_salt
+    assert found == Core.current.salts.of("mine", ONE.digest) != "mine"
     assert Request.from_engine_core_request(asked(salt="mine"), None).cache_salt == "mine"
     assert Request.from_engine_core_request(asked(), None).cache_salt is None
+    assert Request.from_engine_core_request(asked(salt=found), None).cache_salt != found
 
 
 def test_a_request_whose_task_went_meanwhile_is_refused(core):
     core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
     running = Request.from_engine_core_request(asked(ONE.digest), None)
     core.collective_rpc(DROP, args=(ONE.digest,))
+    late = Request.from_engine_core_request(asked(ONE.digest), None)  # let in before the drop
+    del running, late
+    for number in (2, 3):
+        other = Packed.of(torch.full((1, 2, 4), float(number)), torch.zeros(1, 2))
+        core.collective_rpc(LOAD, args=(other.rows, other.scales))
     with pytest.raises(I2CLError, match="send it again"):
         Request.from_engine_core_request(asked(ONE.digest), None)
-    assert running.cache_salt
 
 
 def test_methods_are_wrapped_once_however_often_the_plugin_is_run(core):
@@ -105,6 +144,9 @@ def test_the_executor_gets_the_settings_or_nothing_starts(core):
     assert Executor(config).vllm_config.additional_config["i2cl"]["slots"] == 64
     assert config.additional_config["other"] == 1
     assert Core.current.ledger.slots == 64
+    assert config.parallel_config.worker_extension_cls == WORKER
+    assert resolve_name(WORKER) is Worker
+    assert Executor(config).vllm_config is config  # which it has extended itself
     with pytest.raises(I2CLError, match="LoRA"):
         Executor(vllm_config(lora_config=object()))
 

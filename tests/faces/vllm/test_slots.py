@@ -8,7 +8,7 @@ import torch
 
 from i2cl.core.context import ExtractConfig
 from i2cl.errors import I2CLError
-from i2cl.faces.vllm.slots import PLAIN, Ledger, Packed, digest_of, salted, token_slots
+from i2cl.faces.vllm.slots import PLAIN, Ledger, Packed, Salts, digest_of, token_slots
 
 from .standins import injection_for, params
 
@@ -37,17 +37,32 @@ def test_a_slot_is_not_given_away_while_a_request_needs_it():
     assert ledger.load("b") == (2, False)
 
 
-def test_a_dropped_task_is_admitted_no_more_until_it_is_loaded_again():
-    ledger = Ledger(2)
+def test_a_dropped_task_is_admitted_as_long_as_its_slot_has_it():
+    ledger, late = Ledger(2), Request()
     ledger.load("a")
+    ledger.load("b")
     ledger.drop("a")
+    ledger.admit("a", late)  # its front end let it in before the drop
+    with pytest.raises(I2CLError, match="all 2 slots"):
+        ledger.load("c")
+    assert ledger.load("a") == (1, False)
+    ledger.drop("a")
+    del late
+    ledger.load("c")
     with pytest.raises(I2CLError, match="dropped before it began"):
         ledger.admit("a", Request())
-    assert ledger.load("a") == (1, False)
-    ledger.admit("a", Request())
     with pytest.raises(I2CLError, match="dropped before it began"):
         ledger.admit("never", Request())
     ledger.drop("never")
+
+
+def test_what_could_not_be_written_is_not_booked():
+    ledger = Ledger(2)
+    assert ledger.load("a") == (1, True)
+    ledger.unbook("a")
+    with pytest.raises(I2CLError, match="dropped before it began"):
+        ledger.admit("a", Request())
+    assert ledger.load("a") == (1, True)
 
 
 def test_the_digest_is_that_of_the_edit_and_of_nothing_else(decoder, task):
@@ -63,8 +78,20 @@ def test_the_digest_is_that_of_the_edit_and_of_nothing_else(decoder, task):
 
 
 def test_salts_of_two_tasks_differ_and_keep_the_callers():
-    assert len({salted(salt, digest) for salt in (None, "mine") for digest in ("a", "b")}) == 4
-    assert salted("mine", "a").startswith("mine")
+    salts = Salts()
+    asked = [(salt, digest) for salt in (None, "mine", "a:", "a") for digest in ("a", "b")]
+    assert len({salts.of(*one) for one in asked}) == len(asked)
+
+
+def test_no_plain_request_can_send_the_salt_of_a_task():
+    """Not with the digest, which is public; not with the salt itself; not with what that is made into."""
+    salts = Salts()
+    task = salts.of(None, "a")
+    seen = {salts.of(sent, None) for sent in ("|i2cl:a", "i2cl:a", "i2cl:", task, salts.of(task, None))}
+    assert task not in seen
+    assert len(seen) == 5  # and they are kept apart from each other
+    assert Salts().of(None, "a") != task  # another engine's is none of this one's
+    assert [salts.of(sent, None) for sent in (None, "", "mine")] == [None, "", "mine"]
 
 
 def test_plain_requests_have_no_digest():

@@ -28,6 +28,8 @@ REFUSED = {
     "parallel_config___api_process_count": (2, "one front end"),
     "lora_config": (object(), "LoRA"),
     "speculative_config": (object(), "drafts"),
+    "kv_transfer_config": (object(), "leave kv_transfer_config"),
+    "parallel_config__worker_extension_cls": ("other.Extension", "worker_extension_cls"),
     "model_config__logprobs_mode": ("processed_logprobs", "logprobs_mode"),
 }
 

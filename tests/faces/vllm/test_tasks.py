@@ -7,16 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
-from i2cl.faces.vllm import tasks
+from i2cl.faces.vllm import asking, tasks
 from i2cl.faces.vllm.engine import DROP, LOAD
-from i2cl.faces.vllm.slots import DIGEST, Packed
+from i2cl.faces.vllm.slots import DIGEST
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import next_token_log_probabilities
 from tiny import tiny_model, tiny_tokenizer
 
-from .standins import injection_for, params
+from .standins import LLM, injection_for, parameters, params, vllm_config
 
 
 @pytest.fixture(scope="module")
@@ -32,55 +30,8 @@ def base(folder):
     return Decoder.from_pretrained(str(folder), device="cpu")
 
 
-class LLM:
-    """``vllm.LLM``: the decoder answers, under the edit of the digest that a request was admitted with."""
-
-    def __init__(self, decoder, folder):
-        text = decoder.model.config
-        self.decoder, self.sent, self.held = decoder, [], {}
-        config = SimpleNamespace(
-            model=str(folder),
-            revision=None,
-            dtype=torch.float32,
-            max_model_len=64,
-            hf_config=text,
-            hf_text_config=text,
-        )
-        self.llm_engine = SimpleNamespace(model_config=config)
-
-    def get_tokenizer(self):
-        return self.decoder.tokenizer
-
-    def collective_rpc(self, method, args):
-        self.sent.append(method)
-        if method == LOAD:
-            self.held[Packed(*args).digest] = Packed(*args)
-        else:
-            del self.held[args[0]]
-
-    def generate(self, prompts, given, *, use_tqdm):
-        return [
-            self.answer(tuple(one["prompt_token_ids"]), each)
-            for one, each in zip(prompts, given, strict=True)
-        ]
-
-    def answer(self, ids, asked):
-        tasks.TASKS.admit(asked)
-        held = self.held[asked.extra_args[DIGEST]]
-        rows, scales = held.tensors(self.decoder.d_model)
-        pairs = torch.stack([torch.ones_like(scales), scales], -1).view(self.decoder.layers, 2, 2)
-        edit = LinearEdit(rows.view(self.decoder.layers, 2, -1), pairs)
-        told = next_token_log_probabilities(self.decoder, [ids], edit=edit)[0]
-        assert len(asked.logprob_token_ids) <= tasks.MOST_TOKENS
-        found = {token: SimpleNamespace(logprob=float(told[token])) for token in asked.logprob_token_ids}
-        return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[found])])
-
-
 @pytest.fixture
 def llm(base, folder, monkeypatch):
-    def parameters(name, tokens):
-        return SimpleNamespace(extra_args={"i2cl": name}, logprob_token_ids=list(tokens))
-
     monkeypatch.setattr(tasks, "TASKS", tasks.Tasks())
     monkeypatch.setattr(tasks, "parameters", parameters)
     return LLM(base, folder)
@@ -89,11 +40,13 @@ def llm(base, folder, monkeypatch):
 TEXTS = ("this film", "nobody expected the river to rise", "good")
 
 
-def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, task):
+@pytest.mark.parametrize("caching", [True, False])
+def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, task, caching):
+    llm.llm_engine.vllm_config.cache_config.enable_prefix_caching = caching
     one, other = (injection_for(base, task, seed) for seed in (0, 1))
     other = replace(other, label_bias=(0.5, -0.5))
     whole = replace(
-        other, task=replace(task, labels=("best film", "best ever")), scoring="full", label_bias=None
+        other, task=replace(task, labels=("best film yet", "best film ever")), scoring="full", label_bias=None
     )
     held = {"one": one, "other": other, "whole": whole}
     for name, injection in held.items():
@@ -108,7 +61,7 @@ def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, t
 
 
 def test_more_labels_than_vllm_tells_at_once_are_asked_in_parts(llm, base, task, monkeypatch):
-    monkeypatch.setattr(tasks, "MOST_TOKENS", 2)
+    monkeypatch.setattr(asking, "MOST_TOKENS", 2)
     labels = ("positive", "negative", "good", "bad", "this")
     many = injection_for(base, replace(task, labels=labels, train=(), test=()))
     tasks.load(llm, "many", many)
@@ -160,6 +113,33 @@ def test_requests_that_name_no_task_are_refused(llm, base, task, extra, reason):
         asked = SimpleNamespace(extra_args=fine)
         tasks.TASKS.admit(asked)
         assert asked.extra_args == fine
+
+
+def test_a_request_keeps_the_version_that_its_first_part_ran_with(llm, base, task):
+    """Under reloads and a drop, until nobody holds it."""
+    one, other = (injection_for(base, task, seed) for seed in (0, 1))
+    tasks.load(llm, "a", one)
+    served = tasks.TASKS.get("a")
+    digest = served.packed.digest
+    with tasks.TASKS.held(served):
+        tasks.load(llm, "a", other)
+        tasks.drop(llm, "a")
+        each = served.trie.asked((5, 6, 7), asking.Reach.of(vllm_config()))[0]
+        assert llm.answer(each.prompt, parameters(served, each))
+        assert digest in llm.held
+        tasks.load(llm, "a", one)
+        tasks.load(llm, "a", other)
+        assert digest in llm.held
+    tasks.load(llm, "b", other)
+    assert set(llm.held) == {tasks.TASKS.get("a").packed.digest}
+
+
+def test_beam_search_refuses_a_task_that_it_would_forget():
+    beams = tasks.searched(lambda request, *args: args)
+    assert beams(SimpleNamespace(vllm_xargs=None), 4) == (4,)
+    assert beams(SimpleNamespace(vllm_xargs={"other": 1}), 4) == (4,)
+    with pytest.raises(I2CLError, match="beam search takes no task"):
+        beams(SimpleNamespace(vllm_xargs={"i2cl": "mood"}), 4)
 
 
 def test_verify_still_verifies(llm):

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.faces.vllm.slots import DIGEST, Ledger, Packed, digest_of, salted
-from i2cl.faces.vllm.support import NAME, require_supported, settings_of
+from i2cl.faces.vllm.slots import DIGEST, Ledger, Packed, Salts, digest_of
+from i2cl.faces.vllm.support import NAME, WORKER, require_supported, settings_of
 
 LOAD, DROP, WRITE = "i2cl_load", "i2cl_drop", "i2cl_write"
 """Names of calls: to the engine core, which books a slot, and from there to the workers."""
@@ -28,6 +28,7 @@ class Core:
 
     Attributes:
         ledger: its slots.
+        salts: what keeps its tasks apart in the cache.
         tried: whether the canary has answered.
     """
 
@@ -35,6 +36,7 @@ class Core:
 
     def __init__(self, slots: int) -> None:
         self.ledger = Ledger(slots)
+        self.salts = Salts()
         self.tried = False
 
 
@@ -45,6 +47,7 @@ def executed(original: Callable[..., None]) -> Callable[..., None]:
         require_supported(vllm_config)
         settings = settings_of(vllm_config)
         # In the key of compiled graphs, which knows of no hooks: graphs of a plain model must not be found.
+        vllm_config.parallel_config.worker_extension_cls = WORKER
         vllm_config.additional_config = {**vllm_config.additional_config, NAME: settings}
         Core.current = Core(settings["slots"])
         original(executor, vllm_config, *args, **more)
@@ -77,30 +80,57 @@ def called(original: Callable[..., Any]) -> Callable[..., Any]:
         packed = Packed(*args)
         slot, fresh = ledger.load(packed.digest)
         if fresh:
-            original(core, WRITE, timeout, (slot, packed.digest, packed.rows, packed.scales), None)
+            try:
+                told = original(core, WRITE, timeout, (slot, packed.digest, packed.rows, packed.scales), None)
+                _require_written(told)
+            except BaseException:
+                ledger.unbook(packed.digest)
+                raise
         return [slot]
 
     return call
+
+
+def _require_written(told: list[str | None]) -> None:
+    faults = [fault for fault in told if fault is not None]
+    if faults:
+        raise I2CLError(f"{len(faults)} of {len(told)} workers could not write this task, {faults[0]}")
 
 
 def made(original: Any) -> Any:
     """``Request.from_engine_core_request``: a cache salt of its edit, and the ledger's note."""
 
     def make(cls: Any, request: Any, block_hasher: Any) -> Any:
-        digest = digest_of(request.sampling_params)
-        if digest is None or Core.current is None:
+        core = Core.current
+        if core is None:
             return original(cls, request, block_hasher)
-        request.cache_salt = salted(request.cache_salt, digest)
+        digest = digest_of(request.sampling_params)
+        request.cache_salt = core.salts.of(request.cache_salt, digest)
         found = original(cls, request, block_hasher)
-        Core.current.ledger.admit(digest, found)
+        if digest is not None:
+            core.ledger.admit(digest, found)
         return found
 
     return make
 
 
-def written(worker: Any, slot: int, digest: str, rows: bytes, scales: bytes) -> None:
-    """The workers' half of loading."""
-    worker.model_runner.model.i2cl_tables.write(slot, digest, Packed(rows, scales))
+class Worker:
+    """What vLLM adds to its workers (``worker_extension_cls``)."""
+
+    def i2cl_write(self, slot: int, digest: str, rows: bytes, scales: bytes) -> str | None:
+        """The workers' half of loading; what went wrong, if anything did.
+
+        It raises nothing: vLLM reads no more answers after a worker's error, and takes those of the other
+        ranks for answers to its next call.
+        """
+        worker: Any = self
+        try:
+            worker.model_runner.model.i2cl_tables.write(slot, digest, Packed(rows, scales))
+        except I2CLError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - told to the core, which raises it
+            return f"{type(error).__name__} ({error}): see the server's log, and load it again"
+        return None
 
 
 def canaries(layers: int, d: int) -> tuple[Packed, Packed]:

@@ -38,18 +38,29 @@ def _install() -> None:
     from vllm.v1.executor import Executor
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    from vllm.v1.worker.worker_base import WorkerBase
 
     from i2cl.faces.vllm import engine, rows, tasks
 
-    refusal = type("TaskError", (VLLMValidationError, I2CLError), {})
-    _put(SamplingParams, "verify", partial(tasks.verified, refusal=refusal))  # an unknown task is a 400
-    _put(Executor, "__init__", engine.executed)  # refusals
+    refusal = type("TaskError", (VLLMValidationError, I2CLError), {})  # vLLM's server makes a 400 of it
+    _put(SamplingParams, "verify", partial(tasks.verified, refusal=refusal))  # an unknown task
+    _put(Executor, "__init__", engine.executed)  # refusals, and the class that is added to workers
     _put(EngineCore, "get_supported_tasks", engine.ready)  # the canary
     _put(EngineCore, "collective_rpc", engine.called)  # slots
     _put(Request, "from_engine_core_request", engine.made)  # cache salt
     _put(GPUModelRunner, "_model_forward", rows.forward_v1)  # rows of model runner V1; V2 asks the model
-    setattr(WorkerBase, engine.WRITE, engine.written)  # a method more, which replaces none
+
+
+def install_in_server() -> None:
+    """Install what only vLLM's HTTP server needs, whose modules other processes do not load."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.exceptions import VLLMValidationError
+
+    from i2cl.faces.vllm import tasks
+
+    refusal = type("BeamError", (VLLMValidationError, I2CLError), {})
+    for body in (CompletionRequest, ChatCompletionRequest):
+        _put(body, "to_beam_search_params", partial(tasks.searched, refusal=refusal))
 
 
 def _put(owner: Any, name: str, wrap: Any) -> None:

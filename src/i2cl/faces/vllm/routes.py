@@ -8,27 +8,35 @@ import hmac
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from i2cl.core.artefact import DESCRIPTION
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
+from i2cl.faces.server.refusals import RefusalError
+from i2cl.faces.vllm.asking import Asked, Edge, Reach, Share
 from i2cl.faces.vllm.engine import DROP, LOAD
 from i2cl.faces.vllm.slots import Packed
-from i2cl.faces.vllm.tasks import TASKS, Answer, Served, collect, parameters, told_by
+from i2cl.faces.vllm.tasks import TASKS, Answer, Served, parameters
 from i2cl.models.batching import Ids
+from i2cl.models.encoding import TooLongError
 
 FOLDER = "I2CL_VLLM_TASKS"
 """Environment variable: a folder of artefacts that are loaded at the start, each by its folder's name."""
 
 ADMIN = "I2CL_VLLM_ADMIN_KEY"
 """Environment variable: the key that loads, drops and lists tasks. Without it nobody can over HTTP."""
+
+MOST_TEXTS = 2048
+"""In one request."""
 
 
 class ClassifyRequest(BaseModel):
@@ -56,12 +64,17 @@ class Routes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes."""
+        """Add the routes; what a client no longer waits for is not done."""
+        from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+
+        from i2cl.faces.vllm.plugin import install_in_server
+
+        install_in_server()
         router, admin = APIRouter(prefix="/v1/i2cl"), [Depends(_only_admin)]
-        router.add_api_route("/classify", classify, methods=["POST"])
+        router.add_api_route("/classify", with_cancellation(classify), methods=["POST"], response_model=None)
         router.add_api_route("/tasks", listed, methods=["GET"], dependencies=admin)
         router.add_api_route("/tasks", load, methods=["POST"], dependencies=admin)
-        router.add_api_route("/tasks/{name}", drop, methods=["DELETE"], dependencies=admin)
+        router.add_api_route("/tasks/{name:path}", drop, methods=["DELETE"], dependencies=admin)
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, _args: Any) -> None:
@@ -71,6 +84,8 @@ class Routes:
             I2CLError: if one cannot be loaded: then the server does not start.
         """
         state.i2cl_engine, state.i2cl_lock = engine_client, asyncio.Lock()
+        state.i2cl_reach = Reach.of(engine_client.vllm_config)
+        state.i2cl_share = Share(state.i2cl_reach)
         folder = os.environ.get(FOLDER)
         if folder is None:
             return
@@ -89,17 +104,25 @@ def _only_admin(authorization: Annotated[str, Header()] = "") -> None:
         raise HTTPException(403, "this key may not load, drop or list tasks: send the admin's")
 
 
-async def classify(body: ClassifyRequest, request: Request, response: Response) -> dict[str, Any]:
-    """The most probable label of each text, and every label's probability among them."""
+async def classify(
+    body: ClassifyRequest, raw_request: Request, response: Response
+) -> dict[str, Any] | JSONResponse:
+    """The most probable label of each text, and every label's probability among them.
+
+    All of it is answered by the version of the task that is there when it begins.
+    """
     served = _named(body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
     try:
-        queries = await run_in_threadpool(served.questions.queries, texts)
+        _require_number(len(texts))
+        with TASKS.held(served):
+            queries = await run_in_threadpool(partial(served.questions.queries, texts, cut=False))
+            answers = await _answers(raw_request.app.state, served, queries)
+    except (TooLongError, RefusalError) as error:
+        refusal = RefusalError.of(error)
+        return JSONResponse(refusal.body(), refusal.status)
     except I2CLError as error:
         raise HTTPException(400, str(error)) from None
-    answers = await _answers(request.app.state.i2cl_engine, served, queries)
-    if TASKS.served.get(body.model) is not served:
-        raise HTTPException(409, f"the task {body.model!r} was replaced or dropped meanwhile: ask again")
     response.headers["X-I2CL-Digest"] = served.packed.digest
     tokens = sum(map(len, queries))
     return {
@@ -139,10 +162,17 @@ async def drop(name: str, request: Request) -> dict[str, Any]:
     state = request.app.state
     async with state.i2cl_lock:
         _named(name)
-        digest = TASKS.remove(name)
-        if digest is not None:
-            await state.i2cl_engine.collective_rpc(DROP, args=(digest,))
+        TASKS.remove(name)
+        await _forget(state)
     return {"name": name, "object": "task", "deleted": True}
+
+
+def _require_number(texts: int) -> None:
+    if not texts:
+        raise I2CLError("input is an empty list: send a text")
+    if texts > MOST_TEXTS:
+        told = f"{texts} texts came, and {MOST_TEXTS} fit into a request: send them in parts"
+        raise RefusalError(413, "too_many_texts", told)
 
 
 def _named(name: str) -> Served:
@@ -165,11 +195,17 @@ async def _load(state: Any, name: str, artefact: str) -> Served:
         served: Served = await run_in_threadpool(
             TASKS.prepare, name, injection, config, tokenizer, force=False
         )
+        await _forget(state)
         await _booked(engine, served.packed)
-        digest = TASKS.add(served)
-        if digest is not None:
-            await engine.collective_rpc(DROP, args=(digest,))
+        TASKS.add(served)
+        await _forget(state)
     return served
+
+
+async def _forget(state: Any) -> None:
+    """Drop what nobody needs; what a running request still needs is dropped after a later change."""
+    for digest in TASKS.unneeded():
+        await state.i2cl_engine.collective_rpc(DROP, args=(digest,))
 
 
 async def _booked(engine: Any, packed: Packed) -> None:
@@ -179,16 +215,26 @@ async def _booked(engine: Any, packed: Packed) -> None:
         raise I2CLError(str(error).rpartition("failed: ")[2]) from None
 
 
-async def _answers(engine: Any, served: Served, queries: Sequence[Ids]) -> list[Answer]:
-    async def told(ids: Ids, tokens: Sequence[int]) -> tuple[str, Ids, dict[int, float]]:
-        prompt, name = {"prompt_token_ids": list(ids)}, f"i2cl-{uuid4().hex}"
-        async for output in engine.generate(prompt, parameters(served.name, tokens), name):
-            last = output
-        return served.name, ids, told_by(last)
+async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[Answer]:
+    told: list[dict[Edge, float]] = [{} for _ in queries]
 
-    asked = [each for query in queries for each in served.asked(query)]
+    async def ask(row: int, asked: Asked) -> None:
+        prompt, name = {"prompt_token_ids": list(asked.prompt)}, f"i2cl-{uuid4().hex}"
+        async for output in state.i2cl_engine.generate(prompt, parameters(served, asked), name):
+            last = output
+        told[row] |= asked.told(last)
+
+    def left(size: int, _task: asyncio.Task[None]) -> None:  # also of a task that was ended before it began
+        state.i2cl_share.leave(size)
+
     try:
-        found = collect(await asyncio.gather(*(told(*each) for each in asked)))
-    except I2CLError as error:  # dropped meanwhile
-        raise HTTPException(404, str(error)) from None
-    return [served.answer(query, found.get(served.name, {})) for query in queries]
+        async with asyncio.TaskGroup() as group:  # which ends all of them with the first that fails
+            for row, query in enumerate(queries):
+                for asked in served.trie.asked(query, state.i2cl_reach):
+                    size = len(asked.prompt)
+                    await state.i2cl_share.enter(size)
+                    task = group.create_task(ask(row, asked))
+                    task.add_done_callback(partial(left, size))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [served.answer(values) for values in told]

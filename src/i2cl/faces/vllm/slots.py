@@ -4,6 +4,7 @@ It imports nothing of vLLM, so that all of it is tested where there is none.
 """
 
 import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,8 @@ from i2cl.faces.vllm.support import NAME
 
 DIGEST = "i2cl_digest"
 """In a request's extra arguments: what the front end found its task to be, which nobody else may set."""
+
+_OURS = f"{NAME}:"
 
 PLAIN = 0
 """The slot of tokens without a task, and of padding: it adds nothing and scales by one."""
@@ -83,9 +86,21 @@ def digest_of(params: Any) -> str | None:
     return extra.get(DIGEST)
 
 
-def salted(salt: str | None, digest: str) -> str:
-    """A cache salt under which keys and values of one edit are found, and of no other."""
-    return f"{salt or ''}|{NAME}:{digest}"
+class Salts:
+    """Cache salts under which keys and values of one edit are found, and of nothing else.
+
+    A part that nobody outside this process knows is in all of ours, and a plain request's salt that begins
+    like ours is moved away.
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_hex(16)
+
+    def of(self, salt: str | None, digest: str | None) -> str | None:
+        """The salt of a request, from its own and the digest of its edit, if it has one."""
+        if digest is not None:
+            return f"{_OURS}{self._secret}:{digest}:{salt or ''}"
+        return f"{_OURS}plain:{salt}" if salt is not None and salt.startswith(_OURS) else salt
 
 
 class Ledger:
@@ -126,8 +141,14 @@ class Ledger:
             self._requests[digest] = WeakSet()
             return slot, True
 
+    def unbook(self, digest: str) -> None:
+        """Take back `load` of an edit that could not be written."""
+        with self._lock:
+            del self._requests[digest]
+            self._free.append(self._places.pop(digest))
+
     def drop(self, digest: str) -> None:
-        """Admit no more requests with an edit."""
+        """Let another edit have the slot as soon as no request needs it."""
         with self._lock:
             if digest in self._places:
                 self._dropped[digest] = None
@@ -136,10 +157,10 @@ class Ledger:
         """Note that a request needs an edit until nothing refers to the request any more.
 
         Raises:
-            I2CLError: if the edit is not loaded.
+            I2CLError: if the edit is in no slot; the slot of a dropped one still has it.
         """
         with self._lock:
-            if digest not in self._places or digest in self._dropped:
+            if digest not in self._places:
                 raise I2CLError("this request's task was dropped before it began: send it again")
             self._requests[digest].add(request)
 

@@ -20,6 +20,9 @@ TESTED = ("0.32",)
 ANY = "I2CL_VLLM_ANY"
 """Set to 1, the environment variable that goes on with another version."""
 
+WORKER = "i2cl.faces.vllm.engine.Worker"
+"""The class that vLLM adds to its workers."""
+
 SLOTS = 64
 """How many tasks can be in the tables unless ``additional_config`` says otherwise."""
 
@@ -128,6 +131,14 @@ _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (
         lambda config: config.speculative_config is not None,
         "a speculator's drafts were not tested with it: leave it off",
+    ),
+    (
+        lambda config: config.kv_transfer_config is not None,
+        "keys and values from outside do not tell their task: leave kv_transfer_config and offloading out",
+    ),
+    (
+        lambda config: config.parallel_config.worker_extension_cls not in {"", None, WORKER},
+        "it extends vLLM's workers itself: leave worker_extension_cls out",
     ),
     (
         lambda config: config.model_config.logprobs_mode != "raw_logprobs",

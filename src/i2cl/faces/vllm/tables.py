@@ -47,11 +47,12 @@ class Tables:
             raise I2CLError(
                 f"this task edits {len(scales)} residual writers, and the model has {len(self.writers)}"
             )
-        self.places = {other: place for other, place in self.places.items() if place != slot} | {digest: slot}
+        self.places = {other: place for other, place in self.places.items() if place != slot}
         for writer, row, scale in zip(self.writers, rows, scales, strict=True):
             held: Any = writer
             held.i2cl_rows[slot].copy_(row)
             held.i2cl_scales[slot].copy_(scale)
+        self.places[digest] = slot
 
     def place(self, digest: str | None) -> int:
         """The slot of a request's edit.

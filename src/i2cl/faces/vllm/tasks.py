@@ -1,7 +1,9 @@
 """The front end's half: tasks by name, which requests are let in, and label words' log-probabilities."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +18,10 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.export.folding import skeleton
 from i2cl.export.sources import checkpoint_folder
+from i2cl.faces.vllm.asking import Asked, Edge, Reach, Trie
 from i2cl.faces.vllm.engine import DROP, LOAD
 from i2cl.faces.vllm.slots import DIGEST, Packed
 from i2cl.faces.vllm.support import NAME
-from i2cl.models.batching import Ids
 from i2cl.models.checkpoint import Files
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import (
@@ -30,12 +32,6 @@ from i2cl.models.fingerprint import (
     told_config,
 )
 from i2cl.models.scoring import Questions, biased, require_texts
-
-MOST_TOKENS = 128
-"""That vLLM tells log-probabilities of in one answer."""
-
-Asked = tuple[Ids, tuple[int, ...]]
-"""A prompt, and the tokens behind it whose log-probabilities are wanted."""
 
 
 @dataclass(frozen=True)
@@ -68,37 +64,31 @@ class Served:
     bias: tuple[float, ...] | None
 
     @cached_property
-    def wanted(self) -> dict[Ids, tuple[int, ...]]:
-        """Tokens whose log-probabilities are wanted, by what stands between the query and them."""
-        found: dict[Ids, dict[int, None]] = {}
-        for ids in self._labels:
-            for place, token in enumerate(ids):
-                found.setdefault(ids[:place], {})[token] = None
-        return {before: tuple(tokens) for before, tokens in found.items()}
-
-    @property
-    def _labels(self) -> tuple[Ids, ...]:
+    def trie(self) -> Trie:
+        """Its labels, as far as they are scored."""
         labels = self.questions.labels
-        return labels.ids if labels.full else tuple(ids[:1] for ids in labels.ids)
+        return Trie(labels.ids if labels.full else tuple(ids[:1] for ids in labels.ids))
 
-    def asked(self, query: Ids) -> list[Asked]:
-        """What to ask the engine about one text."""
-        return [
-            (query + before, tokens[start : start + MOST_TOKENS])
-            for before, tokens in self.wanted.items()
-            for start in range(0, len(tokens), MOST_TOKENS)
-        ]
-
-    def answer(self, query: Ids, told: Mapping[Ids, Mapping[int, float]]) -> Answer:
-        """The labels' scores from what the engine told of each prompt."""
+    def answer(self, told: Mapping[Edge, float]) -> Answer:
+        """The labels' scores from what the engine told of a text."""
         values = [
-            math.fsum(told[query + ids[:place]][token] for place, token in enumerate(ids))
-            for ids in self._labels
+            math.fsum(told[ids[:place], token] for place, token in enumerate(ids)) for ids in self.trie.labels
         ]
         scores = torch.tensor(values)
         if self.bias is not None:
             scores = biased(scores, torch.tensor(self.bias))
         return Answer(self.questions.task.labels[int(scores.argmax())], scores)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """In a request's extra arguments instead of a name: the version of a task that its first part ran with.
+
+    No client can send one.
+    """
+
+    name: str
+    digest: str
 
 
 @dataclass
@@ -111,6 +101,8 @@ class Tasks:
 
     served: dict[str, Served] = field(default_factory=dict)
     _bases: dict[str, ModelIdentity] = field(default_factory=dict)
+    _held: Counter[str] = field(default_factory=Counter)
+    _gone: dict[str, None] = field(default_factory=dict)
 
     def get(self, name: Any) -> Served:
         """A task by what a request calls it.
@@ -134,7 +126,10 @@ class Tasks:
             I2CLError: if its task is not loaded, or no name.
         """
         extra = params.extra_args or {}
-        if NAME in extra:
+        named = extra.get(NAME)
+        if isinstance(named, Bound):
+            params.extra_args = {**extra, NAME: named.name, DIGEST: named.digest}
+        elif NAME in extra:
             params.extra_args = {**extra, DIGEST: self.get(extra[NAME]).packed.digest}
         elif DIGEST in extra:
             raise I2CLError(f"{DIGEST} is not yours to send: name a loaded task as {NAME}")
@@ -166,25 +161,41 @@ class Tasks:
         _ = questions.labels  # labels that cannot be asked for are refused now
         return Served(name, packed, questions, injection.label_bias)
 
-    def add(self, served: Served) -> str | None:
-        """Let requests in that name a task; the digest that nobody needs any more, if it replaced one."""
+    def add(self, served: Served) -> None:
+        """Let requests in that name a task, from now on this version of it."""
         before = self.served.get(served.name)
         self.served[served.name] = served
-        return None if before is None else self._unused(before)
+        if before is not None:
+            self._gone[before.packed.digest] = None
 
-    def remove(self, name: str) -> str | None:
-        """Let no more requests in that name a task; the digest that nobody needs any more.
+    def remove(self, name: str) -> None:
+        """Let no more requests in that name a task.
 
         Raises:
             I2CLError: if there is none of that name.
         """
-        found = self.get(name)
+        self._gone[self.get(name).packed.digest] = None
         del self.served[name]
-        return self._unused(found)
 
-    def _unused(self, gone: Served) -> str | None:
-        used = any(one.packed.digest == gone.packed.digest for one in self.served.values())
-        return None if used else gone.packed.digest
+    @contextmanager
+    def held(self, served: Served) -> Iterator[None]:
+        """Keep a version of a task while requests with it may still come from the block."""
+        digest = served.packed.digest
+        self._held[digest] += 1
+        try:
+            yield
+        finally:
+            self._held[digest] -= 1
+
+    def unneeded(self) -> list[str]:
+        """Digests that the engine may drop, each told once."""
+        used = {one.packed.digest for one in self.served.values()}
+        self._gone = {digest: None for digest in self._gone if digest not in used}
+        free = [digest for digest in self._gone if not self._held[digest]]
+        for digest in free:
+            del self._gone[digest]
+        self._held = +self._held
+        return free
 
 
 TASKS = Tasks()
@@ -207,6 +218,22 @@ def verified(original: Callable[..., None], refusal: type[I2CLError] = I2CLError
             raise refusal(str(error)) from None
 
     return verify
+
+
+def searched(original: Callable[..., Any], refusal: type[I2CLError] = I2CLError) -> Callable[..., Any]:
+    """``to_beam_search_params`` of a request of the server: beam search would forget the task.
+
+    Args:
+        original: vLLM's.
+        refusal: what is raised, of which vLLM's server makes a 400.
+    """
+
+    def beams(request: Any, *args: Any, **more: Any) -> Any:
+        if NAME in (request.vllm_xargs or {}):
+            raise refusal("beam search takes no task: leave use_beam_search out, or the task")
+        return original(request, *args, **more)
+
+    return beams
 
 
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
@@ -251,7 +278,8 @@ def load(llm: Any, name: str, injection: Injection, *, force: bool = False) -> N
     """
     served = TASKS.prepare(name, injection, llm.llm_engine.model_config, llm.get_tokenizer(), force=force)
     llm.collective_rpc(LOAD, args=(served.packed.rows, served.packed.scales))
-    _forget(llm, TASKS.add(served))
+    TASKS.add(served)
+    _forget(llm)
 
 
 def drop(llm: Any, name: str) -> None:
@@ -260,11 +288,12 @@ def drop(llm: Any, name: str) -> None:
     Raises:
         I2CLError: if there is none of that name.
     """
-    _forget(llm, TASKS.remove(name))
+    TASKS.remove(name)
+    _forget(llm)
 
 
-def _forget(llm: Any, digest: str | None) -> None:
-    if digest is not None:
+def _forget(llm: Any) -> None:
+    for digest in TASKS.unneeded():
         llm.collective_rpc(DROP, args=(digest,))
 
 
@@ -283,42 +312,31 @@ def classify(llm: Any, texts: Sequence[str], tasks: Sequence[str]) -> list[Answe
         raise I2CLError(f"{len(texts)} texts, but {len(tasks)} tasks: name a task for every text")
     require_texts(texts)
     served = [TASKS.get(name) for name in tasks]
-    queries = [one.questions.queries([text])[0] for one, text in zip(served, texts, strict=True)]
-    asked = [(one, *each) for one, query in zip(served, queries, strict=True) for each in one.asked(query)]
+    reach = Reach.of(llm.llm_engine.vllm_config)
+    asked: list[tuple[int, Asked]] = []
+    for row, (one, text) in enumerate(zip(served, texts, strict=True)):
+        (query,) = one.questions.queries([text])
+        asked += [(row, each) for each in one.trie.asked(query, reach)]
     outputs = llm.generate(
-        [{"prompt_token_ids": list(ids)} for _, ids, _ in asked],
-        [parameters(one.name, tokens) for one, _, tokens in asked],
+        [{"prompt_token_ids": list(each.prompt)} for _, each in asked],
+        [parameters(served[row], each) for row, each in asked],
         use_tqdm=False,
     )
-    told = collect(
-        (one.name, ids, told_by(output)) for (one, ids, _), output in zip(asked, outputs, strict=True)
-    )
-    return [one.answer(query, told[one.name]) for one, query in zip(served, queries, strict=True)]
+    told: list[dict[Edge, float]] = [{} for _ in texts]
+    for (row, each), output in zip(asked, outputs, strict=True):
+        told[row] |= each.told(output)
+    return [one.answer(values) for one, values in zip(served, told, strict=True)]
 
 
-def parameters(name: str, tokens: Sequence[int]) -> Any:
-    """``SamplingParams`` that ask for log-probabilities of some next tokens under a task."""
+def parameters(served: Served, asked: Asked) -> Any:
+    """``SamplingParams`` that ask for some edges' log-probabilities under a version of a task."""
     from vllm import SamplingParams
 
     return SamplingParams(
         max_tokens=1,
         temperature=0.0,
         detokenize=False,
-        logprob_token_ids=list(tokens),
-        extra_args={NAME: name},
+        logprob_token_ids=list(asked.tokens),
+        prompt_logprobs=0 if asked.along else None,
+        extra_args={NAME: Bound(served.name, served.packed.digest)},
     )
-
-
-def told_by(output: Any) -> dict[int, float]:
-    """Log-probabilities of the first new token, from vLLM's ``RequestOutput``."""
-    return {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()}
-
-
-def collect(
-    told: Iterable[tuple[str, Ids, Mapping[int, float]]],
-) -> dict[str, dict[Ids, dict[int, float]]]:
-    """What the engine told, by task and prompt."""
-    found: dict[str, dict[Ids, dict[int, float]]] = {}
-    for name, ids, values in told:
-        found.setdefault(name, {}).setdefault(ids, {}).update(values)
-    return found

@@ -27,6 +27,8 @@ from vllm import LLM, SamplingParams
 from i2cl import I2CLError, Injection
 from i2cl.faces.vllm import classify, drop, load, tables
 from i2cl.faces.vllm import engine as core
+from i2cl.faces.vllm.slots import Salts
+from i2cl.faces.vllm.tasks import TASKS
 
 COUNTED = {"vllm:num_preemptions", "vllm:prefix_cache_hits"}
 
@@ -50,9 +52,21 @@ class Engine:
     def drop(self, name):
         drop(self.llm, name)
 
-    def ask(self, ids, task, new):
-        (output,) = self.llm.generate([{"prompt_token_ids": ids}], params(task, new), use_tqdm=False)
+    def ask(self, ids, task, new, salt=None):
+        prompt = {"prompt_token_ids": ids} | ({} if salt is None else {"cache_salt": salt})
+        (output,) = self.llm.generate([prompt], params(task, new), use_tqdm=False)
         return told(output)
+
+    def digest(self, task):
+        return TASKS.get(task).packed.digest
+
+    def stolen(self, ids, task):
+        """A plain request with the task's salt, which nobody outside the engine's process knows."""
+        return self.ask(ids, None, 1, core.Core.current.salts.of(None, self.digest(task)))
+
+    def spoil(self, rank):
+        """From now on one worker cannot write."""
+        self.llm.collective_rpc(spoiled, args=(rank,))
 
     def crowd(self, seed, size):
         """Requests of random tasks and lengths, some of which are aborted, as the engine goes."""
@@ -78,11 +92,23 @@ class Engine:
     def step(self, kind, *given):
         try:
             return getattr(self, kind)(*given)
-        except (I2CLError, ValueError) as error:
+        except (I2CLError, ValueError, RuntimeError) as error:
             return {"error": str(error)}
 
     def counted(self):
         return {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in COUNTED}
+
+
+def spoiled(worker, rank):
+    tables, ranks = worker.model_runner.model.i2cl_tables, torch.distributed.get_rank()
+
+    def write(*_):
+        raise RuntimeError("no memory")
+
+    if ranks == rank:
+        tables.write = write
+    elif "write" in vars(tables):
+        del tables.write
 
 
 def params(task, new):
@@ -99,7 +125,7 @@ def told(output):
 
 def main(job):
     if job.get("unsalted"):
-        core.salted = lambda salt, digest: salt
+        Salts.of = lambda self, salt, digest: salt
     if job.get("unedited"):
         tables.edited = lambda writer, inputs, output: None
     engine = Engine(job)

@@ -1,0 +1,90 @@
+"""What tests in vLLM itself share: where engines start, texts, and how far answers are apart."""
+
+import json
+import os
+import random
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.injection import Injection
+from i2cl.models.scoring import labelled_batch
+from i2cl.tasks import load_task
+
+CHILD = Path(__file__).with_name("child.py")
+EAGER = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "block_size": 32,
+    "num_gpu_blocks_override": 40,
+}
+ENVIRONMENT = os.environ | {
+    "VLLM_PLUGINS": "i2cl",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
+RUNNERS = pytest.mark.parametrize("runner", ["V1", "V2"])
+WORDS = ("the", "letter", "arrived", "on", "a", "quiet", "morning", "nobody", "had", "expected", "rise")
+
+USER, ADMIN = "user-key", "admin-key"
+
+
+def random_injection(decoder, draw, name):
+    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=draw)
+    pairs = torch.randn(decoder.layers, 2, 2, generator=draw) * 0.3 + torch.tensor([0.0, 1.0])
+    return Injection(
+        ContextVector(values, ExtractConfig(), 4, decoder.base), pairs, load_task(name), decoder.base
+    )
+
+
+def texts(count, seed=0, most=60):
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(2, most))) for _ in range(count)]
+
+
+def apart(found, decoder, injections, asked, tasks):
+    """Largest difference of what was found to `Injection.scores`, in nats."""
+    worst = 0.0
+    for name in set(tasks):
+        rows = [row for row, task in enumerate(tasks) if task == name]
+        wanted = injections[name].scores(decoder, [asked[row] for row in rows])
+        worst = max(worst, float((torch.tensor([found[row] for row in rows]) - wanted).abs().max()))
+    return worst
+
+
+def followed(decoder, injection, prompt, ids):
+    """Log-probability of each of some tokens behind a prompt, injected or not."""
+    batch = labelled_batch([tuple(prompt)], [tuple(ids)], decoder.device)
+    at = batch.last[:, None] + torch.arange(len(ids))
+    with torch.no_grad():
+        logits = decoder.forward(batch, at=at, edit=None if injection is None else injection.edit())
+    return logits[0].float().log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def nats(found, injection, decoder, prompts):
+    """Largest difference of each prompt's first new token's log-probability to the injected model's."""
+    wanted = [
+        float(followed(decoder, injection, prompt, one["ids"])[0])
+        for prompt, one in zip(prompts, found, strict=True)
+    ]
+    return max(abs(one["logprobs"][0] - value) for one, value in zip(found, wanted, strict=True))
+
+
+def call(url, body=None, key=USER, method=None):
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urlopen(Request(url, data, headers, method=method), timeout=120) as reply:
+            return reply.status, json.load(reply), reply.headers
+    except HTTPError as error:
+        return error.code, error.read().decode(), {}
