@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from i2cl.faces.vllm.asking import SHARE, Reach, Share, Trie
+from i2cl.faces.vllm.asking import ROWS, SHARE, Reach, Share, Trie
 
 from .standins import told_of, vllm_config
 
@@ -82,7 +82,8 @@ def test_longer_prompts_than_vllm_keeps_rows_for_do_not_tell_their_own_tokens():
 
 def test_reach_is_read_from_the_engine():
     config = vllm_config(scheduler_config__max_num_seqs=64, scheduler_config__max_num_batched_tokens=2048)
-    assert Reach.of(config) == Reach(4, 64, 64 // SHARE, 2048 // SHARE)
+    assert Reach.of(config) == Reach(4, ROWS, 64 // SHARE, 2048 // SHARE)
+    assert Reach.of(vllm_config(scheduler_config__max_num_seqs=1024)).rows == 1024
     assert Reach.of(vllm_config(cache_config__enable_prefix_caching=False)).block == 0
     assert Reach.of(vllm_config(cache_config__kv_sharing_fast_prefill=True)).rows == 0  # vLLM would end
     assert Reach.of(vllm_config(scheduler_config__max_num_seqs=1)).prompts == 1

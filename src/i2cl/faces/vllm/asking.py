@@ -14,6 +14,9 @@ from i2cl.models.batching import Ids
 MOST_TOKENS = 128
 """That vLLM tells log-probabilities of behind one prompt."""
 
+ROWS = 256
+"""Tokens of a prompt that may be told in any case, each a row as wide as the vocabulary for a moment."""
+
 SHARE = 4
 """One of so many parts of vLLM's batch is the most that all of `classify` has in the engine at once."""
 
@@ -58,8 +61,7 @@ class Reach:
 
     Attributes:
         block: tokens of a block that prompts of one beginning share; 0: they share none.
-        rows: longest prompt whose own tokens are told. vLLM holds a row as wide as the vocabulary for each,
-            and keeps memory for as many as it has sequences.
+        rows: longest prompt whose own tokens are told: vLLM keeps memory for a row for each of its sequences.
         prompts: that all of `classify` may have in the engine.
         tokens: of these prompts.
     """
@@ -75,7 +77,7 @@ class Reach:
         cache, scheduler = config.cache_config, config.scheduler_config
         return cls(
             block=cache.block_size if cache.enable_prefix_caching else 0,
-            rows=0 if cache.kv_sharing_fast_prefill else scheduler.max_num_seqs,
+            rows=0 if cache.kv_sharing_fast_prefill else max(ROWS, scheduler.max_num_seqs),
             prompts=max(1, scheduler.max_num_seqs // SHARE),
             tokens=max(1, scheduler.max_num_batched_tokens // SHARE),
         )

@@ -25,7 +25,7 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 
 from i2cl import I2CLError, Injection
-from i2cl.faces.vllm import classify, drop, load, tables
+from i2cl.faces.vllm import asking, classify, drop, load, tables
 from i2cl.faces.vllm import engine as core
 from i2cl.faces.vllm.slots import Salts
 from i2cl.faces.vllm.tasks import TASKS
@@ -126,6 +126,7 @@ def told(output):
 def main(job):
     if job.get("unsalted"):
         Salts.of = lambda self, salt, digest: salt
+    asking.ROWS = job.get("rows", asking.ROWS)
     if job.get("unedited"):
         tables.edited = lambda writer, inputs, output: None
     engine = Engine(job)

@@ -137,11 +137,15 @@ def test_labels_of_many_tokens_are_scored_as_injections_score_them(run, decoder,
     injection.save_pretrained(tmp_path / "intents")
     asked = texts(6, seed=9, most=24)
     wanted, worst = injection.scores(decoder, asked), {}
-    for way, options in (("labels", {"enable_prefix_caching": False}), ("beginnings", {"max_num_seqs": 4})):
+    for way, options in (
+        ("labels", {"enable_prefix_caching": False}),
+        ("beginnings", {"max_num_seqs": 4, "enable_prefix_caching": True}),
+    ):
         found = run(
             [["classify", asked, ["intents"] * len(asked)]],
             {"intents": str(tmp_path / "intents")},
             options=options | {"max_num_batched_tokens": 256},
+            rows=256 if way == "labels" else 0,
             runner=runner,
         )["answers"][0]
         worst[way] = float((torch.tensor(found) - wanted).abs().max())
