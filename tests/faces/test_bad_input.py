@@ -186,7 +186,7 @@ def test_a_device_that_does_not_exist(refused, home, tmp_path):
 TEXTS = {
     "empty file": ("t.txt", b"", "is empty"),
     "empty text": ("t.txt", b"one\n\ntwo\n", "line 2: the text is empty"),
-    "not UTF-8": ("t.txt", b"caf\xe9\n", "line 1 is not UTF-8"),
+    "not UTF-8": ("t.txt", b"caf\x81\n", "line 1 is not UTF-8"),
     "no such column": ("t.csv", b"a,b\n1,2\n", "no text column 'text'"),
     "bad JSON": ("t.jsonl", b"{\n", "line 1: bad JSON"),
 }
