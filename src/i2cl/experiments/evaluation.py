@@ -27,7 +27,6 @@ from i2cl.models.scoring import Progress
 from i2cl.tasks import Example, Task
 from i2cl.version import __version__
 
-
 OUT_OF_MEMORY = "out of memory: take a smaller model, --dtype bfloat16, or fewer or shorter texts"
 
 
