@@ -186,7 +186,7 @@ def test_a_device_that_does_not_exist(refused, home, tmp_path):
 TEXTS = {
     "empty file": ("t.txt", b"", "is empty"),
     "empty text": ("t.txt", b"one\n\ntwo\n", "line 2: the text is empty"),
-    "not UTF-8": ("t.txt", b"caf\xe9\n", "line 1 is not UTF-8"),
+    "not UTF-8": ("t.txt", b"caf\x81\n", "line 1 is not UTF-8"),
     "no such column": ("t.csv", b"a,b\n1,2\n", "no text column 'text'"),
     "bad JSON": ("t.jsonl", b"{\n", "line 1: bad JSON"),
 }
@@ -343,7 +343,7 @@ def test_ctrl_c_in_calibration_and_in_saving_leaves_nothing(call, home, tmp_path
         with monkeypatch.context() as patch:
             patch.setattr(place, interrupt)
             code, out, err = call(*fit(home, "-o", tmp_path / "new"))
-        assert (code, out) == (130, "")
+        assert (code, "Saved" in out) == (130, False)
         assert err.splitlines() == ["error: interrupted: no file was written"]
         assert tree(tmp_path) == {}
 
@@ -372,7 +372,7 @@ main()
 def test_ctrl_c_from_outside_ends_calibration(home, tmp_path):
     output = tmp_path / "new"
     program = Program(TOLD, *fit(home, "-o", output), "--set", "epochs=1000000")
-    while program.process.is_alive() and not program.out.read_text().startswith("calibrating\n"):
+    while program.process.is_alive() and "calibrating\n" not in program.out.read_text():
         time.sleep(0.01)
     os.kill(program.process.pid, signal.SIGINT)
     code, _, err = program.wait()

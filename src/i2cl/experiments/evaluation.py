@@ -27,6 +27,8 @@ from i2cl.models.scoring import Progress
 from i2cl.tasks import Example, Task
 from i2cl.version import __version__
 
+OUT_OF_MEMORY = "out of memory: take a smaller model, --dtype bfloat16, or fewer or shorter texts"
+
 
 @dataclass(frozen=True)
 class Fitted:
@@ -249,7 +251,7 @@ class Evaluation:
             ours = isinstance(error, I2CLError) or is_out_of_memory(error)
             if lacking or not (self.goes_on and ours):
                 raise
-            why = str(error) if isinstance(error, I2CLError) else "out of memory"
+            why = str(error) if isinstance(error, I2CLError) else OUT_OF_MEMORY
             found += [NotRun(self.task.name, method.called, seed, why) for method in methods]
 
     def _together(self, decoder: Decoder) -> dict[int, Fitted]:
