@@ -21,6 +21,8 @@ for each label but the first). What is left is kernel logistic regression in the
 where the kernel J s^2 J' has few rows however wide the model is; it is solved to its optimum, with a proximal
 term that grows where the step does not pay (Gauss-Newton and Levenberg-Marquardt for a loss that is not
 squared). One step is regression with the model's tangent kernel (https://arxiv.org/abs/2210.05643).
+
+The last vector makes the model say a label by itself: see `i2cl.core.label_mass`.
 """
 
 import math

@@ -27,6 +27,9 @@ KEPT_BACK = 5
 ENOUGH = 10
 """Rows of a class from which on some are kept back."""
 
+PASSES = 1.4
+"""Forward passes that a step of a fit takes, over one more than the number of labels."""
+
 TIMED = 8
 """Texts of the batch that is timed."""
 
@@ -186,9 +189,8 @@ class _Pace:
     def seconds(self, shown: Sequence[Example]) -> float:
         """Estimate of a fit: each step reads all tokens once and goes back through them for each label.
 
-        A pass back takes about as long as two passes of reading, and labels that are scored as whole
-        sequences are read one by one, which comes to the same. Steps that are not needed are not taken: it
-        is the most that a fit takes, on a machine that has nothing else to do.
+        `benchmarks/fits.py` counts the passes. Labels that are scored as whole sequences are read one by one,
+        which comes to the same. A fit skips steps that it does not need; other work on the machine slows it.
         """
         tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
-        return self.seconds_a_token * tokens * self.steps * 2 * (len(self.questions.task.labels) + 1)
+        return self.seconds_a_token * tokens * self.steps * PASSES * (len(self.questions.task.labels) + 1)
