@@ -102,7 +102,7 @@ def test_what_would_take_longer_than_five_minutes_is_cut(decoder, fast):
     tokens = sum(
         map(len, module._Pace.of(decoder, task, 4).questions.queries([row.text for row in task.train]))
     )
-    a_row = tokens / 80 * 4 * 2 * 3
+    a_row = tokens / 80 * 4 * module.PASSES * 3
     fast(module.PATIENCE / (13 * a_row))
     found = fitting(decoder, task, 4, 0, keep_back=0, scored=False)
     assert (found.shots, len(found.demonstrations)) == (6, 12)

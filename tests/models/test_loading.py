@@ -35,6 +35,7 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", tokenizer)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", model)
+    monkeypatch.setattr(loading, "require_reachable", lambda *_named: None)
     return calls
 
 

@@ -104,8 +104,6 @@ def load_model_and_tokenizer(
         raise I2CLError(
             f"model folder {name!r} does not exist: give a folder, a GGUF file, a hub id, or 'reference'"
         )
-    else:
-        require_reachable(source, revision, NAMES)
     if device is not None and device_map is not None:
         raise I2CLError("device and device_map exclude each other: give one of them")
     target = _device(device)
@@ -125,6 +123,8 @@ def load_model_and_tokenizer(
     if is_gguf(Path(source)):
         model, info, tokenizer = _from_gguf(Path(source), loading)
     else:
+        if not Path(source).exists():
+            require_reachable(source, revision, NAMES)
         common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         with _told(f"the tokenizer of {name!r}"):
             tokenizer = AutoTokenizer.from_pretrained(source, **common)

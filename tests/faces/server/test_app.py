@@ -283,7 +283,7 @@ def test_every_row_that_is_refused_is_named(refusing):
     rows = [
         {"text": "a", "label": "x"},
         {"text": "", "label": "y"},
-        {"text": "b", "label": 1},
+        {"text": "b", "label": [1]},
         {"label": "y"},
     ]
     told = refusing.post("/v1/tasks", json={**NAMED, "examples": rows}).json()

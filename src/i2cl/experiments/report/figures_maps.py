@@ -185,7 +185,11 @@ def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
 
 def _stored(results: Results, vectors: Vectors, task: str, name: str) -> Float[np.ndarray, "_seeds ..."]:
     """Arrays of I2CL as it is that a store kept; nothing where there are none."""
-    held = [vectors[one.key] for one in results.of_default(task) if one.key in vectors]
+    held = [
+        vectors[one.key]
+        for one in results.of_default(task)
+        if one.cell.method == "i2cl" and one.key in vectors
+    ]
     return np.array([arrays[name] for arrays in held if name in arrays], dtype=np.float32)
 
 

@@ -223,4 +223,4 @@ def _tokens(decoder: Decoder, task: Task, demonstrations: tuple[Example, ...]) -
 def _short(message: str, folder: Path) -> str:
     """Without the server's own folders and the options of its functions."""
     own = message.replace(f"{folder}/", "")
-    return re.sub(r"name it with \w+ \(--[\w-]+\)", "name the columns text and label", own)
+    return re.sub(r"say which one holds .*", "name the columns text and label", own)
