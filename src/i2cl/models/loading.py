@@ -123,20 +123,25 @@ def load_model_and_tokenizer(
     if is_gguf(Path(source)):
         model, info, tokenizer = _from_gguf(Path(source), loading)
     else:
-        if not Path(source).exists():
-            require_reachable(source, revision, NAMES)
         common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        with _told(f"the tokenizer of {name!r}"):
-            tokenizer = AutoTokenizer.from_pretrained(source, **common)
-        with _told(f"the model {name!r}"):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source, use_safetensors=True, **loading, **common
-            )
-        model, info = loaded
+        model, info, tokenizer = _from_folder_or_hub(name, source, loading, common)
     _check_complete(name, info)
     if device_map is None:
         model = model.to(target)
     return model.eval(), tokenizer
+
+
+def _from_folder_or_hub(
+    name: str, source: str, loading: dict[str, Any], common: dict[str, Any]
+) -> tuple[Any, dict[str, Any], Any]:
+    """A checkpoint's model, what transformers says of it, and its tokenizer."""
+    if not Path(source).exists():
+        require_reachable(source, common["revision"], NAMES)
+    with _told(f"the tokenizer of {name!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+    with _told(f"the model {name!r}"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **loading, **common)
+    return *loaded, tokenizer
 
 
 def _from_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
