@@ -23,6 +23,7 @@ from i2cl import (
     extract,
     load_task,
     with_label_prior,
+    with_temperature,
 )
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
@@ -529,6 +530,15 @@ def test_a_label_bias_follows_its_labels(tmp_path):
     order = [TASK.labels.index(word) for word in found.classes_]
     np.testing.assert_allclose(found.predict_proba(QUERIES), wanted[:, order], rtol=1e-5)
     assert set(found.predict(QUERIES)) == {"red"} != set(fitted().predict(QUERIES))
+
+
+def test_a_temperature_changes_probabilities_and_no_answer(tmp_path):
+    with_temperature(fitted().injection_, 3.0).save_pretrained(tmp_path / "warm")
+    found = I2CLClassifier.from_pretrained(tmp_path / "warm", model=reference())
+    assert found.predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
+    roots = fitted().predict_proba(QUERIES) ** (1 / 3)
+    wanted = roots / roots.sum(-1, keepdims=True)
+    np.testing.assert_allclose(found.predict_proba(QUERIES), wanted, rtol=1e-5)
 
 
 def test_the_model_is_left_as_found(decoder):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from i2cl import I2CLError, Injection, load_task
+from i2cl import I2CLError, Injection, load_task, with_temperature
 from i2cl.faces.cli import main
 from i2cl.faces.stream.outputs import written
 from i2cl.faces.stream.prediction import (
@@ -162,6 +162,22 @@ def test_a_digest_tells_injections_apart(home, tmp_path):
     assert digest(injection) != digest(again)
     biased = [replace(injection, label_bias=(shift, 0.0, 0.0, 0.0)) for shift in (0.0, 1.0)]
     assert len({digest(one) for one in [injection, *biased]}) == 3
+    assert digest(with_temperature(injection, 2.0)) != digest(injection)
+
+
+def test_a_temperature_changes_probabilities_and_no_label(home, tmp_path):
+    injection = Injection.from_pretrained(home / "mood")
+    with_temperature(injection, 4.0).save_pretrained(tmp_path / "mood")
+    assert run("predict", tmp_path / "mood", home / "texts.txt", "-o", tmp_path / "warm.tsv") == 0
+    plain, warm = (
+        [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+        for path in (home / "whole.tsv", tmp_path / "warm.tsv")
+    )
+    assert [row[0] for row in warm] == [row[0] for row in plain]
+    for before, after in zip(plain, warm, strict=True):
+        roots = [float(value) ** 0.25 for value in before[1:]]
+        wanted = [root / sum(roots) for root in roots]
+        assert [float(value) for value in after[1:]] == pytest.approx(wanted, abs=0.02)
 
 
 # Formats
