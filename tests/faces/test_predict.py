@@ -180,6 +180,41 @@ def test_a_temperature_changes_probabilities_and_no_label(home, tmp_path):
         assert [float(value) for value in after[1:]] == pytest.approx(wanted, abs=0.02)
 
 
+@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
+def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(home, tmp_path, kind, capsys):
+    pandas = pytest.importorskip("pandas")
+    injection = with_temperature(Injection.from_pretrained(home / "mood"), 20.0)
+    injection.save_pretrained(tmp_path / "mood")
+    plain, sure = tmp_path / f"plain.{kind}", tmp_path / f"sure.{kind}"
+    words = ["predict", tmp_path / "mood", home / "texts.txt", "-o"]
+    assert run(*words, plain) == 0
+    before = READERS[kind](pandas, plain)
+    numbers = before.select_dtypes("number")
+    least = round(float(numbers.max(axis=1).median()), 6) + 5e-7  # no rounded probability is that
+    assert run(*words, sure, "--min-confidence", least) == 0
+    found = READERS[kind](pandas, sure)
+    below = numbers.max(axis=1) < least
+    assert 0 < below.sum() < len(below)
+    assert found["label"].fillna("").tolist() == before["label"].mask(below, "").tolist()
+    pandas.testing.assert_frame_equal(found.select_dtypes("number"), numbers)
+
+
+@pytest.mark.parametrize("least", ["0", "-0.5", "1.01", "nan", "inf"])
+def test_a_threshold_that_is_none_is_one_line(home, tmp_path, least, capsys):
+    assert run(*arguments(home, tmp_path / "out.tsv", "--min-confidence", least)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: min_confidence {float(least)} is no probability: give a number above 0, up to 1"
+    assert listed(tmp_path) == []
+
+
+def test_rows_of_another_threshold_are_refused(home, tmp_path, halted, capsys):
+    halted(KeyboardInterrupt())
+    output = tmp_path / "out.tsv"
+    assert run(*arguments(home, output, "--min-confidence", "0.9")) == 130
+    assert run(*arguments(home, output)) == 2
+    assert "made with another min_confidence " in capsys.readouterr().err
+
+
 # Formats
 
 TEXTS = ["plain", 'commas, "quotes" and;', "two\nlines", "=1+1", "\u00fcber @ 5", " padded "]
