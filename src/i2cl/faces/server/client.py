@@ -85,7 +85,7 @@ class Client:
         Raises:
             ServerError: if the server refuses them.
         """
-        body = {"model": task, "input": list(texts)}
+        body: dict[str, Any] = {"model": task, "input": list(texts)}
         body |= {} if min_confidence is None else {"min_confidence": min_confidence}
         told, headers = self._asked("POST", "/v1/classify", body)
         return [
