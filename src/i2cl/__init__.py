@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from i2cl.injections.label_prior import with_label_prior as with_label_prior
     from i2cl.injections.pool import InjectionPool as InjectionPool
     from i2cl.injections.pool import predict as predict
+    from i2cl.injections.temperature import with_temperature as with_temperature
     from i2cl.injections.transfer import TransferConfig as TransferConfig
     from i2cl.injections.transfer import transfer as transfer
     from i2cl.methods import METHODS as METHODS
@@ -56,6 +57,7 @@ _HOMES = {
     "core.injection": "Injection",
     "injections.label_prior": "with_label_prior",
     "injections.pool": "InjectionPool predict",
+    "injections.temperature": "with_temperature",
     "injections.transfer": "TransferConfig transfer",
     "methods": "METHODS Method Predictor make_methods",
     "experiments.evaluation": "evaluate summarize",

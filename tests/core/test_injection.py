@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TENSORS
+from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TEMPERED_VERSION, TENSORS
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
@@ -209,6 +209,21 @@ def test_a_label_bias_is_kept_and_older_readers_are_told_to_upgrade(saved, tmp_p
     assert "label_bias" not in (saved / CARD).read_text(encoding="utf-8")
 
 
+def test_a_temperature_is_kept_and_1_leaves_the_files_as_they_were(saved, tmp_path):
+    assert Injection.from_pretrained(saved).temperature == 1
+    assert "temperature" not in described(saved)
+    made(temperature=1.0).save_pretrained(tmp_path / "one" / saved.name)
+    for name in (DESCRIPTION, TENSORS, CARD):
+        assert (tmp_path / "one" / saved.name / name).read_bytes() == (saved / name).read_bytes()
+    made(temperature=2.25, label_bias=(0.5, 0.0)).save_pretrained(tmp_path / "new")
+    told = {"format_version": TEMPERED_VERSION, "temperature": 2.25, "label_bias": [0.5, 0.0]}
+    assert described(tmp_path / "new") == described(saved) | told
+    assert Injection.from_pretrained(tmp_path / "new").temperature == 2.25
+    card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
+    assert "are divided by the `temperature`, 2.25; this changes no answer" in card
+    assert "`label_bias` is added" in card
+
+
 @pytest.mark.parametrize(
     ("prior", "told"),
     [
@@ -332,7 +347,7 @@ def test_a_malformed_description(saved, content):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": 5, "later": 1}, "newer than this i2cl reads, upgrade"),
+        ({"format_version": 6, "later": 1}, "newer than this i2cl reads, upgrade"),
         ({"later": 1}, "later=1: Extra inputs"),
         ({"positions": "middle"}, "positions='middle': "),
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),
@@ -342,6 +357,9 @@ def test_a_malformed_description(saved, content):
         ({"label_bias": [0.5]}, "not one finite number for each of 2 labels"),
         ({"label_bias": [0.5, float("nan")]}, "not one finite number for each of 2 labels"),
         ({"label_bias": ["low", 0.5]}, "label_bias.0='low': "),
+        ({"temperature": 0.0}, "temperature 0.0 is no number from 0.001 to 1000: give one"),
+        ({"temperature": float("nan")}, "temperature nan is no number from 0.001 to 1000"),
+        ({"temperature": "warm"}, "temperature='warm': "),
         ({"task": {"name": "x"}}, "'labels' must be a list"),
         ({"task": {"name": "x", "labels": ["a", "b"], "template": "no fields"}}, "template 'no fields'"),
     ],

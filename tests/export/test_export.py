@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -103,6 +104,66 @@ def exported(tmp_path):
     injection = injection_for(decoder)
     export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
     return tmp_path / "out"
+
+
+# A temperature in the head
+
+
+@pytest.mark.parametrize("case", [*ONE_A_ROW, "llama-tied", "mistral", "gemma"])
+def test_a_folded_temperature_divides_all_logits(case, tmp_path):
+    decoder = decoder_of(case)
+    injection = injection_for(decoder, temperature=2.25)
+    export_hf(decoder, injection, tmp_path / "warm", fold_temperature=True)
+    export_hf(decoder, injection, tmp_path / "plain")
+    ids = torch.tensor([IDS])
+    plain, warm = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32")(ids).logits
+        for name in ("plain", "warm")
+    )
+    torch.testing.assert_close(warm * 2.25, plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(plain[0], hooked(decoder, injection), atol=1e-3, rtol=1e-3)
+
+
+def test_a_power_of_two_is_folded_exactly_and_verified_with_its_label_prior(tmp_path, capsys):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    injection = replace(Injection.from_pretrained(artefact), label_bias=(0.75, -0.5), temperature=2.0)
+    injection.save_pretrained(tmp_path / "warm")
+    out = tmp_path / "out"
+    assert run("export", tmp_path / "warm", out, "--model", base, "--temperature", "fold") == 0
+    assert "Its temperature 2 is in the head: all probabilities are those at it." in capsys.readouterr().out
+    outcome = verify(out)
+    assert outcome.passed
+    assert outcome.golden.label_bias == [0.375, -0.25]
+    decoder = Decoder.from_pretrained(str(base), device="cpu")
+    texts = ["a warm film", "dull"]
+    wanted = injection.scores(decoder, texts)
+    model, questions = (
+        AutoModelForCausalLM.from_pretrained(out, dtype="float32"),
+        injection.questions(decoder),
+    )
+    first, bias = list(questions.labels.first), torch.tensor(outcome.golden.label_bias)
+    rows = [model(torch.tensor([ids])).logits[0, -1, first] + bias for ids in questions.queries(texts)]
+    torch.testing.assert_close(torch.stack(rows).log_softmax(-1).double(), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("to", "case"), [("hf", "llama"), ("peft", "opt"), ("gguf", "llama")])
+def test_an_export_says_that_its_probabilities_are_those_at_1(to, case, tmp_path, capsys):
+    base, artefact = saved(decoder_of(case), tmp_path)
+    injection = replace(Injection.from_pretrained(artefact), temperature=2.5)
+    injection.save_pretrained(tmp_path / "warm")
+    out = tmp_path / ("out.gguf" if to == "gguf" else "out")
+    words = ["export", tmp_path / "warm", out, "--to", to, "--model", base, "--no-golden"]
+    words += ["--no-tokenizer"] if to == "gguf" else []
+    assert run(*words) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    said = f"those at temperature 1, which {to} holds: divide log-probabilities among the labels by 2.5"
+    assert said + (", or export with --temperature fold." if to == "hf" else ".") in told
+    if to != "hf":
+        shutil.rmtree(out) if out.is_dir() else out.unlink()
+        assert run(*words, "--temperature", "fold") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"--temperature fold is for --to hf, {to} leaves the head as it is" in line
+        assert not out.exists()
 
 
 # Folding

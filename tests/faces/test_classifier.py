@@ -23,6 +23,7 @@ from i2cl import (
     extract,
     load_task,
     with_label_prior,
+    with_temperature,
 )
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
@@ -529,6 +530,54 @@ def test_a_label_bias_follows_its_labels(tmp_path):
     order = [TASK.labels.index(word) for word in found.classes_]
     np.testing.assert_allclose(found.predict_proba(QUERIES), wanted[:, order], rtol=1e-5)
     assert set(found.predict(QUERIES)) == {"red"} != set(fitted().predict(QUERIES))
+
+
+def test_a_temperature_changes_probabilities_and_no_answer(tmp_path):
+    with_temperature(fitted().injection_, 3.0).save_pretrained(tmp_path / "warm")
+    found = I2CLClassifier.from_pretrained(tmp_path / "warm", model=reference())
+    assert found.predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
+    roots = fitted().predict_proba(QUERIES) ** (1 / 3)
+    wanted = roots / roots.sum(-1, keepdims=True)
+    np.testing.assert_allclose(found.predict_proba(QUERIES), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("classes", "none"), [(None, ""), ([3, 1, 4, 2], -1), ([3.0, 1.0, 4.0, 2.0], -1)])
+def test_below_min_confidence_predict_gives_no_class(classes, none):
+    labels, y = None, Y
+    if classes is not None:
+        labels = dict(zip(classes, TASK.labels, strict=True))
+        y = [classes[TASK.labels.index(word)] for word in Y]
+    found = quick(labels=labels).fit(X, y)
+    plain, best = found.predict(QUERIES), found.predict_proba(QUERIES).max(-1)
+    middle = float(np.sort(best)[len(best) // 2])
+    sure = clone(found).set_params(min_confidence=middle).fit(X, y)
+    answers = sure.predict(QUERIES)
+    assert answers.tolist() == np.where(best >= middle, plain, none).tolist()
+    assert 0 < np.sum(answers == none) < len(QUERIES)
+    assert np.array_equal(sure.predict_proba(QUERIES), found.predict_proba(QUERIES))
+    right = np.where(best >= middle, plain == plain, False).mean()
+    assert sure.score(QUERIES, plain) == right  # what gets no class counts as wrong
+    assert found.set_params(min_confidence=middle).predict(QUERIES).tolist() == answers.tolist()
+
+
+def test_a_class_of_the_name_of_no_class_is_refused():
+    words = dict(zip([-1, 1, 2, 3], TASK.labels, strict=True))
+    y = [[-1, 1, 2, 3][TASK.labels.index(word)] for word in Y]
+    found = quick(labels=words).fit(X, y)
+    assert -1 in found.predict(QUERIES)
+    with pytest.raises(I2CLError, match=r"^-1 is a class and what min_confidence answers: "):
+        found.set_params(min_confidence=0.5).predict(QUERIES)
+
+
+@pytest.mark.parametrize("least", [0.0, -1.0, 1.5, float("nan")])
+def test_a_threshold_that_is_none_is_refused_at_fit_and_later(least):
+    with pytest.raises(
+        I2CLError, match=r"^min_confidence .* is no probability: give a number above 0, up to 1$"
+    ):
+        quick(min_confidence=least).fit(X, Y)
+    later = copy.copy(fitted()).set_params(min_confidence=least)
+    with pytest.raises(I2CLError, match="is no probability"):
+        later.predict(QUERIES)
 
 
 def test_the_model_is_left_as_found(decoder):

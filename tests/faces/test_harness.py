@@ -22,7 +22,7 @@ import i2cl
 from export.test_export import TASK as FILMS
 from export.test_export import decoder_of, injection_for
 from faces.test_classifier import state_of
-from i2cl import CalibrationConfig, Decoder, I2CLError, calibrate, extract, load_task
+from i2cl import CalibrationConfig, Decoder, I2CLError, calibrate, extract, load_task, with_temperature
 from i2cl.export import export_hf, fold
 from i2cl.faces.harness import I2CLHarness, main
 from i2cl.models.scoring import Questions, score
@@ -94,6 +94,19 @@ def test_log_likelihoods_are_scores_of_whole_sequences(case):
     values = torch.tensor([value for value, _ in found]).view(len(TEXTS), -1)
     assert torch.allclose(values, expected, atol=1e-4)
     assert not torch.allclose(values, score(decoder, queries, labels), atol=1e-2)
+
+
+def test_log_likelihoods_are_divided_by_the_temperature():
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    pairs = [("a film", " good"), ("a film", " bad"), ("dull", " good")]
+    plain, warm = (
+        I2CLHarness(one, decoder, batch_size=2).loglikelihood(
+            requests("loglikelihood", pairs), disable_tqdm=True
+        )
+        for one in (injection, with_temperature(injection, 2.5))
+    )
+    assert warm == [(value / 2.5, greedy) for value, greedy in plain]
 
 
 def test_generated_text_is_that_of_the_folded_model():

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from i2cl import I2CLError, Injection, load_task
+from i2cl import I2CLError, Injection, load_task, with_temperature
 from i2cl.faces.cli import main
 from i2cl.faces.stream.outputs import written
 from i2cl.faces.stream.prediction import (
@@ -162,6 +162,57 @@ def test_a_digest_tells_injections_apart(home, tmp_path):
     assert digest(injection) != digest(again)
     biased = [replace(injection, label_bias=(shift, 0.0, 0.0, 0.0)) for shift in (0.0, 1.0)]
     assert len({digest(one) for one in [injection, *biased]}) == 3
+    assert digest(with_temperature(injection, 2.0)) != digest(injection)
+
+
+def test_a_temperature_changes_probabilities_and_no_label(home, tmp_path):
+    injection = Injection.from_pretrained(home / "mood")
+    with_temperature(injection, 4.0).save_pretrained(tmp_path / "mood")
+    assert run("predict", tmp_path / "mood", home / "texts.txt", "-o", tmp_path / "warm.tsv") == 0
+    plain, warm = (
+        [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+        for path in (home / "whole.tsv", tmp_path / "warm.tsv")
+    )
+    assert [row[0] for row in warm] == [row[0] for row in plain]
+    for before, after in zip(plain, warm, strict=True):
+        roots = [float(value) ** 0.25 for value in before[1:]]
+        wanted = [root / sum(roots) for root in roots]
+        assert [float(value) for value in after[1:]] == pytest.approx(wanted, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
+def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(home, tmp_path, kind, capsys):
+    pandas = pytest.importorskip("pandas")
+    injection = with_temperature(Injection.from_pretrained(home / "mood"), 20.0)
+    injection.save_pretrained(tmp_path / "mood")
+    plain, sure = tmp_path / f"plain.{kind}", tmp_path / f"sure.{kind}"
+    words = ["predict", tmp_path / "mood", home / "texts.txt", "-o"]
+    assert run(*words, plain) == 0
+    before = READERS[kind](pandas, plain)
+    numbers = before.select_dtypes("number")
+    least = round(float(numbers.max(axis=1).median()), 6) + 5e-7  # no rounded probability is that
+    assert run(*words, sure, "--min-confidence", least) == 0
+    found = READERS[kind](pandas, sure)
+    below = numbers.max(axis=1) < least
+    assert 0 < below.sum() < len(below)
+    assert found["label"].fillna("").tolist() == before["label"].mask(below, "").tolist()
+    pandas.testing.assert_frame_equal(found.select_dtypes("number"), numbers)
+
+
+@pytest.mark.parametrize("least", ["0", "-0.5", "1.01", "nan", "inf"])
+def test_a_threshold_that_is_none_is_one_line(home, tmp_path, least, capsys):
+    assert run(*arguments(home, tmp_path / "out.tsv", "--min-confidence", least)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: min_confidence {float(least)} is no probability: give a number above 0, up to 1"
+    assert listed(tmp_path) == []
+
+
+def test_rows_of_another_threshold_are_refused(home, tmp_path, halted, capsys):
+    halted(KeyboardInterrupt())
+    output = tmp_path / "out.tsv"
+    assert run(*arguments(home, output, "--min-confidence", "0.9")) == 130
+    assert run(*arguments(home, output)) == 2
+    assert "made with another min_confidence " in capsys.readouterr().err
 
 
 # Formats

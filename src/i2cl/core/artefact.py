@@ -25,6 +25,9 @@ FORMAT_VERSION = 2
 BIASED_VERSION = 3
 """Of an artefact with a label bias: an older i2cl is to say that it has to be upgraded."""
 
+TEMPERED_VERSION = 5
+"""Of an artefact with a temperature that is not 1, likewise; 4 held a read-out."""
+
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
 FILES = frozenset({TENSORS, DESCRIPTION})
@@ -32,7 +35,7 @@ FILES = frozenset({TENSORS, DESCRIPTION})
 
 
 class Stored(pydantic.BaseModel):
-    """The JSON half of an artefact. The last four came later, and are not always there."""
+    """The JSON half of an artefact. The last five came later, and are not always there."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -50,13 +53,14 @@ class Stored(pydantic.BaseModel):
     command: str = ""
     worth: dict[str, Any] = {}
     label_bias: tuple[float, ...] | None = None
+    temperature: float = 1.0
 
     @pydantic.field_validator("format_version")
     @classmethod
     def _known(cls, version: int) -> int:
         if version == 4:
             raise ValueError("format version 4 held a read-out, which i2cl has no more")
-        if version > BIASED_VERSION:
+        if version > TEMPERED_VERSION:
             raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
         return version
 
@@ -94,6 +98,7 @@ class Stored(pydantic.BaseModel):
             "command": self.command,
             "worth": self.worth,
             "label_bias": self.label_bias,
+            "temperature": self.temperature,
         }
 
 

@@ -19,6 +19,7 @@ from i2cl.core.artefact import (
     BIASED_VERSION,
     FILES,
     FORMAT_VERSION,
+    TEMPERED_VERSION,
     own_files,
     read,
     write,
@@ -29,13 +30,16 @@ from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
-from i2cl.models.scoring import Progress, Questions, biased
+from i2cl.models.scoring import Progress, Questions, among
 from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
 from i2cl.tasks import Task
 
 LABEL_PRIOR = "label_prior"
 """Where settings tell what a label bias was measured on (`i2cl.injections.label_prior`)."""
+
+TEMPERATURES = (0.001, 1000.0)
+"""The least and the most temperature: within them, scores that differ give probabilities that differ."""
 
 
 class PrecisionWarning(UserWarning):
@@ -69,9 +73,12 @@ class Injection:
         worth: the same beside zero-shot and few-shot, as JSON has it (`i2cl.experiments.worth.Worth`).
         label_bias: a number for each label, in nats, added to the log-probabilities among the labels
             (`i2cl.models.scoring.biased`); None leaves scores as they are.
+        temperature: what the log-probabilities among the labels are divided by, behind the label bias
+            (`i2cl.models.scoring.among`). Above 1 they are less sure; the answers stay.
 
     Raises:
-        I2CLError: on a label bias that is not one finite number for each label.
+        I2CLError: on a label bias that is not one finite number for each label, or a temperature outside
+            `TEMPERATURES`.
     """
 
     context: ContextVector
@@ -87,12 +94,18 @@ class Injection:
     command: str = ""
     worth: dict[str, Any] = field(default_factory=dict)
     label_bias: tuple[float, ...] | None = None
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         bias, count = self.label_bias, len(self.task.labels)
         if bias is not None and not (len(bias) == count and all(map(math.isfinite, bias))):
             raise I2CLError(
                 f"label_bias {bias} is not one finite number for each of {count} labels: fit it again"
+            )
+        least, most = TEMPERATURES
+        if not least <= self.temperature <= most:
+            raise I2CLError(
+                f"temperature {self.temperature!r} is no number from {least:g} to {most:g}: give one"
             )
 
     def edit(self) -> LinearEdit:
@@ -118,7 +131,9 @@ class Injection:
         progress: Progress | None = None,
         force: bool = False,
     ) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label word after each text, injected; with a label bias, among the labels.
+        """Log-probability of each label word after each text, injected.
+
+        With a label bias, or a temperature that is not 1, it is among the labels.
 
         Args:
             decoder: the model that this was made on.
@@ -133,7 +148,8 @@ class Injection:
         self._check(decoder, force=force)
         questions = self.questions(decoder, scoring)
         scores = questions.scores(texts, edit=self.edit(), progress=progress)
-        return scores if self.label_bias is None else biased(scores, torch.tensor(self.label_bias))
+        bias = None if self.label_bias is None else torch.tensor(self.label_bias)
+        return among(scores, bias, self.temperature)
 
     def predict(self, decoder: Decoder, texts: Sequence[str], *, force: bool = False) -> list[str]:
         """The most probable label word of each text; arguments and errors are those of `scores`."""
@@ -255,6 +271,8 @@ class Injection:
         version = 1 if self.base.sampled else FORMAT_VERSION
         if self.label_bias is not None:
             version, told["label_bias"] = BIASED_VERSION, list(self.label_bias)
+        if self.temperature != 1:
+            version, told["temperature"] = TEMPERED_VERSION, self.temperature
         return {
             "format_version": version,
             "base_model": self.base.to_dict(),

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.export.folding import Folding, skeleton
+from i2cl.export.folding import Folding, at_temperature, skeleton
 from i2cl.export.golden import Golden
 from i2cl.export.greedy.calls import write_readme
 from i2cl.export.greedy.labels import biases_of
@@ -36,6 +36,7 @@ def export_hf(
     revision: str | None = None,
     force: bool = False,
     max_shard_size: int | str = "5GB",
+    fold_temperature: bool = False,
 ) -> None:
     """Write a plain transformers checkpoint that does what the injected model does.
 
@@ -55,6 +56,9 @@ def export_hf(
         revision: of the hub id.
         force: accept other weights of the same shape than those the injection was made on.
         max_shard_size: bytes of a file, such as ``"5GB"``.
+        fold_temperature: divide the head by the injection's temperature, so that all probabilities are
+            those at it; a head that was the embedding becomes a tensor of its own. Golden values have to
+            be made so too.
 
     Raises:
         I2CLError: if the family or the injection cannot be folded, a folder cannot be used, the injection
@@ -67,7 +71,10 @@ def export_hf(
             "a label prior is of tokens that the golden values name: leave out --no-golden, or say "
             "--drop-prior"
         )
-    found, folding = opened(source, injection, revision)
+    temperature = 1.0
+    if fold_temperature:
+        injection, temperature = at_temperature(injection), injection.temperature
+    found, folding = opened(source, injection, revision, temperature)
     injection.require_base(base_of(source, found, folding, injection.base), force=force)
     expected = golden() if golden is not None else None
     if expected is not None:
@@ -111,7 +118,7 @@ def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
 
 
 def opened(
-    source: Decoder | str | Path, injection: Injection, revision: str | None
+    source: Decoder | str | Path, injection: Injection, revision: str | None, temperature: float = 1.0
 ) -> tuple[Source, Folding]:
     """A base model in memory or on disk, and what its folded weights are.
 
@@ -119,7 +126,7 @@ def opened(
         I2CLError: if it cannot be read, or the family or the injection cannot be folded.
     """
     found = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
-    return found, Folding(found.config, found.tensors, injection)
+    return found, Folding(found.config, found.tensors, injection, temperature)
 
 
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, cast
 
@@ -62,10 +63,14 @@ class Folding:
         scales: beta by the names of the tensors that it multiplies.
     """
 
-    def __init__(self, config: PreTrainedConfig, source: Tensors, injection: Injection) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, source: Tensors, injection: Injection, temperature: float = 1.0
+    ) -> None:
         require_plain(injection)
         self.family = family_of(config)
         self.config = self.family.config(config)
+        if temperature != 1:
+            self.config.tie_word_embeddings = False  # the head is divided, and the embedding is not
         self.source = source
         self._source_config = config
         empty = skeleton(self.config)
@@ -77,6 +82,8 @@ class Folding:
         self.constants: dict[str, Float[Tensor, " d"]] = {}
         self.scales: dict[str, float] = {}
         self._place(injection, f"{empty.base_model_prefix}.{ARCHITECTURES[config.model_type].layers}")
+        if temperature != 1:
+            self._divide_head(empty, temperature)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -132,6 +139,21 @@ class Folding:
             )
         return self.source.read(name)
 
+    def _divide_head(self, empty: PreTrainedModel, temperature: float) -> None:
+        """Divide the head's weight, and its bias where it has one.
+
+        Raises:
+            I2CLError: where the class ties its head to the embedding whatever its config says.
+        """
+        head = next(name for name, one in empty.named_modules() if one is empty.get_output_embeddings())
+        if f"{head}.weight" not in self.shapes:
+            raise I2CLError(
+                f"a {self.config.model_type!r} model ties its head to its embedding, so that no temperature "
+                "can be folded into it: leave out --temperature"
+            )
+        names = (f"{head}.weight", f"{head}.bias")
+        self.scales |= {name: 1 / temperature for name in names if name in self.shapes}
+
     def _place(self, injection: Injection, layers: str) -> None:
         """Fill `constants` and `scales`.
 
@@ -158,6 +180,12 @@ class Folding:
                 self.scales |= {f"{layers}.{layer}.{weight}": keep for weight in path[:-1]}
                 if home == path:
                     self.scales[bias] = keep
+
+
+def at_temperature(injection: Injection) -> Injection:
+    """What an injection is to a model whose logits are divided by its temperature already."""
+    bias = injection.label_bias and tuple(value / injection.temperature for value in injection.label_bias)
+    return replace(injection, label_bias=bias, temperature=1.0)
 
 
 def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedModel:

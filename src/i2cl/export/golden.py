@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_problem
-from i2cl.export.folding import require_plain, require_unquantized
+from i2cl.export.folding import at_temperature, require_plain, require_unquantized
 from i2cl.export.gguf_fields import GOLDEN_FIELD, read_field
 from i2cl.export.greedy.labels import (
     biases_of,
@@ -30,6 +30,7 @@ from i2cl.export.greedy.texts import ENDS, TEXTS
 from i2cl.export.upcast import Upcast
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.decoder import Decoder
+from i2cl.models.hooks import edit_outputs
 from i2cl.models.loading import is_gguf
 from i2cl.models.scoring import Questions, score
 from i2cl.storage.atomic import public_name
@@ -267,16 +268,21 @@ class Golden(pydantic.BaseModel):
         return found
 
 
-def make_golden(decoder: Decoder, injection: Injection) -> Golden:
+def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: bool = False) -> Golden:
     """Run the injected model on a few prompts, in float32.
 
     One in another dtype is not copied: its weights are brought to float32 one at a time.
+    ``fold_temperature`` is that of `export_hf`.
 
     Raises:
         I2CLError: if the injection's task does not fit the decoder, or the model is quantized.
     """
     require_unquantized(decoder.model.config)
     require_plain(injection)
+    if fold_temperature:
+        head, temperature = decoder.model.get_output_embeddings(), injection.temperature
+        with edit_outputs([(head, lambda logits: logits / temperature)]):
+            return make_golden(decoder, at_temperature(injection))
     task = injection.task
     questions = Questions(decoder, task, injection.scoring)
     labels, queries = questions.labels, questions.queries(TEXTS)

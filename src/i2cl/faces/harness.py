@@ -40,7 +40,9 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
     """A Hugging Face model of the harness whose residual writers are injected at every token it runs.
 
     That is what an exported checkpoint does under ``--model hf`` (docs/guide/export.md), and what
-    `Injection.scores` does where whole label sequences are scored (``scoring="full"``).
+    `Injection.scores` does where whole label sequences are scored (``scoring="full"``). A continuation's
+    log-likelihood is divided by the injection's temperature, as a label's is: accuracy stays, and a metric
+    such as ``brier_score`` reads the probabilities among the choices. Perplexities of text stay.
 
     Args:
         injection: an `Injection`, or the folder or hub id of one; None runs the plain model.
@@ -90,6 +92,7 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
             source = located(str(pretrained))
             super().__init__(source, revision=revision or "main", **_defaults() | options)
             self._decoder = Decoder(self.model, self._plain_tokenizer, name=str(pretrained))
+        self._temperature = 1.0 if chosen is None else chosen.temperature
         self._changes: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
         if chosen is not None:
             chosen.require_base(self._decoder, force=force)
@@ -102,6 +105,11 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
         super()._create_tokenizer(*arguments, **options)
         self._plain_tokenizer: Any = self.tokenizer
         self.tokenizer: Any = copy.deepcopy(self.tokenizer)
+
+    def loglikelihood(self, *arguments: Any, **options: Any) -> list[tuple[float, bool]]:
+        """Log-likelihoods of continuations over the temperature, and whether each is the greedy one."""
+        found = super().loglikelihood(*arguments, **options)
+        return [(value / self._temperature, greedy) for value, greedy in found]
 
     def _model_call(self, *arguments: Any, **options: Any) -> Tensor:
         """Logits of right-padded rows, which causal attention makes those of the rows alone."""

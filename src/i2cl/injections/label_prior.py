@@ -41,7 +41,7 @@ def with_label_prior(
     """The same injection with a `label_bias`: log(prior) - log(mean probability over the texts), in nats.
 
     It is one step: the means over the texts are near the prior afterwards, and not equal to it. What was
-    measured of the injection without it (metrics, worth, command) is left out.
+    measured of the injection without it (metrics, worth, command, temperature) is left out.
 
     Args:
         injection: a bias that it has is replaced.
@@ -54,7 +54,7 @@ def with_label_prior(
     Raises:
         I2CLError: without texts, on an empty one, a prior that is no shares of the labels, or another model.
     """
-    injection = without_label_prior(injection)
+    injection = replace(without_label_prior(injection), temperature=1.0)
     shares = None if prior is None else require_shares(prior, injection.task.labels)
     if not texts:
         raise I2CLError(f"no texts were given: a label prior takes at least {FEWEST_UNLABELLED}")
@@ -115,4 +115,6 @@ def require_shares(prior: Sequence[float], labels: Sequence[str]) -> Float[Tenso
 def _unmeasured(
     injection: Injection, bias: tuple[float, ...] | None, settings: dict[str, object]
 ) -> Injection:
-    return replace(injection, label_bias=bias, settings=settings, metrics={}, worth={}, command="")
+    return replace(
+        injection, label_bias=bias, settings=settings, metrics={}, worth={}, command="", temperature=1.0
+    )

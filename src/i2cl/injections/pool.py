@@ -18,7 +18,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
-from i2cl.models.scoring import Progress, Questions, biased, require_finite, require_texts, score
+from i2cl.models.scoring import Progress, Questions, among, require_finite, require_texts, score
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,7 @@ class Loaded:
         positions: at which query tokens.
         seed: of ``positions="random"``.
         bias: a number for each label, in nats; None for none.
+        temperature: what scores are divided by behind it.
     """
 
     questions: Questions
@@ -42,6 +43,7 @@ class Loaded:
     positions: Positions
     seed: int
     bias: Float[Tensor, " labels"] | None
+    temperature: float
 
     @property
     def kind(self) -> tuple[Site, bool, Positions, int]:
@@ -123,6 +125,7 @@ class InjectionPool:
             positions=injection.positions,
             seed=injection.seed,
             bias=None if injection.label_bias is None else torch.tensor(injection.label_bias),
+            temperature=injection.temperature,
         )
 
     def drop(self, name: str) -> None:
@@ -149,7 +152,7 @@ class InjectionPool:
     def scores(
         self, texts: Sequence[str], task_ids: Sequence[str], *, progress: Progress | None = None
     ) -> list[Float[Tensor, " labels"]]:
-        """Log-probability of each label of each text's own task; with a label bias, among its labels.
+        """Log-probability of each label of each text's own task, as `i2cl.Injection.scores` has it.
 
         Args:
             texts: what to classify.
@@ -207,7 +210,7 @@ class InjectionPool:
             require_finite(values, self.decoder)
             for row, task, line in zip(rows, chosen, values, strict=True):
                 own = line[: len(task.questions.labels.ids)]
-                found[row] = own if task.bias is None else biased(own, task.bias)
+                found[row] = among(own, task.bias, task.temperature)
         return found
 
     def _asked(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[Asked]:

@@ -173,6 +173,19 @@ def biased(
     return (scores.log_softmax(-1) + bias).log_softmax(-1)
 
 
+def among(
+    scores: Float[Tensor, "*queries labels"], bias: Float[Tensor, " labels"] | None, temperature: float
+) -> Float[Tensor, "*queries labels"]:
+    """What an injection makes of label scores: `biased` by its label prior, then divided by its temperature.
+
+    With neither they stay as they are; else they are among the labels. A division is in float64, where
+    scores that differ stay different, so the answers stay too.
+    """
+    if bias is not None:
+        scores = biased(scores, bias)
+    return scores if temperature == 1 else (scores.double() / temperature).log_softmax(-1)
+
+
 def next_token_log_probabilities(
     decoder: Decoder, queries: Sequence[Ids], *, edit: Edit | None = None, prefix: Prefix | None = None
 ) -> Float[Tensor, "queries vocab"]:

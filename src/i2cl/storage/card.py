@@ -152,7 +152,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         ),
         base_model=_json({key: base[key] for key in base if key != "config"} | {"name": shown}),
         demonstrations=description["demonstrations"],
-        loss=_loss(description["loss"]) + _label_prior(description),
+        loss=_loss(description["loss"]) + _changed_scores(description),
         settings=_json(
             {key: description[key] for key in ("extraction", "calibration", "positions", "scoring", "seed")}
         ),
@@ -218,11 +218,15 @@ def _loss(history: list[float]) -> str:
     return f"Calibration loss: {first:.3f} -> {last:.3f} nats, first round to last of {len(history)}."
 
 
-def _label_prior(description: Mapping[str, Any]) -> str:
-    """A paragraph on the label bias, where there is one."""
+def _changed_scores(description: Mapping[str, Any]) -> str:
+    """Paragraphs on the temperature and the label bias, where there are any."""
+    tempered = ""
+    if "temperature" in description:
+        tempered = "\n\nLog-probabilities among the labels are divided by the `temperature`, "
+        tempered += f"{description['temperature']:g}; this changes no answer."
     if "label_bias" not in description:
-        return ""
-    said = "\n\n`label_bias` is added to the log-probabilities among the labels."
+        return tempered
+    said = tempered + "\n\n`label_bias` is added to the log-probabilities among the labels."
     told = description["calibration"].get("label_prior")
     return f"{said} {_md(prior_words(description['task']['labels'], told))}" if told else said
 

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("fastapi")
 
+from i2cl import with_temperature
 from i2cl.faces.server.app import make_app
 from i2cl.faces.server.guard import Access, read_tokens
 from i2cl.faces.server.jobs import Job
@@ -147,6 +148,31 @@ def test_a_file_is_classified(client, service):
     assert error_of(client.get(f"/v1/batches/{job}")) == (404, "unknown_job")
 
 
+def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(client, service):
+    body = {"model": "films", "input": list(TEXTS)}
+    plain = client.post("/v1/classify", json=body).json()["data"]
+    least = max(max(one["probs"]) for one in plain) - 1e-9
+    found = client.post("/v1/classify", json=body | {"min_confidence": least}).json()["data"]
+    sure = [max(one["probs"]) >= least for one in plain]
+    assert sorted(set(sure)) == [False, True]
+    for before, after, kept in zip(plain, found, sure, strict=True):
+        assert after == before | {"label": before["label"] if kept else ""}
+
+
+def test_a_temperature_acts_in_answers_and_changes_no_label(client, service):
+    warm = with_temperature(made(service.decoder, 0), 3.0)
+    service.tasks.put("warm", warm)
+    plain, found = (
+        client.post("/v1/classify", json={"model": name, "input": list(TEXTS)}).json()["data"]
+        for name in ("films", "warm")
+    )
+    assert client.delete("/v1/tasks/warm").status_code == 200
+    assert [one["label"] for one in found] == [one["label"] for one in plain]
+    for before, after in zip(plain, found, strict=True):
+        roots = torch.tensor(before["probs"]) ** (1 / 3)
+        torch.testing.assert_close(torch.tensor(after["probs"]), roots / roots.sum(), rtol=0, atol=1e-5)
+
+
 CLASSIFY = "/v1/classify"
 REFUSED = [
     (CLASSIFY, {"model": "none", "input": TEXT}, 404, "unknown_task"),
@@ -156,6 +182,9 @@ REFUSED = [
     (CLASSIFY, {"model": "films", "input": []}, 422, "bad_request"),
     (CLASSIFY, {"model": "films", "input": 3}, 422, "bad_request"),
     (CLASSIFY, {"model": "films", "input": TEXT, "more": 1}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": 0}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": 1.5}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": "high"}, 422, "bad_request"),
     (CLASSIFY, {"model": "films"}, 422, "bad_request"),
     (CLASSIFY, {"model": "films", "input": "long " * 3000}, 413, "text_too_long"),
     (CLASSIFY, {"model": "films", "input": ["so " * 100] * 500}, 413, "request_too_long"),

@@ -6,11 +6,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi", reason="the extra serve")
 
 from fastapi import FastAPI
 
+from i2cl import Injection, with_temperature
 from i2cl.faces.vllm import plugin, routes, tasks
 from i2cl.faces.vllm.slots import DIGEST
 from i2cl.models.decoder import Decoder
@@ -120,6 +122,32 @@ async def until(condition):
             return
         await asyncio.sleep(0)
     raise AssertionError("it did not come to that")
+
+
+def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(app, base, task, tmp_path):
+    with_temperature(injection_for(base, task, 0), 3.0).save_pretrained(tmp_path / "warm")
+    warm = Injection.from_pretrained(tmp_path / "warm")
+
+    async def asked():
+        (await started(app, base, ("mood", str(tmp_path / "warm")))).go.set()
+        body = {"model": "mood", "input": ["good", "this film", "bad"]}
+        plain = (await call(app, "POST", "/v1/i2cl/classify", body))[1]["data"]
+        least = max(max(one["probs"]) for one in plain) - 1e-9
+        path = "/v1/i2cl/classify"
+        found = (await call(app, "POST", path, body | {"min_confidence": least}))[1]["data"]
+        statuses = [(await call(app, "POST", path, body | {"min_confidence": bad}))[0] for bad in (0, 1.5)]
+        return body["input"], plain, least, found, statuses
+
+    texts, plain, least, found, statuses = asyncio.run(asked())
+    wanted = warm.scores(base, texts).softmax(-1)
+    torch.testing.assert_close(
+        torch.tensor([one["probs"] for one in plain]).double(), wanted, rtol=0, atol=1e-5
+    )
+    sure = [max(one["probs"]) >= least for one in plain]
+    assert sorted(set(sure)) == [False, True]
+    for before, after, kept in zip(plain, found, sure, strict=True):
+        assert after == before | {"label": before["label"] if kept else ""}
+    assert statuses == [422, 422]
 
 
 def test_a_classify_that_runs_under_reloads_ends_as_it_began(app, base, task, saved):

@@ -44,9 +44,13 @@ TEXTS = ("this film", "nobody expected the river to rise", "good")
 def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, task, caching):
     llm.llm_engine.vllm_config.cache_config.enable_prefix_caching = caching
     one, other = (injection_for(base, task, seed) for seed in (0, 1))
-    other = replace(other, label_bias=(0.5, -0.5))
+    other = replace(other, label_bias=(0.5, -0.5), temperature=1.75)
     whole = replace(
-        other, task=replace(task, labels=("best film yet", "best film ever")), scoring="full", label_bias=None
+        other,
+        task=replace(task, labels=("best film yet", "best film ever")),
+        scoring="full",
+        label_bias=None,
+        temperature=1.0,
     )
     held = {"one": one, "other": other, "whole": whole}
     for name, injection in held.items():

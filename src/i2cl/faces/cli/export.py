@@ -33,6 +33,10 @@ def export(
             "--drop-prior", help="Leave out the label prior, which only hf can hold, and say what to add."
         ),
     ] = False,
+    temperature: Annotated[
+        Literal["fold"] | None,
+        typer.Option(help="hf: divide the head by the injection's temperature; other text is flatter too."),
+    ] = None,
     golden: Annotated[
         bool, typer.Option(help="Store what `i2cl verify` compares with; loads the model.")
     ] = True,
@@ -54,13 +58,21 @@ def export(
     load.libraries()
     from i2cl.core.injection import Injection
     from i2cl.export import export_gguf, export_hf, export_peft, make_golden
+    from i2cl.export.folding import at_temperature
     from i2cl.injections.label_prior import without_label_prior
 
     own = _own_options(to, output, dtype, max_shard_size, tokenizer=tokenizer)
     injection = Injection.from_pretrained(artefact)
-    prior = _prior(injection)
+    folds, divided = temperature == "fold", injection.temperature
+    if folds and to != "hf":
+        raise I2CLError(
+            f"--temperature fold is for --to hf, {to} leaves the head as it is: leave it out and divide "
+            f"log-probabilities among the labels by {divided:g}"
+        )
+    own |= {"fold_temperature": True} if folds else {}
+    prior = _prior(at_temperature(injection) if folds else injection)
     if drop_prior:
-        injection = without_label_prior(injection)
+        injection = replace(without_label_prior(injection), temperature=divided)
     name = model or injection.base.name
     loading = load.of_artefact(replace(loading, dtype="auto"), injection, model)
     load.quiet()
@@ -69,13 +81,16 @@ def export(
         made = export_peft(decoder, injection, output, golden=golden, force=force, revision=loading.revision)
         what = f"{injection.task.name} as a {made.tuner} adapter of {name}"
         _show_export(output, injection.task.name, name, what, to=to, golden=golden, prior=prior, json=json)
+        if not json:
+            _say_temperature(divided, folds=False, to=to)
         return
     write: Callable[..., None] = export_hf if to == "hf" else export_gguf
 
     def answers() -> "Golden":
         if to == "gguf":
             _note_what_verify_needs()
-        return make_golden(load.artefact_decoder(injection, model, loading), injection)
+        decoder = load.artefact_decoder(injection, model, loading)
+        return make_golden(decoder, injection, fold_temperature=folds)
 
     write(
         name,
@@ -88,6 +103,22 @@ def export(
     )
     what = f"{name} with {injection.task.name} in its weights"
     _show_export(output, injection.task.name, name, what, to=to, golden=golden, prior=prior, json=json)
+    if not json:
+        _say_temperature(divided, folds=folds, to=to)
+
+
+def _say_temperature(temperature: float, *, folds: bool, to: str) -> None:
+    """Say which temperature an export's probabilities are at, where that is a question."""
+    if temperature == 1:
+        return
+    if folds:
+        console.say(f"Its temperature {temperature:g} is in the head: all probabilities are those at it.")
+        return
+    cure = ", or export with --temperature fold" if to == "hf" else ""
+    console.say(
+        f"Probabilities are those at temperature 1, which {to} holds: divide log-probabilities among the "
+        f"labels by {temperature:g}{cure}."
+    )
 
 
 def _prior(injection: "Injection") -> dict[str, float]:

@@ -15,6 +15,7 @@ from i2cl.faces.cli.options import ModelOptions
 from i2cl.faces.stream.outputs import Output, require_other, source_state, written
 from i2cl.faces.stream.tables import OutputFormat, Table
 from i2cl.faces.stream.tables import output_format as chosen_format
+from i2cl.injections.confidence import require_confidence
 from i2cl.tasks.formats import RowFormat
 from i2cl.version import __version__
 
@@ -48,6 +49,9 @@ def predict(
     row_number: Annotated[
         bool, typer.Option("--row-number", help="Begin with the number of the row, from 1.")
     ] = False,
+    min_confidence: Annotated[
+        float | None, typer.Option(help="Leave the label empty where its probability is below this.")
+    ] = None,
     force: options.Force = False,
     chunk: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Rows scored at a time.")] = 512,
     restart: Annotated[bool, typer.Option("--restart", help="Discard what a killed run left.")] = False,
@@ -72,6 +76,7 @@ def predict(
         raise I2CLError("--workers and --address are for a cluster: add --executor ray")
     if executor == "ray" and source == "-":
         raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
+    require_confidence(min_confidence)
     kind = chosen_format(output, output_format, as_json=json)
     require_other(output, source, *_files(artefact))
     started = time.perf_counter()
@@ -91,9 +96,11 @@ def predict(
         "text_column": text_column,
         "keep": texts.names,
         "chunk": chunk,
+        "min_confidence": min_confidence,
     }
     to_file = output is not None and (output.is_file() or not output.exists())
-    table = Table(injection.task.labels, kind, texts.names, waits=to_file and kind in {"csv", "parquet"})
+    waits = to_file and kind in {"csv", "parquet"}
+    table = Table(injection.task.labels, kind, texts.names, waits=waits, least=min_confidence)
     load_scorer = partial(_scorer, injection, model, loading, table, force=force)
     finish = table.finish if table.waits else None
     again = {"resumes": Path(source).is_file(), "restart": restart}

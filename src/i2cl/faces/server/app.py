@@ -94,7 +94,10 @@ def _answers(app: FastAPI, service: Service) -> None:
         response.headers["X-Task-Digest"] = answer.entry.digest
         data = [
             schemas.Classified(
-                index=row, label=answer.entry.labels[answer.best(row)], probs=probs, num_classes=len(probs)
+                index=row,
+                label=answer.label(row, body.min_confidence),
+                probs=probs,
+                num_classes=len(probs),
             )
             for row, probs in enumerate(answer.probabilities)
         ]

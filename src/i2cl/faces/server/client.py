@@ -77,13 +77,17 @@ class Client:
         self._retries, self._timeout = retries, timeout
         self._own = threading.local()
 
-    def classify(self, task: str, texts: Sequence[str]) -> list[Prediction]:
-        """The labels of texts.
+    def classify(
+        self, task: str, texts: Sequence[str], *, min_confidence: float | None = None
+    ) -> list[Prediction]:
+        """The labels of texts; empty where the highest probability is below ``min_confidence``.
 
         Raises:
             ServerError: if the server refuses them.
         """
-        told, headers = self._asked("POST", "/v1/classify", {"model": task, "input": list(texts)})
+        body: dict[str, Any] = {"model": task, "input": list(texts)}
+        body |= {} if min_confidence is None else {"min_confidence": min_confidence}
+        told, headers = self._asked("POST", "/v1/classify", body)
         return [
             Prediction(
                 one["label"], dict(zip(told["labels"], one["probs"], strict=True)), headers["x-task-digest"]

@@ -19,6 +19,7 @@ from i2cl.faces.server.refusals import RefusalError, stopping, too_late
 from i2cl.faces.server.routes.schemas import MOST_TEXTS
 from i2cl.faces.server.tasks import Entry, TaskFolder
 from i2cl.faces.server.uploads import unpacked, unusable
+from i2cl.injections.confidence import sure_place
 from i2cl.injections.pool import InjectionPool
 from i2cl.models.decoder import Decoder
 from i2cl.storage.journal import only_writer
@@ -53,9 +54,10 @@ class Answer:
     probabilities: list[list[float]]
     tokens: list[int]
 
-    def best(self, row: int) -> int:
-        """Place of the most probable label of a text."""
-        return max(range(len(self.entry.labels)), key=self.probabilities[row].__getitem__)
+    def label(self, row: int, least: float | None = None) -> str:
+        """The most probable label of a text; empty where its probability is below ``least``."""
+        place = sure_place(self.probabilities[row], least)
+        return "" if place is None else self.entry.labels[place]
 
 
 class Service:

@@ -22,6 +22,7 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.worth import labelled_rows, with_worth
 from i2cl.faces.sklearn.inputs import as_classes, as_texts, label_words
 from i2cl.faces.sklearn.shared import ModelSource, find_decoder
+from i2cl.injections.confidence import require_confidence
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods import METHODS, calibrating_method
 from i2cl.methods.i2cl import I2CL
@@ -55,6 +56,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             lists them.
         unlabelled: texts as they will come, 32 or more, that a label prior is measured on, see
             `i2cl.injections.label_prior.with_label_prior`; it takes classes for equally frequent there.
+        min_confidence: `predict` gives no class to a text whose highest probability is below it, but an
+            empty string, or -1 where classes are numbers; `score` counts it as wrong. Also set after `fit`.
         scoring: score a label by its first token, its whole sequence, or as the labels demand.
         random_state: of demonstrations and calibration: an int, a RandomState, or None to draw one.
         evaluate: at most so many of the training texts that ``shots`` left over are scored for `report_`;
@@ -81,6 +84,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         recipe: str | None = None,
         settings: Mapping[str, Any] | None = None,
         unlabelled: Sequence[str] | None = None,
+        min_confidence: float | None = None,
         scoring: Scoring = "auto",
         random_state: int | np.random.RandomState | None = 0,
         evaluate: int = 160,
@@ -97,6 +101,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         self.recipe = recipe
         self.settings = settings
         self.unlabelled = unlabelled
+        self.min_confidence = min_confidence
         self.scoring = scoring
         self.random_state = random_state
         self.evaluate = evaluate
@@ -154,13 +159,26 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return self.injection_.worth or None
 
     def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
-        """The most probable class of each text.
+        """The most probable class of each text; see ``min_confidence`` for those that get none.
 
         Raises:
-            I2CLError: on input that is no list of texts, or a model that is not the one fitted on.
+            I2CLError: on input that is no list of texts, a model that is not the one fitted on, or a
+                ``min_confidence`` that is none, or whose answer for no class is the name of a class.
         """
-        best = self._scores(X).argmax(-1)
-        return cast("np.ndarray", self.classes_[best])
+        check_is_fitted(self)
+        require_confidence(self.min_confidence)
+        scores = self._scores(X)
+        found = self.classes_[scores.argmax(-1)]
+        if self.min_confidence is None:
+            return cast("np.ndarray", found)
+        classes = self.classes_.tolist()
+        none = "" if isinstance(classes[0], str) else -1
+        if none in classes:
+            raise I2CLError(
+                f"{none!r} is a class and what min_confidence answers: fit with another name for it"
+            )
+        unsure = np.exp(_normalised(scores)).max(-1) < self.min_confidence
+        return np.where(unsure, none, found)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
         """Probability of each class, among the classes. Raises as `predict`."""
@@ -168,10 +186,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
         """Log-probability of each class among the classes, in nats. Raises as `predict`."""
-        scores = self._scores(X)
-        top = scores - scores.max(-1, keepdims=True)
-        normal: Float[np.ndarray, "n classes"] = top - np.log(np.exp(top).sum(-1, keepdims=True))
-        return normal
+        return _normalised(self._scores(X))
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """Log-odds of the second class, in nats; of more than two, each label's log-probability.
@@ -258,6 +273,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             raise I2CLError(f"shots is {shots!r}: give a whole number, or None for all texts")
         if self.scoring not in get_args(Scoring):
             raise I2CLError(f"scoring is {self.scoring!r}: choose one of {', '.join(get_args(Scoring))}")
+        require_confidence(self.min_confidence)
         if not isinstance(self.template, str | Template):
             raise I2CLError(f"template is {self.template!r}: give a string with {{text}} and {{label}}")
         if self.settings is not None and not isinstance(self.settings, Mapping):
@@ -305,3 +321,10 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         tags.input_tags.two_d_array = False
         tags.input_tags.string = True
         return tags
+
+
+def _normalised(scores: Float[np.ndarray, "n classes"]) -> Float[np.ndarray, "n classes"]:
+    """Log-probabilities among the classes."""
+    top = scores - scores.max(-1, keepdims=True)
+    normal: Float[np.ndarray, "n classes"] = top - np.log(np.exp(top).sum(-1, keepdims=True))
+    return normal

@@ -115,6 +115,7 @@ def digest(injection: Injection) -> str:
         injection.scoring,
     ]
     said += [injection.context.config.site, injection.seed, injection.label_bias]
+    said += [injection.temperature] if injection.temperature != 1 else []  # other digests are as before
     found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for tensor in (injection.context.values, injection.coefficients):
         found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())

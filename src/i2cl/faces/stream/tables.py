@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from i2cl.errors import I2CLError, needs
+from i2cl.injections.confidence import sure_place
 
 OutputFormat = Literal["tsv", "csv", "jsonl", "parquet"]
 
@@ -67,12 +68,14 @@ class Table:
         kind: how it is written.
         names: of the columns that are kept.
         waits: whether rows wait for `finish`, as those of a file of CSV or Parquet do.
+        least: the label is empty where its probability is below it; None for never.
     """
 
     labels: tuple[str, ...]
     kind: OutputFormat = "tsv"
     names: tuple[str, ...] = ()
     waits: bool = False
+    least: float | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -105,7 +108,8 @@ class Table:
             return self._parquet(rows, new) if self.kind == "parquet" else self._csv(rows, new)
 
     def _row(self, kept: list[object], row: Sequence[float]) -> str:
-        best = self.labels[max(range(len(row)), key=row.__getitem__)]
+        place = sure_place(row, self.least)
+        best = "" if place is None else self.labels[place]
         if self.waits:
             return json.dumps([*kept, best, *(round(value, 6) for value in row)], ensure_ascii=False) + "\n"
         if self.kind != "jsonl":

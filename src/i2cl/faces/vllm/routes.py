@@ -16,7 +16,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from i2cl.core.artefact import DESCRIPTION
 from i2cl.core.injection import Injection
@@ -26,6 +26,7 @@ from i2cl.faces.vllm.asking import Asked, Edge, Reach, Share
 from i2cl.faces.vllm.engine import DROP, LOAD
 from i2cl.faces.vllm.slots import Packed
 from i2cl.faces.vllm.tasks import TASKS, Answer, Served, parameters
+from i2cl.injections.confidence import sure_place
 from i2cl.models.batching import Ids
 from i2cl.models.encoding import TooLongError
 
@@ -46,6 +47,7 @@ class ClassifyRequest(BaseModel):
 
     model: str
     input: str | list[str]
+    min_confidence: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
 class LoadRequest(BaseModel):
@@ -107,7 +109,7 @@ def _only_admin(authorization: Annotated[str, Header()] = "") -> None:
 async def classify(
     body: ClassifyRequest, raw_request: Request, response: Response
 ) -> dict[str, Any] | JSONResponse:
-    """The most probable label of each text, and every label's probability among them.
+    """The most probable label of each text, or none below ``min_confidence``, and all probabilities.
 
     All of it is answered by the version of the task that is there when it begins.
     """
@@ -125,6 +127,7 @@ async def classify(
         raise HTTPException(400, str(error)) from None
     response.headers["X-I2CL-Digest"] = served.packed.digest
     tokens = sum(map(len, queries))
+    probabilities = [one.scores.softmax(-1).tolist() for one in answers]
     return {
         "id": f"classify-{uuid4().hex}",
         "object": "list",
@@ -134,11 +137,11 @@ async def classify(
         "data": [
             {
                 "index": index,
-                "label": one.label,
-                "probs": one.scores.softmax(-1).tolist(),
-                "num_classes": len(one.scores),
+                "label": "" if sure_place(probs, body.min_confidence) is None else one.label,
+                "probs": probs,
+                "num_classes": len(probs),
             }
-            for index, one in enumerate(answers)
+            for index, (one, probs) in enumerate(zip(answers, probabilities, strict=True))
         ],
         "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
     }

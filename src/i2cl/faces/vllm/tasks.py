@@ -31,7 +31,7 @@ from i2cl.models.fingerprint import (
     tokenizer_fingerprint,
     told_config,
 )
-from i2cl.models.scoring import Questions, biased, require_texts
+from i2cl.models.scoring import Questions, among, require_texts
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,14 @@ class Served:
         packed: what the workers were given.
         questions: how it is asked.
         bias: of its labels, if any.
+        temperature: of its labels.
     """
 
     name: str
     packed: Packed
     questions: Questions
     bias: tuple[float, ...] | None
+    temperature: float
 
     @cached_property
     def trie(self) -> Trie:
@@ -74,9 +76,8 @@ class Served:
         values = [
             math.fsum(told[ids[:place], token] for place, token in enumerate(ids)) for ids in self.trie.labels
         ]
-        scores = torch.tensor(values)
-        if self.bias is not None:
-            scores = biased(scores, torch.tensor(self.bias))
+        bias = None if self.bias is None else torch.tensor(self.bias)
+        scores = among(torch.tensor(values), bias, self.temperature)
         return Answer(self.questions.task.labels[int(scores.argmax())], scores)
 
 
@@ -159,7 +160,7 @@ class Tasks:
         asker.max_length = min(asker.max_length or config.max_model_len, config.max_model_len - 1)
         questions = injection.questions(asker)
         _ = questions.labels  # labels that cannot be asked for are refused now
-        return Served(name, packed, questions, injection.label_bias)
+        return Served(name, packed, questions, injection.label_bias, injection.temperature)
 
     def add(self, served: Served) -> None:
         """Let requests in that name a task, from now on this version of it."""

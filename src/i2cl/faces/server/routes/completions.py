@@ -33,7 +33,7 @@ def router(service: Service) -> APIRouter:
         choices = [
             {
                 "index": row,
-                "text": answer.entry.labels[answer.best(row)],
+                "text": answer.label(row),
                 "finish_reason": "stop",
                 "logprobs": _of_completion(answer, row, body.logprobs),
             }
@@ -55,7 +55,7 @@ def router(service: Service) -> APIRouter:
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         answer = await answered(service, request, body.model, [text], timeout)
         response.headers["X-Task-Digest"] = answer.entry.digest
-        message = {"role": "assistant", "content": answer.entry.labels[answer.best(0)], "refusal": None}
+        message = {"role": "assistant", "content": answer.label(0), "refusal": None}
         choice = {
             "index": 0,
             "message": message,

@@ -36,6 +36,9 @@ class Classify(_Body):
 
     model: Name
     input: Text | Texts
+    min_confidence: Annotated[
+        float | None, Field(gt=0, le=1, description="The label is empty where its probability is below.")
+    ] = None
 
 
 class Parameters(_Body):

@@ -1,0 +1,101 @@
+"""A temperature: probabilities among the labels are less sure, or surer, and answers stay bit for bit."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from i2cl import (
+    CalibrationConfig,
+    I2CLError,
+    Injection,
+    InjectionPool,
+    calibrate,
+    extract,
+    with_label_prior,
+    with_temperature,
+)
+from i2cl.core.injection import TEMPERATURES
+from i2cl.models.scoring import among
+
+TEXTS = ["a warm film", "dull", "one of the best of them all"]
+UNLABELLED = [f"film number {number} is {number % 7}" for number in range(32)]
+BIAS = (0.75, -0.5)
+
+
+@pytest.fixture
+def injection(decoder, task):
+    shown = task.sample(2)
+    return calibrate(decoder, task, shown, extract(decoder, task, shown), CalibrationConfig(epochs=2))
+
+
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_log_probabilities_are_divided_behind_the_label_prior(injection, decoder, bias):
+    plain = replace(injection, label_bias=bias).scores(decoder, TEXTS).double()
+    found = with_temperature(replace(injection, label_bias=bias), 2.5).scores(decoder, TEXTS)
+    torch.testing.assert_close(found, (plain.log_softmax(-1) / 2.5).log_softmax(-1), atol=1e-12, rtol=0)
+    odds = (found[:, 1] - found[:, 0]) * 2.5
+    torch.testing.assert_close(odds, plain[:, 1] - plain[:, 0], atol=1e-12, rtol=0)
+
+
+def test_at_1_scores_are_what_they_were(injection, decoder):
+    scores = injection.scores(decoder, TEXTS)
+    assert torch.equal(with_temperature(injection, 1.0).scores(decoder, TEXTS), scores)
+    assert scores.dtype == torch.float32
+    assert scores.exp().sum(-1).max() < 0.9  # of all that the model could say, as before
+
+
+def test_answers_stay_where_scores_differ_by_their_last_bit():
+    generator = torch.Generator().manual_seed(0)
+    low = -torch.rand(3000, generator=generator) * 20
+    pairs = torch.stack([low, low.nextafter(torch.tensor(0.0))], -1)
+    pairs = torch.cat([pairs, pairs.flip(-1), low[:, None].expand(-1, 2)])
+    for temperature in (*TEMPERATURES, 0.3, 2.2, 117.0):
+        for bias in (None, torch.tensor(BIAS)):
+            wanted = among(pairs, bias, 1.0).argmax(-1)
+            found = among(pairs, bias, temperature)
+            assert torch.equal(found.argmax(-1), wanted)
+            assert torch.equal(found.softmax(-1).argmax(-1), wanted)  # what a table and a server read
+
+
+def test_a_label_that_cannot_be_said_stays_so():
+    found = among(torch.tensor([[-math.inf, -1.0, -2.0]]), None, 2.0)
+    torch.testing.assert_close(found.exp()[0, 1:], torch.tensor([-0.5, -1.0]).double().softmax(-1))
+    assert found[0, 0] == -math.inf
+
+
+def test_a_pool_mixes_temperatures(injection, decoder):
+    kinds: dict[str, Injection] = {
+        "plain": injection,
+        "cool": with_temperature(injection, 0.5),
+        "warm": with_temperature(replace(injection, label_bias=BIAS), 3.0),
+        "whole": with_temperature(replace(injection, scoring="full"), 2.0),
+    }
+    texts, names = [text for text in TEXTS for _ in kinds], [*kinds] * len(TEXTS)
+    pool = InjectionPool(decoder, kinds)
+    for text, name, row in zip(texts, names, pool.scores(texts, names), strict=True):
+        torch.testing.assert_close(
+            row, kinds[name].scores(decoder, [text])[0], atol=1e-4, rtol=1e-4, check_dtype=False
+        )
+    assert pool.predict(TEXTS, ["cool"] * 3) == injection.predict(decoder, TEXTS)
+    assert kinds["cool"].predict(decoder, TEXTS) == injection.predict(decoder, TEXTS)
+
+
+def test_what_was_measured_of_answers_stays_and_the_command_does_not(injection):
+    told = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
+    found = with_temperature(told, 2.0)
+    assert (found.metrics, found.worth, found.command) == (told.metrics, told.worth, "")
+    assert with_temperature(found, 3.0).temperature == 3
+
+
+def test_a_label_prior_takes_it_away(injection, decoder):
+    found = with_label_prior(with_temperature(injection, 2.0), decoder, UNLABELLED)
+    assert found.temperature == 1
+    assert found.label_bias == with_label_prior(injection, decoder, UNLABELLED).label_bias
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, 1e-4, 1e4])
+def test_a_temperature_that_is_none_is_refused(injection, bad):
+    with pytest.raises(I2CLError, match=r"^temperature .* is no number from 0.001 to 1000: give one$"):
+        with_temperature(injection, bad)
