@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from i2cl.errors import I2CLError
+from i2cl.experiments.confidence import NAMES, best_temperature, confidence, normalised
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.printed import PrintedRow, PrintedTable, printed_for
-from i2cl.experiments.records import COUNTS, Record, Run
+from i2cl.experiments.records import COUNTS, Record, Run, Scores
 from i2cl.experiments.report.document import CAPTIONS, build
 from i2cl.experiments.report.page import write
 from i2cl.experiments.report.render import csv_text, html, latex, markdown
@@ -252,6 +253,67 @@ def test_moved_rows_have_a_matrix_and_stay_out_of_other_tables():
     assert found.columns == ("From", "sst2", "trec")
     assert texts(found) == {"sst2": ["10.0", "20.0"], "trec": ["30.0", "40.0"]}
     assert "1 of 3 seeds: all rows." in noted(found, "†")
+
+
+def with_scores(method, task, seed, sharper=3.0, queries=60):
+    """Scores that are sharper than they should be, so that their best temperature is near that."""
+    gold = np.arange(queries) % 2
+    fair = np.random.default_rng([seed, len(task), len(method)]).standard_normal(queries) + gold - 0.5
+    scores = normalised(np.stack([-fair / 2, fair / 2], 1))  # by Bayes' rule for two normal distributions
+    best = scores.argmax(1)
+    return record(method, task, seed, best == gold, scores=Scores.of(scores * sharper))
+
+
+def trusted(seeds=3):
+    made = [with_scores("i2cl", task, seed) for task in ("sst2", "agnews") for seed in range(seeds)]
+    return made + [record("icv", task, 0, "10" * 30) for task in ("sst2", "agnews")]
+
+
+def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
+    made = trusted()
+    found = table("confidence", experiment(("ICV", "I2CL")), made)
+    each, best, temperatures = [], [], []
+    for task in ("sst2", "agnews"):
+        runs = [one.outcome for one in made if (one.cell.task, one.cell.method) == (task, "i2cl")]
+        arrays = [run.scores.array for run in runs]
+        gold = [np.array(run.gold) for run in runs]
+        answers = [np.array(run.predictions) for run in runs]
+        temperatures.append(best_temperature(np.concatenate(arrays), np.concatenate(gold)))
+        sets = [*zip(arrays, gold, answers, strict=True)]
+        each.append([confidence(*one) for one in sets])
+        best.append([confidence(normalised(a, temperatures[-1]), g, p) for a, g, p in sets])
+    row = cells(found)["I2CL"] | {"plain": None}
+    shown = [cell.text for cell in found.rows[1][1:]]
+    expected = []
+    for name, factor, digits in (("log_loss", 1, 3), ("brier", 1, 3), ("ece", 100, 1), ("aurc", 100, 1)):
+        for held in (each, best):
+            seeds = factor * np.mean([[getattr(one, name) for one in task] for task in held], axis=0)
+            expected.append(f"{seeds.mean():.{digits}f} ± {seeds.std(ddof=1):.{digits}f}")
+    assert shown == [*expected, f"{np.median(temperatures):.2f}"]
+    assert row["Best T"].text == shown[-1]
+    assert 1.5 < np.median(temperatures) < 6
+    losses = [float(text.split()[0]) for text in shown[:2]]
+    assert losses[1] < losses[0]
+
+
+def test_rows_without_scores_have_no_confidence_and_are_named():
+    found = table("confidence", experiment(("ICV", "I2CL")), trusted())
+    assert set(texts(found)["ICV"]) == {"–"}
+    assert noted(found, "cells without scores").endswith(": ICV.")
+    only = section(experiment(views=("tasks", "confidence")), trial())
+    assert [one.title for one in only.tables] == ["Accuracy by task"]
+    assert only.missing[-1].startswith("confidence: no row kept its scores")
+
+
+def test_the_file_has_a_line_for_each_number_of_confidence():
+    report = build([experiment(("ICV", "I2CL"), views=("confidence",))], trusted(), {}, figures=False)
+    rows = list(csv.DictReader(io.StringIO(csv_text(report))))
+    assert {one["task"] for one in rows} == {"sst2", "agnews", "(average)"}
+    assert {one["measure"] for one in rows} == {*NAMES, *(f"{name}_at_best" for name in NAMES)}
+    (one,) = (one for one in rows if (one["task"], one["measure"]) == ("sst2", "ece_at_best"))
+    assert (one["unit"], one["seeds"], one["queries"]) == ("percent", "3", "60")
+    assert float(one["temperature"]) > 1.5
+    assert "| I2CL" in markdown(report)
 
 
 # Bold: only what can be told from all others.

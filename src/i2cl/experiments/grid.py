@@ -29,6 +29,7 @@ View = Literal[
     "average",
     "cost",
     "comparison",
+    "confidence",
     "bars",
     "efficiency",
     "shots",

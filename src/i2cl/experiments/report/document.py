@@ -10,10 +10,11 @@ from i2cl.errors import I2CLError, needs
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.printed import printed_for
 from i2cl.experiments.records import Record
+from i2cl.experiments.report.layout import Table
 from i2cl.experiments.report.notes import Entry
 from i2cl.experiments.report.paper import Paper, PrintedFor
 from i2cl.experiments.report.results import Results, Setting, outcome, results_of
-from i2cl.experiments.report.tables import Table, tables_of
+from i2cl.experiments.report.tables import tables_of
 from i2cl.experiments.store import Vectors
 
 if TYPE_CHECKING:
@@ -227,6 +228,8 @@ def _skipped(results: Results, records: Sequence[Record]) -> dict[str, str | Non
 def _reason(view: View, against: str, *, draw: bool) -> str:
     if view == "comparison":
         return f"nothing to compare, since it takes the row {against} and another one"
+    if view in {"confidence", "reliability", "risk-coverage"} and (draw or view not in CAPTIONS):
+        return "no row kept its scores in all of its cells, as older versions did not"
     return "figures were not asked for" if view in CAPTIONS and not draw else "no results for this view"
 
 

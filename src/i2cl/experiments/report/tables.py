@@ -1,15 +1,14 @@
 """The tables of a report: data and notes, whatever they are rendered to."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from i2cl.experiments.grid import View
 from i2cl.experiments.printed import PrintedRow
 from i2cl.experiments.records import COUNTS
+from i2cl.experiments.report.layout import NOTHING, Table, mark_of, measured
 from i2cl.experiments.report.notes import (
-    INCOMPLETE,
     Entry,
     accuracy_notes,
     incomplete_notes,
@@ -18,8 +17,9 @@ from i2cl.experiments.report.notes import (
     time_notes,
     transductive_notes,
 )
-from i2cl.experiments.report.paper import AVERAGE, Paper, Values
+from i2cl.experiments.report.paper import Paper, Values
 from i2cl.experiments.report.results import Line, Results, mean_times
+from i2cl.experiments.report.trust import confidence_table
 from i2cl.experiments.statistics import (
     ALPHA,
     FEWEST_SEEDS,
@@ -29,16 +29,24 @@ from i2cl.experiments.statistics import (
     holm,
 )
 
-NOTHING = "–"
-"""Stands where there is no result."""
-
 HIGHER, LOWER, ALIKE = "▲", "▼", "·"
 
-WIDE = 10
-"""With more tasks than this, tasks are lines and rows are columns."""
-
 VALUES = (
-    *("view", "row", "task", "origin", "against", "unit", "mean", "sd", "low", "high", "p"),
+    *(
+        "view",
+        "row",
+        "task",
+        "origin",
+        "against",
+        "measure",
+        "temperature",
+        "unit",
+        "mean",
+        "sd",
+        "low",
+        "high",
+        "p",
+    ),
     *("p_queries", "p_seeds", "q", "seeds"),
     *("queries", "trainable_parameters", "cached_values", "cached_bytes", "fit_seconds", "ms_per_query"),
     *("held_out", "unlabelled", "lacking"),
@@ -61,41 +69,6 @@ PRINTED: dict[str, Callable[[PrintedRow], str | None]] = {
     "Values kept (paper)": lambda row: row.cached,
 }
 """Columns of costs that the paper prints, if it does."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """One table.
-
-    Attributes:
-        title: what it shows.
-        columns: their names; the first one names the lines.
-        rows: as many cells each as there are columns.
-        notes: lines below.
-        values: the raw numbers behind the cells, one line per row and task.
-        words: columns that hold no numbers, beside the first.
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Entry]]
-    notes: Sequence[str] = ()
-    values: Sequence[Values] = ()
-    words: Sequence[str] = ()
-
-    @property
-    def numeric(self) -> list[bool]:
-        """Whether each column holds numbers, which stand to the right."""
-        return [place > 0 and name not in self.words for place, name in enumerate(self.columns)]
-
-    def narrow(self, tasks: int) -> "Table":
-        """Lines and columns changed over, where so many tasks would be too wide."""
-        if tasks <= WIDE:
-            return self
-        names, *columns = zip(*self.rows, strict=True)
-        heads = [f"{one.text} {one.mark}".strip() for one in names]
-        rows = [(Entry(name), *cells) for name, cells in zip(self.columns[1:], columns, strict=True)]
-        return replace(self, columns=("Task", *heads), rows=rows)
 
 
 def tasks_table(found: Results, paper: Paper) -> list[Table]:
@@ -176,7 +149,7 @@ def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
 
     tested = _tested(found, pairs, [None])
     rows = [
-        [Entry(line.name, mark=_mark(found, line, other)), *map(Entry, _verdict(tested[line, None]))]
+        [Entry(line.name, mark=mark_of(found, line, other)), *map(Entry, _verdict(tested[line, None]))]
         for line, other in pairs
     ]
     meaning = (
@@ -221,7 +194,7 @@ def cost_table(found: Results, paper: Paper) -> list[Table]:
         counts = (number_range(getattr(one.cost, COUNTS[name]) for one in outcomes) for name in COLUMNS)
         times = map(_duration, mean_times(found, line, tasks))
         beside = (write(printed[line]) if line in printed else None for write in extra.values())
-        name = Entry(line.name, mark=_mark(found, line))
+        name = Entry(line.name, mark=mark_of(found, line))
         rows.append(
             [
                 name,
@@ -248,6 +221,7 @@ TABLES: Mapping[View, Callable[[Results, Paper], list[Table]]] = {
     "average": average_table,
     "cost": cost_table,
     "comparison": comparison_tables,
+    "confidence": confidence_table,
     "shots": shots_table,
     "matrix": matrix_table,
 }
@@ -265,23 +239,7 @@ def _accuracy(found: Results, line: Line, task: str | None = None, *, bold: bool
     got = found.accuracy(line, task)
     spread = f" ± {100 * got.sd:.1f}" if got is not None and got.seeds > 1 else ""
     text = NOTHING if got is None else f"{100 * got.mean:.1f}{spread}"
-    return Entry(text, bold=bold, mark=_mark(found, line) if task is None else "")
-
-
-def _mark(found: Results, *lines: Line) -> str:
-    return INCOMPLETE if any(map(found.lacking, lines)) else ""
-
-
-def _measured(view: View, found: Results, task: str | None, line: Line, *others: Line) -> Values:
-    """What all raw numbers say of themselves."""
-    lacking = dict.fromkeys(part for one in (line, *others) for part in found.lacking(one))
-    return {
-        "view": view,
-        "row": line.name,
-        "task": AVERAGE if task is None else task,
-        "origin": "measured",
-        "lacking": "; ".join(lacking) or None,
-    }
+    return Entry(text, bold=bold, mark=mark_of(found, line) if task is None else "")
 
 
 def _in_percent(got: Accuracy | Difference, *names: str) -> Values:
@@ -296,7 +254,7 @@ def _values(
     for line in lines:
         values += [
             {
-                **_measured(view, found, task, line),
+                **measured(view, found, task, line),
                 **_in_percent(got, "mean", "sd", "low", "high"),
                 "unit": "percent",
                 "seeds": got.seeds,
@@ -314,7 +272,7 @@ def _costs(found: Results, line: Line, task: str) -> Values:
     fit, query = mean_times(found, line, [task])
     counts = {name: [getattr(one.cost, COUNTS[name]) for one in outcomes] for name in COLUMNS}
     return {
-        **_measured("cost", found, task, line),
+        **measured("cost", found, task, line),
         **{name: got[0] if len(set(got)) == 1 else float(np.mean(got)) for name, got in counts.items()},
         "fit_seconds": round(fit, 6),
         "ms_per_query": round(query, 6),
@@ -368,7 +326,7 @@ def _differences(found: Results, pairs: Pairs, tested: Tested) -> list[Values]:
     against = dict(pairs)
     return [
         {
-            **_measured("comparison", found, task, line, against[line]),
+            **measured("comparison", found, task, line, against[line]),
             **_in_percent(one.difference, "mean", "low", "high"),
             "unit": "percentage points",
             "against": against[line].name,
