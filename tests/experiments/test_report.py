@@ -205,9 +205,30 @@ def test_comparison_is_row_minus_i2cl_corrected_over_the_table():
     by_task = table("comparison", asked, made, place=1)
     marks = {name: "".join(text[-1] for text in found) for name, found in texts(by_task).items()}
     assert marks == {"Zero-shot": "▼▼", "Few-shot (ICL)": "▲▲", "ICV": "··"}
-    assert "over all 6 tests" in by_task.notes[0]
+    assert "the family is all 6 tests of this table" in noted(by_task, "Holm")
+    assert "the family is all 3 tests of this table" in noted(table("comparison", asked, made), "Holm")
+    for one in (by_task, table("comparison", asked, made)):
+        assert "q < 0.05" in noted(one, "Shown:")
     q = holm([one["p"] for one in by_task.values])
     assert [one["q"] for one in by_task.values] == q.tolist()
+
+
+def test_the_p_that_is_printed_is_the_one_that_decides():
+    """Over queries alone the difference of one lucky seed is certain; over seeds it is not."""
+    made = [record("icv", "sst2", seed, ("1" if seed == 0 else "0") * 40) for seed in range(4)]
+    made += [record("i2cl", "sst2", seed, "0" * 40) for seed in range(4)]
+    asked = experiment(("ICV", "I2CL"), seeds=4, views=("comparison",))
+    (results,) = results_of(asked, made)
+    tested = results.difference(*results.lines)
+    assert tested.p_queries < 0.001 < 0.3 < tested.p_seeds
+    found = table("comparison", asked, made)
+    assert texts(found)["ICV"][2] == f"{tested.p_seeds:.3f}"
+    (row,) = csv.DictReader(io.StringIO(csv_text(build([asked], made, {}, figures=False))))
+    assert float(row["p"]) == tested.p_seeds
+    assert not {"p_queries", "p_seeds"} & row.keys()
+    few = [one for one in made if one.cell.seed < 3]
+    (row,) = csv.DictReader(io.StringIO(csv_text(build([asked], few, {}, figures=False))))
+    assert (row["p"], float(row["q"])) == ("", 1)  # too few seeds decide nothing
 
 
 def test_one_task_needs_neither_average_nor_a_table_by_task():
@@ -350,7 +371,8 @@ def test_what_is_right_everywhere_is_bold():
     asked = experiment(("Few-shot (ICL)", "ICV", "I2CL"))
     found = table("tasks", asked, always_right())
     assert bold(found) == [("Few-shot (ICL)", column) for column in ("Average", "sst2", "trec")]
-    assert "told from every other row" in noted(found, "Bold")
+    assert "better than every other row: q < 0.05" in noted(found, "Bold")
+    assert "the family is the other rows" in noted(found, "Bold")
     assert bold(table("average", asked, always_right())) == [("Few-shot (ICL)", "Average")]
 
 
@@ -971,7 +993,7 @@ def test_rows_that_cannot_be_tested_cost_the_others_nothing():
     assert values["ICV"]["p"] == values["ICV"]["q"] == alone[0]["q"] < 1
     assert values["Few-shot (ICL)"]["q"] == 1
     assert texts(found)["Few-shot (ICL)"][-3:] == ["–", "–", "fewer than 4 seeds cannot tell"]
-    assert "over the one test" in found.notes[1]
+    assert "the family is the one test" in noted(found, "Holm")
 
 
 def test_one_seed_tells_nothing_of_others():
