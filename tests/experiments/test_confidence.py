@@ -9,6 +9,7 @@ from i2cl.experiments.confidence import (
     HOTTEST,
     best_temperature,
     confidence,
+    highest,
     normalised,
     reliability,
     risk_coverage,
@@ -52,9 +53,9 @@ def test_log_loss_and_brier_score_are_those_of_scikit_learn(labels):
 def test_calibration_error_is_that_of_quantile_bins_of_scikit_learn():
     calibration = pytest.importorskip("sklearn.calibration", reason="scikit-learn is the reference")
     scores, gold = drawn(queries=20 * BINS, sharper=2)
-    sure, right = np.exp(normalised(scores).max(1)), scores.argmax(1) == gold
+    sure, right = highest(scores), scores.argmax(1) == gold
     hits, means = calibration.calibration_curve(right, sure, n_bins=BINS, strategy="quantile")
-    ours = reliability(scores, right)
+    ours = reliability(sure, right)
     np.testing.assert_allclose(ours[0], means)
     np.testing.assert_allclose(ours[1], hits)
     assert measured(scores, gold).ece == pytest.approx(np.abs(hits - means).mean())
@@ -63,7 +64,7 @@ def test_calibration_error_is_that_of_quantile_bins_of_scikit_learn():
 def test_bins_of_unequal_size_count_by_their_queries():
     scores, gold = drawn(queries=BINS + 1)
     right = scores.argmax(1) == gold
-    sure, hits = reliability(scores, right)
+    sure, hits = reliability(highest(scores), right)
     sizes = np.array([2, *[1] * (BINS - 1)])
     assert measured(scores, gold).ece == pytest.approx((sizes * np.abs(sure - hits)).sum() / sizes.sum())
 
@@ -79,7 +80,7 @@ def test_equal_confidence_depends_on_no_order():
 
 def test_risk_falls_where_the_sure_are_right():
     scores = np.log([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]])
-    coverage, risk = risk_coverage(scores, np.array([True, True, False, False]))
+    coverage, risk = risk_coverage(highest(scores), np.array([True, True, False, False]))
     assert coverage.tolist() == [0.25, 0.5, 0.75, 1]
     assert risk == pytest.approx([0, 0, 1 / 3, 1 / 2])
 

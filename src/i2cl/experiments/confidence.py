@@ -22,6 +22,8 @@ _HALVINGS = 50
 
 Scores = Float[np.ndarray, "queries labels"]
 Labels = Int[np.ndarray, " queries"]
+Sure = Float[np.ndarray, " queries"]
+Right = Bool[np.ndarray, " queries"]
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,15 @@ def confidence(scores: Scores, gold: Labels, answers: Labels) -> Confidence:
     target = np.zeros_like(log_probabilities)
     target[each, gold] = 1
     probabilities = np.exp(log_probabilities)
-    coverage_risk = risk_coverage(scores, answers == gold)[1]
-    sure, right = reliability(scores, answers == gold)
+    sure, right = highest(scores), answers == gold
+    bins = np.abs(np.subtract(*reliability(sure, right)))
     sizes = [len(part) for part in np.array_split(each, BINS)]
     weights = np.array([size for size in sizes if size]) / len(gold)
     return Confidence(
         log_loss=float(-log_probabilities[each, gold].mean()) + 0.0,
         brier=float(((probabilities - target) ** 2).sum(1).mean()),
-        ece=float((weights * np.abs(sure - right)).sum()),
-        aurc=float(coverage_risk.mean()),
+        ece=float((weights * bins).sum()),
+        aurc=float(risk_coverage(sure, right)[1].mean()),
     )
 
 
@@ -105,32 +107,31 @@ def best_temperature(scores: Scores, gold: Labels) -> float:
     return float(np.exp((low + high) / 2))
 
 
-def reliability(
-    scores: Scores, right: Bool[np.ndarray, " queries"]
-) -> tuple[Float[np.ndarray, " bins"], Float[np.ndarray, " bins"]]:
+def highest(scores: Scores) -> Sure:
+    """The largest probability of each query: how sure its answer is."""
+    return np.asarray(np.exp(normalised(scores).max(1)))
+
+
+def reliability(sure: Sure, right: Right) -> tuple[Float[np.ndarray, " bins"], Float[np.ndarray, " bins"]]:
     """Mean confidence and accuracy of bins of equal number, the least sure first; empty bins are left out."""
-    sure, hits = _by_confidence(scores, right)
-    parts = [
-        (one.mean(), other.mean())
-        for one, other in zip(np.array_split(sure, BINS), np.array_split(hits, BINS), strict=True)
-        if len(one)
-    ]
-    return np.array([one for one, _ in parts]), np.array([other for _, other in parts])
+    split = [np.array_split(one, BINS) for one in _by_confidence(sure, right)]
+    means = np.array([[part.mean() for part in one if len(part)] for one in split])
+    return means[0], means[1]
 
 
 def risk_coverage(
-    scores: Scores, right: Bool[np.ndarray, " queries"]
+    sure: Sure, right: Right
 ) -> tuple[Float[np.ndarray, " queries"], Float[np.ndarray, " queries"]]:
     """Share of queries answered, and of errors among them, where the surest are answered first."""
-    _, hits = _by_confidence(scores, right)
+    _, hits = _by_confidence(sure, right)
     count = np.arange(1, len(hits) + 1)
     return count / len(hits), np.cumsum(1 - hits[::-1]) / count
 
 
 def _by_confidence(
-    scores: Scores, right: Bool[np.ndarray, " queries"]
+    sure: Sure, right: Right
 ) -> tuple[Float[np.ndarray, " queries"], Float[np.ndarray, " queries"]]:
-    """Highest probability of each query, rising, and whether it was answered rightly; a mean among equals."""
-    sure, groups = np.unique(np.exp(normalised(scores).max(1)), return_inverse=True)
+    """Confidence, rising, and whether each query was answered rightly; a mean among equals."""
+    rising, groups = np.unique(sure, return_inverse=True)
     sizes = np.bincount(groups)
-    return np.repeat(sure, sizes), np.repeat(np.bincount(groups, weights=right) / sizes, sizes)
+    return np.repeat(rising, sizes), np.repeat(np.bincount(groups, weights=right) / sizes, sizes)

@@ -31,6 +31,8 @@ View = Literal[
     "comparison",
     "confidence",
     "bars",
+    "reliability",
+    "risk-coverage",
     "efficiency",
     "shots",
     "matrix",

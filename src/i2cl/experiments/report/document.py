@@ -25,6 +25,8 @@ LONGEST_ANCHOR = 60
 
 CAPTIONS: Mapping[View, str] = {
     "bars": "Mean accuracy of each row, with the standard deviation over seeds.",
+    "reliability": "Accuracy by confidence, as it is and at the best temperature of each task.",
+    "risk-coverage": "Share of errors among the surest queries, by how many are answered.",
     "efficiency": "Mean accuracy against time per query and bytes kept.",
     "shots": "Mean accuracy by demonstrations per class.",
     "matrix": "Accuracy on every task with what was fitted on every other.",
