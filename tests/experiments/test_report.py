@@ -321,9 +321,10 @@ def test_rows_without_scores_have_no_confidence_and_are_named():
     found = table("confidence", experiment(("ICV", "I2CL")), trusted())
     assert set(texts(found)["ICV"]) == {"–"}
     assert noted(found, "cells without scores").endswith(": ICV.")
-    only = section(experiment(views=("tasks", "confidence")), trial())
+    views = ("tasks", "confidence", "reliability", "risk-coverage")
+    (only,) = build([experiment(views=views)], trial(), {}).sections
     assert [one.title for one in only.tables] == ["Accuracy by task"]
-    assert only.missing[-1].startswith("confidence: no row kept its scores")
+    assert only.missing[-1].startswith("confidence, reliability, risk-coverage: no row has the scores")
 
 
 def test_the_file_has_a_line_for_each_number_of_confidence():
@@ -578,7 +579,7 @@ def test_rows_and_views_without_results():
     found = section(experiment(("Zero-shot", "ICV"), views=("comparison", "matrix", "bars")), trial())
     assert found.tables == ()
     assert found.missing[0] == "rows without results: ICV (`i2cl experiment run trial` makes them)"
-    assert [line.split(":")[0] for line in found.missing[1:]] == ["comparison", "matrix", "bars"]
+    assert [line.split(":")[0] for line in found.missing[1:]] == ["comparison", "matrix, bars"]
     elsewhere = section(experiment(("I2CL", "ICV")), llama())
     assert f"run trial --model {LLAMA}` makes them" in elsewhere.missing[0]
     own = experiment(("I2CL", "ICV")).model_copy(update={"file": "my grids/trial.toml"})

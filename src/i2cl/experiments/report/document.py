@@ -171,6 +171,7 @@ def _section(
 ) -> Section:
     tables: list[Table] = []
     figures: list[tuple[View, Figure]] = []
+    empty: dict[str, list[View]] = {}
     experiment = results.experiment
     missing = _absent_rows(results, skipped)
     missing += [f"{name} was skipped: {error}" for name, error in skipped.items()]
@@ -191,7 +192,8 @@ def _section(
             continue
         figures += [(view, figure)] if figure is not None else []
         if figure is None and not made:
-            missing.append(f"{view}: {_reason(view, results.experiment.against, draw=draw)}")
+            empty.setdefault(_reason(view, experiment.against, draw=draw), []).append(view)
+    missing += [f"{', '.join(views)}: {reason}" for reason, views in empty.items()]
     return Section(experiment, results.setting, anchor, tuple(tables), tuple(figures), tuple(missing))
 
 
@@ -231,7 +233,7 @@ def _reason(view: View, against: str, *, draw: bool) -> str:
     if view == "comparison":
         return f"nothing to compare, since it takes the row {against} and another one"
     if view in {"confidence", "reliability", "risk-coverage"} and (draw or view not in CAPTIONS):
-        return "no row kept its scores in all of its cells, as older versions did not"
+        return "no row has the scores of all its cells, which older versions did not keep"
     return "figures were not asked for" if view in CAPTIONS and not draw else "no results for this view"
 
 
