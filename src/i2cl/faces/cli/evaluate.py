@@ -95,8 +95,13 @@ def _numbers(trust: "Confidence | None") -> dict[str, str]:
     return {name: "-" if trust is None else f"{getattr(trust, name):.3f}" for name in NAMES}
 
 
-def show(runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *, as_json: bool) -> None:
-    """A table of the means over seeds, or every run as JSON; and what could not be run."""
+def show(
+    runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *, as_json: bool, brief: bool = False
+) -> None:
+    """A table of the means over seeds, or every run as JSON; and what could not be run.
+
+    A brief table says nothing of confidence.
+    """
     from i2cl.experiments.evaluation import summarize
 
     if as_json:
@@ -107,7 +112,7 @@ def show(runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *,
             "task": row.task,
             "method": row.method,
             "accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else ""),
-            **_numbers(row.confidence),
+            **({} if brief else _numbers(row.confidence)),
             "fit s": f"{row.fit_seconds:.1f}",
             "ms/query": f"{row.milliseconds_per_query:.2f}",
             "cached": row.cached_values,
