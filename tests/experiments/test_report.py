@@ -15,10 +15,10 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.confidence import NAMES, best_temperature, confidence, normalised
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
 from i2cl.experiments.library import load_experiment
-from i2cl.experiments.printed import PrintedRow, PrintedTable, printed_for
 from i2cl.experiments.records import COUNTS, Record, Run, Scores
 from i2cl.experiments.report.document import CAPTIONS, build
 from i2cl.experiments.report.page import write
+from i2cl.experiments.report.printed import PrintedRow, PrintedTable, printed_for
 from i2cl.experiments.report.render import csv_text, html, latex, markdown
 from i2cl.experiments.report.results import results_of, right
 from i2cl.experiments.report.tables import TABLES

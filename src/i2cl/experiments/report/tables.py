@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from i2cl.experiments.grid import View
-from i2cl.experiments.printed import PrintedRow
 from i2cl.experiments.records import COUNTS
 from i2cl.experiments.report.layout import NOTHING, Table, mark_of, measured
 from i2cl.experiments.report.notes import (
@@ -18,6 +17,7 @@ from i2cl.experiments.report.notes import (
     transductive_notes,
 )
 from i2cl.experiments.report.paper import Paper, Values
+from i2cl.experiments.report.printed import PrintedRow
 from i2cl.experiments.report.results import Line, Results, mean_times
 from i2cl.experiments.report.trust import confidence_table
 from i2cl.experiments.statistics import (
