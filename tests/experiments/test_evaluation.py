@@ -1,7 +1,7 @@
 """Scores, costs and summaries of runs."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from i2cl import Example, I2CLError
+from i2cl.experiments.confidence import NAMES, confidence
 from i2cl.experiments.evaluation import Evaluation, SkippedWarning, evaluate, macro_f1, summarize
 from i2cl.experiments.sweep import sweep
 from i2cl.methods import Cost, Method, make_methods
@@ -90,6 +91,29 @@ def test_what_a_run_records(decoder, task):
     assert (record["versions"]["device"], record["versions"]["dtype"]) == ("cpu", "float32")
 
 
+def test_a_run_keeps_its_scores_and_tells_how_far_to_trust_them(decoder, task):
+    (method,) = make_methods(["zero_shot"])
+    run = evaluate(decoder, task, method, limit=6)
+    texts = [query.text for query in task.queries(6)]
+    expected = method.fit(decoder, task, (), 0).scores(texts).log_softmax(1).numpy()
+    assert run.scores.shape == (6, 2)
+    np.testing.assert_allclose(run.scores.array, expected, rtol=1e-3)
+    told, record = run.confidence, run.record()
+    assert told == confidence(run.scores.array, np.array(run.gold), np.array(run.predictions))
+    assert told.log_loss == pytest.approx(-expected[np.arange(6), run.gold].mean(), rel=1e-2)
+    assert {name: record[name] for name in NAMES} == asdict(told)
+    assert "scores" not in record
+    assert summarize([run, run])[0].confidence == told
+
+
+def test_a_run_without_scores_says_nothing_of_its_confidence(decoder, task):
+    run = evaluate(decoder, task, Fake(Told((0,) * 40, [])), shots=2)
+    older = run.model_copy(update={"scores": None})
+    assert older.confidence is None
+    assert {older.record()[name] for name in NAMES} == {None}
+    assert summarize([run, older])[0].confidence is None
+
+
 def test_all_seeds_and_methods_are_asked_the_same(decoder, task):
     asked = []
     for seed in range(3):
@@ -159,7 +183,7 @@ def test_summaries_have_mean_and_sample_standard_deviation(decoder, task):
 
     def run(accuracy, *, method="i2cl", task="films", seed=0, seconds=1.0):
         names = {"method": method, "task": task, "seed": seed}
-        scores = {"accuracy": accuracy, "macro_f1": accuracy / 2, "gold": (0,) * 10}
+        scores = {"accuracy": accuracy, "macro_f1": accuracy / 2, "gold": (0,) * 10, "scores": None}
         seconds = {"fit_seconds": 2 * seconds, "predict_seconds": seconds}
         cost = {"cost": Cost(cached_values=128)}
         return measured.model_copy(update={**names, **scores, **seconds, **cost})

@@ -13,9 +13,10 @@ from matplotlib.colors import to_hex  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from i2cl.errors import I2CLError  # noqa: E402
+from i2cl.experiments.confidence import best_temperature, highest, normalised, reliability  # noqa: E402
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale  # noqa: E402
 from i2cl.experiments.library import load_experiment  # noqa: E402
-from i2cl.experiments.records import Record  # noqa: E402
+from i2cl.experiments.records import Record, Scores  # noqa: E402
 from i2cl.experiments.report import figures_maps  # noqa: E402
 from i2cl.experiments.report.figures import FIGURES, save  # noqa: E402
 from i2cl.experiments.report.results import results_of  # noqa: E402
@@ -106,6 +107,8 @@ def ticks(axis):
 
 
 EVERYTHING = {
+    "reliability": (ZERO, I2CL),
+    "risk-coverage": (ZERO, I2CL),
     "efficiency": (ZERO, ICL, I2CL),
     "shots": (ZERO, GridRow(name="I2CL", shots=(1, 5))),
     "bars": (ZERO, ICL, I2CL),
@@ -408,3 +411,50 @@ def test_symbols_are_symbols_and_dollars_are_dollars(tmp_path):
     svg = save(drawn("coefficients", found), tmp_path / "figure")[1].read_text()
     assert "λ" in svg
     assert ">cost_in_$<" in svg
+
+
+def scored(found, row=None):
+    """The same results with scores: sure of the label that was answered, less so the later the query."""
+    each = np.linspace(9, 3, 100)
+
+    def kept(one):
+        if row is not None and not row.holds(one.cell):
+            return one
+        side = np.where(np.array(one.outcome.predictions) == 1, 1, -1) * each
+        scores = Scores.of(np.stack([-side, side], 1))
+        return one.model_copy(update={"outcome": one.outcome.model_copy(update={"scores": scores})})
+
+    return replace(found, cells=tuple(map(kept, found.cells)))
+
+
+def test_reliability_is_accuracy_by_confidence_as_it_is_and_at_the_best_temperature():
+    found = scored(results(ZERO, I2CL))
+    figure = drawn("reliability", found)
+    assert [axes.get_title() for axes in figure.axes] == ["as it is", "at the best temperature of each task"]
+    tasks = [[one.outcome for one in found.of_default(task)] for task in TASKS]
+    arrays = [np.concatenate([run.scores.array for run in runs]) for runs in tasks]
+    gold = [np.concatenate([run.gold for run in runs]) for runs in tasks]
+    hits = np.concatenate([np.equal(run.gold, run.predictions) for runs in tasks for run in runs])
+    warm = [best_temperature(*one) for one in zip(arrays, gold, strict=True)]
+    assert min(warm) > 2
+    for axes, temperatures in zip(figure.axes, ([1, 1, 1], warm), strict=True):
+        diagonal, _, line = axes.lines
+        assert (diagonal.get_linestyle(), *diagonal.get_xdata()) == ("--", 0, 100)
+        pairs = zip(arrays, temperatures, strict=True)
+        sure = np.concatenate([highest(normalised(scores, one)) for scores, one in pairs])
+        np.testing.assert_allclose(np.stack(line.get_data()), 100 * np.stack(reliability(sure, hits)))
+    assert legend_of(figure) == ["Zero-shot", "I2CL"]
+
+
+def test_risk_coverage_ends_at_all_errors_and_rows_without_scores_are_left_out():
+    found = scored(results(ZERO, I2CL), I2CL)
+    (axes,) = drawn("risk-coverage", found).axes
+    (line,) = axes.lines
+    assert to_hex(line.get_color()) == "#d55e00"
+    assert (line.get_xdata()[0], line.get_xdata()[-1]) == pytest.approx((5, 100))
+    assert line.get_ydata()[-1] == pytest.approx(100 - (60 + 5 + 5 / 3))
+    runs = [one.outcome for one in found.cells if one.outcome.scores is not None]
+    half = [100 * (1 - np.equal(run.gold, run.predictions)[:50].mean()) for run in runs]
+    assert line.get_ydata()[list(line.get_xdata()).index(50)] == pytest.approx(np.mean(half))
+    for view in ("reliability", "risk-coverage"):
+        assert FIGURES[view](results(ZERO, I2CL), {}) is None

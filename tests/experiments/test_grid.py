@@ -9,7 +9,7 @@ import pytest
 from i2cl import I2CLError
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale, Wording, spread
 from i2cl.experiments.library import BROUGHT, ORDER, load_experiment
-from i2cl.experiments.printed import printed_tables
+from i2cl.experiments.report.printed import printed_tables
 from i2cl.methods import METHODS, make_methods
 
 TASKS = ("a", "b", "c")

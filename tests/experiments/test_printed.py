@@ -4,7 +4,7 @@ import pydantic
 import pytest
 
 from i2cl.errors import I2CLError
-from i2cl.experiments.printed import (
+from i2cl.experiments.report.printed import (
     PrintedRow,
     PrintedTable,
     inconsistent_averages,

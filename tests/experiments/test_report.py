@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from i2cl.errors import I2CLError
+from i2cl.experiments.confidence import NAMES, best_temperature, confidence, normalised
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
 from i2cl.experiments.library import load_experiment
-from i2cl.experiments.printed import PrintedRow, PrintedTable, printed_for
-from i2cl.experiments.records import COUNTS, Record, Run
+from i2cl.experiments.records import COUNTS, Record, Run, Scores
 from i2cl.experiments.report.document import CAPTIONS, build
 from i2cl.experiments.report.page import write
+from i2cl.experiments.report.printed import PrintedRow, PrintedTable, printed_for
 from i2cl.experiments.report.render import csv_text, html, latex, markdown
 from i2cl.experiments.report.results import results_of, right
 from i2cl.experiments.report.tables import TABLES
@@ -204,9 +205,30 @@ def test_comparison_is_row_minus_i2cl_corrected_over_the_table():
     by_task = table("comparison", asked, made, place=1)
     marks = {name: "".join(text[-1] for text in found) for name, found in texts(by_task).items()}
     assert marks == {"Zero-shot": "▼▼", "Few-shot (ICL)": "▲▲", "ICV": "··"}
-    assert "over all 6 tests" in by_task.notes[0]
+    assert "the family is all 6 tests of this table" in noted(by_task, "Holm")
+    assert "the family is all 3 tests of this table" in noted(table("comparison", asked, made), "Holm")
+    for one in (by_task, table("comparison", asked, made)):
+        assert "q < 0.05" in noted(one, "Shown:")
     q = holm([one["p"] for one in by_task.values])
     assert [one["q"] for one in by_task.values] == q.tolist()
+
+
+def test_the_p_that_is_printed_is_the_one_that_decides():
+    """Over queries alone the difference of one lucky seed is certain; over seeds it is not."""
+    made = [record("icv", "sst2", seed, ("1" if seed == 0 else "0") * 40) for seed in range(4)]
+    made += [record("i2cl", "sst2", seed, "0" * 40) for seed in range(4)]
+    asked = experiment(("ICV", "I2CL"), seeds=4, views=("comparison",))
+    (results,) = results_of(asked, made)
+    tested = results.difference(*results.lines)
+    assert tested.p_queries < 0.001 < 0.3 < tested.p_seeds
+    found = table("comparison", asked, made)
+    assert texts(found)["ICV"][2] == f"{tested.p_seeds:.3f}"
+    (row,) = csv.DictReader(io.StringIO(csv_text(build([asked], made, {}, figures=False))))
+    assert float(row["p"]) == tested.p_seeds
+    assert not {"p_queries", "p_seeds"} & row.keys()
+    few = [one for one in made if one.cell.seed < 3]
+    (row,) = csv.DictReader(io.StringIO(csv_text(build([asked], few, {}, figures=False))))
+    assert (row["p"], float(row["q"])) == ("", 1)  # too few seeds decide nothing
 
 
 def test_one_task_needs_neither_average_nor_a_table_by_task():
@@ -254,6 +276,68 @@ def test_moved_rows_have_a_matrix_and_stay_out_of_other_tables():
     assert "1 of 3 seeds: all rows." in noted(found, "†")
 
 
+def with_scores(method, task, seed, sharper=3.0, queries=60):
+    """Scores that are sharper than they should be, so that their best temperature is near that."""
+    gold = np.arange(queries) % 2
+    fair = np.random.default_rng([seed, len(task), len(method)]).standard_normal(queries) + gold - 0.5
+    scores = normalised(np.stack([-fair / 2, fair / 2], 1))  # by Bayes' rule for two normal distributions
+    best = scores.argmax(1)
+    return record(method, task, seed, best == gold, scores=Scores.of(scores * sharper))
+
+
+def trusted(seeds=3):
+    made = [with_scores("i2cl", task, seed) for task in ("sst2", "agnews") for seed in range(seeds)]
+    return made + [record("icv", task, 0, "10" * 30) for task in ("sst2", "agnews")]
+
+
+def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
+    made = trusted()
+    found = table("confidence", experiment(("ICV", "I2CL")), made)
+    each, best, temperatures = [], [], []
+    for task in ("sst2", "agnews"):
+        runs = [one.outcome for one in made if (one.cell.task, one.cell.method) == (task, "i2cl")]
+        arrays = [run.scores.array for run in runs]
+        gold = [np.array(run.gold) for run in runs]
+        answers = [np.array(run.predictions) for run in runs]
+        temperatures.append(best_temperature(np.concatenate(arrays), np.concatenate(gold)))
+        sets = [*zip(arrays, gold, answers, strict=True)]
+        each.append([confidence(*one) for one in sets])
+        best.append([confidence(normalised(a, temperatures[-1]), g, p) for a, g, p in sets])
+    row = cells(found)["I2CL"] | {"plain": None}
+    shown = [cell.text for cell in found.rows[1][1:]]
+    expected = []
+    for name, factor, digits in (("log_loss", 1, 3), ("brier", 1, 3), ("ece", 100, 1), ("aurc", 100, 1)):
+        for held in (each, best):
+            seeds = factor * np.mean([[getattr(one, name) for one in task] for task in held], axis=0)
+            expected.append(f"{seeds.mean():.{digits}f} ± {seeds.std(ddof=1):.{digits}f}")
+    assert shown == [*expected, f"{np.median(temperatures):.2f}"]
+    assert row["Best T"].text == shown[-1]
+    assert 1.5 < np.median(temperatures) < 6
+    losses = [float(text.split()[0]) for text in shown[:2]]
+    assert losses[1] < losses[0]
+
+
+def test_rows_without_scores_have_no_confidence_and_are_named():
+    found = table("confidence", experiment(("ICV", "I2CL")), trusted())
+    assert set(texts(found)["ICV"]) == {"–"}
+    assert noted(found, "cells without scores").endswith(": ICV.")
+    views = ("tasks", "confidence", "reliability", "risk-coverage")
+    (only,) = build([experiment(views=views)], trial(), {}).sections
+    assert [one.title for one in only.tables] == ["Accuracy by task"]
+    assert only.missing[-1].startswith("confidence, reliability, risk-coverage: no row has the scores")
+
+
+def test_the_file_has_a_line_for_each_number_of_confidence():
+    report = build([experiment(("ICV", "I2CL"), views=("confidence",))], trusted(), {}, figures=False)
+    rows = list(csv.DictReader(io.StringIO(csv_text(report))))
+    assert {one["task"] for one in rows} == {"sst2", "agnews", "(average)"}
+    assert {one["measure"] for one in rows} == {*NAMES, *(f"{name}_at_best" for name in NAMES)}
+    (one,) = (one for one in rows if (one["task"], one["measure"]) == ("sst2", "ece_at_best"))
+    assert (one["unit"], one["seeds"], one["queries"]) == ("percent", "3", "60")
+    assert float(one["temperature"]) > 1.5
+    assert "| I2CL" in markdown(report)
+
+
 # Bold: only what can be told from all others.
 
 
@@ -288,7 +372,8 @@ def test_what_is_right_everywhere_is_bold():
     asked = experiment(("Few-shot (ICL)", "ICV", "I2CL"))
     found = table("tasks", asked, always_right())
     assert bold(found) == [("Few-shot (ICL)", column) for column in ("Average", "sst2", "trec")]
-    assert "told from every other row" in noted(found, "Bold")
+    assert "better than every other row: q < 0.05" in noted(found, "Bold")
+    assert "the family is the other rows" in noted(found, "Bold")
     assert bold(table("average", asked, always_right())) == [("Few-shot (ICL)", "Average")]
 
 
@@ -494,7 +579,7 @@ def test_rows_and_views_without_results():
     found = section(experiment(("Zero-shot", "ICV"), views=("comparison", "matrix", "bars")), trial())
     assert found.tables == ()
     assert found.missing[0] == "rows without results: ICV (`i2cl experiment run trial` makes them)"
-    assert [line.split(":")[0] for line in found.missing[1:]] == ["comparison", "matrix", "bars"]
+    assert [line.split(":")[0] for line in found.missing[1:]] == ["comparison", "matrix, bars"]
     elsewhere = section(experiment(("I2CL", "ICV")), llama())
     assert f"run trial --model {LLAMA}` makes them" in elsewhere.missing[0]
     own = experiment(("I2CL", "ICV")).model_copy(update={"file": "my grids/trial.toml"})
@@ -909,7 +994,7 @@ def test_rows_that_cannot_be_tested_cost_the_others_nothing():
     assert values["ICV"]["p"] == values["ICV"]["q"] == alone[0]["q"] < 1
     assert values["Few-shot (ICL)"]["q"] == 1
     assert texts(found)["Few-shot (ICL)"][-3:] == ["–", "–", "fewer than 4 seeds cannot tell"]
-    assert "over the one test" in found.notes[1]
+    assert "the family is the one test" in noted(found, "Holm")
 
 
 def test_one_seed_tells_nothing_of_others():

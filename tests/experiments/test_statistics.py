@@ -271,6 +271,19 @@ def test_a_table_of_equal_methods_shows_a_difference_in_less_than_seven_of_a_hun
     assert false / families < 0.07
 
 
+@pytest.mark.parametrize(("luck", "taste", "wrong"), [(0.25, 0, "p_queries"), (0, 1.5, "p_seeds")])
+def test_the_larger_p_holds_where_one_alone_does_not(luck, taste, wrong):
+    """Two equal methods, whose seeds are lucky on all queries, or which find other queries hard."""
+    rng = np.random.default_rng(5)
+    found = []
+    for _ in range(200):
+        liked = taste * rng.standard_normal((2, 1, 100))
+        made = luck * rng.standard_normal((2, 6, 1)) + liked + rng.standard_normal((2, 6, 100)) > -EASE
+        found.append(difference([made[0]], [made[1]], resamples=1, permutations=499))
+    assert np.mean([getattr(one, wrong) < ALPHA for one in found]) > 0.15
+    assert np.mean([one.p < ALPHA for one in found]) < 0.08
+
+
 def test_a_difference_of_one_lucky_seed_is_not_enough():
     """On these seeds the methods differ; with other demonstrations they might not."""
     lucky = np.zeros((3, 100), bool)

@@ -1,5 +1,6 @@
 """Stores: one line a cell, nothing lost or torn, one writer, packing."""
 
+import base64
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from i2cl import I2CLError
 from i2cl.experiments.grid import Cell
-from i2cl.experiments.records import Record
+from i2cl.experiments.records import Record, Scores
 from i2cl.experiments.store import Store, save_vectors
 from i2cl.methods import Cost
 
@@ -31,6 +32,8 @@ OUTCOME = {
     "held_out": 0,
     "unlabelled": 0,
 }
+
+SCORES = Scores.of(np.log([[0.75, 0.25], [0.5, 0.5]])).model_dump()
 
 
 def record(seed=0, **changes):
@@ -148,6 +151,10 @@ def test_a_damaged_line_is_named(tmp_path):
         ({"outcome": OUTCOME | {"gold": (0, 2)}}, "a label id is not one of 0 to 1"),
         ({"outcome": OUTCOME | {"gold": (0, 10**30)}}, "a label id is not one of 0 to 1"),
         ({"outcome": OUTCOME | {"labels": ()}}, "a label id is not one of"),
+        ({"outcome": OUTCOME | {"scores": SCORES | {"shape": (1, 4)}}}, "scores of .* for queries and"),
+        ({"outcome": OUTCOME | {"scores": SCORES | {"shape": (2, 3)}}}, "scores are 4 numbers, not 2 x 3"),
+        ({"outcome": OUTCOME | {"scores": SCORES | {"float16": "Zm8*"}}}, "scores are no base64"),
+        ({"outcome": OUTCOME | {"scores": SCORES | {"float16": "AHwAfAB8AHw="}}}, "not all finite"),
     ],
 )
 def test_a_line_that_contradicts_itself_is_named(tmp_path, changes, named):
@@ -221,6 +228,38 @@ def test_packing_keeps_everything(tmp_path):
     )
     found = duckdb.sql(f"select task, seed, accuracy from '{packed}/cells.parquet' where status = 'done'")
     assert found.fetchall() == [("t", 0, 0.5)]
+
+
+def test_scores_are_kept_and_read_without_this_package(tmp_path):
+    write(tmp_path / "s", record(0, outcome=OUTCOME | {"scores": SCORES}), record(1))
+    Store.open(tmp_path / "s").pack(tmp_path / "packed")
+    for folder in ("s", "packed"):
+        with_scores, without = (one.outcome for one in Store.open(tmp_path / folder).records.values())
+        np.testing.assert_allclose(with_scores.scores.array, np.log([[0.75, 0.25], [0.5, 0.5]]), rtol=1e-3)
+        assert without.scores is None
+    kept = json.loads((tmp_path / "s" / "cells.jsonl").read_text().splitlines()[0])["outcome"]["scores"]
+    plain = np.frombuffer(base64.b64decode(kept["float16"]), "<f2").reshape(kept["shape"])
+    np.testing.assert_array_equal(plain, with_scores.scores.array)
+
+
+def test_scores_below_half_precision_are_its_least_number():
+    kept = Scores.of(np.array([[0.0, -1e9], [0.0, -np.inf]])).array
+    np.testing.assert_array_equal(kept, [[0, -65504], [0, -65504]])
+
+
+def test_packed_scores_take_two_bytes_a_query_and_label(tmp_path):
+    rng = np.random.default_rng(0)
+    many = {"gold": (0,) * 500, "predictions": (0,) * 500}
+    sizes = []
+    for name in ("without", "with"):
+        cells = [
+            record(seed, outcome=OUTCOME | many | ({"scores": scores} if name == "with" else {}))
+            for seed, scores in enumerate(Scores.of(rng.standard_normal((500, 2))) for _ in range(20))
+        ]
+        write(tmp_path / name, *cells)
+        Store.open(tmp_path / name).pack(tmp_path / f"packed-{name}")
+        sizes.append((tmp_path / f"packed-{name}" / "cells.parquet").stat().st_size)
+    assert (sizes[1] - sizes[0]) / 20 < 1.05 * 2 * 500 * 2
 
 
 def test_duckdb_reads_a_store_as_it_is(tmp_path):

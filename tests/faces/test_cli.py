@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from i2cl import Decoder, Injection, with_label_prior
+from i2cl.experiments.confidence import NAMES
 from i2cl.faces.cli import app, console, main
 from i2cl.faces.cli.options import expanded
 from i2cl.methods import METHODS
@@ -473,6 +474,7 @@ def test_eval_gives_one_record_per_task_method_and_seed(call, home):
         for seed in (5, 6)
     ]
     assert all(record["n"] == 6 and 0 <= record["accuracy"] <= 1 for record in records)
+    assert all(record[name] >= 0 for record in records for name in NAMES)
     assert {record["cached_values"] for record in records if record["method"] == "zero_shot"} == {0}
     assert {record["cached_values"] for record in records if record["method"] == "i2cl"} == {2 * 2 * 32}
 
@@ -504,6 +506,7 @@ def test_eval_prints_a_table_for_people(call, home):
     assert code == 0
     assert "few_shot_uncached" in out
     assert "±" in out
+    assert all(name in out for name in NAMES)
 
 
 def test_eval_of_all_methods_leaves_out_those_of_another_model(call, home, monkeypatch):

@@ -1,4 +1,4 @@
-"""Accuracy, macro-F1 and cost of methods on tasks."""
+"""Accuracy, macro-F1, confidence and cost of methods on tasks."""
 
 import platform
 import time
@@ -15,7 +15,8 @@ from jaxtyping import Int
 
 from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
-from i2cl.experiments.records import Run
+from i2cl.experiments.confidence import Confidence, mean_confidence
+from i2cl.experiments.records import Run, Scores
 from i2cl.methods import Method, Predictor
 from i2cl.methods.base import Wrapper
 from i2cl.methods.compressors.base import NoCompressorError
@@ -132,6 +133,7 @@ def measure(
         macro_f1=macro_f1(gold, best, len(task.labels)),
         gold=tuple(gold.tolist()),
         predictions=tuple(best.tolist()),
+        scores=Scores.of(scores.double().numpy()),
         labels=tuple(task.labels),
         demonstrations=tuple(places.get(example) for example in fitted.demonstrations),
         fit_seconds=fitted.seconds,
@@ -291,7 +293,10 @@ def software(decoder: Decoder) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Runs of one task and method over seeds (standard deviation with n - 1, as 0 for one seed)."""
+    """Runs of one task and method over seeds (standard deviation with n - 1, as 0 for one seed).
+
+    ``confidence`` holds the means over seeds; None where a run kept no scores.
+    """
 
     task: str
     method: str
@@ -303,6 +308,7 @@ class Summary:
     fit_seconds: float
     milliseconds_per_query: float
     cached_values: int
+    confidence: Confidence | None = None
 
 
 def summarize(runs: Iterable[Run]) -> list[Summary]:
@@ -326,4 +332,5 @@ def _summary(runs: Sequence[Run]) -> Summary:
         fit_seconds=float(np.mean([run.fit_seconds for run in runs])),
         milliseconds_per_query=float(np.mean([1000 * run.predict_seconds / run.n for run in runs])),
         cached_values=runs[0].cost.cached_values,
+        confidence=mean_confidence([run.confidence for run in runs]),
     )

@@ -29,7 +29,10 @@ View = Literal[
     "average",
     "cost",
     "comparison",
+    "confidence",
     "bars",
+    "reliability",
+    "risk-coverage",
     "efficiency",
     "shots",
     "matrix",
@@ -200,7 +203,7 @@ class Experiment(_Frozen):
         against: name of the row that others are tested against; default: "I2CL", or else the first row.
         skews: see `Cell`; for each, all rows once.
         views: what the report shows, in this order.
-        printed: name of the paper's printed tables to set beside (`i2cl.experiments.printed`).
+        printed: name of the paper's printed tables to set beside (`i2cl.experiments.report.printed`).
         full: scale of the paper.
         quick: scale under ``--quick``.
     """

@@ -1,7 +1,12 @@
 """What is kept of a cell that was run: results, predictions and where they come from."""
 
+import base64
+import binascii
+from dataclasses import asdict
 from typing import Any, Literal, Self
 
+import numpy as np
+from jaxtyping import Float
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -14,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from i2cl.experiments.confidence import NAMES, Confidence, confidence, normalised
 from i2cl.experiments.grid import Cell
 from i2cl.methods import Cost
 
@@ -30,6 +36,46 @@ TOLD_BY_RECORD = ("model", "task", "method", "seed", "versions")
 """What a line of a store holds beside the run's own numbers."""
 
 
+class Scores(BaseModel):
+    """Log-probabilities among the labels in half precision, as text that JSON and Parquet hold.
+
+    ``numpy.frombuffer(base64.b64decode(float16), "<f2").reshape(shape)`` reads them without this package.
+
+    Attributes:
+        shape: queries and labels.
+        float16: base64 of the little-endian numbers, query by query.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shape: tuple[int, int]
+    float16: str = Field(repr=False)
+
+    @classmethod
+    def of(cls, scores: Float[np.ndarray, "queries labels"]) -> Self:
+        """Scores of any kind, as log-probabilities; what is below half precision is its least number."""
+        lowest = np.finfo(np.float16).min
+        kept = np.maximum(normalised(scores), lowest).astype("<f2")
+        return cls(shape=(len(kept), kept.shape[1]), float16=base64.b64encode(kept.tobytes()).decode())
+
+    @property
+    def array(self) -> Float[np.ndarray, "queries labels"]:
+        """As numbers of double precision."""
+        return np.frombuffer(base64.b64decode(self.float16), "<f2").reshape(self.shape).astype(float)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        try:
+            held = np.frombuffer(base64.b64decode(self.float16, validate=True), "<f2")
+        except (binascii.Error, ValueError) as error:
+            raise ValueError(f"scores are no base64 of half-precision numbers: {error}") from None
+        if min(self.shape) < 1 or held.size != self.shape[0] * self.shape[1]:
+            raise ValueError(f"scores are {held.size} numbers, not {self.shape[0]} x {self.shape[1]}")
+        if not np.isfinite(held).all():
+            raise ValueError("scores are not all finite")
+        return self
+
+
 class Run(BaseModel):
     """One row of results: a method fitted with one seed and scored on a task's queries.
 
@@ -44,6 +90,7 @@ class Run(BaseModel):
         macro_f1: mean over classes of the F1 score.
         gold: right label id of each query, in the order of ``Task.queries``.
         predictions: best label id of each query, in the same order.
+        scores: of each query and label; None for a run that kept none.
         labels: label words, by id.
         demonstrations: places of the demonstrations in the training split, None for one from elsewhere.
         fit_seconds: from demonstrations to a predictor; an equal share of the time where several seeds
@@ -67,6 +114,7 @@ class Run(BaseModel):
     macro_f1: float
     gold: tuple[int, ...] = Field(repr=False)
     predictions: tuple[int, ...] = Field(repr=False)
+    scores: Scores | None = Field(None, repr=False)
     labels: tuple[str, ...] = Field(repr=False)
     demonstrations: tuple[int | None, ...] = Field(repr=False)
     fit_seconds: float
@@ -84,6 +132,9 @@ class Run(BaseModel):
             raise ValueError(f"{len(self.gold)} gold labels for {len(self.predictions)} predictions")
         if not 0 <= min(ids) <= max(ids) < len(self.labels):
             raise ValueError(f"a label id is not one of 0 to {len(self.labels) - 1}")
+        wanted = (len(self.gold), len(self.labels))
+        if self.scores is not None and self.scores.shape != wanted:
+            raise ValueError(f"scores of {self.scores.shape} for queries and labels {wanted}")
         return self
 
     @property
@@ -96,10 +147,19 @@ class Run(BaseModel):
         """Demonstrations per class."""
         return len(self.demonstrations) // len(self.labels)
 
+    @property
+    def confidence(self) -> Confidence | None:
+        """How far its probabilities can be trusted, where it kept them."""
+        if self.scores is None:
+            return None
+        return confidence(self.scores.array, np.array(self.gold), np.array(self.predictions))
+
     def record(self) -> dict[str, Any]:
         """Plain values for JSON, without those of single queries, demonstrations and layers."""
-        single = {"gold", "predictions", "labels", "demonstrations", "coefficients", "weights"}
-        return {**self.model_dump(exclude=single), "n": self.n, "shots": self.shots}
+        single = {"gold", "predictions", "scores", "labels", "demonstrations", "coefficients", "weights"}
+        told = self.confidence
+        trust = asdict(told) if told is not None else dict.fromkeys(NAMES)
+        return {**self.model_dump(exclude=single), **trust, "n": self.n, "shots": self.shots}
 
     @model_validator(mode="before")
     @classmethod

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from i2cl.errors import I2CLError, needs
 from i2cl.experiments.grid import Experiment, View
-from i2cl.experiments.printed import printed_for
 from i2cl.experiments.records import Record
+from i2cl.experiments.report.layout import Table
 from i2cl.experiments.report.notes import Entry
 from i2cl.experiments.report.paper import Paper, PrintedFor
+from i2cl.experiments.report.printed import printed_for
 from i2cl.experiments.report.results import Results, Setting, outcome, results_of
-from i2cl.experiments.report.tables import Table, tables_of
+from i2cl.experiments.report.tables import tables_of
 from i2cl.experiments.store import Vectors
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ LONGEST_ANCHOR = 60
 
 CAPTIONS: Mapping[View, str] = {
     "bars": "Mean accuracy of each row, with the standard deviation over seeds.",
+    "reliability": "Accuracy by confidence, as it is and at the best temperature of each task.",
+    "risk-coverage": "Share of errors among the surest queries, by how many are answered.",
     "efficiency": "Mean accuracy against time per query and bytes kept.",
     "shots": "Mean accuracy by demonstrations per class.",
     "matrix": "Accuracy on every task with what was fitted on every other.",
@@ -168,6 +171,7 @@ def _section(
 ) -> Section:
     tables: list[Table] = []
     figures: list[tuple[View, Figure]] = []
+    empty: dict[str, list[View]] = {}
     experiment = results.experiment
     missing = _absent_rows(results, skipped)
     missing += [f"{name} was skipped: {error}" for name, error in skipped.items()]
@@ -188,7 +192,8 @@ def _section(
             continue
         figures += [(view, figure)] if figure is not None else []
         if figure is None and not made:
-            missing.append(f"{view}: {_reason(view, results.experiment.against, draw=draw)}")
+            empty.setdefault(_reason(view, experiment.against, draw=draw), []).append(view)
+    missing += [f"{', '.join(views)}: {reason}" for reason, views in empty.items()]
     return Section(experiment, results.setting, anchor, tuple(tables), tuple(figures), tuple(missing))
 
 
@@ -227,6 +232,8 @@ def _skipped(results: Results, records: Sequence[Record]) -> dict[str, str | Non
 def _reason(view: View, against: str, *, draw: bool) -> str:
     if view == "comparison":
         return f"nothing to compare, since it takes the row {against} and another one"
+    if view in {"confidence", "reliability", "risk-coverage"} and (draw or view not in CAPTIONS):
+        return "no row has the scores of all its cells, which older versions did not keep"
     return "figures were not asked for" if view in CAPTIONS and not draw else "no results for this view"
 
 

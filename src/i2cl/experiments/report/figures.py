@@ -10,7 +10,7 @@ from matplotlib import style
 from matplotlib.figure import Figure
 
 from i2cl.experiments.grid import View
-from i2cl.experiments.report import figures_maps, figures_scores
+from i2cl.experiments.report import figures_confidence, figures_maps, figures_scores
 from i2cl.experiments.report.figures_base import FAINT, Drawing
 from i2cl.experiments.report.results import Results
 from i2cl.experiments.store import Vectors
@@ -50,6 +50,8 @@ FIGURES: Mapping[View, Drawing] = MappingProxyType(
         "efficiency": _styled(figures_scores.efficiency),
         "shots": _styled(figures_scores.shots),
         "bars": _styled(figures_scores.bars),
+        "reliability": _styled(figures_confidence.reliability),
+        "risk-coverage": _styled(figures_confidence.risk_coverage),
         "matrix": _styled(figures_maps.matrix),
         "vectors": _styled(figures_maps.context_vectors),
         "coefficient-map": _styled(figures_maps.coefficient_map),

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from i2cl.experiments.report.results import Line, Results, listing
+from i2cl.experiments.statistics import ALPHA, FEWEST_SEEDS
 
 INCOMPLETE, OUTSIDE, CONTRADICTED = "†", "‡", "§"
 """Marks of cells that a note explains."""
@@ -34,8 +35,11 @@ def accuracy_notes(
     """All that stands below a table of accuracies, what is said of printed ones last."""
     said = [scale_note(found, found.lines), *meaning]
     if len(found.lines) > 1 and any(cell.bold for row in rows for cell in row):
-        tests = "paired tests, Holm-corrected over the other rows, and 95 % intervals that exclude 0"
-        said.append(f"Bold: the best, where it can be told from every other row ({tests}).")
+        said.append(
+            f"Bold: the best, where it is shown to be better than every other row: q < {ALPHA}, a 95 % "
+            f"interval above 0, and at least {FEWEST_SEEDS} seeds. q: the larger p of tests over queries and "
+            "seeds, corrected by Holm; the family is the other rows on the same task or average."
+        )
     elif len(found.lines) > 1:
         said.append("Nothing is bold: nowhere can the best row be told from every other.")
     return [*said, *transductive_notes(found), *incomplete_notes(found, found.lines), *printed]

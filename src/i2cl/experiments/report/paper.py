@@ -3,8 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from i2cl.experiments.printed import InconsistentAverage, PrintedRow, PrintedTable, inconsistent_averages
 from i2cl.experiments.report.notes import CONTRADICTED, OUTSIDE, Entry
+from i2cl.experiments.report.printed import (
+    InconsistentAverage,
+    PrintedRow,
+    PrintedTable,
+    inconsistent_averages,
+)
 from i2cl.experiments.report.results import Line, Results, listing
 from i2cl.experiments.statistics import Accuracy
 from i2cl.tasks.registry import PAPER_TASKS
@@ -19,7 +24,7 @@ Values = Mapping[str, str | int | float | None]
 """Raw numbers of one row on one task, by the names of a CSV file's columns; accuracies in percent."""
 
 PrintedFor = Callable[[str, str], PrintedTable | None]
-"""Finds the paper's table by name and model, like `i2cl.experiments.printed.printed_for`."""
+"""Finds the paper's table by name and model, like `i2cl.experiments.report.printed.printed_for`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,15 +1,13 @@
 """The tables of a report: data and notes, whatever they are rendered to."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from i2cl.experiments.grid import View
-from i2cl.experiments.printed import PrintedRow
 from i2cl.experiments.records import COUNTS
+from i2cl.experiments.report.layout import NOTHING, Table, mark_of, measured
 from i2cl.experiments.report.notes import (
-    INCOMPLETE,
     Entry,
     accuracy_notes,
     incomplete_notes,
@@ -18,8 +16,10 @@ from i2cl.experiments.report.notes import (
     time_notes,
     transductive_notes,
 )
-from i2cl.experiments.report.paper import AVERAGE, Paper, Values
+from i2cl.experiments.report.paper import Paper, Values
+from i2cl.experiments.report.printed import PrintedRow
 from i2cl.experiments.report.results import Line, Results, mean_times
+from i2cl.experiments.report.trust import confidence_table
 from i2cl.experiments.statistics import (
     ALPHA,
     FEWEST_SEEDS,
@@ -29,18 +29,34 @@ from i2cl.experiments.statistics import (
     holm,
 )
 
-NOTHING = "–"
-"""Stands where there is no result."""
-
 HIGHER, LOWER, ALIKE = "▲", "▼", "·"
 
-WIDE = 10
-"""With more tasks than this, tasks are lines and rows are columns."""
-
 VALUES = (
-    *("view", "row", "task", "origin", "against", "unit", "mean", "sd", "low", "high", "p"),
-    *("p_queries", "p_seeds", "q", "seeds"),
-    *("queries", "trainable_parameters", "cached_values", "cached_bytes", "fit_seconds", "ms_per_query"),
+    *(
+        "view",
+        "row",
+        "task",
+        "origin",
+        "against",
+        "measure",
+        "temperature",
+        "unit",
+        "mean",
+        "sd",
+        "low",
+        "high",
+        "p",
+    ),
+    *(
+        "q",
+        "seeds",
+        "queries",
+        "trainable_parameters",
+        "cached_values",
+        "cached_bytes",
+        "fit_seconds",
+        "ms_per_query",
+    ),
     *("held_out", "unlabelled", "lacking"),
 )
 """Names of the raw numbers of a table, in the order of a file's columns; no table has all of them."""
@@ -61,41 +77,6 @@ PRINTED: dict[str, Callable[[PrintedRow], str | None]] = {
     "Values kept (paper)": lambda row: row.cached,
 }
 """Columns of costs that the paper prints, if it does."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """One table.
-
-    Attributes:
-        title: what it shows.
-        columns: their names; the first one names the lines.
-        rows: as many cells each as there are columns.
-        notes: lines below.
-        values: the raw numbers behind the cells, one line per row and task.
-        words: columns that hold no numbers, beside the first.
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Entry]]
-    notes: Sequence[str] = ()
-    values: Sequence[Values] = ()
-    words: Sequence[str] = ()
-
-    @property
-    def numeric(self) -> list[bool]:
-        """Whether each column holds numbers, which stand to the right."""
-        return [place > 0 and name not in self.words for place, name in enumerate(self.columns)]
-
-    def narrow(self, tasks: int) -> "Table":
-        """Lines and columns changed over, where so many tasks would be too wide."""
-        if tasks <= WIDE:
-            return self
-        names, *columns = zip(*self.rows, strict=True)
-        heads = [f"{one.text} {one.mark}".strip() for one in names]
-        rows = [(Entry(name), *cells) for name, cells in zip(self.columns[1:], columns, strict=True)]
-        return replace(self, columns=("Task", *heads), rows=rows)
 
 
 def tasks_table(found: Results, paper: Paper) -> list[Table]:
@@ -176,21 +157,20 @@ def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
 
     tested = _tested(found, pairs, [None])
     rows = [
-        [Entry(line.name, mark=_mark(found, line, other)), *map(Entry, _verdict(tested[line, None]))]
+        [Entry(line.name, mark=mark_of(found, line, other)), *map(Entry, _verdict(tested[line, None]))]
         for line, other in pairs
     ]
     meaning = (
         f"{minus}, on the same queries and seeds; the interval is for other demonstrations and other queries."
     )
-    tests = (
-        "p: the larger of a sign-flip test over queries and a paired t-test over seeds; q: p, corrected "
-        f"(Holm) over {_all(tested)} of this table. A difference is shown where q < {ALPHA}, the interval "
-        f"excludes 0 and there are at least {FEWEST_SEEDS} seeds."
+    deciding = (
+        "p: the larger of a sign-flip test over queries and a paired t-test over seeds; neither holds alone."
     )
+    notes = (meaning, deciding, *_decision(tested), *lacking)
     title = f"Difference from {against}" + (", average over tasks" if len(found.tasks) > 1 else "")
     columns = ("Row", "Difference", "95 % interval", "p", "q", "Verdict")
     values = _differences(found, pairs, tested)
-    tables = [Table(title, columns, rows, (meaning, tests, *lacking), values, words=["Verdict"])]
+    tables = [Table(title, columns, rows, notes, values, words=["Verdict"])]
 
     if len(found.tasks) > 1:
         tested = _tested(found, pairs, found.tasks)
@@ -198,15 +178,10 @@ def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
             [Entry(line.name), *(Entry(_signed(tested[line, task])) for task in found.tasks)]
             for line, _ in pairs
         ]
-        legend = (
-            f"{minus}. {HIGHER} higher, {LOWER} lower (q < {ALPHA}, corrected over {_all(tested)} of this "
-            f"table, a 95 % interval that excludes 0, and at least {FEWEST_SEEDS} seeds); {ALIKE} no "
-            "difference shown."
-        )
+        legend = f"{minus}. {HIGHER} shown higher, {LOWER} shown lower, {ALIKE} no difference shown."
+        notes = (legend, *_decision(tested), *lacking)
         title, values = f"Difference from {against} by task", _differences(found, pairs, tested)
-        tables.append(
-            Table(title, ("Row", *found.tasks), rows, (legend, *lacking), values).narrow(len(found.tasks))
-        )
+        tables.append(Table(title, ("Row", *found.tasks), rows, notes, values).narrow(len(found.tasks)))
     return tables
 
 
@@ -221,7 +196,7 @@ def cost_table(found: Results, paper: Paper) -> list[Table]:
         counts = (number_range(getattr(one.cost, COUNTS[name]) for one in outcomes) for name in COLUMNS)
         times = map(_duration, mean_times(found, line, tasks))
         beside = (write(printed[line]) if line in printed else None for write in extra.values())
-        name = Entry(line.name, mark=_mark(found, line))
+        name = Entry(line.name, mark=mark_of(found, line))
         rows.append(
             [
                 name,
@@ -248,6 +223,7 @@ TABLES: Mapping[View, Callable[[Results, Paper], list[Table]]] = {
     "average": average_table,
     "cost": cost_table,
     "comparison": comparison_tables,
+    "confidence": confidence_table,
     "shots": shots_table,
     "matrix": matrix_table,
 }
@@ -265,23 +241,7 @@ def _accuracy(found: Results, line: Line, task: str | None = None, *, bold: bool
     got = found.accuracy(line, task)
     spread = f" ± {100 * got.sd:.1f}" if got is not None and got.seeds > 1 else ""
     text = NOTHING if got is None else f"{100 * got.mean:.1f}{spread}"
-    return Entry(text, bold=bold, mark=_mark(found, line) if task is None else "")
-
-
-def _mark(found: Results, *lines: Line) -> str:
-    return INCOMPLETE if any(map(found.lacking, lines)) else ""
-
-
-def _measured(view: View, found: Results, task: str | None, line: Line, *others: Line) -> Values:
-    """What all raw numbers say of themselves."""
-    lacking = dict.fromkeys(part for one in (line, *others) for part in found.lacking(one))
-    return {
-        "view": view,
-        "row": line.name,
-        "task": AVERAGE if task is None else task,
-        "origin": "measured",
-        "lacking": "; ".join(lacking) or None,
-    }
+    return Entry(text, bold=bold, mark=mark_of(found, line) if task is None else "")
 
 
 def _in_percent(got: Accuracy | Difference, *names: str) -> Values:
@@ -296,7 +256,7 @@ def _values(
     for line in lines:
         values += [
             {
-                **_measured(view, found, task, line),
+                **measured(view, found, task, line),
                 **_in_percent(got, "mean", "sd", "low", "high"),
                 "unit": "percent",
                 "seeds": got.seeds,
@@ -314,7 +274,7 @@ def _costs(found: Results, line: Line, task: str) -> Values:
     fit, query = mean_times(found, line, [task])
     counts = {name: [getattr(one.cost, COUNTS[name]) for one in outcomes] for name in COLUMNS}
     return {
-        **_measured("cost", found, task, line),
+        **measured("cost", found, task, line),
         **{name: got[0] if len(set(got)) == 1 else float(np.mean(got)) for name, got in counts.items()},
         "fit_seconds": round(fit, 6),
         "ms_per_query": round(query, 6),
@@ -339,9 +299,14 @@ def _tested(found: Results, pairs: Pairs, tasks: Sequence[str | None]) -> Tested
     return {key: Comparison(got[key], q.get(key, 1.0)) if key in got else None for key in asked}
 
 
-def _all(tested: Tested) -> str:
+def _decision(tested: Tested) -> tuple[str, str]:
+    """Over what q is corrected, and what "shown" means."""
     count = sum(one is not None and one.difference.decidable for one in tested.values())
-    return f"all {count} tests" if count > 1 else "the one test"
+    family = f"all {count} tests of this table" if count > 1 else "the one test of this table"
+    return (
+        f"q: that p corrected by Holm; the family is {family}.",
+        f"Shown: q < {ALPHA}, a 95 % interval that excludes 0, and at least {FEWEST_SEEDS} seeds, all three.",
+    )
 
 
 def _verdict(comparison: Comparison | None) -> Sequence[str]:
@@ -368,13 +333,11 @@ def _differences(found: Results, pairs: Pairs, tested: Tested) -> list[Values]:
     against = dict(pairs)
     return [
         {
-            **_measured("comparison", found, task, line, against[line]),
+            **measured("comparison", found, task, line, against[line]),
             **_in_percent(one.difference, "mean", "low", "high"),
             "unit": "percentage points",
             "against": against[line].name,
-            "p": one.difference.p,
-            "p_queries": one.difference.p_queries,
-            "p_seeds": one.difference.p_seeds,
+            "p": one.difference.p if one.difference.decidable else None,
             "q": one.q,
         }
         for (line, task), one in tested.items()

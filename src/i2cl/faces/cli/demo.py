@@ -53,7 +53,7 @@ def demo(
     methods = make_methods(REAL if real else BUNDLED, recipe=fast)
     with console.progress(len(tasks) * len(methods), "evaluating") as bar:
         runs = sweep(source, tasks, methods, [seed], limit=limit, workers=1, watch=bar.run)
-    show(runs, "", as_json=json)
+    show(runs, "", as_json=json, brief=True)
     if not json and not real:
         console.say(
             "\nI2CL and anchored (what `i2cl fit` does) answer at zero-shot cost: no demonstration is read "

@@ -11,6 +11,7 @@ from i2cl.faces.cli import console, load, options
 from i2cl.faces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
+    from i2cl.experiments.confidence import Confidence
     from i2cl.experiments.evaluation import NotRun
     from i2cl.experiments.records import Run
 
@@ -47,7 +48,10 @@ def evaluate(
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
-    """Measure methods on tasks over seeds: accuracy, macro-F1, seconds and cached values."""
+    """Measure methods on tasks over seeds: accuracy, macro-F1, confidence, seconds and cached values.
+
+    Lower is better for log_loss, brier, ece (calibration error) and aurc (area under risk and coverage).
+    """
     load.libraries()
     from i2cl.experiments.sweep import sweep
     from i2cl.methods import METHODS
@@ -84,8 +88,20 @@ def evaluate(
     show(runs, title, sorted(lacking, key=lambda one: (one.task, one.method, one.seed)), as_json=json)
 
 
-def show(runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *, as_json: bool) -> None:
-    """A table of the means over seeds, or every run as JSON; and what could not be run."""
+def _numbers(trust: "Confidence | None") -> dict[str, str]:
+    """Columns of confidence."""
+    from i2cl.experiments.confidence import NAMES
+
+    return {name: "-" if trust is None else f"{getattr(trust, name):.3f}" for name in NAMES}
+
+
+def show(
+    runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *, as_json: bool, brief: bool = False
+) -> None:
+    """A table of the means over seeds, or every run as JSON; and what could not be run.
+
+    A brief table says nothing of confidence.
+    """
     from i2cl.experiments.evaluation import summarize
 
     if as_json:
@@ -96,6 +112,7 @@ def show(runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *,
             "task": row.task,
             "method": row.method,
             "accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else ""),
+            **({} if brief else _numbers(row.confidence)),
             "fit s": f"{row.fit_seconds:.1f}",
             "ms/query": f"{row.milliseconds_per_query:.2f}",
             "cached": row.cached_values,

@@ -87,7 +87,7 @@ class _File(_Frozen):
 
 @cache
 def _file() -> _File:
-    content = (resources.files("i2cl.experiments") / "printed.toml").read_text(encoding="utf-8")
+    content = (resources.files("i2cl.experiments.report") / "printed.toml").read_text(encoding="utf-8")
     return _File.model_validate(tomllib.loads(content))
 
 

@@ -1,0 +1,137 @@
+"""How far a classifier's probabilities can be trusted: four numbers, two curves and the best temperature.
+
+Scores are log-probabilities among the labels, one row a query. What was answered is told beside them, since
+scores that were rounded for keeping may tie where the answer did not. Queries of equal confidence count as
+their mean, so that no number depends on the order of queries.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+BINS = 15
+"""Of the expected calibration error, each with as many queries."""
+
+COLDEST, HOTTEST = 0.01, 100.0
+"""Temperatures that are searched."""
+
+_HALVINGS = 50
+"""Of the search, which leaves a factor below 1 + 1e-14."""
+
+Scores = Float[np.ndarray, "queries labels"]
+Labels = Int[np.ndarray, " queries"]
+Sure = Float[np.ndarray, " queries"]
+Right = Bool[np.ndarray, " queries"]
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """Four numbers of probabilities against right labels; for all of them, lower is better.
+
+    Attributes:
+        log_loss: mean of minus the log-probability of the right label, in nats.
+        brier: mean of the squared distance to the right answer, summed over labels: from 0 to 2.
+        ece: mean distance of confidence and accuracy over `BINS` bins of equal number, a share.
+        aurc: area under the risk-coverage curve: the share of errors among the surest queries, averaged
+            over all numbers of them.
+    """
+
+    log_loss: float
+    brier: float
+    ece: float
+    aurc: float
+
+
+NAMES = tuple(field.name for field in fields(Confidence))
+"""Of the four numbers, as in files."""
+
+
+def confidence(scores: Scores, gold: Labels, answers: Labels) -> Confidence:
+    """The four numbers.
+
+    Args:
+        scores: log-probabilities among the labels.
+        gold: right label id of each query.
+        answers: label id that was answered; its probability may be a tie of the largest.
+    """
+    log_probabilities = normalised(scores)
+    each = np.arange(len(gold))
+    target = np.zeros_like(log_probabilities)
+    target[each, gold] = 1
+    probabilities = np.exp(log_probabilities)
+    sure, right = highest(scores), answers == gold
+    bins = np.abs(np.subtract(*reliability(sure, right)))
+    sizes = [len(part) for part in np.array_split(each, BINS)]
+    weights = np.array([size for size in sizes if size]) / len(gold)
+    return Confidence(
+        log_loss=float(-log_probabilities[each, gold].mean()) + 0.0,
+        brier=float(((probabilities - target) ** 2).sum(1).mean()),
+        ece=float((weights * bins).sum()),
+        aurc=float(risk_coverage(sure, right)[1].mean()),
+    )
+
+
+def mean_confidence(each: Sequence[Confidence | None]) -> Confidence | None:
+    """Each number's mean; None where one is lacking."""
+    held = [one for one in each if one is not None]
+    if not held or len(held) < len(each):
+        return None
+    return Confidence(*np.mean([astuple(one) for one in held], axis=0).tolist())
+
+
+def normalised(scores: Scores, temperature: float = 1.0) -> Scores:
+    """Log-probabilities among the labels at a temperature, in double precision."""
+    scaled = np.asarray(scores, float) / temperature
+    shifted = scaled - scaled.max(1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
+
+
+def best_temperature(scores: Scores, gold: Labels) -> float:
+    """The temperature with the least log-loss, between `COLDEST` and `HOTTEST`; 1 where none matters.
+
+    The log-loss is convex in 1 / temperature, so the sign of its slope says on which side the best one lies.
+    """
+    known = np.asarray(scores, float)
+    if not np.ptp(known, axis=1).any():
+        return 1.0
+    right = known[np.arange(len(gold)), gold]
+    low, high = np.log(COLDEST), np.log(HOTTEST)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        probabilities = np.exp(normalised(known, float(np.exp(middle))))
+        # Slope by 1 / temperature: positive where the probabilities are sharper than the answers are right.
+        sharper = ((probabilities * known).sum(1) - right).mean() > 0
+        low, high = (middle, high) if sharper else (low, middle)
+    return float(np.exp((low + high) / 2))
+
+
+def highest(scores: Scores) -> Sure:
+    """The largest probability of each query: how sure its answer is."""
+    return np.asarray(np.exp(normalised(scores).max(1)))
+
+
+def reliability(sure: Sure, right: Right) -> tuple[Float[np.ndarray, " bins"], Float[np.ndarray, " bins"]]:
+    """Mean confidence and accuracy of bins of equal number, the least sure first; empty bins are left out."""
+    split = [np.array_split(one, BINS) for one in _by_confidence(sure, right)]
+    means = np.array([[part.mean() for part in one if len(part)] for one in split])
+    return means[0], means[1]
+
+
+def risk_coverage(
+    sure: Sure, right: Right
+) -> tuple[Float[np.ndarray, " queries"], Float[np.ndarray, " queries"]]:
+    """Share of queries answered, and of errors among them, where the surest are answered first."""
+    _, hits = _by_confidence(sure, right)
+    count = np.arange(1, len(hits) + 1)
+    return count / len(hits), np.cumsum(1 - hits[::-1]) / count
+
+
+def _by_confidence(
+    sure: Sure, right: Right
+) -> tuple[Float[np.ndarray, " queries"], Float[np.ndarray, " queries"]]:
+    """Confidence, rising, and whether each query was answered rightly; a mean among equals."""
+    rising, groups = np.unique(sure, return_inverse=True)
+    sizes = np.bincount(groups)
+    return np.repeat(rising, sizes), np.repeat(np.bincount(groups, weights=right) / sizes, sizes)

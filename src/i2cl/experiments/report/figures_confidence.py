@@ -1,0 +1,102 @@
+"""Figures of probabilities: whether confidence is accuracy, and what it gains to answer only when sure."""
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from i2cl.experiments import confidence
+from i2cl.experiments.report.figures_base import COLOURS, FAINT, MARKERS, OURS, SIZES, counted, new_figure
+from i2cl.experiments.report.results import Line, Results
+from i2cl.experiments.report.trust import Scored, scored
+from i2cl.experiments.store import Vectors
+
+COVERAGES = np.arange(5, 101) / 100
+"""Shares of answered queries that are drawn; below them single queries decide."""
+
+
+def reliability(results: Results, _vectors: Vectors) -> Figure | None:
+    """Accuracy against confidence in bins of equal number, all tasks and seeds of a row together."""
+    held = _held(results)
+    if not held:
+        return None
+    figure = new_figure(10.0, 4.8)
+    left = figure.add_subplot(1, 2, 1)
+    right = figure.add_subplot(1, 2, 2, sharex=left, sharey=left)
+    for axes, best, title in (
+        (left, False, "as it is"),
+        (right, True, "at the best temperature of each task"),
+    ):
+        axes.plot([0, 100], [0, 100], ls="--", lw=1, color=FAINT)
+        for line, tasks in held.items():
+            each = [one.at(one.temperature if best else 1.0) for one in tasks.values()]
+            sure = np.concatenate([np.exp(scores.max(2)).ravel() for scores in each])
+            hits = np.concatenate([(one.answers == one.gold).ravel() for one in tasks.values()])
+            x, y = confidence.reliability(sure, hits)
+            _draw(axes, results, line, 100 * x, 100 * y, markers=True)
+        axes.set_title(title)
+        axes.set_xlabel("confidence (%)")
+    right.tick_params(labelleft=False)
+    left.set_xlim(0, 102)
+    left.set_ylim(0, 102)
+    left.set_ylabel("accuracy (%)")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
+def risk_coverage(results: Results, _vectors: Vectors) -> Figure | None:
+    """Errors among the surest queries against how many are answered: means over tasks and seeds."""
+    held = _held(results)
+    if not held:
+        return None
+    figure = new_figure(8.0, 4.6)
+    axes = figure.add_subplot()
+    for line, tasks in held.items():
+        risk = np.mean([_risk(one) for one in tasks.values()], axis=0)
+        _draw(axes, results, line, 100 * COVERAGES, 100 * risk, markers=False)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("queries answered, the surest first (%)")
+    axes.set_ylabel("errors among them (%)")
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def _held(results: Results) -> dict[Line, dict[str, Scored]]:
+    each = {line: scored(results, line) for line in results.lines}
+    return {line: tasks for line, tasks in each.items() if tasks}
+
+
+def _risk(one: Scored) -> Float[np.ndarray, " coverages"]:
+    """Mean over seeds of the share of errors at each of `COVERAGES`."""
+    curves = [
+        confidence.risk_coverage(confidence.highest(scores), answers == gold)
+        for scores, answers, gold in zip(one.scores, one.answers, one.gold, strict=True)
+    ]
+    return np.asarray(np.mean([np.interp(COVERAGES, *curve) for curve in curves], axis=0))
+
+
+def _draw(
+    axes: Axes,
+    results: Results,
+    line: Line,
+    x: Float[np.ndarray, " points"],
+    y: Float[np.ndarray, " points"],
+    *,
+    markers: bool,
+) -> None:
+    """A line's curve in the colour and with the marker that it has in the other figures."""
+    number = results.lines.index(line)
+    others = [colour for colour in COLOURS if colour != OURS]
+    ours = line.row is results.default
+    marker = MARKERS[number % len(MARKERS)]
+    axes.plot(
+        x,
+        y,
+        color=OURS if ours else others[number % len(others)],
+        marker=marker if markers else None,
+        ms=5 * SIZES.get(marker, 1),
+        lw=1.8 if ours else 1.2,
+        zorder=4 if ours else 3,
+        label=counted(line.name, len(results.tasks_of(line)), results),
+    )

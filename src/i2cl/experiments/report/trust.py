@@ -1,0 +1,150 @@
+"""How far the probabilities of each row can be trusted: as they are, and at the best temperature."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from i2cl.experiments.confidence import (
+    BINS,
+    NAMES,
+    best_temperature,
+    confidence,
+    normalised,
+)
+from i2cl.experiments.records import Run
+from i2cl.experiments.report.layout import NOTHING, Table, mark_of, measured
+from i2cl.experiments.report.notes import Entry, incomplete_notes
+from i2cl.experiments.report.paper import Paper, Values
+from i2cl.experiments.report.results import Line, Results, outcome
+
+COLUMNS = {"log_loss": "Log-loss", "brier": "Brier", "ece": "ECE, %", "aurc": "AURC, %"}
+"""Names of the four numbers in a table."""
+
+UNITS = {"log_loss": "nats", "brier": "squared distance", "ece": "percent", "aurc": "percent"}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A line's queries on one task for the seeds that all its tasks have.
+
+    Attributes:
+        temperature: the best one of all seeds together, found with the right labels of these queries.
+        scores: as kept.
+        gold: right label ids.
+        answers: label ids that were answered.
+    """
+
+    temperature: float
+    scores: Float[np.ndarray, "seeds queries labels"]
+    gold: Int[np.ndarray, "seeds queries"]
+    answers: Int[np.ndarray, "seeds queries"]
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> "Scored | None":
+        """Runs of one task; None where one kept no scores."""
+        held = [run.scores.array for run in runs if run.scores is not None]
+        if not held or len(held) < len(runs):
+            return None
+        scores = np.stack(held)
+        gold, answers = np.array([run.gold for run in runs]), np.array([run.predictions for run in runs])
+        return cls(best_temperature(np.concatenate(scores), gold.ravel()), scores, gold, answers)
+
+    def at(self, temperature: float) -> Float[np.ndarray, "seeds queries labels"]:
+        """Log-probabilities at a temperature."""
+        return np.stack([normalised(one, temperature) for one in self.scores])
+
+    def numbers(self, temperature: float) -> Float[np.ndarray, "seeds 4"]:
+        """The four numbers of each seed at a temperature."""
+        each = zip(self.at(temperature), self.gold, self.answers, strict=True)
+        return np.array([astuple(confidence(*one)) for one in each])
+
+
+def scored(found: Results, line: Line) -> dict[str, Scored]:
+    """By task; empty where a run kept no scores, or the tasks share no seed."""
+    tasks = found.tasks_of(line)
+    seeds = sorted(set.intersection(*(set(found.records(line, task)) for task in tasks))) if tasks else []
+    if not seeds:
+        return {}
+    each = {task: Scored.of([outcome(found.records(line, task)[seed]) for seed in seeds]) for task in tasks}
+    held = {task: one for task, one in each.items() if one is not None}
+    return held if len(held) == len(each) else {}
+
+
+def confidence_table(found: Results, _paper: Paper) -> list[Table]:
+    """Four numbers of each row, each beside what it is at the best temperature; nothing without scores."""
+    rows: list[list[Entry]] = []
+    values: list[Values] = []
+    for line in found.lines:
+        tasks = scored(found, line)
+        name = Entry(line.name, mark=mark_of(found, line))
+        if not tasks:
+            rows.append([name, *[Entry(NOTHING)] * (2 * len(NAMES) + 1)])
+            continue
+        plain, best = (
+            np.array([one.numbers(one.temperature if own else 1.0) for one in tasks.values()])
+            for own in (False, True)
+        )
+        cells = (_cell(one.mean(0)[:, at], NAMES[at]) for at in range(len(NAMES)) for one in (plain, best))
+        temperature = float(np.median([one.temperature for one in tasks.values()]))
+        rows.append([name, *cells, Entry(f"{temperature:.2f}")])
+        values += _values(found, line, tasks, plain, best)
+    if not values:
+        return []
+    heads = (part for name in COLUMNS.values() for part in (name, "at best T"))
+    return [Table("Confidence", ("Row", *heads, "Best T"), rows, _notes(found, rows), values)]
+
+
+def _notes(found: Results, rows: Sequence[Sequence[Entry]]) -> list[str]:
+    lacking = [row[0].text for row in rows if row[1].text == NOTHING]
+    older = f"{NOTHING} cells without scores, which older versions did not keep: {'; '.join(lacking)}."
+    return [
+        "Means over tasks, ± standard deviation over seeds. Lower is better for all.",
+        "Log-loss: minus the log-probability of the right label, in nats.",
+        "Brier: squared distance to the right answer, summed over labels.",
+        f"ECE: mean distance of confidence and accuracy over {BINS} bins of equally many queries.",
+        "AURC: share of errors among the surest queries, averaged over all numbers of them.",
+        "At best T: at the temperature with the least log-loss on each task, found with the right labels.",
+        "Best T: its median over tasks.",
+        *([older] if lacking else []),
+        *incomplete_notes(found, found.lines),
+    ]
+
+
+def _cell(seeds: Float[np.ndarray, " seeds"], name: str) -> Entry:
+    factor, digits = (100, 1) if UNITS[name] == "percent" else (1, 3)
+    spread = f" ± {factor * seeds.std(ddof=1):.{digits}f}" if len(seeds) > 1 else ""
+    return Entry(f"{factor * seeds.mean():.{digits}f}{spread}")
+
+
+def _values(
+    found: Results,
+    line: Line,
+    tasks: dict[str, Scored],
+    plain: Float[np.ndarray, "tasks seeds 4"],
+    best: Float[np.ndarray, "tasks seeds 4"],
+) -> list[Values]:
+    """One line for each task, number and temperature; those over tasks tell no temperature of their own."""
+    values: list[Values] = []
+    places = [*enumerate(tasks), *([(None, None)] if len(tasks) > 1 else [])]
+    for place, task in places:
+        for suffix, numbers in (("", plain), ("_at_best", best)):
+            seeds = numbers.mean(0) if place is None else numbers[place]
+            own = tasks[task].temperature if suffix and task is not None else None
+            queries = sum(one.gold.shape[1] for name, one in tasks.items() if task in (None, name))
+            for at, name in enumerate(NAMES):
+                factor = 100 if UNITS[name] == "percent" else 1
+                values.append(
+                    {
+                        **measured("confidence", found, task, line),
+                        "measure": name + suffix,
+                        "temperature": 1.0 if not suffix else own,
+                        "unit": UNITS[name],
+                        "mean": round(factor * float(seeds[:, at].mean()), 8),
+                        "sd": round(factor * float(seeds[:, at].std(ddof=1)), 8) if len(seeds) > 1 else 0.0,
+                        "seeds": len(seeds),
+                        "queries": queries,
+                    }
+                )
+    return values

@@ -1,0 +1,124 @@
+"""Log-loss, Brier score, calibration error, risk and coverage, and the best temperature."""
+
+import numpy as np
+import pytest
+
+from i2cl.experiments.confidence import (
+    BINS,
+    COLDEST,
+    HOTTEST,
+    best_temperature,
+    confidence,
+    highest,
+    normalised,
+    reliability,
+    risk_coverage,
+)
+
+
+def drawn(seed=0, queries=400, labels=4, sharper=1.0):
+    """Scores, and labels drawn from their probabilities; the scores are then made sharper."""
+    rng = np.random.default_rng(seed)
+    scores = normalised(2 * rng.standard_normal((queries, labels)))
+    gold = np.array([rng.choice(labels, p=np.exp(row)) for row in scores])
+    return scores * sharper, gold
+
+
+def measured(scores, gold):
+    return confidence(scores, gold, scores.argmax(1))
+
+
+def test_the_four_numbers_by_hand():
+    """Four queries, three right: at .9, .8 and .6; the wrong one at .7. Each is a bin of its own."""
+    scores = np.log([[0.9, 0.1], [0.3, 0.7], [0.8, 0.2], [0.4, 0.6]])
+    found = measured(scores, np.array([0, 0, 0, 1]))
+    assert found.log_loss == pytest.approx(-np.log([0.9, 0.3, 0.8, 0.6]).mean())
+    assert found.brier == pytest.approx(2 * np.mean([0.1**2, 0.7**2, 0.2**2, 0.4**2]))
+    assert found.ece == pytest.approx(np.mean([0.1, 0.7, 0.2, 0.4]))
+    assert found.aurc == pytest.approx(np.mean([0, 0, 1 / 3, 1 / 4]))
+
+
+@pytest.mark.parametrize("labels", [2, 5])
+def test_log_loss_and_brier_score_are_those_of_scikit_learn(labels):
+    metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the reference for the scores")
+    scores, gold = drawn(labels=labels, sharper=1.7)
+    probabilities, known = np.exp(normalised(scores)), range(labels)
+    found = measured(scores, gold)
+    assert found.log_loss == pytest.approx(metrics.log_loss(gold, probabilities, labels=known))
+    hits = np.eye(labels)[gold]
+    each = [metrics.brier_score_loss(hits[:, label], probabilities[:, label]) for label in known]
+    assert found.brier == pytest.approx(sum(each))
+
+
+def test_calibration_error_is_that_of_quantile_bins_of_scikit_learn():
+    calibration = pytest.importorskip("sklearn.calibration", reason="scikit-learn is the reference")
+    scores, gold = drawn(queries=20 * BINS, sharper=2)
+    sure, right = highest(scores), scores.argmax(1) == gold
+    hits, means = calibration.calibration_curve(right, sure, n_bins=BINS, strategy="quantile")
+    ours = reliability(sure, right)
+    np.testing.assert_allclose(ours[0], means)
+    np.testing.assert_allclose(ours[1], hits)
+    assert measured(scores, gold).ece == pytest.approx(np.abs(hits - means).mean())
+
+
+def test_bins_of_unequal_size_count_by_their_queries():
+    scores, gold = drawn(queries=BINS + 1)
+    right = scores.argmax(1) == gold
+    sure, hits = reliability(highest(scores), right)
+    sizes = np.array([2, *[1] * (BINS - 1)])
+    assert measured(scores, gold).ece == pytest.approx((sizes * np.abs(sure - hits)).sum() / sizes.sum())
+
+
+def test_equal_confidence_depends_on_no_order():
+    """All queries are as sure, and 3 of 4 are right: at .75 the error is 0, not that of the order."""
+    scores = np.log(np.tile([0.75, 0.25], (60, 1)))
+    for order in (np.arange(60), np.random.default_rng(1).permutation(60)):
+        found = measured(scores, (order % 4 == 0).astype(int))
+        assert found.ece == pytest.approx(0, abs=1e-12)
+        assert found.aurc == pytest.approx(0.25)
+
+
+def test_risk_falls_where_the_sure_are_right():
+    scores = np.log([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]])
+    coverage, risk = risk_coverage(highest(scores), np.array([True, True, False, False]))
+    assert coverage.tolist() == [0.25, 0.5, 0.75, 1]
+    assert risk == pytest.approx([0, 0, 1 / 3, 1 / 2])
+
+
+def test_the_answer_is_told_and_not_read_from_scores_that_tie():
+    scores = np.log([[0.5, 0.5]])
+    assert confidence(scores, np.array([1]), np.array([1])).aurc == 0
+    assert confidence(scores, np.array([1]), np.array([0])).aurc == 1
+
+
+@pytest.mark.parametrize("sharper", [0.4, 1, 2.2, 7])
+def test_the_temperature_undoes_what_made_scores_sharper(sharper):
+    scores, gold = drawn(queries=20_000, sharper=sharper)
+    assert best_temperature(scores, gold) == pytest.approx(sharper, rel=0.05)
+
+
+def test_the_temperature_is_that_of_a_search_of_scipy():
+    optimize = pytest.importorskip("scipy.optimize", reason="scipy is the reference for the search")
+    scores, gold = drawn(queries=200, sharper=3)
+
+    def loss(log_temperature):
+        return measured(normalised(scores, np.exp(log_temperature)), gold).log_loss
+
+    expected = optimize.minimize_scalar(loss, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9})
+    found = best_temperature(scores, gold)
+    assert found == pytest.approx(np.exp(expected.x), rel=1e-4)
+    assert measured(normalised(scores, found), gold).log_loss <= expected.fun + 1e-12
+
+
+def test_temperatures_that_no_label_bounds():
+    scores, _ = drawn(queries=30)
+    assert best_temperature(scores, scores.argmax(1)) == pytest.approx(COLDEST)
+    assert best_temperature(scores, scores.argmin(1)) == pytest.approx(HOTTEST)
+    assert best_temperature(np.zeros((3, 2)), np.array([0, 1, 1])) == 1
+
+
+def test_probabilities_of_zero_leave_finite_numbers():
+    scores = np.array([[0.0, -65504.0], [-65504.0, 0.0]])
+    found = measured(scores, np.array([1, 1]))
+    assert found.log_loss == pytest.approx(65504 / 2)
+    assert np.isfinite(best_temperature(scores, np.array([1, 1])))
