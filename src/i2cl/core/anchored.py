@@ -142,7 +142,7 @@ def anchor(
         u, history = fit.solved(progress)
     vectors, coefficients = fit.linear(fit.theta(u)[None])
     tau = fit.tau if math.isfinite(fit.tau) else None
-    found = {"reach": fit.reach, "tau": tau}
+    found: dict[str, object] = {"reach": fit.reach, "tau": tau}
     if config.say_label and fit.ends_free and u.any():
         raised = raise_label_mass(decoder, fit.queries, fit.questions.labels.first, fit.edit(u))
         vectors[0, -1, -1] += raised.vector / decoder.writer_scale

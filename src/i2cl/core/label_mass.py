@@ -179,7 +179,8 @@ class _Tail:
         if not slopes.isfinite().all():
             raise _NotFiniteError
         left, sizes, _ = torch.linalg.svd(slopes, full_matrices=False)
-        return left[:, sizes > 1e-6 * sizes.max()]
+        basis: Tensor = left[:, sizes > 1e-6 * sizes.max()]
+        return basis
 
     def vector(
         self, states: Float[Tensor, "rows d"], apart: Float[Tensor, "d directions"]
