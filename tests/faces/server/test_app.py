@@ -166,6 +166,7 @@ def test_a_temperature_acts_in_answers_and_changes_no_label(client, service):
         client.post("/v1/classify", json={"model": name, "input": list(TEXTS)}).json()["data"]
         for name in ("films", "warm")
     )
+    assert client.get("/v1/tasks/warm").json()["temperature"] == 3
     assert client.delete("/v1/tasks/warm").status_code == 200
     assert [one["label"] for one in found] == [one["label"] for one in plain]
     for before, after in zip(plain, found, strict=True):

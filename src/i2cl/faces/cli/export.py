@@ -71,6 +71,8 @@ def export(
         )
     own |= {"fold_temperature": True} if folds else {}
     prior = _prior(at_temperature(injection) if folds else injection)
+    shown: dict[str, Any] = {"to": to, "golden": golden, "prior": prior, "json": json}
+    shown |= {"temperature": divided, "folds": folds}
     if drop_prior:
         injection = replace(without_label_prior(injection), temperature=divided)
     name = model or injection.base.name
@@ -80,9 +82,7 @@ def export(
         decoder = load.artefact_decoder(injection, model, loading)
         made = export_peft(decoder, injection, output, golden=golden, force=force, revision=loading.revision)
         what = f"{injection.task.name} as a {made.tuner} adapter of {name}"
-        _show_export(output, injection.task.name, name, what, to=to, golden=golden, prior=prior, json=json)
-        if not json:
-            _say_temperature(divided, folds=False, to=to)
+        _show_export(output, injection.task.name, name, what, **shown)
         return
     write: Callable[..., None] = export_hf if to == "hf" else export_gguf
 
@@ -102,9 +102,7 @@ def export(
         **own,
     )
     what = f"{name} with {injection.task.name} in its weights"
-    _show_export(output, injection.task.name, name, what, to=to, golden=golden, prior=prior, json=json)
-    if not json:
-        _say_temperature(divided, folds=folds, to=to)
+    _show_export(output, injection.task.name, name, what, **shown)
 
 
 def _say_temperature(temperature: float, *, folds: bool, to: str) -> None:
@@ -170,6 +168,8 @@ def _show_export(
     to: Literal["hf", "peft", "gguf"],
     golden: bool,
     prior: dict[str, float],
+    temperature: float,
+    folds: bool,
     json: bool,
 ) -> None:
     from i2cl.export import Golden
@@ -183,6 +183,7 @@ def _show_export(
         record = {"output": str(output), "task": task, "base_model": model, "golden": golden}
         record |= {"label_bias": prior, "prior_kept": kept} if prior else {}
         record |= {"logit_bias": tokens} if tokens else {}
+        record |= {"temperature": temperature, "temperature_kept": folds} if temperature != 1 else {}
         record |= _as_json(known, output.name, to) if known is not None else {}
         console.print_json(record | {"files": len(sizes), "bytes": sum(sizes)})
         return
@@ -195,6 +196,7 @@ def _show_export(
         console.say(f"{'Elsewhere add' if kept else 'Add'} to each label's log-probability: {told}.")
     if prior and tokens:
         console.say(f"Servers take it with a request: {sent_with(tokens)}.")
+    _say_temperature(temperature, folds=folds, to=to)
     if to == "gguf":
         console.say("It is for llama.cpp; transformers refuses it (gguf_file=), for which export --to hf.")
     if known is not None:

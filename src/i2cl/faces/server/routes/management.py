@@ -86,6 +86,7 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
             "metrics": injection.metrics,
             "worth": injection.worth or None,
             "label_bias": injection.label_bias,
+            "temperature": injection.temperature,
             **fits.map_of(injection),
         }
 
