@@ -1,16 +1,12 @@
 """Whether a fit pays: its injection beside what needs no fit, on the same labelled rows.
 
-Nothing here needs scipy, so that `i2cl fit` runs without the extra ``experiments``. Unlike the intervals of
-`i2cl.experiments.statistics`, which resample seeds as well, those here are for one fit on few rows, and have
-a width also where every answer is right.
+What may be said of it is the matter of `i2cl.experiments.verdicts`.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import comb, sqrt
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -22,6 +18,7 @@ from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
 from i2cl.experiments.records import Run
+from i2cl.experiments.verdicts import verdict, wilson
 from i2cl.methods import Cost, Method, Predictor, make_methods
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import BiasedPredictor
@@ -33,18 +30,16 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
 from i2cl.tasks import Example, Task
 
-BASELINES = ("zero_shot", "zero_shot+batch_calibration", "few_shot")
-"""What an injection is set beside; the first is what it has to beat."""
+FREE = ("zero_shot", "zero_shot+batch_calibration")
+"""What costs nothing beside the model: an injection has to beat all of it."""
 
-LEVEL = 0.05
-"""Of the test, and what intervals leave out."""
+BASELINES = (*FREE, "few_shot")
+"""What an injection is set beside."""
 
 MOST_LEFT_OUT = 32
 """Demonstrations up to which few-shot is run again without each of them."""
 
 Split = Literal["train", "test", "demonstrations"]
-
-Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 
 
 @dataclass(frozen=True)
@@ -74,10 +69,11 @@ class Worth:
     Attributes:
         rows: how many.
         split: of the task that they come from; or the demonstrations, each left out of what answers it.
-        verdict: whether it is better than zero-shot, in words.
-        difference: accuracy minus that of zero-shot, a share.
-        low, high: its 95 % interval (`paired_interval`).
-        p: that of a test on the same rows (`mcnemar`).
+        verdict: whether to use it, in words; the next four too as in `i2cl.experiments.verdicts.Verdict`.
+        against: the best of what is free.
+        difference: accuracy minus that one's, a share.
+        low, high: its 95 % interval.
+        p: of a test on the same rows.
         methods: scores by method.
         not_run: why the other methods could not be run.
     """
@@ -85,6 +81,7 @@ class Worth:
     rows: int
     split: Split
     verdict: str
+    against: str
     difference: float
     low: float
     high: float
@@ -306,13 +303,14 @@ def _told(
 
 
 def _compared(ours: Run, runs: dict[str, Run], not_run: dict[str, str], split: Split) -> Worth:
-    mine, theirs = _right(ours), _right(runs[BASELINES[0]])
-    better, worse = int((mine & ~theirs).sum()), int((theirs & ~mine).sum())
-    low, high = paired_interval(better, worse, ours.n)
-    difference, p = (better - worse) / ours.n, mcnemar(better, worse)
+    mine = _right(ours)
+    free = {name: _right(runs[name]) for name in FREE if name in runs}
+    counts = {name: (int((mine & ~one).sum()), int((one & ~mine).sum())) for name, one in free.items()}
+    told = verdict(counts, ours.n)
     scores = {name: _score(run) for name, run in runs.items()}
-    told = _verdict(difference, low, high, p, ours.n, split)
-    return Worth(ours.n, split, told, difference, low, high, p, scores, not_run)
+    return Worth(
+        ours.n, split, told.words, told.against, told.difference, told.low, told.high, told.p, scores, not_run
+    )
 
 
 def _right(run: Run) -> Bool[np.ndarray, " rows"]:
@@ -324,48 +322,3 @@ def _score(run: Run) -> Score:
     low, high = wilson(int(_right(run).sum()), run.n)
     milliseconds = 1000 * run.predict_seconds / run.n
     return Score(run.accuracy, low, high, run.fit_seconds, milliseconds, run.cost.cached_bytes)
-
-
-def _verdict(difference: float, low: float, high: float, p: float, n: int, split: Split) -> str:
-    rows = f"{n} row{'s' * (n != 1)}"
-    if p < LEVEL and low > 0:
-        points = f"{100 * difference:.1f} points ({100 * low:.1f} to {100 * high:.1f})"
-        return f"better than zero-shot by {points} on {rows}"
-    if split == "demonstrations":
-        return f"{rows} left out say too little against it or for it: keep labelled rows back (--test FILE)"
-    if difference <= 0:
-        return f"no better than zero-shot on {rows}: do not use it"
-    return f"no difference to zero-shot shown on {rows}"
-
-
-def wilson(right: int, n: int) -> tuple[float, float]:
-    """The 95 % interval of a share.
-
-    Source: Wilson, Journal of the American Statistical Association 22(158), 1927.
-    """
-    share, spread = right / n, Z * Z / n
-    half = sqrt(spread * share * (1 - share) + spread * spread / 4)
-    middle = share + spread / 2
-    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
-
-
-def mcnemar(better: int, worse: int) -> float:
-    """Two-sided p-value of a difference, exact, from the rows that one of two methods alone has right.
-
-    Were the methods equal, each of these rows would be either one's as likely: a sign test (McNemar,
-    Psychometrika 12(2), 1947).
-    """
-    n = better + worse
-    tail = sum(comb(n, k) for k in range(min(better, worse) + 1))
-    return float(min(1, 2 * tail / 2**n))
-
-
-def paired_interval(better: int, worse: int, n: int) -> tuple[float, float]:
-    """The 95 % interval of the difference of two shares of the same n rows.
-
-    Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37(4), 2012: Wald's, with one
-    row more for each method that it alone has right.
-    """
-    up, down = (better + 1) / (n + 2), (worse + 1) / (n + 2)
-    half = Z * sqrt((up + down - (up - down) ** 2) / (n + 2))
-    return max(-1.0, up - down - half), min(1.0, up - down + half)
