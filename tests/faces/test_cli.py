@@ -222,11 +222,11 @@ def test_fit_measures_on_test_rows_where_there_are_some(call, home, tmp_path):
     ],
 )
 def test_fit_without_rows_to_score_says_how_to_give_some(call, home, tmp_path, options, why):
-    if "1" in options:  # as many rows as shots
-        rows = [json.dumps({"text": word, "label": word}) for word in ("positive", "negative")]
-        (home / "films.jsonl").write_text("\n".join(rows))
     arguments = fit_arguments(home, tmp_path / "new", *options)
-    (line,) = [line for line in call(*arguments)[1].splitlines() if line.startswith("Whether it pays")]
+    if "1" in options:  # as many rows as shots
+        single = [{"text": word, "label": word} for word in ("positive", "negative")]
+        arguments[2] = str(jsonl(tmp_path / "single.jsonl", single))
+    (line,) = [line for line in call(*arguments)[1].splitlines() if line.startswith("Whether it pays is")]
     assert line == f"Whether it pays is not known: {why}, or give other rows with --test FILE."
     assert json.loads(call(*arguments, "--json")[1])["worth"] is None
     assert Injection.from_pretrained(tmp_path / "new").worth == {}

@@ -93,7 +93,7 @@ def rows_for(gain: float, discordant: float) -> int:
     apart = max(discordant, gain)
     level, power = NormalDist().inv_cdf(1 - LEVEL / 4), NormalDist().inv_cdf(POWER)
     exact = ((level * sqrt(apart) + power * sqrt(apart - gain**2)) / gain) ** 2
-    unit = 10 ** max(0, floor(log10(exact)) - 1)
+    unit = int(10 ** max(0, floor(log10(exact)) - 1))
     return ceil(exact / unit) * unit
 
 

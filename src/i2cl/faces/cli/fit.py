@@ -133,9 +133,9 @@ def fit(
 
     unknown = ""
     if evaluate and not queries:
-        unknown = (
-            unmeasurable(loaded, demonstrations, folds, seed) if folds else "no labelled rows remain to score"
-        )
+        unknown = "no labelled rows remain to score: fit with fewer --shots"
+        if folds > 0:
+            unknown = unmeasurable(loaded, demonstrations, folds, seed)
     if evaluate and not unknown:
         timed: Any = {"method": chosen, "seconds": seconds}
         injection = _measured(injection, decoder, loaded, demonstrations, queries, make, folds, **timed)
