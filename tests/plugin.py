@@ -18,6 +18,7 @@ SHAPED = (
     "experiments.evaluation",
     "experiments.report",
     "experiments.statistics",
+    "experiments.folds",
     "experiments.worth",
     "injections",
     "methods",

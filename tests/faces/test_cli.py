@@ -215,13 +215,43 @@ def test_fit_measures_on_test_rows_where_there_are_some(call, home, tmp_path):
     assert (worth["rows"], worth["split"]) == (6, "test")
 
 
-def test_fit_without_rows_to_score_says_how_to_give_some(call, home, tmp_path):
-    arguments = fit_arguments(home, tmp_path / "new", "--shots", "8")
-    (line,) = [line for line in call(*arguments)[1].splitlines() if "no labelled rows remain" in line]
-    assert "--test FILE" in line
-    assert "--shots" in line
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--shots", "8", "--folds", "0"], "no labelled rows remain to score: fit with fewer --shots"),
+        (["--shots", "1"], "a refit would not know the label 'negative', 'positive': give two texts a label"),
+    ],
+)
+def test_fit_without_rows_to_score_says_how_to_give_some(call, home, tmp_path, options, why):
+    arguments = fit_arguments(home, tmp_path / "new", *options)
+    if "1" in options:  # as many rows as shots
+        single = [{"text": word, "label": word} for word in ("positive", "negative")]
+        arguments[2] = str(jsonl(tmp_path / "single.jsonl", single))
+    (line,) = [line for line in call(*arguments)[1].splitlines() if line.startswith("Whether it pays is")]
+    assert line == f"Whether it pays is not known: {why}, or give other rows with --test FILE."
     assert json.loads(call(*arguments, "--json")[1])["worth"] is None
     assert Injection.from_pretrained(tmp_path / "new").worth == {}
+
+
+def test_fit_without_rows_to_score_says_the_price_of_refits_and_makes_them(call, home, tmp_path):
+    arguments = fit_arguments(home, tmp_path / "new", "--shots", "8", "--folds", "2", "--json")
+    code, out, err = call(*arguments)
+    assert code == 0, err
+    record = json.loads(out)
+    worth = record["worth"]
+    assert (worth["rows"], worth["split"], record["metrics"]) == (16, "demonstrations", {})
+    assert list(worth["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "few_shot", "i2cl"]
+    price = f"2 refits, each without one part of the demonstrations, take some {record['fit_seconds']:.1f} s"
+    assert price in err
+    card = (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
+    assert "16 demonstrations, each answered by a refit that has not seen it" in card
+
+
+def test_one_fold_is_refused_before_anything_is_read(call, home, tmp_path):
+    code, out, err = call(*fit_arguments(home, tmp_path / "new", "--folds", "1"))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: folds=1: give 2 or more")
+    assert not (tmp_path / "new").exists()
 
 
 def test_fit_measures_nothing_if_asked_not_to(call, home, tmp_path):

@@ -112,7 +112,7 @@ SCORE = {"accuracy": 0.5, "low": 0.1, "high": 0.9, "fit_seconds": 2.0, "millisec
 WORTH = {
     "rows": 2,
     "split": "train",
-    "verdict": "no better than zero-shot on 2 rows: do not use it",
+    "verdict": "zero_shot is better by 50.0 points (1 to 90) on 2 rows: do not use it",
     "methods": {
         "zero_shot": SCORE | {"cached_bytes": 0},
         "zero_shot+batch_calibration": SCORE | {"cached_bytes": 0},
@@ -133,7 +133,7 @@ def test_metrics_become_the_hubs_results(tmp_path, worth):
     assert f"on 2 {'training rows that are no demonstrations' if worth else 'test rows'}." in text
     assert ("| i2cl | 0.500 | 0.100 to 0.900 | 2.0 | 3.25 | 77 |" in text) == bool(worth)
     assert ("| few_shot | not run: too long |" in text) == bool(worth)
-    assert ("no better than zero-shot on 2 rows: do not use it" in text) == bool(worth)
+    assert ("zero_shot is better by 50.0 points (1 to 90) on 2 rows: do not use it" in text) == bool(worth)
     assert ("zero_shot+batch_calibration answers all rows together" in text) == bool(worth)
     loaded = Injection.from_pretrained(tmp_path / "out")
     assert (loaded.metrics, loaded.worth) == (METRICS, worth)

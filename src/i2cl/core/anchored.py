@@ -13,8 +13,7 @@ The context vector's root mean square there, the alternative, leaves a fit to th
 moves much; which ones is the model's own affair. tau follows from the reach: how far the prior lets the label
 scores of a query move apart, as a standard deviation in nats, which means the same on every model. It is
 wide: what keeps a fit of few examples near the plain model is that it goes no further than their labels ask.
-A narrow one, as leave-one-out chooses it by likelihood, which counts overconfidence above all, leaves
-accuracy behind (docs/results.md).
+A narrow one leaves accuracy behind (docs/results.md).
 
 A step linearises the label scores in theta (one forward pass over the demonstrations, and a backward pass
 for each label but the first). What is left is kernel logistic regression in the space of the N x C scores,
@@ -26,7 +25,6 @@ The last vector makes the model say a label by itself: see `i2cl.core.label_mass
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,7 +41,7 @@ from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.injection import Injection
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.core.tangent import Tangent, best_reach, optimum, without_each
+from i2cl.core.tangent import Tangent, optimum
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
@@ -51,9 +49,6 @@ from i2cl.models.encoding import Scoring
 from i2cl.models.scoring import Questions, labelled_batch, score, sequence_log_probabilities
 from i2cl.models.training import Backward, StepProgress
 from i2cl.tasks import Example, Task
-
-REACHES = (10.0, 3.0, 1.0, 0.0)
-"""What leave-one-out chooses among, in nats; with the last one the plain model stays as it is."""
 
 MOST_SCORES = 4096
 """Demonstrations times labels: the kernel has so many rows, and is solved as a whole."""
@@ -71,8 +66,6 @@ class AnchoredConfig(BaseModel):
         free: a vector at each writer (2 x layers x d numbers), or I2CL's lambda and beta (4 x layers).
         reach: standard deviation of the label scores under the prior, in nats, at most 10,000; 0 is the plain
             model.
-            ``"loo"`` takes the one of `REACHES` under which each demonstration is predicted best by those of
-            other texts, to first order, or a smaller one within a standard error of it.
         steps: linearisations at most.
         tolerance: relative gain of the objective by an undamped step below which it ends.
         anchored_layers: all, or a third of them.
@@ -91,7 +84,7 @@ class AnchoredConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     free: Literal["vectors", "scalars"] = "vectors"
-    reach: Annotated[float, Field(ge=0, le=1e4)] | Literal["loo"] = 30.0
+    reach: Annotated[float, Field(ge=0, le=1e4)] = 30.0
     steps: int = Field(4, ge=0)
     tolerance: float = Field(0.02, ge=0)
     anchored_layers: Literal["all", "early", "middle", "late"] = "all"
@@ -142,7 +135,7 @@ def anchor(
         u, history = fit.solved(progress)
     vectors, coefficients = fit.linear(fit.theta(u)[None])
     tau = fit.tau if math.isfinite(fit.tau) else None
-    found: dict[str, object] = {"reach": fit.reach, "tau": tau}
+    found: dict[str, object] = {"tau": tau}
     if config.say_label and fit.ends_free and u.any():
         raised = raise_label_mass(decoder, fit.queries, fit.questions.labels.first, fit.edit(u))
         vectors[0, -1, -1] += raised.vector / decoder.writer_scale
@@ -174,58 +167,20 @@ def require_few(task: Task, demonstrations: Sequence[Example]) -> None:
         )
 
 
-def left_out_scores(
-    decoder: Decoder,
-    task: Task,
-    demonstrations: Sequence[Example],
-    context: ContextVector,
-    injection: Injection,
-) -> Float[Tensor, "n labels"]:
-    """Label scores of each demonstration as if the fit had not seen its text, to first order.
-
-    They cost one more step, not one fit a demonstration: see `i2cl.core.tangent.without_each`. The reach is
-    that of all demonstrations.
-
-    Args:
-        decoder: the model.
-        task: with template and label words.
-        demonstrations: that the injection was fitted to.
-        context: what gave the scale then.
-        injection: what `anchor` made of them.
-    """
-    names = AnchoredConfig.model_fields
-    known = {name: injection.settings[name] for name in names if name in injection.settings}
-    config = AnchoredConfig(**known)
-    fit = _Fit(Questions(decoder, task, injection.scoring), tuple(demonstrations), context, config)
-    theta = injection.context.values if config.free == "vectors" else injection.coefficients
-    if config.told_by_slopes:
-        with decoder.frozen():
-            fit.first()
-    u = ((theta - fit.start) / fit.scale).nan_to_num(0.0).flatten()  # 0 / 0 where a layer is left out
-    fit.tau = math.inf if injection.settings["tau"] is None else injection.settings["tau"]
-    with decoder.frozen():
-        return fit.left_out(u)
-
-
 @dataclass(eq=False)
 class _Fit:
-    """One fit; ``reach`` and ``tau`` are the numbers it ends up with."""
+    """One fit; ``tau`` is the strength of the prior that its reach comes to."""
 
     questions: Questions
     demonstrations: tuple[Example, ...]
     context: ContextVector
     config: AnchoredConfig
-    reach: float = math.nan
     tau: float = math.nan
 
     def __post_init__(self) -> None:
         decoder, texts = self.questions.decoder, [example.text for example in self.demonstrations]
         self.queries = self.questions.queries(texts)
         gold = torch.tensor([example.label for example in self.demonstrations])
-        alike: dict[str, list[int]] = defaultdict(list)
-        for row, text in enumerate(texts):
-            alike[text].append(row)
-        self.groups = list(alike.values())
         self.target = one_hot(gold, len(self.questions.labels.ids)).double()
         values = self.context.values
         layers = CalibrationConfig(layers=self.config.anchored_layers)
@@ -264,9 +219,7 @@ class _Fit:
         point = self.first()
         loss = self.loss(point.scores)
         history = [loss]
-        reach = self.config.reach
-        self.reach = best_reach(point, self.target, REACHES, self.groups) if reach == "loo" else reach
-        self.tau = point.tau(self.reach)
+        self.tau = point.tau(self.config.reach)
         most = self.config.steps if 0 < self.tau < math.inf else 0
         objective, factor = loss * len(self.target), 1.0
         for step in range(most):
@@ -293,13 +246,6 @@ class _Fit:
         even = point.even(self.unit.shape[-1] if self.config.prior_scale == "balanced" else 1)
         self.scale = self.unit * even.view_as(self.unit)
         return Tangent(point.scores, point.jacobian * even)
-
-    def left_out(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
-        """Scores of each demonstration as if the vectors had been fitted without its text."""
-        if not math.isfinite(self.tau):
-            return self.scores(u)
-        point = self.point(u)
-        return without_each(point.scores, point.kernel, self.target, self.tau, self.groups).float()
 
     def stepped(
         self, point: Tangent, u: Float[Tensor, " parameters"], objective: float, factor: float

@@ -5,7 +5,6 @@ linear in the parameters around some point.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,74 +70,6 @@ def curved(
     """Probabilities among the labels, and the second derivatives of the summed loss in the scores."""
     probable = scores.double().softmax(-1)
     return probable, torch.block_diag(*(torch.diag(row) - torch.outer(row, row) for row in probable))
-
-
-def without_each(
-    scores: Float[Tensor, "n labels"],
-    kernel: Float[Tensor, "n_labels n_labels"],
-    target: Float[Tensor, "n labels"],
-    tau: float,
-    groups: Sequence[Sequence[int]] | None = None,
-) -> Float[Tensor, "n labels"]:
-    """Scores of each demonstration when it is left out, from those of the optimum with all of them.
-
-    To first order, without a refit (approximate leave-one-out: Rad and Maleki, J. R. Statist. Soc. B 82(4),
-    2020).
-
-    Args:
-        scores: at the optimum.
-        kernel: there.
-        target: one-hot labels.
-        tau: strength of the prior.
-        groups: demonstrations that are left out together, such as those of one text; default: each alone.
-    """
-    n, labels = scores.shape
-    scores = scores.double()
-    probable, curvature = curved(scores)
-    eye = torch.eye(n * labels, dtype=torch.float64)
-    spread = torch.linalg.solve(tau * eye + kernel @ curvature, kernel)
-    found = scores.clone()
-    for rows in groups or [[row] for row in range(n)]:
-        out = torch.arange(n * labels).view(n, labels)[list(rows)].flatten()
-        own, bent = spread[out][:, out], curvature[out][:, out]
-        slope = (probable - target)[list(rows)].flatten()
-        less = own @ torch.linalg.solve(torch.eye(len(out), dtype=torch.float64) - bent @ own, slope)
-        found[list(rows)] += less.view(-1, labels)
-    return found
-
-
-def best_reach(
-    tangent: Tangent,
-    target: Float[Tensor, "n labels"],
-    reaches: Sequence[float],
-    groups: Sequence[Sequence[int]] | None = None,
-) -> float:
-    """The reach, of some from large to small, of the best leave-one-out likelihood.
-
-    The smaller is preferred within one standard error of the paired differences. Groups as in `without_each`.
-    """
-    losses = [left_out_losses(tangent, target, tangent.tau(reach), groups) for reach in reaches]
-    best = min(losses, key=lambda one: one.mean().item())
-    for reach, one in reversed(list(zip(reaches, losses, strict=True))):
-        apart = one - best
-        if apart.mean() <= apart.std(correction=0) / math.sqrt(len(apart)):
-            return reach
-    raise AssertionError("the best is within its own error")
-
-
-def left_out_losses(
-    tangent: Tangent,
-    target: Float[Tensor, "n labels"],
-    tau: float,
-    groups: Sequence[Sequence[int]] | None = None,
-) -> Float[Tensor, " n"]:
-    """Loss of each demonstration when it is left out, at the tangent's optimum, in nats."""
-    scores: Float[Tensor, "n labels"] = tangent.scores.double()
-    if math.isfinite(tau):
-        weights = optimum(scores, tangent.kernel, target, tau)
-        best = scores + (tangent.kernel @ weights).view_as(scores)
-        scores = without_each(best, tangent.kernel, target, tau, groups)
-    return cross_entropy(scores, target, reduction="none")
 
 
 def optimum(

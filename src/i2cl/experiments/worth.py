@@ -1,50 +1,38 @@
 """Whether a fit pays: its injection beside what needs no fit, on the same labelled rows.
 
-Nothing here needs scipy, so that `i2cl fit` runs without the extra ``experiments``. Unlike the intervals of
-`i2cl.experiments.statistics`, which resample seeds as well, those here are for one fit on few rows, and have
-a width also where every answer is right.
+What may be said of it is the matter of `i2cl.experiments.verdicts`.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import comb, sqrt
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+from jaxtyping import Bool
 
-from i2cl.core.injection import LABEL_PRIOR, Injection
+from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
+from i2cl.experiments.folds import FOLDS, folded, injected
 from i2cl.experiments.records import Run
-from i2cl.methods import Cost, Method, Predictor, make_methods
-from i2cl.methods.anchored import Anchored
-from i2cl.methods.base import BiasedPredictor
+from i2cl.experiments.verdicts import verdict, wilson
+from i2cl.methods import Method, make_methods
 from i2cl.methods.i2cl import I2CL
 from i2cl.methods.label_calibration import LabelPrior
-from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, Questions
+from i2cl.models.scoring import Progress
 from i2cl.tasks import Example, Task
 
-BASELINES = ("zero_shot", "zero_shot+batch_calibration", "few_shot")
-"""What an injection is set beside; the first is what it has to beat."""
+FREE = ("zero_shot", "zero_shot+batch_calibration")
+"""What costs nothing beside the model: an injection has to beat all of it."""
 
-LEVEL = 0.05
-"""Of the test, and what intervals leave out."""
-
-MOST_LEFT_OUT = 32
-"""Demonstrations up to which few-shot is run again without each of them."""
+BASELINES = (*FREE, "few_shot")
+"""What an injection is set beside."""
 
 Split = Literal["train", "test", "demonstrations"]
-
-Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 
 
 @dataclass(frozen=True)
@@ -73,11 +61,13 @@ class Worth:
 
     Attributes:
         rows: how many.
-        split: of the task that they come from; or the demonstrations, each left out of what answers it.
-        verdict: whether it is better than zero-shot, in words.
-        difference: accuracy minus that of zero-shot, a share.
-        low, high: its 95 % interval (`paired_interval`).
-        p: that of a test on the same rows (`mcnemar`).
+        split: of the task that they come from; or the demonstrations, each answered by a refit
+            that has not seen it.
+        verdict: whether to use it, in words; the next four too as in `i2cl.experiments.verdicts.Verdict`.
+        against: the best of what is free.
+        difference: accuracy minus that one's, a share.
+        low, high: its 95 % interval.
+        p: of a test on the same rows.
         methods: scores by method.
         not_run: why the other methods could not be run.
     """
@@ -85,6 +75,7 @@ class Worth:
     rows: int
     split: Split
     verdict: str
+    against: str
     difference: float
     low: float
     high: float
@@ -147,70 +138,68 @@ def with_worth(
         raise I2CLError("no queries were given: at least one is needed")
     shown, by = tuple(demonstrations), _by(injection, method or I2CL())
 
-    questions = Questions(decoder, task, injection.scoring)
-    cost = Cost.of(injection.context.values)
-    predictor = PromptPredictor(questions, edit=injection.edit(), cost=cost)
-    ours = Fitted(by, _biased(injection, predictor), shown, injection.seed, seconds)
+    ours = Fitted(by, injected(injection, decoder, task), shown, injection.seed, seconds)
     fits = _fits(make_methods(BASELINES), decoder, task, shown, injection.seed) | {by.called: lambda: ours}
     split: Split = "test" if task.test else "train"
     return _told(injection, fits, split, decoder, task, queries, watch, progress)
 
 
-def with_left_out(
+def with_folds(
     injection: Injection,
     decoder: Decoder,
     task: Task,
     demonstrations: Sequence[Example],
-    method: Anchored,
+    make: Callable[[Sequence[Example]], Injection],
     *,
     seconds: float,
+    method: Method | None = None,
+    folds: int = FOLDS,
     watch: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> Injection:
-    """`with_worth` where no other labelled rows remain: each demonstration is left out of what answers it.
+    """`with_worth` where no other labelled rows remain: refits answer what they have not seen.
 
-    A text that several have is left out as a whole, and asked once. Zero-shot knows none of them. Few-shot
-    runs again without each, where they are at most `MOST_LEFT_OUT`.
-    The injection's scores follow from one more step, to first order; a label bias stays what it is. That is
-    pessimistic (its label's share among the others falls, and the order is the first), so it can show that
-    a fit pays, and never that it does not.
+    A text that several demonstrations have is asked once. Few-shot is made anew for the same folds. A refit
+    has fewer demonstrations than the fit, so what is measured is on the whole a little low.
+
+    Args:
+        injection: made of all demonstrations.
+        decoder: the model.
+        task: with its labels.
+        demonstrations: see `i2cl.experiments.folds.fold_rows`.
+        make: makes an injection of some of them, as this one was made.
+        seconds: see `with_worth`, as for what follows.
+        method: see there.
+        folds: how many refits.
+        watch: see there.
+        progress: see there.
+
+    Raises:
+        I2CLError: where some refit would not see all labels.
     """
-    shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method)
-    first = {example.text: row for row, example in reversed(list(enumerate(shown)))}
-    asked = tuple(shown[row] for row in sorted(first.values()))
-    zero_shot, few_shot = make_methods(["zero_shot", "few_shot"])
+    shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method or I2CL())
+    asked = tuple({example.text: example for example in reversed(shown)}.values())[::-1]
+    few_shot = make_methods(["few_shot"])[0]
 
-    def without_each() -> Fitted:
-        if len(asked) > MOST_LEFT_OUT:
-            raise I2CLError(f"it would run again without each of {len(asked)} demonstrations")
-        return Fitted(few_shot, _WithoutEach(few_shot, decoder, task, shown, seed, Cost()), shown, seed, 0.0)
+    def again() -> Fitted:
+        started = time.perf_counter()
+        refit = partial(few_shot.fit, decoder, task, seed=seed)
+        predictor = folded(task, shown, refit, folds, seed)
+        took = (time.perf_counter() - started) / len(predictor.refits)
+        return Fitted(few_shot, predictor, shown, seed, took)
 
     def ours() -> Fitted:
-        scores = method.left_out_scores(decoder, task, shown, injection)
-        cost = Cost.of(injection.context.values)
-        injected = PromptPredictor(
-            Questions(decoder, task, injection.scoring), edit=injection.edit(), cost=cost
-        )
-        known = _Known(scores[sorted(first.values())], injected, cost)
-        return Fitted(by, _biased(injection, known), shown, seed, seconds)
+        cost = injected(injection, decoder, task).cost
+        predictor = folded(task, shown, lambda rest: injected(make(rest), decoder, task), folds, seed, cost)
+        return Fitted(by, predictor, shown, seed, seconds)
 
-    fits = _fits([zero_shot], decoder, task, shown, seed)
-    fits |= {few_shot.called: without_each, by.called: ours}
+    fits = _fits(make_methods(FREE), decoder, task, shown, seed) | {few_shot.called: again, by.called: ours}
     return _told(injection, fits, "demonstrations", decoder, task, asked, watch, progress)
 
 
 def _by(injection: Injection, method: Method) -> Method:
     """What made an injection, whether with a label prior or without."""
     return method if injection.label_bias is None else LabelPrior(method)
-
-
-def _biased(injection: Injection, below: Predictor) -> Predictor:
-    """A predictor under the injection's label bias, if there is one."""
-    if injection.label_bias is None:
-        return below
-    bias = torch.tensor(injection.label_bias)
-    texts = injection.settings.get(LABEL_PRIOR, {}).get("texts", 0)
-    return BiasedPredictor(below, bias, below.cost + Cost.of(bias, unlabelled=texts))
 
 
 def _fits(
@@ -220,51 +209,6 @@ def _fits(
         return fit_seeds(decoder, task, method, [shown], [seed])[0]
 
     return {method.called: partial(fit, method) for method in methods}
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Scores that are there already; those of ``timed`` are asked for the time that a query takes."""
-
-    known: Float[Tensor, "texts labels"]
-    timed: Predictor
-    cost: Cost
-
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Those of just these texts."""
-        self.timed.scores(texts, progress)
-        return self.known
-
-
-@dataclass(frozen=True)
-class _WithoutEach:
-    """A method fitted once for each text, to all demonstrations of other texts."""
-
-    method: Method
-    decoder: Decoder
-    task: Task
-    shown: tuple[Example, ...]
-    seed: int
-    cost: Cost
-    seconds: list[float] = field(default_factory=list)
-
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Of demonstrations' texts; ``seconds`` are those of the fits."""
-        found = []
-        for text in texts:
-            rest = [example for example in self.shown if example.text != text]
-            started = time.perf_counter()
-            fitted = self.method.fit(self.decoder, self.task, rest, self.seed)
-            self.seconds.append(time.perf_counter() - started)
-            found.append(fitted.scores([text], progress))
-        return torch.cat(found)
-
-    def parted(self, run: Run) -> Run:
-        """The same run with the time of a fit told as such."""
-        fits = sum(self.seconds)
-        return run.model_copy(
-            update={"fit_seconds": fits / run.n, "predict_seconds": run.predict_seconds - fits}
-        )
 
 
 def _told(
@@ -286,9 +230,7 @@ def _told(
             watch(name)
         try:
             fitted = fit()
-            run = measure(decoder, task, fitted, queries, progress)
-            below = fitted.predictor
-            runs[name] = below.parted(run) if isinstance(below, _WithoutEach) else run
+            runs[name] = measure(decoder, task, fitted, queries, progress)
         except I2CLError as error:
             if name in required:
                 raise
@@ -306,13 +248,14 @@ def _told(
 
 
 def _compared(ours: Run, runs: dict[str, Run], not_run: dict[str, str], split: Split) -> Worth:
-    mine, theirs = _right(ours), _right(runs[BASELINES[0]])
-    better, worse = int((mine & ~theirs).sum()), int((theirs & ~mine).sum())
-    low, high = paired_interval(better, worse, ours.n)
-    difference, p = (better - worse) / ours.n, mcnemar(better, worse)
+    mine = _right(ours)
+    free = {name: _right(runs[name]) for name in FREE if name in runs}
+    counts = {name: (int((mine & ~one).sum()), int((one & ~mine).sum())) for name, one in free.items()}
+    told = verdict(counts, ours.n)
     scores = {name: _score(run) for name, run in runs.items()}
-    told = _verdict(difference, low, high, p, ours.n, split)
-    return Worth(ours.n, split, told, difference, low, high, p, scores, not_run)
+    return Worth(
+        ours.n, split, told.words, told.against, told.difference, told.low, told.high, told.p, scores, not_run
+    )
 
 
 def _right(run: Run) -> Bool[np.ndarray, " rows"]:
@@ -324,48 +267,3 @@ def _score(run: Run) -> Score:
     low, high = wilson(int(_right(run).sum()), run.n)
     milliseconds = 1000 * run.predict_seconds / run.n
     return Score(run.accuracy, low, high, run.fit_seconds, milliseconds, run.cost.cached_bytes)
-
-
-def _verdict(difference: float, low: float, high: float, p: float, n: int, split: Split) -> str:
-    rows = f"{n} row{'s' * (n != 1)}"
-    if p < LEVEL and low > 0:
-        points = f"{100 * difference:.1f} points ({100 * low:.1f} to {100 * high:.1f})"
-        return f"better than zero-shot by {points} on {rows}"
-    if split == "demonstrations":
-        return f"{rows} left out say too little against it or for it: keep labelled rows back (--test FILE)"
-    if difference <= 0:
-        return f"no better than zero-shot on {rows}: do not use it"
-    return f"no difference to zero-shot shown on {rows}"
-
-
-def wilson(right: int, n: int) -> tuple[float, float]:
-    """The 95 % interval of a share.
-
-    Source: Wilson, Journal of the American Statistical Association 22(158), 1927.
-    """
-    share, spread = right / n, Z * Z / n
-    half = sqrt(spread * share * (1 - share) + spread * spread / 4)
-    middle = share + spread / 2
-    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
-
-
-def mcnemar(better: int, worse: int) -> float:
-    """Two-sided p-value of a difference, exact, from the rows that one of two methods alone has right.
-
-    Were the methods equal, each of these rows would be either one's as likely: a sign test (McNemar,
-    Psychometrika 12(2), 1947).
-    """
-    n = better + worse
-    tail = sum(comb(n, k) for k in range(min(better, worse) + 1))
-    return float(min(1, 2 * tail / 2**n))
-
-
-def paired_interval(better: int, worse: int, n: int) -> tuple[float, float]:
-    """The 95 % interval of the difference of two shares of the same n rows.
-
-    Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37(4), 2012: Wald's, with one
-    row more for each method that it alone has right.
-    """
-    up, down = (better + 1) / (n + 2), (worse + 1) / (n + 2)
-    half = Z * sqrt((up + down - (up - down) ** 2) / (n + 2))
-    return max(-1.0, up - down - half), min(1.0, up - down + half)

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
-from i2cl.core.anchored import AnchoredConfig, PriorScale, anchor, left_out_scores, require_few
+from i2cl.core.anchored import AnchoredConfig, PriorScale, anchor, require_few
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
@@ -70,13 +68,6 @@ class Anchored(Method):
     ) -> ContextVector:
         """What lambda multiplies, and may set the scale: the demonstrations' context vector."""
         return extract(decoder, task, demonstrations, self.extraction, seed=seed)
-
-    def left_out_scores(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], injection: Injection
-    ) -> Float[Tensor, "n labels"]:
-        """Label scores of each demonstration as if `injection` had been made without it, to first order."""
-        context = self.context(decoder, task, demonstrations, injection.seed)
-        return left_out_scores(decoder, task, demonstrations, context, injection)
 
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int

@@ -28,7 +28,7 @@ TOGETHER = "zero_shot+batch_calibration answers all rows together: it subtracts 
 SCORED = {
     "test": "test rows",
     "train": "training rows that are no demonstrations",
-    "demonstrations": "demonstrations, each left out of what answers it (of the injection to first order)",
+    "demonstrations": "demonstrations, each answered by a refit that has not seen it",
 }
 """What `Injection.worth` was measured on, by its split."""
 

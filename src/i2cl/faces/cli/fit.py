@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -77,10 +77,17 @@ def fit(
         typer.Option(
             min=0,
             help="Score the fit beside zero-shot and few-shot on at most so many test rows or, without any, "
-            "training rows that are no demonstrations; without those either anchored leaves out each "
-            "demonstration in turn; 0: not at all.",
+            "training rows that are no demonstrations; 0: not at all.",
         ),
     ] = 160,
+    folds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Where no such rows are left, refit so often, each time without one part of the examples, "
+            "and score that part; 0: do not.",
+        ),
+    ] = 3,
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
@@ -88,12 +95,15 @@ def fit(
     load.libraries()
     from i2cl.core.artefact import own_files
     from i2cl.experiments.draw import draw, fitting
+    from i2cl.experiments.folds import require_folds, unmeasurable
     from i2cl.experiments.worth import labelled_rows
     from i2cl.injections.label_prior import with_label_prior
     from i2cl.methods import calibrating_method
     from i2cl.tasks.loaders import is_own
 
     require_writable(output, own_files(output))
+    if folds:
+        require_folds(folds)
     chosen = calibrating_method(method, load.options(settings), recipe)
     loaded = load.task(task, rows)
     own = is_own(task)
@@ -116,8 +126,19 @@ def fit(
         with console.progress(len(texts), "scoring unlabelled texts") as bar:
             injection = with_label_prior(injection, decoder, texts, shares, progress=bar.advance)
     seconds = time.perf_counter() - started
-    if evaluate:
-        injection = _measured(injection, chosen, decoder, loaded, demonstrations, queries, seconds)
+
+    def make(rest: "Sequence[Example]") -> "Injection":
+        again = chosen.injection(decoder, loaded, rest, seed)
+        return with_label_prior(again, decoder, texts, shares) if texts else again
+
+    unknown = ""
+    if evaluate and not queries:
+        unknown = "no labelled rows remain to score: fit with fewer --shots"
+        if folds > 0:
+            unknown = unmeasurable(loaded, demonstrations, folds, seed)
+    if evaluate and not unknown:
+        timed: Any = {"method": chosen, "seconds": seconds}
+        injection = _measured(injection, decoder, loaded, demonstrations, queries, make, folds, **timed)
     command = command_line(
         context, shots=drawn.shots, keep_back=drawn.keep_back or None, seed=seed, method=chosen.name
     )
@@ -125,7 +146,7 @@ def fit(
     if console.FIRST:
         injection.save_pretrained(output)
     rest = block.record() if block is not None else None
-    _show_fit(injection, chosen.name, output, model, seconds, rest, asked=evaluate > 0, json=json)
+    _show_fit(injection, chosen.name, output, model, seconds, rest, unknown=unknown, json=json)
 
 
 def _fitted(
@@ -193,28 +214,29 @@ class _Patience:
 
 def _measured(
     injection: "Injection",
-    method: "Injector",
     decoder: "Decoder",
     task: "Task",
     demonstrations: "Sequence[Example]",
     queries: "Sequence[Example]",
-    seconds: float,
+    make: "Callable[[Sequence[Example]], Injection]",
+    folds: int,
+    **timed: Any,
 ) -> "Injection":
-    from i2cl.experiments.worth import BASELINES, with_left_out, with_worth
-    from i2cl.methods.anchored import Anchored
+    from i2cl.experiments.folds import fold_rows
+    from i2cl.experiments.worth import BASELINES, with_folds, with_worth
 
-    if not queries and not isinstance(method, Anchored):
-        return injection  # without each demonstration it would have to be calibrated anew
-    rows = len(queries) * (len(BASELINES) + 1) or 3 * len(demonstrations)
+    if not queries:
+        folds = len(fold_rows(task, demonstrations, folds, injection.seed))
+        console.note(
+            f"no labelled rows remain to score: {folds} refits, each without one part of the demonstrations, "
+            f"take some {(folds - 1) * timed['seconds']:.1f} s (--folds 0: none)"
+        )
+    rows = (len(queries) or len({one.text for one in demonstrations})) * (len(BASELINES) + 1)
     with console.progress(rows, "scoring") as bar:
-        watched: Any = {
-            "seconds": seconds,
-            "watch": lambda method: bar.describe(f"scoring {method}"),
-            "progress": bar.advance,
-        }
-        if not queries and isinstance(method, Anchored):
-            return with_left_out(injection, decoder, task, demonstrations, method, **watched)
-        return with_worth(injection, decoder, task, demonstrations, queries, method=method, **watched)
+        timed |= {"watch": lambda method: bar.describe(f"scoring {method}"), "progress": bar.advance}
+        if not queries:
+            return with_folds(injection, decoder, task, demonstrations, make, folds=folds, **timed)
+        return with_worth(injection, decoder, task, demonstrations, queries, **timed)
 
 
 def _show_fit(
@@ -225,7 +247,7 @@ def _show_fit(
     seconds: float,
     rows: dict[str, Any] | None,
     *,
-    asked: bool,
+    unknown: str,
     json: bool,
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
@@ -260,11 +282,8 @@ def _show_fit(
         console.say(f"Label prior: {prior_words(injection.task.labels, injection.settings[LABEL_PRIOR])}")
     if injection.worth:
         _show_worth(injection.worth)
-    elif asked:
-        console.say(
-            "Whether it pays is not known: no labelled rows remain to score. Give some with --test FILE, fit "
-            "with fewer --shots, or take --method anchored, which can leave out each demonstration."
-        )
+    elif unknown:
+        console.say(f"Whether it pays is not known: {unknown}, or give other rows with --test FILE.")
     console.say(f"Next: i2cl predict {output} FILE")
 
 

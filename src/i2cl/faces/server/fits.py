@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from i2cl.core.anchored import require_few
 from i2cl.core.edits import LinearEdit, NoisyEdit, RowsEdit
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.worth import labelled_rows, with_left_out, with_worth
+from i2cl.experiments.folds import unmeasurable
+from i2cl.experiments.worth import labelled_rows, with_folds, with_worth
 from i2cl.faces.server.batcher import Batcher
 from i2cl.faces.server.jobs import Job
 from i2cl.faces.server.refusals import RefusalError
@@ -151,11 +152,15 @@ def fitted(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
         job.show("fitted", seconds=seconds, loss=injection.history[-1] if injection.history else None)
         queries = labelled_rows(task, demonstrations, told["evaluate"])
         watched: Any = {"seconds": seconds, "watch": lambda name: job.show("scoring", method=name)}
+        watched["method"] = method
         if queries:
-            watched["method"] = method
             return _untimed(with_worth(injection, decoder, task, demonstrations, queries, **watched))
-        if told["evaluate"] and isinstance(method, Anchored):
-            return _untimed(with_left_out(injection, decoder, task, demonstrations, method, **watched))
+        if told["evaluate"] and not unmeasurable(task, demonstrations, seed=told["seed"]):
+
+            def make(rest: Sequence[Example]) -> Injection:
+                return method.injection(decoder, task, rest, told["seed"])
+
+            return _untimed(with_folds(injection, decoder, task, demonstrations, make, **watched))
         return injection
 
     injection: Injection = batcher.run(work).result()

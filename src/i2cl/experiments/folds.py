@@ -1,0 +1,160 @@
+"""Answers of refits that have not seen the text: k-fold, where no labelled rows are left to score on."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.core.injection import LABEL_PRIOR, Injection
+from i2cl.errors import I2CLError
+from i2cl.methods import Cost, Predictor
+from i2cl.methods.base import BiasedPredictor
+from i2cl.methods.prompts import PromptPredictor
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress, Questions
+from i2cl.tasks import Example, Task
+
+FOLDS = 3
+"""Refits by default; each has not seen one part in so many of the demonstrations."""
+
+Refit = Callable[[tuple[Example, ...]], Predictor]
+"""What makes a predictor of some of the demonstrations."""
+
+
+def require_folds(folds: int) -> None:
+    """Refuse a number of folds that is none.
+
+    Raises:
+        I2CLError: on fewer than two.
+    """
+    if folds < 2:
+        raise I2CLError(f"folds={folds}: give 2 or more, since each fold is answered by a fit to the others")
+
+
+def fold_rows(
+    task: Task, demonstrations: Sequence[Example], folds: int = FOLDS, seed: int = 0
+) -> list[list[int]]:
+    """Which demonstrations each refit does without; a text stays together with its copies.
+
+    Every label spreads over the folds as evenly as its texts allow, so each refit sees all labels.
+
+    Args:
+        task: with its labels.
+        demonstrations: two texts a label or more.
+        folds: at most so many.
+        seed: of the order in which texts are dealt.
+
+    Raises:
+        I2CLError: on fewer than two folds, or where some refit would not see all labels.
+    """
+    require_folds(folds)
+    alike: dict[str, list[int]] = defaultdict(list)
+    for row, example in enumerate(demonstrations):
+        alike[example.text].append(row)
+    groups = list(alike.values())
+    found: list[list[int]] = [[] for _ in range(min(folds, len(groups)))]
+    held = np.zeros((len(found), len(task.labels)), dtype=int)
+    frequent = np.bincount([example.label for example in demonstrations], minlength=len(task.labels))
+    order = [groups[at] for at in np.random.default_rng(seed).permutation(len(groups))]
+    for rows in sorted(order, key=lambda rows: min(frequent[demonstrations[row].label] for row in rows)):
+        own = sorted({demonstrations[row].label for row in rows}, key=lambda label: frequent[label])
+        fold = min(range(len(found)), key=lambda at: (*held[at, own], len(found[at])))
+        found[fold] += rows
+        for row in rows:
+            held[fold, demonstrations[row].label] += 1
+    lacking = [name for name, lost in zip(task.labels, (held == frequent).any(0), strict=True) if lost]
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise I2CLError(
+            f"a refit would not know the label {', '.join(map(repr, lacking[:3]))}{more}: give "
+            "two texts a label"
+        )
+    return [sorted(rows) for rows in found if rows]
+
+
+def unmeasurable(task: Task, demonstrations: Sequence[Example], folds: int = FOLDS, seed: int = 0) -> str:
+    """Why `fold_rows` refuses these demonstrations, in words; empty where it does not."""
+    try:
+        fold_rows(task, demonstrations, folds, seed)
+    except I2CLError as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class FoldPredictor:
+    """Each demonstration's text is answered by the refit that has not seen it.
+
+    Attributes:
+        refits: one a fold.
+        fold_of: by text.
+        cost: of one that has seen all.
+    """
+
+    refits: Sequence[Predictor]
+    fold_of: Mapping[str, int]
+    cost: Cost
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Of demonstrations' texts alone."""
+        order = sorted(range(len(texts)), key=lambda at: self.fold_of[texts[at]])
+        parts = []
+        for fold, refit in enumerate(self.refits):
+            own = [texts[at] for at in order if self.fold_of[texts[at]] == fold]
+            if own:
+                parts.append(refit.scores(own, progress))
+        return torch.cat(parts)[torch.tensor(order).argsort()]
+
+
+def folded(
+    task: Task,
+    demonstrations: Sequence[Example],
+    refit: Refit,
+    folds: int = FOLDS,
+    seed: int = 0,
+    cost: Cost | None = None,
+) -> FoldPredictor:
+    """Refit once a fold, to the demonstrations of the others, in their order; see `fold_rows`."""
+    parts = fold_rows(task, demonstrations, folds, seed)
+    fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
+    refits = [
+        refit(tuple(one for one in demonstrations if fold_of[one.text] != fold)) for fold in range(len(parts))
+    ]
+    return FoldPredictor(refits, fold_of, refits[0].cost if cost is None else cost)
+
+
+def fold_scores(
+    task: Task,
+    demonstrations: Sequence[Example],
+    refit: Refit,
+    folds: int = FOLDS,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Float[Tensor, "n labels"]:
+    """Label scores of each demonstration, from the refit that has not seen its text.
+
+    Args:
+        task: with its labels.
+        demonstrations: see `fold_rows`, as for the next two.
+        refit: makes a predictor, such as `injected` of what a method makes of these demonstrations.
+        folds: see there.
+        seed: see there.
+        progress: called as texts finish.
+    """
+    predictor = folded(task, demonstrations, refit, folds, seed)
+    return predictor.scores([example.text for example in demonstrations], progress)
+
+
+def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
+    """What an injection answers, under its label bias where it has one."""
+    cost = Cost.of(injection.context.values)
+    below = PromptPredictor(Questions(decoder, task, injection.scoring), edit=injection.edit(), cost=cost)
+    if injection.label_bias is None:
+        return below
+    bias = torch.tensor(injection.label_bias)
+    texts = injection.settings.get(LABEL_PRIOR, {}).get("texts", 0)
+    return BiasedPredictor(below, bias, cost + Cost.of(bias, unlabelled=texts))

@@ -1,0 +1,82 @@
+"""Refits that have not seen the text: which rows go together, and whose scores come back."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from i2cl import Example, I2CLError, Task
+from i2cl.experiments.folds import FOLDS, fold_rows, fold_scores, injected, require_folds, unmeasurable
+from i2cl.methods import make_methods
+from i2cl.tasks import Template
+
+pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
+
+
+def rows(*labels):
+    return tuple(Example(f"text {at}", label) for at, label in enumerate(labels))
+
+
+def of(count):
+    return Task("letters", tuple("abcdefg"[:count]), Template("{text} {label}"))
+
+
+@pytest.mark.parametrize("folds", [2, 3, 5])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("counts", [(2, 2), (5, 5, 5), (2, 9, 3), (20, 2)])
+def test_every_refit_sees_every_label_and_every_row_is_left_out_once(counts, folds, seed):
+    shown = rows(*(label for label, count in enumerate(counts) for _ in range(count)))
+    found = fold_rows(of(len(counts)), shown, folds, seed)
+    assert sorted(row for fold in found for row in fold) == list(range(len(shown)))
+    assert len(found) == min(folds, len(shown))
+    for fold in found:
+        rest = Counter(shown[row].label for row in range(len(shown)) if row not in fold)
+        assert len(rest) == len(counts)
+        for label, count in enumerate(counts):
+            assert count - rest[label] <= -(-count // len(found))  # spread as evenly as they can be
+
+
+def test_copies_of_a_text_stay_together_even_under_other_labels():
+    shown = (*rows(0, 0, 1, 1), *rows(0, 0, 1, 1), Example("text 0", 1))
+    for seed in range(5):
+        found = fold_rows(of(2), shown, FOLDS, seed)
+        where = [{shown[row].text for row in fold} for fold in found]
+        assert sum(map(len, where)) == 4
+
+
+def test_the_seed_deals_the_texts():
+    shown = rows(*[0, 1] * 6)
+    assert fold_rows(of(2), shown, 3, 0) == fold_rows(of(2), shown, 3, 0) != fold_rows(of(2), shown, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("shown", "named"),
+    [(rows(0, 1), "'a', 'b'"), (rows(0, 0, 0, 1), "'b'"), ((*rows(0, 0, 1), *rows(0, 0, 1)), "'b'")],
+)
+def test_one_text_a_label_cannot_be_measured(shown, named):
+    why = unmeasurable(of(2), shown)
+    assert why == f"a refit would not know the label {named}: give two texts a label"
+    with pytest.raises(I2CLError, match="give two texts a label"):
+        fold_rows(of(2), shown)
+    assert unmeasurable(of(2), rows(0, 0, 1, 1)) == ""
+
+
+@pytest.mark.parametrize("folds", [-1, 0, 1])
+def test_folds_are_two_or_more(folds):
+    with pytest.raises(I2CLError, match=f"folds={folds}: give 2 or more"):
+        require_folds(folds)
+
+
+def test_scores_are_those_of_the_refit_without_the_text(decoder, task):
+    (method,) = make_methods(["anchored"], {"steps": 1})
+    shown = task.sample(3, 0)
+    shown = (*shown, shown[1])
+
+    def refit(rest):
+        return injected(method.injection(decoder, task, rest, 0), decoder, task)
+
+    found = fold_scores(task, shown, refit, 3, 4)
+    for fold in fold_rows(task, shown, 3, 4):
+        rest = tuple(one for row, one in enumerate(shown) if row not in fold)
+        expected = refit(rest).scores([shown[row].text for row in fold])
+        torch.testing.assert_close(found[fold], expected)
