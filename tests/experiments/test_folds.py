@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from i2cl import Example, I2CLError, Task
-from i2cl.experiments.folds import FOLDS, fold_rows, fold_scores, injected, require_folds, unmeasurable
+from i2cl.experiments.evidence.folds import (
+    FOLDS,
+    fold_rows,
+    fold_scores,
+    injected,
+    require_folds,
+    unmeasurable,
+)
 from i2cl.methods import make_methods
 from i2cl.tasks import Template
 

@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from i2cl.experiments import verdicts
-from i2cl.experiments.verdicts import LEVEL, POWER, holm, mcnemar, paired_interval, rows_for, verdict, wilson
+from i2cl.experiments.evidence import verdicts
+from i2cl.experiments.evidence.verdicts import (
+    LEVEL,
+    POWER,
+    holm,
+    mcnemar,
+    paired_interval,
+    rows_for,
+    verdict,
+    wilson,
+)
 
 # The rule
 

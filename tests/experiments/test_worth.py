@@ -9,7 +9,7 @@ import torch
 
 from i2cl import CalibrationConfig, Example, I2CLError, Injection, calibrate, extract
 from i2cl.experiments.evaluation import evaluate
-from i2cl.experiments.worth import (
+from i2cl.experiments.evidence.worth import (
     BASELINES,
     labelled_rows,
     with_folds,

@@ -95,8 +95,8 @@ def fit(
     load.libraries()
     from i2cl.core.artefact import own_files
     from i2cl.experiments.draw import draw, fitting
-    from i2cl.experiments.folds import require_folds, unmeasurable
-    from i2cl.experiments.worth import labelled_rows
+    from i2cl.experiments.evidence.folds import require_folds, unmeasurable
+    from i2cl.experiments.evidence.worth import labelled_rows
     from i2cl.injections.label_prior import with_label_prior
     from i2cl.methods import calibrating_method
     from i2cl.tasks.loaders import is_own
@@ -222,8 +222,8 @@ def _measured(
     folds: int,
     **timed: Any,
 ) -> "Injection":
-    from i2cl.experiments.folds import fold_rows
-    from i2cl.experiments.worth import BASELINES, with_folds, with_worth
+    from i2cl.experiments.evidence.folds import fold_rows
+    from i2cl.experiments.evidence.worth import BASELINES, with_folds, with_worth
 
     if not queries:
         folds = len(fold_rows(task, demonstrations, folds, injection.seed))

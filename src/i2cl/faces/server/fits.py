@@ -13,8 +13,8 @@ from i2cl.core.anchored import require_few
 from i2cl.core.edits import LinearEdit, NoisyEdit, RowsEdit
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.folds import unmeasurable
-from i2cl.experiments.worth import labelled_rows, with_folds, with_worth
+from i2cl.experiments.evidence.folds import unmeasurable
+from i2cl.experiments.evidence.worth import labelled_rows, with_folds, with_worth
 from i2cl.faces.server.batcher import Batcher
 from i2cl.faces.server.jobs import Job
 from i2cl.faces.server.refusals import RefusalError

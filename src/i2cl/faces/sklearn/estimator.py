@@ -19,7 +19,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.worth import labelled_rows, with_worth
+from i2cl.experiments.evidence.worth import labelled_rows, with_worth
 from i2cl.faces.sklearn.inputs import as_classes, as_texts, label_words
 from i2cl.faces.sklearn.shared import ModelSource, find_decoder
 from i2cl.injections.confidence import require_confidence
@@ -150,7 +150,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     @property
     def report_(self) -> dict[str, Any] | None:
-        """Whether the fit pays: the fields of `i2cl.experiments.worth.Worth`; None where no texts were left.
+        """Whether it pays: fields of `i2cl.experiments.evidence.worth.Worth`; None without texts to score.
 
         Raises:
             NotFittedError: before `fit`.

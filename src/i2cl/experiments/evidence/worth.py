@@ -1,6 +1,6 @@
 """Whether a fit pays: its injection beside what needs no fit, on the same labelled rows.
 
-What may be said of it is the matter of `i2cl.experiments.verdicts`.
+What may be said of it is the matter of `i2cl.experiments.evidence.verdicts`.
 """
 
 import time
@@ -15,9 +15,9 @@ from jaxtyping import Bool
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
-from i2cl.experiments.folds import FOLDS, folded, injected
+from i2cl.experiments.evidence.folds import FOLDS, folded, injected
+from i2cl.experiments.evidence.verdicts import verdict, wilson
 from i2cl.experiments.records import Run
-from i2cl.experiments.verdicts import verdict, wilson
 from i2cl.methods import Method, make_methods
 from i2cl.methods.i2cl import I2CL
 from i2cl.methods.label_calibration import LabelPrior
@@ -63,7 +63,7 @@ class Worth:
         rows: how many.
         split: of the task that they come from; or the demonstrations, each answered by a refit
             that has not seen it.
-        verdict: whether to use it, in words; the next four too as in `i2cl.experiments.verdicts.Verdict`.
+        verdict: whether to use it, in words; see `i2cl.experiments.evidence.verdicts`, for the next four too.
         against: the best of what is free.
         difference: accuracy minus that one's, a share.
         low, high: its 95 % interval.
@@ -166,7 +166,7 @@ def with_folds(
         injection: made of all demonstrations.
         decoder: the model.
         task: with its labels.
-        demonstrations: see `i2cl.experiments.folds.fold_rows`.
+        demonstrations: see `i2cl.experiments.evidence.folds.fold_rows`.
         make: makes an injection of some of them, as this one was made.
         seconds: see `with_worth`, as for what follows.
         method: see there.
