@@ -7,7 +7,7 @@ a width also where every answer is right.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, comb, floor, log10, sqrt
+from math import ceil, floor, log10, sqrt
 from statistics import NormalDist
 
 LEVEL = 0.05
@@ -126,8 +126,10 @@ def mcnemar(better: int, worse: int) -> float:
     Were the methods equal, each of these rows would be either one's as likely: a sign test (McNemar,
     Psychometrika 12(2), 1947).
     """
-    n = better + worse
-    tail = sum(comb(n, k) for k in range(min(better, worse) + 1))
+    n, ways, tail = better + worse, 1, 1
+    for k in range(min(better, worse)):
+        ways = ways * (n - k) // (k + 1)
+        tail += ways
     return float(min(1, 2 * tail / 2**n))
 
 
