@@ -98,26 +98,26 @@ def _numbers(trust: "Confidence | None") -> dict[str, str]:
 def show(
     runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *, as_json: bool, brief: bool = False
 ) -> None:
-    """A table of the means over seeds, or every run as JSON; and what could not be run.
+    """Tables of the means over seeds, or every run as JSON; and what could not be run.
 
-    A brief table says nothing of confidence.
+    A brief one says nothing of confidence.
     """
     from i2cl.experiments.evaluation import summarize
 
     if as_json:
         console.print_json([run.record() for run in runs] + [one.record() for one in lacking])
         return
+    summaries = summarize(runs)
     rows: list[Mapping[str, object]] = [
         {
             "task": row.task,
             "method": row.method,
             "accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else ""),
-            **({} if brief else _numbers(row.confidence)),
             "fit s": f"{row.fit_seconds:.1f}",
             "ms/query": f"{row.milliseconds_per_query:.2f}",
             "cached": row.cached_values,
         }
-        for row in summarize(runs)
+        for row in summaries
     ]
     ran = {(row["task"], row["method"]) for row in rows}
     for task, method in dict.fromkeys((one.task, one.method) for one in lacking):
@@ -125,6 +125,9 @@ def show(
             rows.append(dict.fromkeys(rows[0], "") | {"task": task, "method": method, "accuracy": "not run"})
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     console.print_table(title, sorted(rows, key=lambda row: tasks.index(row["task"])))
+    if not brief and runs:
+        trust = [{"task": one.task, "method": one.method} | _numbers(one.confidence) for one in summaries]
+        console.print_table("How far its probabilities can be trusted", trust)
     for task, method, why in dict.fromkeys((one.task, one.method, one.why) for one in lacking):
         seeds = [str(one.seed) for one in lacking if (one.task, one.method, one.why) == (task, method, why)]
         of = f" with seed {', '.join(seeds)}" if (task, method) in ran else ""
