@@ -224,9 +224,10 @@ def _say_greedy(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) 
         f"Plain greedy decoding answers {sum(right)} of {len(right)} prompts with the expected label."
     )
     if golden.forced:
-        console.say(
-            "Ask for a label as follows, or fit again by the default method, which says it by itself."
-        )
+        other = "fit again by the default method, which says it by itself"
+        if golden.sequences:  # token by token it may miss the best whole label
+            other = "compare log-probabilities of whole labels, or fit labels that differ in their first token"
+        console.say(f"Ask for a label as follows, or {other}.")
         for call in calls_of(golden, name, to):
             console.say(f"{call.program}:")
             console.say(call.code)

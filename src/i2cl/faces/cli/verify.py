@@ -150,7 +150,7 @@ def _say_greedy(outcome: "Verification") -> None:
     if outcome.says_labels or outcome.worst > outcome.tolerance:  # other values say other labels
         return
     if golden.forced and golden.sequences:
-        cure = "compare log-probabilities of whole labels, or fit again by the default method and export that"
+        cure = "compare log-probabilities of whole labels, or fit labels that differ in their first token"
     elif golden.forced:
         cure = "ask as the export's README.md or `i2cl.usage` says, without penalties"
     else:
