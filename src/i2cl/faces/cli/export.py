@@ -226,7 +226,7 @@ def _say_greedy(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) 
     if golden.forced:
         other = "fit again by the default method, which says it by itself"
         if golden.sequences:  # token by token it may miss the best whole label
-            other = "compare log-probabilities of whole labels, or fit labels that differ in their first token"
+            other = "compare log-probabilities of whole labels, or fit labels with other first tokens"
         console.say(f"Ask for a label as follows, or {other}.")
         for call in calls_of(golden, name, to):
             console.say(f"{call.program}:")
