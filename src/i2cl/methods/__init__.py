@@ -17,9 +17,8 @@ from i2cl.methods.label_anchor import LabelAnchor
 from i2cl.methods.label_calibration import BatchCalibration, ContextualCalibration, LabelPrior
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
-from i2cl.methods.task_vector import LearnedTaskVector, LinearTaskVector, TaskVector
+from i2cl.methods.task_vector import LinearTaskVector, TaskVector
 from i2cl.methods.tfidf import Tfidf
-from i2cl.methods.wilda import WILDA
 
 _ALL: tuple[type[Method], ...] = (
     ZeroShot,
@@ -28,7 +27,6 @@ _ALL: tuple[type[Method], ...] = (
     Noise,
     LabelAnchor,
     TaskVector,
-    LearnedTaskVector,
     LinearTaskVector,
     ICV,
     I2CL,
@@ -41,7 +39,6 @@ _ALL: tuple[type[Method], ...] = (
     PrefixTuning,
     LoRA,
     IA3,
-    WILDA,
     LinearProbe,
     Tfidf,
     ContextualCalibration,
