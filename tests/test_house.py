@@ -46,6 +46,8 @@ HEAVY = (
     "datasets",
     "peft",
     "matplotlib",
+    "sentence_transformers",
+    "setfit",
     "sklearn",
     "pandas",
     "scipy",

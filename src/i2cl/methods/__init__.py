@@ -9,6 +9,7 @@ from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored, AnchoredControl
 from i2cl.methods.base import Cost, Method, Predictor, Wrapper
 from i2cl.methods.compressors import CEPE, ICAE, AutoCompressor
+from i2cl.methods.embeddings import SentenceEmbeddings, SetFit
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
 from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, InjectionMethod, Noise
 from i2cl.methods.icv import ICV
@@ -41,6 +42,8 @@ _ALL: tuple[type[Method], ...] = (
     IA3,
     LinearProbe,
     Tfidf,
+    SentenceEmbeddings,
+    SetFit,
     ContextualCalibration,
     BatchCalibration,
     LabelPrior,
