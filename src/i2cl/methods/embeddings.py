@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,9 +33,6 @@ from i2cl.models.scoring import Progress, require_texts
 from i2cl.storage.archive import unpacked
 from i2cl.storage.hub import require_reachable
 from i2cl.tasks import Example, Task
-
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
 
 EXTRA = "embeddings"
 
@@ -139,7 +136,7 @@ class SetFit(Method):
         return EmbeddingsPredictor(encoder, head, len(task.labels), cost)
 
 
-def _trained(encoder: "SentenceTransformer", demonstrations: Sequence[Example], seed: int) -> Any:
+def _trained(encoder: Any, demonstrations: Sequence[Example], seed: int) -> Any:
     """Train an encoder in place, and a classifier on its vectors, which is returned."""
     from datasets import Dataset
     from setfit import SetFitModel, Trainer, TrainingArguments, logging
@@ -156,6 +153,7 @@ def _trained(encoder: "SentenceTransformer", demonstrations: Sequence[Example], 
         silent = {"show_progress_bar": False, "report_to": "none", "logging_strategy": "no"}
         arguments = TrainingArguments(output_dir=nowhere, save_strategy="no", seed=seed, **silent)
         trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.st_trainer.args.dataloader_pin_memory = torch.cuda.is_available()  # else it warns
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         trainer.train()
@@ -192,7 +190,7 @@ def _no_bars() -> Iterator[None]:
 class EmbeddingsPredictor:
     """Scores by the classifier on vectors of unit length."""
 
-    encoder: "SentenceTransformer"
+    encoder: Any
     head: Any
     labels: int
     cost: Cost
@@ -207,9 +205,9 @@ class EmbeddingsPredictor:
 
 
 def embed(
-    encoder: "SentenceTransformer", texts: Sequence[str], progress: Progress | None = None
+    encoder: Any, texts: Sequence[str], progress: Progress | None = None
 ) -> Float[np.ndarray, "texts d"]:
-    """Vectors of unit length, in float32.
+    """Vectors of unit length by a ``SentenceTransformer``, in float32.
 
     Raises:
         I2CLError: on an empty text.
@@ -243,8 +241,8 @@ def local_encoder() -> str | None:
     return HUB_ID if _is_cached(HUB_ID) else None
 
 
-def load_encoder(name: str, device: str) -> "SentenceTransformer":
-    """A sentence encoder in float32, ready to be trained or used; only safetensors are read.
+def load_encoder(name: str, device: str) -> Any:
+    """A ``SentenceTransformer`` in float32, ready to be trained or used; only safetensors are read.
 
     Args:
         name: ``minilm``, a folder, or a hub id, which is taken from the hub's cache where it is there.
