@@ -183,8 +183,7 @@ def class_scores(
     """
     scores = torch.full((len(features), labels), -torch.inf)
     if len(features):
-        found = torch.from_numpy(model.predict_log_proba(features)).float()
-        scores[:, model.classes_.tolist()] = found
+        scores[:, model.classes_.tolist()] = torch.from_numpy(model.predict_log_proba(features)).float()
     return scores
 
 

@@ -213,13 +213,13 @@ def embed(
         I2CLError: on an empty text.
     """
     require_texts(texts)
-    found = []
+    parts = []
     for start in range(0, len(texts), AT_ONCE):
         some = list(texts[start : start + AT_ONCE])
-        found.append(encoder.encode(some, normalize_embeddings=True, show_progress_bar=False))
+        parts.append(encoder.encode(some, normalize_embeddings=True, show_progress_bar=False))
         if progress is not None:
             progress(len(some))
-    return np.concatenate(found) if found else np.empty((0, 0))
+    return np.concatenate(parts) if parts else np.empty((0, 0))
 
 
 def _cost(head: Any) -> Cost:
@@ -298,8 +298,8 @@ def encoder_source(name: str) -> str:
 
 def _archive() -> Path | None:
     """The file of the package `MINILM_PACKAGE`, where that is installed."""
-    found = find_spec("all_minilm_l6_v2")
-    folders = found.submodule_search_locations or () if found is not None else ()
+    package = find_spec("all_minilm_l6_v2")
+    folders = package.submodule_search_locations or () if package is not None else ()
     paths = (Path(folder) / "model.zip" for folder in folders)
     return next((path for path in paths if path.is_file()), None)
 
@@ -307,7 +307,7 @@ def _archive() -> Path | None:
 def _is_cached(name: str) -> bool:
     """Whether the hub's cache holds a model's configuration and its weights."""
     try:
-        found = [try_to_load_from_cache(name, file) for file in ("config.json", "model.safetensors")]
+        paths = [try_to_load_from_cache(name, file) for file in ("config.json", "model.safetensors")]
     except ValueError:  # no hub id
         return False
-    return all(isinstance(path, str) for path in found)
+    return all(isinstance(path, str) for path in paths)
