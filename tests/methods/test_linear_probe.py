@@ -64,25 +64,30 @@ def test_linear_probe_is_logistic_regression_on_states(layer, tokens, c, films, 
     assert predictor.cost.trained == states.shape[1] + 1
 
 
-def test_a_probe_is_chosen_by_what_its_folds_get_right(films, monkeypatch):
-    """Noise everywhere but in the text's mean at the last of three layers, which tells the labels."""
+@pytest.mark.parametrize(("place", "other"), [(0, "mean"), (1, "last")])
+def test_a_probe_is_chosen_by_what_its_folds_get_right(place, other, films, monkeypatch):
+    """Noise everywhere but at one place of one of eleven layers, which tells the labels."""
     pytest.importorskip("sklearn", reason="scikit-learn is an extra")
-    decoder = made("llama", num_hidden_layers=3)
+    decoder = made("llama", num_hidden_layers=11)
     shown = [Example(f"film {number}", number % 2) for number in range(20)]
 
-    def told(questions, texts, layers, *, pooled):
+    def told(_questions, texts, layers, *, pooled):
         states = torch.randn(len(texts), len(layers), 2, 8, generator=torch.Generator().manual_seed(1))
         labels = torch.tensor([int(text.split()[1]) % 2 for text in texts])
-        states[:, list(layers).index(2), 1] += 3.0 * labels[:, None]
+        if 8 in layers:
+            states[:, list(layers).index(8), place] += 3.0 * labels[:, None]
         return states
 
     monkeypatch.setattr(linear_probe, "query_states", told)
-    assert fit("linear_probe", decoder, films, shown).choice[:2] == (2, "mean")
+    best = fit("linear_probe", decoder, films, shown).choice
+    assert best.layer == 8
+    assert best.tokens != other
     assert fit("linear_probe", decoder, films, shown, probe_tokens="last").choice.tokens == "last"
+    assert fit("linear_probe", decoder, films, shown, probe_layer=-1).choice.layer == 10
     once = fit("linear_probe", decoder, films, shown[:2])  # one a class: nothing to choose by
-    assert once.choice == (2, "both", 0.1)
-    few = [*shown[:5], shown[6]]  # four of one class and two of the other
-    assert fit("linear_probe", decoder, films, few).choice.layer in range(3)
+    assert once.choice == (9, "both", 0.1)
+    uneven = [*shown[:5], shown[6]]  # four of one class and two of the other
+    assert fit("linear_probe", decoder, films, uneven).choice.layer in {8, 9, 10}
 
 
 @pytest.mark.parametrize("front", ["", "A task.\n\n"])

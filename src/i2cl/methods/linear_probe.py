@@ -29,7 +29,7 @@ Tokens = Literal["last", "mean", "both"]
 FOLDS = 5
 """At most; no more than the rarest class has demonstrations."""
 
-DEPTHS = (0.5, 0.8, 0.93, 1.0)
+DEPTHS = (0.8, 0.93, 1.0)
 """Of the layers that are tried, as shares of the way from the first block to the last."""
 
 STRENGTHS = (0.01, 0.1, 1.0)
@@ -97,7 +97,7 @@ class LinearProbe(Method):
         return ProbePredictor(questions, best, model, Cost(values, values, size))
 
     def _choices(self, decoder: Decoder) -> list[Choice]:
-        """All that the folds choose from, the first of them being what is taken without folds."""
+        """All that the folds choose from; first what is taken without folds: the second of the layers."""
         layer, tokens, c = self.config.probe_layer, self.config.probe_tokens, self.config.probe_c
         if layer != "folds" and not -decoder.layers <= layer < decoder.layers:
             raise I2CLError(f"probe_layer={layer}: the model has {decoder.layers} layers")
@@ -106,7 +106,7 @@ class LinearProbe(Method):
                 f"probe_tokens={tokens} needs a fast tokenizer (tokenizer.json), which knows where tokens "
                 "stand: give probe_tokens=last"
             )
-        deep = [round(depth * (decoder.layers - 1)) for depth in (DEPTHS[-2], *DEPTHS)]
+        deep = [round(depth * (decoder.layers - 1)) for depth in (DEPTHS[1], *DEPTHS)]
         known: list[Tokens] = ["both", "last", "mean"] if decoder.tokenizer.is_fast else ["last"]
         layers = deep if layer == "folds" else [layer % decoder.layers]
         strengths = [STRENGTHS[1], *STRENGTHS] if c == "folds" else [c]
@@ -125,7 +125,7 @@ def _classifier(c: float) -> Any:
 def _best(
     features: dict[Choice, Float[np.ndarray, "texts _"]], labels: Int[np.ndarray, " texts"], seed: int
 ) -> Choice:
-    """That with most right answers on texts which a fit has not seen; of equals, the least log-loss.
+    """That with the least log-loss on texts which a fit has not seen; accuracy would be of few texts.
 
     The first, where there is nothing to choose or a class has a single demonstration.
     """
@@ -137,14 +137,13 @@ def _best(
     folds = StratifiedKFold(min(FOLDS, int(counts.min())), shuffle=True, random_state=seed % 2**32)
     classes = np.searchsorted(np.unique(labels), labels)
 
-    def worth(choice: Choice) -> tuple[int, float]:
+    def likelihood(choice: Choice) -> float:
         probabilities = cross_val_predict(
             _classifier(choice.c), features[choice], labels, cv=folds, method="predict_proba"
         )
-        right = probabilities[np.arange(len(classes)), classes]
-        return int((probabilities.argmax(1) == classes).sum()), float(np.log(right + 1e-12).sum())
+        return float(np.log(probabilities[np.arange(len(classes)), classes] + 1e-12).sum())
 
-    return max(features, key=worth)
+    return max(features, key=likelihood)
 
 
 def _features(states: Float[Tensor, "texts tokens d"], tokens: Tokens) -> Float[np.ndarray, "texts _"]:
