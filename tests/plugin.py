@@ -54,6 +54,7 @@ def _where_shaped(check: Callable[..., Any]) -> Callable[..., Any]:
 jaxtyping.jaxtyped = _where_shaped(jaxtyping.jaxtyped)  # by this name the hook's modules call it
 jaxtyping.install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
 
+from i2cl.methods import embeddings  # noqa: E402
 from i2cl.models.decoder import Decoder  # noqa: E402
 from i2cl.tasks import Example, Task, Template  # noqa: E402
 
@@ -76,6 +77,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_local_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `fit` and `demo` are set beside does not depend on what is installed."""
+    monkeypatch.setattr(embeddings, "local_encoder", lambda: None)
 
 
 @pytest.fixture

@@ -47,6 +47,8 @@ HEAVY = (
     "datasets",
     "peft",
     "matplotlib",
+    "sentence_transformers",
+    "setfit",
     "sklearn",
     "pandas",
     "scipy",

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 _PACKAGES = {
     "llama_cpp": "llama-cpp-python",
     "prometheus_client": "prometheus-client",
+    "sentence_transformers": "sentence-transformers",
     "sklearn": "scikit-learn",
 }
 """What a package is called where it is not called as it is imported."""

@@ -12,7 +12,7 @@ import torch
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from fitting import first_tokens, fit, ids, made
+from fitting import block_outputs, first_tokens, fit, ids, made
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.methods import knn_prompting, make_methods
@@ -148,21 +148,6 @@ def test_task_vector_tries_each_layer_as_if_by_itself(model_type, scoring, films
         alone = questions.scores(TEXTS, edit=ReplaceLast(layer, state))
         torch.testing.assert_close(found[layer], alone, **CLOSE)
     assert (found[0] - found[1]).abs().max() > 0.01
-
-
-def block_outputs(decoder, text):
-    kept = []
-    handles = [
-        block.register_forward_hook(
-            lambda _module, _args, output: kept.append(output[0] if isinstance(output, tuple) else output)
-        )
-        for block in decoder.blocks
-    ]
-    with torch.no_grad():
-        decoder.model(torch.tensor([ids(decoder, text)]))
-    for handle in handles:
-        handle.remove()
-    return torch.stack([one[0] for one in kept])
 
 
 def test_task_vector_takes_the_layer_that_does_best(films, demonstrations):
@@ -364,21 +349,6 @@ def test_anchored_injects_what_anchoring_finds(films, demonstrations):
     expected = anchor(decoder, films, demonstrations, AnchoredConfig(steps=2, reach=3.0))
     torch.testing.assert_close(found.scores(TEXTS), expected.scores(decoder, TEXTS), atol=0, rtol=0)
     assert found.cost.trained == found.cost.cached_values == expected.context.values.numel()
-
-
-def test_linear_probe_is_logistic_regression_on_last_states(films, demonstrations):
-    linear_model = pytest.importorskip("sklearn.linear_model", reason="scikit-learn is an extra")
-    decoder = made("qwen2")
-    states = torch.stack(
-        [block_outputs(decoder, films.template.query(text))[-1, -1] for text in [t for t, _ in SHOWN] + TEXTS]
-    )
-    seen, new = states[: len(SHOWN)], states[len(SHOWN) :]
-    mean, deviation = seen.mean(0), seen.std(0, correction=0)
-    regression = linear_model.LogisticRegression(max_iter=10_000)
-    regression.fit(((seen - mean) / deviation).numpy(), [label for _, label in SHOWN])
-    expected = regression.predict_log_proba(((new - mean) / deviation).numpy())
-    scores = fit("linear_probe", decoder, films, demonstrations).scores(TEXTS)
-    torch.testing.assert_close(scores, torch.from_numpy(expected).float(), atol=1e-3, rtol=1e-3)
 
 
 def test_tfidf_is_logistic_regression_on_weighted_words(films, demonstrations):

@@ -42,7 +42,6 @@ BROUGHT = (
         "anchored-shots",
         "anchored-unlabelled",
         "unlabelled",
-        "anchored-scale",
     ),
     *ORDER,
 )

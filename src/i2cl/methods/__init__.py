@@ -11,6 +11,7 @@ from i2cl.methods.base import Cost, Method, Predictor, Wrapper
 from i2cl.methods.calibrated.label_calibration import BatchCalibration, ContextualCalibration, LabelPrior
 from i2cl.methods.calibrated.temperature import Temperature
 from i2cl.methods.compressors import CEPE, ICAE, AutoCompressor
+from i2cl.methods.embeddings import SentenceEmbeddings, SetFit
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
 from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, InjectionMethod, Noise
 from i2cl.methods.icv import ICV
@@ -18,9 +19,8 @@ from i2cl.methods.knn_prompting import KNNPrompting
 from i2cl.methods.label_anchor import LabelAnchor
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
-from i2cl.methods.task_vector import LearnedTaskVector, LinearTaskVector, TaskVector
+from i2cl.methods.task_vector import LinearTaskVector, TaskVector
 from i2cl.methods.tfidf import Tfidf
-from i2cl.methods.wilda import WILDA
 
 _ALL: tuple[type[Method], ...] = (
     ZeroShot,
@@ -29,7 +29,6 @@ _ALL: tuple[type[Method], ...] = (
     Noise,
     LabelAnchor,
     TaskVector,
-    LearnedTaskVector,
     LinearTaskVector,
     ICV,
     I2CL,
@@ -41,9 +40,10 @@ _ALL: tuple[type[Method], ...] = (
     PrefixTuning,
     LoRA,
     IA3,
-    WILDA,
     LinearProbe,
     Tfidf,
+    SentenceEmbeddings,
+    SetFit,
     ContextualCalibration,
     BatchCalibration,
     LabelPrior,

@@ -188,8 +188,8 @@ def adapted(
             wrapped = get_peft_model(decoder.model, config)
         except ValueError as error:
             kind, why = decoder.model.config.model_type, " ".join(str(error).split())
-            cure = "set lora_dropout=0" if "lora_dropout" in why else "take another method"
-            raise I2CLError(f"PEFT cannot adapt this {kind!r}: {why.rstrip('.')}; {cure}") from error
+            told = f"PEFT cannot adapt this {kind!r}: {why.rstrip('.')}; take another method"
+            raise I2CLError(told) from error
         taken = int(getattr(config, "num_virtual_tokens", 0))
         virtual = taken if config.peft_type == "PROMPT_TUNING" else 0
         try:
@@ -229,13 +229,11 @@ class AdapterPredictor:
     decoder: Decoder
     task: Task
     adapter: TrainedAdapter
-    unlabelled: int = 0
 
     @property
     def cost(self) -> Cost:
         """All of the adapter is trained and kept."""
-        kept = self.adapter.state.values()
-        return Cost.of(*kept, trained=self.adapter.values, unlabelled=self.unlabelled)
+        return Cost.of(*self.adapter.state.values(), trained=self.adapter.values)
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word with the adapter on."""
@@ -260,15 +258,6 @@ def feed_forward_targets(decoder: Decoder) -> list[str]:
     """Name of the last linear map of the MLP; none where experts hold it in one tensor."""
     names = _linear_names(decoder)
     return [known for known in FEED_FORWARD if any(_ends(name, known) for name in names)][:1]
-
-
-def odd_linear_maps(decoder: Decoder) -> list[str]:
-    """Names of linear maps that give back more than their product, as some routers of experts do."""
-    return [
-        name
-        for name, module in decoder.model.named_modules()
-        if isinstance(module, nn.Linear) and type(module).__module__.startswith("transformers.models.")
-    ]
 
 
 def has_transposed_weights(decoder: Decoder) -> bool:

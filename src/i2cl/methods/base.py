@@ -7,7 +7,9 @@ from dataclasses import astuple, dataclass
 from operator import add
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, runtime_checkable
 
+import numpy as np
 import pydantic
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -175,6 +177,22 @@ def require_two_classes(method: str, task: Task, demonstrations: Sequence[Exampl
     require_demonstrations(task, demonstrations)
     if len({example.label for example in demonstrations}) < 2:
         raise I2CLError(f"{method} needs demonstrations of at least two classes: add some")
+
+
+def class_scores(
+    model: Any, features: Float[np.ndarray, "texts features"] | Sequence[str], labels: int
+) -> Float[Tensor, "texts labels"]:
+    """Log-probabilities by a fitted scikit-learn classifier; minus infinity for a label that it never saw.
+
+    Args:
+        model: whose ``classes_`` are label ids.
+        features: of each text, as the classifier takes them.
+        labels: how many the task has.
+    """
+    scores = torch.full((len(features), labels), -torch.inf)
+    if len(features):
+        scores[:, model.classes_.tolist()] = torch.from_numpy(model.predict_log_proba(features)).float()
+    return scores
 
 
 class Wrapper(Method):

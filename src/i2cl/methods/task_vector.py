@@ -2,8 +2,6 @@
 
 - `TaskVector`: the state behind demonstrations and a dummy query replaces the query's own. Source: paper,
   appendix "Implementation of Baseline Methods"; Hendel et al. 2023, https://arxiv.org/abs/2310.15916.
-- `LearnedTaskVector`: a free vector, trained on the demonstrations' labels, is added at a middle layer.
-  Source: Yang et al. 2025, https://arxiv.org/abs/2509.24169.
 - `LinearTaskVector`: the query's last state gets what demonstrations would add to it, by a linear map of it
   that is fitted to unlabelled texts. Source: Kwon et al. 2026, https://arxiv.org/abs/2605.20730, and their
   released code, https://github.com/Jii111/LTV.
@@ -13,15 +11,13 @@ Choices beyond the sources are in docs/reference/fidelity.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from i2cl.core.context import require_demonstrations
-from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import (
     PromptPredictor,
@@ -34,7 +30,6 @@ from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.scoring import Questions, score
-from i2cl.models.training import LabelLikelihood, TrainConfig, train
 from i2cl.tasks import Example, Task
 
 HELD_OUT = 32
@@ -73,25 +68,6 @@ class ReplaceEach(Edit):
         rows = torch.tensor([row == layer for row in batch.rows], device=output.device)
         state = self.states[layer].to(output.device, output.dtype)
         return torch.where(_last(output, batch) & rows[:, None, None], state, output)
-
-
-class AddLast(Edit):
-    """``vector`` is added to one layer's block output at the query's last token. Gradients flow to it."""
-
-    site = "hidden"
-
-    def __init__(self, layer: int, vector: Float[Tensor, " d"]) -> None:
-        self.layer = layer
-        self.vector = vector
-
-    def output(
-        self, layer: int, _index: int, output: Float[Tensor, "batch tokens d"], batch: Batch
-    ) -> Float[Tensor, "batch tokens d"] | None:
-        """The sum at one token of one layer."""
-        if layer != self.layer:
-            return None
-        added = (output + self.vector.to(output.device)).to(output.dtype)
-        return torch.where(_last(output, batch), added, output)
 
 
 class MapHead(Edit):
@@ -167,73 +143,6 @@ def layer_scores(
             for query in queries
         ]
     return torch.stack(found, dim=1)
-
-
-class LearnedVectorConfig(TrainConfig):
-    """Where the vector is added, and the schedule: the source's rate, decay and batch size.
-
-    Attributes:
-        vector_layer: block to whose output it is added; negative counts from the last; ``middle``: the one
-            before block L // 2, to whose input the source adds it.
-    """
-
-    batch_size: int = Field(1, ge=1)
-    lr: float = Field(1e-3, gt=0)
-    weight_decay: float = Field(1e-2, ge=0)
-    vector_layer: int | Literal["middle"] = "middle"
-
-
-@dataclass(frozen=True)
-class LearnedTaskVector(Method):
-    """Starts at 0, which is zero-shot, and takes no labels but those of the demonstrations."""
-
-    name: ClassVar[str] = "learned_task_vector"
-    summary: ClassVar[str] = "trained vector added to the query's last state at one layer"
-    formula: ClassVar[str] = "D"
-    settings = (LearnedVectorConfig,)
-
-    training: LearnedVectorConfig = field(default_factory=LearnedVectorConfig)
-
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
-        """Train the vector to predict the demonstrations' labels after their queries.
-
-        Raises:
-            I2CLError: without demonstrations, if the model has no such layer, or on a loss that is not
-                finite.
-        """
-        require_demonstrations(task, demonstrations)
-        questions = Questions(decoder, task)
-        vector = torch.nn.Parameter(torch.zeros(decoder.d_model, device=decoder.device))
-        edit = AddLast(self._layer(decoder), vector)
-        queries = questions.queries([example.text for example in demonstrations])
-        likelihood = LabelLikelihood(
-            decoder,
-            queries,
-            [questions.labels] * len(queries),
-            [example.label for example in demonstrations],
-            among_labels=self.training.loss == "labels",
-        )
-
-        def loss(chosen: Sequence[int]) -> Tensor:
-            return -likelihood(
-                chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows), edit)
-            ).mean()
-
-        batches = self.training.batches(len(queries), seed)
-        with decoder.frozen():
-            train([vector], loss, batches, self.training, dtype=decoder.model.dtype)
-        edit.vector = vector.detach()
-        return PromptPredictor(questions, edit=edit, cost=Cost.of(edit.vector, trained=vector.numel()))
-
-    def _layer(self, decoder: Decoder) -> int:
-        layer = self.training.vector_layer
-        if layer == "middle":
-            return max(0, decoder.layers // 2 - 1)
-        if not -decoder.layers <= layer < decoder.layers:
-            raise I2CLError(f"vector_layer={layer}: the model has {decoder.layers} layers")
-        return layer % decoder.layers
 
 
 class LinearVectorConfig(BaseModel):

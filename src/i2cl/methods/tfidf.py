@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method, require_two_classes
+from i2cl.methods.base import Cost, Method, class_scores, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
 from i2cl.tasks import Example, Task
@@ -91,10 +90,4 @@ class TfidfPredictor:
             I2CLError: on an empty text.
         """
         require_texts(texts)
-        scores = torch.full((len(texts), self.labels), -torch.inf)
-        if not texts:
-            return scores
-        scores[:, self.model.classes_.tolist()] = torch.from_numpy(
-            self.model.predict_log_proba(texts)
-        ).float()
-        return scores
+        return class_scores(self.model, texts, self.labels)

@@ -329,11 +329,6 @@ def keywords(encoder: Encoder, labels: Sequence[str], found: Sequence[Ids]) -> I
     is left, such as "label22" among a hundred of its kind, takes the first tokens of the vocabulary that
     no label has: the fit teaches them.
 
-    Args:
-        encoder: of the model.
-        labels: their words.
-        found: tokens of each as they follow the prompt.
-
     Raises:
         I2CLError: if the vocabulary has fewer tokens than there are labels.
     """

@@ -119,7 +119,9 @@ def _reason(error: Exception) -> str:
     )
 
 
-def require_reachable(name: str, revision: str | None, others: tuple[str, ...]) -> None:
+def require_reachable(
+    name: str, revision: str | None, others: tuple[str, ...], kinds: str = "a folder, a GGUF file"
+) -> None:
     """Go on only if a model of the hub is in the cache, or the hub answers, whatever it says.
 
     To load it without an answer would take a minute, in which the client tries again and again.
@@ -128,6 +130,7 @@ def require_reachable(name: str, revision: str | None, others: tuple[str, ...]) 
         name: hub id.
         revision: branch, tag or commit.
         others: names that mean a model without the hub.
+        kinds: what else can be given.
 
     Raises:
         I2CLError: if it does not answer.
@@ -143,5 +146,5 @@ def require_reachable(name: str, revision: str | None, others: tuple[str, ...]) 
         cause = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise I2CLError(
             f"model {name!r} is no folder and not in the cache of the hub, which does not answer ({cause}): "
-            f"{hint}give a folder, a GGUF file or {' or '.join(map(repr, others))}, or go online"
+            f"{hint}give {kinds} or {' or '.join(map(repr, others))}, or go online"
         ) from None

@@ -20,7 +20,7 @@ from i2cl.experiments.evidence.selective import require_target, selection
 from i2cl.experiments.evidence.verdicts import verdict, wilson
 from i2cl.experiments.records import Run
 from i2cl.injections.temperature import likely_temperature, normalised
-from i2cl.methods import Method, make_methods
+from i2cl.methods import Method, embeddings, make_methods
 from i2cl.methods.calibrated.folds import FOLDS, folded, injected
 from i2cl.methods.calibrated.label_calibration import LabelPrior
 from i2cl.methods.i2cl import I2CL
@@ -33,7 +33,7 @@ FREE = ("zero_shot", "zero_shot+batch_calibration")
 """What costs nothing beside the model: an injection has to beat all of it."""
 
 BASELINES = (*FREE, "few_shot")
-"""What an injection is set beside."""
+"""What an injection is set beside in any case; see `baselines`."""
 
 Split = Literal["train", "test", "demonstrations"]
 
@@ -91,6 +91,13 @@ class Worth:
     not_run: dict[str, str]
     confidence: dict[str, float]
     selection: dict[str, Any]
+
+
+def baselines() -> list[Method]:
+    """`BASELINES`, and what has no LLM where its encoder is here without a download."""
+    encoder = embeddings.local_encoder()
+    rival = embeddings.SentenceEmbeddings
+    return make_methods(BASELINES) + ([rival.configured({"encoder": encoder})] if encoder else [])
 
 
 def labelled_rows(task: Task, demonstrations: Sequence[Example], limit: int) -> tuple[Example, ...]:
@@ -152,7 +159,7 @@ def with_worth(
     shown, by = tuple(demonstrations), _by(injection, method or I2CL())
 
     ours = Fitted(by, injected(injection, decoder, task), shown, injection.seed, seconds)
-    fits = _fits(make_methods(BASELINES), decoder, task, shown, injection.seed) | {by.called: lambda: ours}
+    fits = _fits(baselines(), decoder, task, shown, injection.seed) | {by.called: lambda: ours}
     split: Split = "test" if task.test else "train"
     return _told(injection, by, fits, split, decoder, task, queries, watch, progress, target)
 
@@ -172,8 +179,8 @@ def with_folds(
 ) -> Injection:
     """`with_worth` where no other labelled rows remain: refits answer what they have not seen.
 
-    A text that several demonstrations have is asked once. Few-shot is made anew for the same folds. A refit
-    has fewer demonstrations than the fit, so what is measured is on the whole a little low.
+    A text that several demonstrations have is asked once. What else has demonstrations is made anew for
+    the same folds. A refit has fewer of them than the fit, so what is measured is on the whole a little low.
 
     Args:
         injection: made of all demonstrations.
@@ -192,21 +199,22 @@ def with_folds(
     """
     shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method or I2CL())
     asked = tuple({example.text: example for example in reversed(shown)}.values())[::-1]
-    few_shot = make_methods(["few_shot"])[0]
+    free, others = baselines()[: len(FREE)], baselines()[len(FREE) :]
 
-    def again() -> Fitted:
+    def again(other: Method) -> Fitted:
         started = time.perf_counter()
-        refit = partial(few_shot.fit, decoder, task, seed=seed)
+        refit = partial(other.fit, decoder, task, seed=seed)
         predictor = folded(task, shown, refit, folds, seed)
         took = (time.perf_counter() - started) / len(predictor.refits)
-        return Fitted(few_shot, predictor, shown, seed, took)
+        return Fitted(other, predictor, shown, seed, took)
 
     def ours() -> Fitted:
         cost = injected(injection, decoder, task).cost
         predictor = folded(task, shown, lambda rest: injected(make(rest), decoder, task), folds, seed, cost)
         return Fitted(by, predictor, shown, seed, seconds)
 
-    fits = _fits(make_methods(FREE), decoder, task, shown, seed) | {few_shot.called: again, by.called: ours}
+    fits = _fits(free, decoder, task, shown, seed)
+    fits |= {other.called: partial(again, other) for other in others} | {by.called: ours}
     return _told(injection, by, fits, "demonstrations", decoder, task, asked, watch, progress)
 
 

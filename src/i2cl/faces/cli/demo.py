@@ -20,6 +20,9 @@ REAL = (
     "anchored+label_prior",
 )
 REAL_LIMIT = 60
+WITHOUT_LLM = "sentence_embeddings"
+"""Shown beside them where its encoder is installed."""
+
 PASSES = 20
 """Of I2CL's fast recipe on the real model: about the work of `anchored`."""
 
@@ -38,6 +41,7 @@ def demo(
     load.libraries()
     from i2cl.experiments.sweep import sweep
     from i2cl.methods import make_methods
+    from i2cl.methods.embeddings import local_encoder
     from i2cl.models.loading import REFERENCE, SMOLLM2
     from i2cl.tasks.reference import DEMO_TASKS
 
@@ -50,7 +54,10 @@ def demo(
         )
     source = partial(load.decoder, model, ModelOptions(device="cpu"))
     fast = {"optimizer": "lbfgs", "passes": PASSES} if real else {}
+    encoder = local_encoder() if real else None
     methods = make_methods(REAL if real else BUNDLED, recipe=fast)
+    if encoder:
+        methods += make_methods([WITHOUT_LLM], {"encoder": encoder})
     with console.progress(len(tasks) * len(methods), "evaluating") as bar:
         runs = sweep(source, tasks, methods, [seed], limit=limit, workers=1, watch=bar.run)
     show(runs, "", as_json=json, brief=True)
@@ -63,6 +70,11 @@ def demo(
         console.say(
             "\nI2CL and anchored answer at zero-shot cost and keep one vector a residual writer; few-shot "
             "keeps a key-value cache. label_prior looked at 64 texts without their labels."
+        )
+    if encoder and not json:
+        console.say(
+            f"{WITHOUT_LLM} has no LLM, but a second model of 22 million parameters: ahead on topics such as "
+            "these tickets, far behind on sentiment and kinds of question (docs/results.md)."
         )
 
 

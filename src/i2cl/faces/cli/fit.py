@@ -76,7 +76,8 @@ def fit(
         int,
         typer.Option(
             min=0,
-            help="Score the fit beside zero-shot and few-shot on at most so many test rows or, without any, "
+            help="Score the fit beside zero-shot, few-shot and, where they are installed, sentence "
+            "embeddings, on at most so many test rows or, without any, "
             "training rows that are no demonstrations; 0: not at all.",
         ),
     ] = 160,
@@ -244,7 +245,7 @@ def _measured(
     folds: int,
     **timed: Any,
 ) -> "Injection":
-    from i2cl.experiments.evidence.worth import BASELINES, with_folds, with_worth
+    from i2cl.experiments.evidence.worth import baselines, with_folds, with_worth
     from i2cl.methods.calibrated.folds import fold_rows
 
     if not queries:
@@ -253,7 +254,7 @@ def _measured(
             f"no labelled rows remain to score: {folds} refits, each without one part of the demonstrations, "
             f"take some {(folds - 1) * timed['seconds']:.1f} s (--folds 0: none)"
         )
-    rows = (len(queries) or len({one.text for one in demonstrations})) * (len(BASELINES) + 1)
+    rows = (len(queries) or len({one.text for one in demonstrations})) * (len(baselines()) + 1)
     with console.progress(rows, "scoring") as bar:
         timed |= {"watch": lambda method: bar.describe(f"scoring {method}"), "progress": bar.advance}
         if not queries:  # an accuracy to reach is refused without them

