@@ -1,0 +1,147 @@
+"""How far probabilities and thresholds can be trusted, from refits and from scores of test queries.
+
+    cd docs/experiments/real && python ../../../benchmarks/confidence.py refits.jsonl scores.safetensors
+
+The first file is of `refits.py`; the second holds ``TASK-SEED/scores`` and ``TASK-SEED/gold`` of the test
+queries, in half precision: what `greedy.py --keep` leaves. For the tasks and seeds that both have it prints
+
+- the four numbers of confidence under each rule for the temperature,
+- accuracy by refits beside that on the test queries,
+- how often a threshold for 90 % breaks its promise, in draws of 100 rows, each of which chooses its
+  temperature and its threshold. All queries of a task and seed are the population.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from i2cl.experiments.confidence import confidence, highest
+from i2cl.experiments.evidence.selective import select
+from i2cl.injections.temperature import best_temperature, likely_temperature, normalised
+
+TARGET, ROWS, DRAWS = 0.9, 100, 50
+"""Accuracy of what is answered; rows of a draw; draws a fit."""
+
+SELECTED = ("sst2", "tickets", "agnews", "mr")
+"""Tasks of the third table."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """One task and seed: label scores of its demonstrations by refits, and of the test queries by the fit."""
+
+    task: str
+    left_out: np.ndarray
+    left_out_gold: np.ndarray
+    scores: np.ndarray
+    gold: np.ndarray
+    seconds: float
+
+    @property
+    def best(self) -> float:
+        """The temperature with the least log-loss on the test queries."""
+        return best_temperature(self.scores, self.gold)
+
+    def temperatures(self, others: list[float]) -> dict[str, float]:
+        """By rule; ``others`` are the best ones of other tasks' fits."""
+        own, median = (self.left_out, self.left_out_gold), float(np.median(others))
+        spread = float(np.log(others).std())
+        return {
+            "as it is": 1.0,
+            "the other tasks' median": median,
+            "refits alone": best_temperature(*own),
+            "refits and prior (the default)": likely_temperature(*own),
+            "refits and the other tasks' prior": likely_temperature(*own, median, spread),
+            "best for these queries": self.best,
+        }
+
+
+def read(refits: Path, kept: Path) -> list[Fit]:
+    """Fits that both files have."""
+    held, found = load_file(kept), []
+    for one in map(json.loads, refits.read_text(encoding="utf-8").splitlines()):
+        name = f"{one['task']}-{one['seed']}"
+        if f"{name}/scores" in held:
+            scores, gold = normalised(held[f"{name}/scores"]), held[f"{name}/gold"].astype(int)
+            own = np.array(one["scores"]), np.array(one["gold"])
+            found.append(Fit(one["task"], *own, scores, gold, one["cpu_seconds"]))
+    return found
+
+
+def temperature_table(fits: list[Fit]) -> str:
+    """Means over tasks."""
+    each, all_seeds = defaultdict(list), defaultdict(list)
+    for fit in fits:
+        others = [other.best for other in fits if other.task != fit.task]
+        for rule, temperature in fit.temperatures(others).items():
+            at = normalised(fit.scores, temperature)
+            each[rule, fit.task].append(astuple(confidence(at, fit.gold, fit.scores.argmax(1))))
+            all_seeds[rule, fit.task].append((at, fit.gold))
+    lines = ["| temperature | log-loss | Brier | ECE, % | ECE of all seeds, % | AURC, % |"]
+    lines.append("|---|---:|---:|---:|---:|---:|")
+    for rule in dict.fromkeys(rule for rule, _ in each):
+        keys = [key for key in each if key[0] == rule]
+        log_loss, brier, ece, aurc = np.mean([np.mean(each[key], 0) for key in keys], 0)
+        pooled = []
+        for key in keys:
+            scores, gold = (np.concatenate(part) for part in zip(*all_seeds[key], strict=True))
+            pooled.append(confidence(scores, gold, scores.argmax(1)).ece)
+        numbers = f"{100 * ece:.1f} | {100 * np.mean(pooled):.1f} | {100 * aurc:.1f}"
+        lines.append(f"| {rule} | {log_loss:.3f} | {brier:.3f} | {numbers} |")
+    return "\n".join(lines)
+
+
+def floor(fits: list[Fit], random: np.random.Generator) -> float:
+    """Calibration error of probabilities that are right, on as many queries."""
+    found = []
+    for fit in fits:
+        at = normalised(fit.scores, fit.best)
+        drawn = (np.exp(at).cumsum(1) > random.random((len(at), 1))).argmax(1)
+        found.append(confidence(at, drawn, at.argmax(1)).ece)
+    return float(np.mean(found))
+
+
+def threshold_table(fits: list[Fit], random: np.random.Generator) -> str:
+    """Shares of the draws."""
+    lines = ["| task | draws | threshold shown | promise broken | coverage |", "|---|---:|---:|---:|---:|"]
+    for task in SELECTED:
+        found = []
+        for fit in (one for one in fits if one.task == task):
+            right = fit.scores.argmax(1) == fit.gold
+            for _ in range(DRAWS):
+                rows = random.integers(0, len(right), ROWS)
+                temperature = likely_temperature(fit.scores[rows], fit.gold[rows])
+                sure = highest(normalised(fit.scores, temperature))
+                selection = select(sure[rows], right[rows], TARGET)
+                reached = sure >= (selection.threshold if selection else 2.0)
+                broken = bool(selection) and right[reached].mean() < TARGET
+                found.append((bool(selection), broken, reached.mean()))
+        shown, broken, coverage = np.mean(found, 0)
+        lines.append(f"| {task} | {len(found)} | {shown:.3f} | {broken:.3f} | {coverage:.3f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read, and print."""
+    fits, random = read(Path(sys.argv[1]), Path(sys.argv[2])), np.random.default_rng(0)
+    by_refits = np.array([(fit.left_out.argmax(1) == fit.left_out_gold).mean() for fit in fits])
+    apart = 100 * (by_refits - np.array([(fit.scores.argmax(1) == fit.gold).mean() for fit in fits]))
+    seconds = np.mean([fit.seconds for fit in fits])
+    sizes = f"mean {apart.mean():.1f} points, mean size {np.abs(apart).mean():.1f}"
+    told = (
+        f"{len(fits)} fits of {', '.join(sorted({fit.task for fit in fits}))}",
+        temperature_table(fits),
+        f"ECE of probabilities that are right, on as many queries: {100 * floor(fits, random):.1f} %",
+        f"Refits less test accuracy: {sizes}; {seconds:.0f} CPU seconds a fit",
+        threshold_table(fits, random),
+    )
+    sys.stdout.write("\n\n".join(told) + "\n")
+
+
+if __name__ == "__main__":
+    main()
