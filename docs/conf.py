@@ -66,10 +66,16 @@ def _commands(group: Any, prefix: str) -> Iterator[str]:
             yield f"| {names} | {said} | {default} |"
 
 
+_ASIDE = re.compile(r"ablations|log|experiments/.*/?report")
+"""Pages that others link to, and that the navigation leaves out."""
+
+
 def setup(app: Sphinx) -> None:
     """Put the program's own help into the page of commands, and name folders that the site does not hold."""
 
     def fill(_: Sphinx, name: str, source: list[str]) -> None:
+        if _ASIDE.fullmatch(name):
+            source[0] = f"---\norphan: true\n---\n\n{source[0]}"
         if name == "reference/commands":
             source[0] = source[0].replace(
                 "<!-- commands -->", "\n".join(_commands(get_command(program), "i2cl"))
