@@ -1,11 +1,13 @@
-"""The README's Python snippet, links, extras and targets. On the real model, tests/real plays the snippet too."""
+"""The README's Python snippet, links, extras and targets. tests/real plays the snippet on the real model."""
 
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
+from i2cl.version import __version__
 from pages import blocks
 
 ROOT = Path(__file__).parents[1]
@@ -53,3 +55,13 @@ def test_the_make_targets_it_names_exist(page):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert targets
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_the_citation_and_the_release_are_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"]) == (__version__, "Apache-2.0")
+    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    assert release["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    assert release["jobs"]["publish"]["needs"] == "test"
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(form.read_text(encoding="utf-8"))
