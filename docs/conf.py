@@ -54,7 +54,9 @@ def _commands(group: Any, prefix: str) -> Iterator[str]:
         if hasattr(command, "commands"):
             yield from _commands(command, called)
             continue
-        yield f"\n## {called}\n\n{command.help}\n\n| option | what | default |\n|---|---|---|"
+        example = command.epilog.removeprefix("Example: ")
+        yield f"\n## {called}\n\n{command.help}\n\n```console\n{example}\n```\n"
+        yield "| option | what | default |\n|---|---|---|"
         for one in command.params:
             names = (
                 ", ".join(f"`{word}`" for word in one.opts)
