@@ -90,8 +90,8 @@ def filled(text: str) -> str:
     Raises:
         KeyError: for a marker that no function has the name of.
     """
-    part = re.compile(r"(<!-- ([\w-]+): begin -->\n).*?(\n<!-- \2: end -->)", re.DOTALL)
-    return part.sub(lambda found: found[1] + PARTS[found[2]]() + found[3], text)
+    part = re.compile(r"(<!-- ([\w-]+): begin -->\n).*?(<!-- \2: end -->)", re.DOTALL)
+    return part.sub(lambda found: f"{found[1]}{PARTS[found[2]]()}\n{found[3]}", text)
 
 
 @cache
