@@ -31,7 +31,7 @@ def main(model: str = "reference") -> None:
             client.wait(client.fit("films", EXAMPLES, "Review: {text}\nSentiment: {label}"))
             (answer,) = client.classify("films", ["a cold night at the cinema"])
             print(answer.label, {label: round(value, 2) for label, value in answer.probabilities.items()})
-            print([task["name"] for task in client.tasks()])
+            print([task["id"] for task in client.tasks()])
         finally:
             server.send_signal(signal.SIGTERM)  # what runs is answered first
             print("exit code", server.wait(timeout=60))
