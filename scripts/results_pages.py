@@ -531,6 +531,7 @@ def curves() -> str:
     axes = figure.subplots()
     styles = {
         OURS: ("#030303", "o"),
+        "sentence_embeddings": ("#010101", "D"),
         "Linear probe": ("#050505", "s"),
         "Few-shot, label prior": ("#060606", "^"),
         "Few-shot (ICL)": ("#040404", "v"),
@@ -539,8 +540,10 @@ def curves() -> str:
         told = {
             line.shots: got
             for line in found.lines
-            if line.row.name == name and line.shots and (got := found.accuracy(line))
+            if name in {line.row.name, line.row.method} and line.shots and (got := found.accuracy(line))
         }
+        if not told:
+            continue
         counts, means = list(told), [100 * one.mean for one in told.values()]
         ends = [
             [100 * (one.mean - one.low) for one in told.values()],

@@ -19,9 +19,6 @@ GUIDE, RESULTS = 600, 1500
 TOLD = [page for page in pages() if page.name != "log.md"]
 """All pages but the log, which keeps its entries as they were written."""
 
-LONGER_GUIDES = {"export.md": 2900}
-"""Words that it may have while it waits for its turn."""
-
 
 def sentences(text):
     """Those of a Markdown page, without code, tables, headings and addresses."""
@@ -49,7 +46,7 @@ def test_sentences_are_short(page):
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guide").glob("*.md")), ids=lambda page: page.stem)
 def test_a_guide_is_a_page(page):
-    assert outside_code(page) <= LONGER_GUIDES.get(page.name, GUIDE)
+    assert outside_code(page) <= GUIDE
 
 
 def test_the_results_are_a_page_of_1500_words():
