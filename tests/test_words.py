@@ -16,9 +16,6 @@ CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 LONGEST, MEDIAN = 35, 17
 GUIDE, RESULTS = 600, 1500
 
-TOLD = [page for page in pages() if page.name != "log.md"]
-"""All pages but the log, which keeps its entries as they were written."""
-
 
 def sentences(text):
     """Those of a Markdown page, without code, tables, headings and addresses."""
@@ -37,7 +34,7 @@ def words(text):
     return len(re.findall(r"\S*[^\W\d_]\S*", text))
 
 
-@pytest.mark.parametrize("page", TOLD, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_are_short(page):
     told = sentences(page.read_text(encoding="utf-8"))
     assert [one for one in told if words(one) > LONGEST] == []
