@@ -71,7 +71,7 @@ app.command()(check.check)
 app.command()(ls.ls)
 for _prefix, _group in (("", app), ("experiment ", experiment.app)):
     for _command in _group.registered_commands:
-        _name = _command.name or getattr(_command.callback, "__name__", "")
+        _name = str(_command.name or getattr(_command.callback, "__name__", ""))
         _command.epilog = f"Example: {EXAMPLES[_prefix + _name]}"
 
 
