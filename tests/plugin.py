@@ -18,7 +18,7 @@ SHAPED = (
     "experiments.evaluation",
     "experiments.report",
     "experiments.statistics",
-    "experiments.evidence.folds",
+    "methods.calibrated.folds",
     "experiments.evidence.worth",
     "injections",
     "methods",

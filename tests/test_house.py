@@ -31,6 +31,7 @@ LAYERS = (
 SHARED_BY_METHODS = {
     "methods.base",
     "methods.prompts",
+    "methods.calibrated.folds",
     "methods.adapters",
     "methods.controls",
     "methods.compressors.base",

@@ -5,14 +5,19 @@ import pytest
 
 from i2cl.experiments.confidence import (
     BINS,
-    COLDEST,
-    HOTTEST,
-    best_temperature,
     confidence,
     highest,
-    normalised,
     reliability,
     risk_coverage,
+)
+from i2cl.injections.temperature import (
+    COLDEST,
+    HOTTEST,
+    SPREAD,
+    TYPICAL,
+    best_temperature,
+    likely_temperature,
+    normalised,
 )
 
 
@@ -122,3 +127,31 @@ def test_probabilities_of_zero_leave_finite_numbers():
     found = measured(scores, np.array([1, 1]))
     assert found.log_loss == pytest.approx(65504 / 2)
     assert np.isfinite(best_temperature(scores, np.array([1, 1])))
+
+
+def test_a_prior_pulls_the_temperature_of_few_rows_and_not_of_many():
+    scores, gold = drawn(queries=20_000, sharper=6.0)
+    few = likely_temperature(scores[:5], gold[:5])
+    assert likely_temperature(scores[:0], gold[:0]) == TYPICAL
+    assert likely_temperature(np.zeros((3, 2)), np.array([0, 1, 1])) == TYPICAL
+    assert likely_temperature(scores, gold) == pytest.approx(6, rel=0.05)
+    assert abs(np.log(few / TYPICAL)) < abs(np.log(best_temperature(scores[:5], gold[:5]) / TYPICAL))
+    assert likely_temperature(scores[:5], gold[:5], 2.4, 1e-6) == pytest.approx(2.4, rel=1e-3)
+
+
+def test_the_likely_temperature_minimises_loss_and_prior_together():
+    optimize = pytest.importorskip("scipy.optimize", reason="scipy is the reference for the search")
+    scores, gold = drawn(queries=30, sharper=4)
+
+    def objective(log_temperature):
+        own = measured(normalised(scores, np.exp(log_temperature)), gold).log_loss * len(gold)
+        return own + (log_temperature - np.log(TYPICAL)) ** 2 / (2 * SPREAD**2)
+
+    expected = optimize.minimize_scalar(objective, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9})
+    assert likely_temperature(scores, gold) == pytest.approx(np.exp(expected.x), rel=1e-4)
+
+
+def test_a_label_that_was_not_seen_leaves_a_finite_temperature():
+    scores = np.array([[0.0, -1.0, -np.inf], [-2.0, 0.0, -np.inf], [0.0, -1.0, -np.inf]])
+    found = likely_temperature(scores, np.array([0, 1, 2]))
+    assert TYPICAL < found <= HOTTEST

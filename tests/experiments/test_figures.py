@@ -13,13 +13,14 @@ from matplotlib.colors import to_hex  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from i2cl.errors import I2CLError  # noqa: E402
-from i2cl.experiments.confidence import best_temperature, highest, normalised, reliability  # noqa: E402
+from i2cl.experiments.confidence import highest, reliability  # noqa: E402
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale  # noqa: E402
 from i2cl.experiments.library import load_experiment  # noqa: E402
 from i2cl.experiments.records import Record, Scores  # noqa: E402
 from i2cl.experiments.report import figures_maps  # noqa: E402
 from i2cl.experiments.report.figures import FIGURES, save  # noqa: E402
 from i2cl.experiments.report.results import results_of  # noqa: E402
+from i2cl.injections.temperature import best_temperature, normalised  # noqa: E402
 
 TASKS = ("films", "news", "plots")
 ZERO = GridRow(name="Zero-shot", method="zero_shot", seeds=1)

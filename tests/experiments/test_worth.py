@@ -1,13 +1,15 @@
 """Whether a fit pays: the rows it is measured on, and what it is set beside."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from i2cl import CalibrationConfig, Example, I2CLError, Injection, calibrate, extract
+from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evaluation import evaluate
 from i2cl.experiments.evidence.worth import (
     BASELINES,
@@ -15,6 +17,7 @@ from i2cl.experiments.evidence.worth import (
     with_folds,
     with_worth,
 )
+from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
@@ -242,3 +245,35 @@ def test_fit_needs_no_extra(tmp_path):
     code, _, errors = finished(FIT, "fit", "reference", "mood-colour-1", *options)
     assert code == 0, errors
     assert Injection.from_pretrained(tmp_path / "out").worth["rows"] == 4
+
+
+# Confidence
+
+
+def test_the_temperature_is_chosen_on_the_rows_and_changes_no_answer(decoder, task):
+    _, plain = fitted(decoder, task)
+    found = measured(decoder, task)
+    texts = [row.text for row in task.test]
+    gold = np.array([row.label for row in task.test])
+    scores = plain.scores(decoder, texts)
+    assert found.temperature == pytest.approx(likely_temperature(scores.numpy(), gold, 1.5, 1.0), rel=1e-2)
+    assert found.temperature != 1
+    assert found.predict(decoder, texts) == plain.predict(decoder, texts)
+    sure = found.scores(decoder, texts).numpy()
+    expected = confidence(normalised(sure), gold, scores.argmax(-1).numpy())
+    assert found.worth["confidence"] == pytest.approx(asdict(expected), abs=2e-3)
+    assert found.worth["selection"] == {}
+
+
+def test_a_threshold_is_found_where_an_accuracy_is_asked_for(decoder, task):
+    with pytest.raises(I2CLError, match="22 labelled rows beside the examples or more"):
+        measured(decoder, task, limit=10, target=0.9)
+    many = replace(
+        task, test=tuple(replace(row, text=f"{row.text} {at}") for at in range(8) for row in task.test)
+    )
+    told = measured(decoder, many, target=0.5).worth["selection"]
+    assert told["target"] == 0.5
+    assert set(told) in (
+        {"target", "rows", "needed"},
+        {"target", "threshold", "coverage", "accuracy", "rows"},
+    )

@@ -129,6 +129,7 @@ def test_it_is_what_extract_and_calibrate_make():
     injection = calibrate(decoder, task, shown, context, CalibrationConfig.recipe("fast"), seed=0)
     assert found.classes_.tolist() == list(task.labels)
     assert torch.equal(found.injection_.coefficients, injection.coefficients)
+    injection = with_temperature(injection, found.injection_.temperature)  # chosen on rows that shots left
     scores = injection.scores(decoder, QUERIES).double()
     assert np.allclose(found.predict_log_proba(QUERIES), scores.log_softmax(-1).numpy())
     assert np.array_equal(found.decision_function(QUERIES), scores.numpy())
@@ -146,6 +147,7 @@ def test_another_method_and_unlabelled_texts(tmp_path):
     plain = anchor(reference(), task, shown, context, AnchoredConfig(steps=2))
     injection = with_label_prior(plain, reference(), unlabelled)
     assert torch.equal(found.injection_.context.values, injection.context.values)
+    injection = with_temperature(injection, found.injection_.temperature)
     assert np.allclose(found.decision_function(QUERIES), injection.scores(reference(), QUERIES).numpy())
     assert "anchored+label_prior" in found.report_["methods"]
     found.save_pretrained(tmp_path / "out")
@@ -228,6 +230,14 @@ def test_it_reports_on_the_texts_that_shots_left_over():
 
 def test_there_is_no_report_where_no_text_is_left_or_none_is_wanted(tmp_path):
     assert quick(shots=None, evaluate=160).fit(X[:12], Y[:12]).report_ is None
+    rows = [at for word in sorted(set(Y)) for at in [at for at, one in enumerate(Y) if one == word][:3]]
+    texts, words = [X[at] for at in rows], [Y[at] for at in rows]
+    refitted = quick(shots=None, evaluate=160, folds=2).fit(texts, words)
+    assert refitted.report_["rows"] == len(set(texts))
+    assert refitted.report_["split"] == "demonstrations"
+    assert refitted.injection_.temperature != 1
+    with pytest.raises(I2CLError, match="folds=1"):
+        quick(folds=1).fit(X, Y)
     found = quick(evaluate=0).fit(X, Y)
     assert found.report_ is None
     found.save_pretrained(tmp_path / "out")
@@ -533,7 +543,8 @@ def test_a_label_bias_follows_its_labels(tmp_path):
 
 
 def test_a_temperature_changes_probabilities_and_no_answer(tmp_path):
-    with_temperature(fitted().injection_, 3.0).save_pretrained(tmp_path / "warm")
+    warm = with_temperature(fitted().injection_, 3 * fitted().injection_.temperature)
+    warm.save_pretrained(tmp_path / "warm")
     found = I2CLClassifier.from_pretrained(tmp_path / "warm", model=reference())
     assert found.predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
     roots = fitted().predict_proba(QUERIES) ** (1 / 3)

@@ -16,7 +16,7 @@ import torch
 import typer
 from rich.console import Console
 
-from i2cl import Decoder, Injection, with_label_prior
+from i2cl import Decoder, Injection, with_label_prior, with_temperature
 from i2cl.experiments.confidence import NAMES
 from i2cl.faces.cli import app, console, main
 from i2cl.faces.cli.options import expanded
@@ -76,7 +76,7 @@ def expected(home):
     """What the Python API says about the texts: labels and probabilities."""
     decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
     injection = Injection.from_pretrained(home / "artefact")
-    return injection.predict(decoder, TEXTS), injection.scores(decoder, TEXTS).softmax(-1)
+    return injection.predict(decoder, TEXTS), injection.scores(decoder, TEXTS).softmax(-1).float()
 
 
 def parsed(out):
@@ -350,7 +350,8 @@ def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_pat
     assert list(injection.worth["methods"])[-1] == "i2cl+label_prior"
     assert "--unlabelled texts.csv --prior '0.75, 0.25'" in injection.command
     _, found = parsed(call("predict", tmp_path / "new", texts)[1])
-    shifted = wanted.scores(decoder, [f"film {number}" for number in range(40)]).softmax(-1)
+    wanted = with_temperature(wanted, injection.temperature)  # chosen behind the prior
+    shifted = wanted.scores(decoder, [f"film {number}" for number in range(40)]).softmax(-1).float()
     torch.testing.assert_close(found, shifted, atol=2e-6, rtol=1e-4)
 
 

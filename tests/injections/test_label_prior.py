@@ -9,7 +9,7 @@ import torch
 from i2cl import CalibrationConfig, I2CLError, Injection, InjectionPool, calibrate, extract, with_label_prior
 from i2cl.injections.label_prior import FewTextsWarning, without_label_prior
 from i2cl.methods.base import Cost
-from i2cl.methods.label_calibration import LabelPrior
+from i2cl.methods.calibrated.label_calibration import LabelPrior
 from i2cl.models.scoring import biased
 from i2cl.tasks import Example
 
@@ -38,7 +38,7 @@ def injection(decoder, task):
 def test_scores_are_those_of_the_wrapper(injection, decoder, task):
     rows = replace(task, train=tuple(Example(text, number % 2) for number, text in enumerate(UNLABELLED)))
     below = Below(injection, decoder)
-    wrapper = LabelPrior().over(below, rows, (), seed=0)
+    wrapper = LabelPrior().over(decoder, below, rows, (), seed=0)
     found = with_label_prior(injection, decoder, rows.unlabelled(64, (), 0))
     wanted = wrapper.scores(TEXTS)
     assert torch.equal(found.scores(decoder, TEXTS), wanted)

@@ -1,4 +1,4 @@
-"""How far a classifier's probabilities can be trusted: four numbers, two curves and the best temperature.
+"""How far a classifier's probabilities can be trusted: four numbers and two curves.
 
 Scores are log-probabilities among the labels, one row a query. What was answered is told beside them, since
 scores that were rounded for keeping may tie where the answer did not. Queries of equal confidence count as
@@ -9,19 +9,13 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
+
+from i2cl.injections.temperature import Labels, Scores, normalised
 
 BINS = 15
 """Of the expected calibration error, each with as many queries."""
 
-COLDEST, HOTTEST = 0.01, 100.0
-"""Temperatures that are searched."""
-
-_HALVINGS = 50
-"""Of the search, which leaves a factor below 1 + 1e-14."""
-
-Scores = Float[np.ndarray, "queries labels"]
-Labels = Int[np.ndarray, " queries"]
 Sure = Float[np.ndarray, " queries"]
 Right = Bool[np.ndarray, " queries"]
 
@@ -79,32 +73,6 @@ def mean_confidence(each: Sequence[Confidence | None]) -> Confidence | None:
     if not held or len(held) < len(each):
         return None
     return Confidence(*np.mean([astuple(one) for one in held], axis=0).tolist())
-
-
-def normalised(scores: Scores, temperature: float = 1.0) -> Scores:
-    """Log-probabilities among the labels at a temperature, in double precision."""
-    scaled = np.asarray(scores, float) / temperature
-    shifted = scaled - scaled.max(1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
-
-
-def best_temperature(scores: Scores, gold: Labels) -> float:
-    """The temperature with the least log-loss, between `COLDEST` and `HOTTEST`; 1 where none matters.
-
-    The log-loss is convex in 1 / temperature, so the sign of its slope says on which side the best one lies.
-    """
-    known = np.asarray(scores, float)
-    if not np.ptp(known, axis=1).any():
-        return 1.0
-    right = known[np.arange(len(gold)), gold]
-    low, high = np.log(COLDEST), np.log(HOTTEST)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        probabilities = np.exp(normalised(known, float(np.exp(middle))))
-        # Slope by 1 / temperature: positive where the probabilities are sharper than the answers are right.
-        sharper = ((probabilities * known).sum(1) - right).mean() > 0
-        low, high = (middle, high) if sharper else (low, middle)
-    return float(np.exp((low + high) / 2))
 
 
 def highest(scores: Scores) -> Sure:

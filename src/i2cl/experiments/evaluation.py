@@ -79,14 +79,14 @@ def fit_seeds(
     ]
 
 
-def stand_on(method: Wrapper, below: Fitted, task: Task) -> Fitted:
+def stand_on(decoder: Decoder, method: Wrapper, below: Fitted, task: Task) -> Fitted:
     """A wrapper on top of what the method below it was fitted to; its seconds are those of both.
 
     Raises:
         I2CLError: if it lacks something that it needs.
     """
     started = time.perf_counter()
-    predictor = method.over(below.predictor, task, below.demonstrations, below.seed)
+    predictor = method.over(decoder, below.predictor, task, below.demonstrations, below.seed)
     seconds = below.seconds + time.perf_counter() - started
     return replace(below, method=method, predictor=predictor, seconds=seconds)
 
@@ -96,9 +96,9 @@ def bottom(method: Method) -> Method:
     return bottom(method.below) if isinstance(method, Wrapper) else method
 
 
-def _on_top(method: Method, fitted: Fitted, task: Task) -> Fitted:
+def _on_top(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -> Fitted:
     if isinstance(method, Wrapper):
-        return stand_on(method, _on_top(method.below, fitted, task), task)
+        return stand_on(decoder, method, _on_top(decoder, method.below, fitted, task), task)
     return fitted
 
 
@@ -234,7 +234,7 @@ class Evaluation:
                     fitted = together.get(seed) or self._fitted(decoder, seed)
                     for method in self.methods:
                         with self._told(found, seed, [method]):
-                            on_top = _on_top(method, fitted, self.task)
+                            on_top = _on_top(decoder, method, fitted, self.task)
                             found.append(measure(decoder, self.task, on_top, queries))
         except NoCompressorError as lacking:
             if not self.skip:

@@ -19,8 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from i2cl.experiments.confidence import NAMES, Confidence, confidence, normalised
+from i2cl.experiments.confidence import NAMES, Confidence, confidence
 from i2cl.experiments.grid import Cell
+from i2cl.injections.temperature import normalised
 from i2cl.methods import Cost
 
 COUNTS = {

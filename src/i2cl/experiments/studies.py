@@ -188,7 +188,10 @@ def _fitted(
 ) -> list[Fitted]:
     if isinstance(method, Wrapper):
         task = _asked(bench, cells[0])
-        return [stand_on(method, below, task) for below in _fitted(bench, cells, method.below, shown)]
+        return [
+            stand_on(bench.decoder, method, below, task)
+            for below in _fitted(bench, cells, method.below, shown)
+        ]
     key = " ".join(fit_key(cell) for cell in cells)
     if key not in bench.fits:
         task, seeds = bench.task(cells[0]), [cell.seed for cell in cells]

@@ -8,13 +8,14 @@ from i2cl.core.recipe import RECIPES
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored, AnchoredControl
 from i2cl.methods.base import Cost, Method, Predictor, Wrapper
+from i2cl.methods.calibrated.label_calibration import BatchCalibration, ContextualCalibration, LabelPrior
+from i2cl.methods.calibrated.temperature import Temperature
 from i2cl.methods.compressors import CEPE, ICAE, AutoCompressor
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
 from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, InjectionMethod, Noise
 from i2cl.methods.icv import ICV
 from i2cl.methods.knn_prompting import KNNPrompting
 from i2cl.methods.label_anchor import LabelAnchor
-from i2cl.methods.label_calibration import BatchCalibration, ContextualCalibration, LabelPrior
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
 from i2cl.methods.task_vector import LearnedTaskVector, LinearTaskVector, TaskVector
@@ -47,6 +48,7 @@ _ALL: tuple[type[Method], ...] = (
     ContextualCalibration,
     BatchCalibration,
     LabelPrior,
+    Temperature,
     KNNPrompting,
     AutoCompressor,
     ICAE,

@@ -14,6 +14,7 @@ from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
+from i2cl.injections.temperature import SPREAD, TYPICAL
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.controls import CorruptionConfig, NoiseConfig, corrupted, noise_like
 from i2cl.methods.prompts import PromptPredictor
@@ -35,6 +36,11 @@ class Anchored(Method):
 
     extraction: ExtractConfig = field(default_factory=ExtractConfig)
     anchoring: AnchoredConfig = field(default_factory=AnchoredConfig)
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """As measured."""
+        return TYPICAL, SPREAD
 
     @property
     def rounds(self) -> int:

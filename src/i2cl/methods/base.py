@@ -113,6 +113,14 @@ class Method(ABC):
         """The name that makes it again."""
         return self.name
 
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Typical best temperature of its probabilities, and the spread of its logarithm.
+
+        Wide, where nothing was measured; see `i2cl.injections.temperature.likely_temperature`.
+        """
+        return 1.5, 1.0
+
     @classmethod
     def options(cls) -> Mapping[str, str]:
         """Names of the options it takes, each with its default and then any other words it can be."""
@@ -189,6 +197,11 @@ class Wrapper(Method):
         return self.name if below == self.default else f"{below}+{self.name}"
 
     @property
+    def temperatures(self) -> tuple[float, float]:
+        """As the method below."""
+        return self.below.temperatures
+
+    @property
     def below(self) -> Method:
         """The method below.
 
@@ -205,7 +218,9 @@ class Wrapper(Method):
         return self.below.joint
 
     @abstractmethod
-    def over(self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
+    def over(
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> Predictor:
         """What it makes of the method below once that is fitted.
 
         Raises:
@@ -214,7 +229,8 @@ class Wrapper(Method):
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
         """Fit the method below, and stand on it."""
-        return self.over(self.below.fit(decoder, task, demonstrations, seed), task, demonstrations, seed)
+        below = self.below.fit(decoder, task, demonstrations, seed)
+        return self.over(decoder, below, task, demonstrations, seed)
 
     def fit_many(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
@@ -222,7 +238,7 @@ class Wrapper(Method):
         """Fit the method below to every seed, and stand on each."""
         fitted = self.below.fit_many(decoder, task, demonstrations, seeds)
         each = zip(fitted, demonstrations, seeds, strict=True)
-        return [self.over(below, task, shown, seed) for below, shown, seed in each]
+        return [self.over(decoder, below, task, shown, seed) for below, shown, seed in each]
 
 
 def _words(annotation: Any) -> list[str]:

@@ -156,7 +156,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         settings=_json(
             {key: description[key] for key in ("extraction", "calibration", "positions", "scoring", "seed")}
         ),
-        results=_results(description.get("metrics", {}), description.get("worth", {})),
+        results=_results(description),
         again=_again(description),
     )
     return f"{card}\n".encode(errors="backslashreplace").decode()  # of a folder whose name is not UTF-8
@@ -240,15 +240,39 @@ def prior_words(labels: Sequence[str], told: Mapping[str, Any]) -> str:
     return f"Measured on {told['texts']} texts without labels; classes are taken to be {frequent}."
 
 
-def _results(metrics: Mapping[str, float], worth: Mapping[str, Any]) -> str:
+def confidence_words(temperature: float, told: Mapping[str, float]) -> str:
+    """What temperature was chosen, and the four numbers of `i2cl.experiments.confidence` at it."""
+    names = {"log_loss": "log-loss", "brier": "Brier", "ece": "ECE", "aurc": "AURC"}
+    numbers = ", ".join(f"{name} {told[key]:.3f}" for key, name in names.items())
+    return f"temperature {temperature:.2f}, chosen on these rows; there {numbers}"
+
+
+def selection_words(told: Mapping[str, Any]) -> str:
+    """From which confidence on answers are right as often as was asked, or how many rows would show it."""
+    aim, rows = f"{100 * told['target']:g} %", told["rows"]
+    if "threshold" in told:
+        return (
+            f"from a probability of {told['threshold']:.6g} on, {aim} or more are right (shown at 90 % "
+            f"confidence on {rows} rows, where {100 * told['accuracy']:.1f} % are); "
+            f"{100 * told['coverage']:.0f} % of the texts get one"
+        )
+    needed = told["needed"]
+    cure = f"about {needed:,} would show one" if needed else "the surest of them are not right so often"
+    return f"no threshold for {aim} is shown on {rows} rows; {cure}"
+
+
+def _results(description: Mapping[str, Any]) -> str:
+    metrics, worth = description.get("metrics", {}), description.get("worth", {})
     if not metrics and not worth:
         return "Not measured (`i2cl fit` does where labelled rows remain)."
     told = ", ".join(f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics)
     rows = f" on {metrics['n']} {SCORED[worth.get('split', 'test')]}" if "n" in metrics else ""
-    return "\n\n".join([*([f"{told}{rows}."] if told else []), *(_worth(worth) if worth else ())])
+    return "\n\n".join(
+        [*([f"{told}{rows}."] if told else []), *(_worth(description, worth) if worth else ())]
+    )
 
 
-def _worth(worth: Mapping[str, Any]) -> Iterator[str]:
+def _worth(description: Mapping[str, Any], worth: Mapping[str, Any]) -> Iterator[str]:
     """Verdict and table."""
     yield f"Whether it pays: {worth['verdict']}."
     yield f"Accuracy on {worth['rows']} {SCORED[worth['split']]}:"
@@ -265,6 +289,10 @@ def _worth(worth: Mapping[str, Any]) -> Iterator[str]:
     yield "\n".join(lines)
     if any("batch_calibration" in name for name in worth["methods"]):
         yield TOGETHER
+    if "confidence" in worth:  # artefacts of the first versions lack it
+        yield f"Confidence: {confidence_words(description.get('temperature', 1.0), worth['confidence'])}."
+    if worth.get("selection"):
+        yield f"Answers that are sure enough: {selection_words(worth['selection'])}."
 
 
 def _milliseconds(score: Mapping[str, Any]) -> str:

@@ -7,20 +7,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
+from i2cl.experiments.confidence import Confidence, confidence, highest
 from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
-from i2cl.experiments.evidence.folds import FOLDS, folded, injected
+from i2cl.experiments.evidence.selective import require_target, selection
 from i2cl.experiments.evidence.verdicts import verdict, wilson
 from i2cl.experiments.records import Run
+from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.methods import Method, make_methods
+from i2cl.methods.calibrated.folds import FOLDS, folded, injected
+from i2cl.methods.calibrated.label_calibration import LabelPrior
 from i2cl.methods.i2cl import I2CL
-from i2cl.methods.label_calibration import LabelPrior
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
@@ -70,6 +73,10 @@ class Worth:
         p: of a test on the same rows.
         methods: scores by method.
         not_run: why the other methods could not be run.
+        confidence: log-loss, Brier score, calibration error and area under the risk-coverage curve of the
+            injection at its temperature, which these rows chose (`i2cl.experiments.confidence.Confidence`).
+        selection: the confidence from which on answers are right as often as was asked, see
+            `i2cl.experiments.evidence.selective.selection`; empty where nothing was asked.
     """
 
     rows: int
@@ -82,6 +89,8 @@ class Worth:
     p: float
     methods: dict[str, Score]
     not_run: dict[str, str]
+    confidence: dict[str, float]
+    selection: dict[str, Any]
 
 
 def labelled_rows(task: Task, demonstrations: Sequence[Example], limit: int) -> tuple[Example, ...]:
@@ -112,12 +121,13 @@ def with_worth(
     *,
     seconds: float,
     method: Method | None = None,
+    target: float | None = None,
     watch: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> Injection:
-    """The same injection, which also knows how it does on labelled rows, beside the baselines.
+    """The same injection with what it is worth on labelled rows, and a temperature that fits these.
 
-    These have the same demonstrations and seed. One that cannot be run, such as few-shot where the
+    The baselines have the same demonstrations and seed. One that cannot be run, such as few-shot where the
     demonstrations do not fit into the context, is told as such.
 
     Args:
@@ -128,12 +138,15 @@ def with_worth(
         queries: see `labelled_rows`.
         seconds: that the fit took.
         method: that made the injection; default: I2CL.
+        target: accuracy of the answers that are sure enough; see `i2cl.experiments.evidence.selective`.
         watch: called with the name of each method before it runs.
         progress: called as queries finish.
 
     Raises:
-        I2CLError: without queries, or on an empty text.
+        I2CLError: without queries or with too few for the target, or on an empty text.
     """
+    if target is not None:
+        require_target(target, len(queries))
     if not queries:
         raise I2CLError("no queries were given: at least one is needed")
     shown, by = tuple(demonstrations), _by(injection, method or I2CL())
@@ -141,7 +154,7 @@ def with_worth(
     ours = Fitted(by, injected(injection, decoder, task), shown, injection.seed, seconds)
     fits = _fits(make_methods(BASELINES), decoder, task, shown, injection.seed) | {by.called: lambda: ours}
     split: Split = "test" if task.test else "train"
-    return _told(injection, fits, split, decoder, task, queries, watch, progress)
+    return _told(injection, by, fits, split, decoder, task, queries, watch, progress, target)
 
 
 def with_folds(
@@ -166,7 +179,7 @@ def with_folds(
         injection: made of all demonstrations.
         decoder: the model.
         task: with its labels.
-        demonstrations: see `i2cl.experiments.evidence.folds.fold_rows`.
+        demonstrations: see `i2cl.methods.calibrated.folds.fold_rows`.
         make: makes an injection of some of them, as this one was made.
         seconds: see `with_worth`, as for what follows.
         method: see there.
@@ -194,7 +207,7 @@ def with_folds(
         return Fitted(by, predictor, shown, seed, seconds)
 
     fits = _fits(make_methods(FREE), decoder, task, shown, seed) | {few_shot.called: again, by.called: ours}
-    return _told(injection, fits, "demonstrations", decoder, task, asked, watch, progress)
+    return _told(injection, by, fits, "demonstrations", decoder, task, asked, watch, progress)
 
 
 def _by(injection: Injection, method: Method) -> Method:
@@ -211,8 +224,22 @@ def _fits(
     return {method.called: partial(fit, method) for method in methods}
 
 
+def tempered(run: Run, temperatures: tuple[float, float]) -> tuple[float, Confidence]:
+    """The most probable temperature given a run's rows, and the four numbers of confidence at it.
+
+    Args:
+        run: with its scores.
+        temperatures: the prior's; see `i2cl.methods.Method.temperatures`.
+    """
+    scores = run.scores.array if run.scores else np.empty((0, len(run.labels)))
+    gold = np.array(run.gold)
+    temperature = likely_temperature(scores, gold, *temperatures)
+    return temperature, confidence(normalised(scores, temperature), gold, np.array(run.predictions))
+
+
 def _told(
     injection: Injection,
+    by: Method,
     fits: Mapping[str, Callable[[], Fitted]],
     split: Split,
     decoder: Decoder,
@@ -220,6 +247,7 @@ def _told(
     queries: Sequence[Example],
     watch: Callable[[str], None] | None,
     progress: Progress | None,
+    target: float | None = None,
 ) -> Injection:
     """Every method scored, the first one and the last, which is the injection's, in any case."""
     runs: dict[str, Run] = {}
@@ -240,21 +268,39 @@ def _told(
                 raise
             not_run[name] = "out of memory"
     ours = list(runs.values())[-1]
-    worth = _compared(ours, runs, not_run, split)
+    temperature, sure = tempered(ours, by.temperatures)
+    worth = _compared(ours, runs, not_run, split, sure)
+    if target is not None and ours.scores is not None:
+        chances = highest(normalised(ours.scores.array, temperature))
+        worth = replace(worth, selection=selection(chances, _right(ours), target))
+    injection = replace(injection, temperature=temperature)
     if split == "demonstrations":  # no measurement to publish
         return replace(injection, worth=asdict(worth))
     metrics = {"accuracy": ours.accuracy, "macro_f1": ours.macro_f1, "n": ours.n}
     return replace(injection, metrics=metrics, worth=asdict(worth))
 
 
-def _compared(ours: Run, runs: dict[str, Run], not_run: dict[str, str], split: Split) -> Worth:
+def _compared(
+    ours: Run, runs: dict[str, Run], not_run: dict[str, str], split: Split, sure: Confidence
+) -> Worth:
     mine = _right(ours)
     free = {name: _right(runs[name]) for name in FREE if name in runs}
     counts = {name: (int((mine & ~one).sum()), int((one & ~mine).sum())) for name, one in free.items()}
     told = verdict(counts, ours.n)
     scores = {name: _score(run) for name, run in runs.items()}
     return Worth(
-        ours.n, split, told.words, told.against, told.difference, told.low, told.high, told.p, scores, not_run
+        ours.n,
+        split,
+        told.words,
+        told.against,
+        told.difference,
+        told.low,
+        told.high,
+        told.p,
+        scores,
+        not_run,
+        asdict(sure),
+        {},
     )
 
 

@@ -88,6 +88,13 @@ def fit(
             "and score that part; 0: do not.",
         ),
     ] = 3,
+    target_accuracy: Annotated[
+        float | None,
+        typer.Option(
+            help="Find the confidence from which on answers are right so often, such as 0.95, on labelled "
+            "rows that the fit does not use (at most --evaluate of them).",
+        ),
+    ] = None,
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
@@ -98,10 +105,9 @@ def fit(
     load.libraries()
     from i2cl.core.artefact import own_files
     from i2cl.experiments.draw import draw, fitting
-    from i2cl.experiments.evidence.folds import require_folds, unmeasurable
-    from i2cl.experiments.evidence.worth import labelled_rows
     from i2cl.injections.label_prior import with_label_prior
     from i2cl.methods import calibrating_method
+    from i2cl.methods.calibrated.folds import require_folds, unmeasurable
     from i2cl.tasks.loaders import is_own
 
     require_writable(output, own_files(output))
@@ -119,7 +125,7 @@ def fit(
         with console.waiting("timing the model"):
             drawn = fitting(decoder, loaded, chosen.rounds, seed, **choice)
     demonstrations = drawn.demonstrations
-    queries = labelled_rows(loaded, demonstrations, evaluate)
+    queries = _queries(loaded, demonstrations, evaluate, target_accuracy)
     block = data.Block.of(loaded, decoder, drawn, queries) if own else None
     if block is not None and not json:
         block.show()
@@ -136,11 +142,10 @@ def fit(
 
     unknown = ""
     if evaluate and not queries:
-        unknown = "no labelled rows remain to score: fit with fewer --shots"
-        if folds > 0:
-            unknown = unmeasurable(loaded, demonstrations, folds, seed)
+        lacking = "no labelled rows remain to score: fit with fewer --shots"
+        unknown = unmeasurable(loaded, demonstrations, folds, seed) if folds else lacking
     if evaluate and not unknown:
-        timed: Any = {"method": chosen, "seconds": seconds}
+        timed: Any = {"method": chosen, "seconds": seconds, "target": target_accuracy}
         injection = _measured(injection, decoder, loaded, demonstrations, queries, make, folds, **timed)
     command = command_line(
         context, shots=drawn.shots, keep_back=drawn.keep_back or None, seed=seed, method=chosen.name
@@ -167,6 +172,23 @@ def _fitted(
         slow = hints and isinstance(method, I2CL) and method.calibration.optimizer != "lbfgs"
         progress = _Patience(bar).epoch if slow else bar.epoch
         return method.injection(decoder, task, demonstrations, seed, progress)
+
+
+def _queries(
+    task: "Task", demonstrations: "Sequence[Example]", limit: int, target: float | None
+) -> "Sequence[Example]":
+    """Rows to score on.
+
+    Raises:
+        I2CLError: where they are too few for the accuracy that is asked for.
+    """
+    from i2cl.experiments.evidence.selective import require_target
+    from i2cl.experiments.evidence.worth import labelled_rows
+
+    queries = labelled_rows(task, demonstrations, limit)
+    if target is not None:
+        require_target(target, len(queries))
+    return queries
 
 
 def _prior_of(
@@ -225,8 +247,8 @@ def _measured(
     folds: int,
     **timed: Any,
 ) -> "Injection":
-    from i2cl.experiments.evidence.folds import fold_rows
     from i2cl.experiments.evidence.worth import BASELINES, with_folds, with_worth
+    from i2cl.methods.calibrated.folds import fold_rows
 
     if not queries:
         folds = len(fold_rows(task, demonstrations, folds, injection.seed))
@@ -237,7 +259,8 @@ def _measured(
     rows = (len(queries) or len({one.text for one in demonstrations})) * (len(BASELINES) + 1)
     with console.progress(rows, "scoring") as bar:
         timed |= {"watch": lambda method: bar.describe(f"scoring {method}"), "progress": bar.advance}
-        if not queries:
+        if not queries:  # an accuracy to reach is refused without them
+            del timed["target"]
             return with_folds(injection, decoder, task, demonstrations, make, folds=folds, **timed)
         return with_worth(injection, decoder, task, demonstrations, queries, **timed)
 
@@ -254,7 +277,7 @@ def _show_fit(
     json: bool,
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
-    from i2cl.storage.card import prior_words
+    from i2cl.storage.card import confidence_words, prior_words, selection_words
 
     history, count = injection.history, injection.context.demonstrations
     first, last = (history[0], history[-1]) if history else (None, None)
@@ -273,6 +296,7 @@ def _show_fit(
             "cached_values": injection.context.values.numel(),
             "coefficients": injection.coefficients.numel(),
             "label_bias": injection.label_bias,
+            "temperature": injection.temperature,
             "metrics": injection.metrics,
             "worth": injection.worth or None,
         }
@@ -283,11 +307,16 @@ def _show_fit(
     console.say(f"Saved {output}: {what}, {told}, {seconds:.1f} s.")
     if injection.label_bias is not None:
         console.say(f"Label prior: {prior_words(injection.task.labels, injection.settings[LABEL_PRIOR])}")
+    least = ""
     if injection.worth:
         _show_worth(injection.worth)
+        console.say(f"Confidence: {confidence_words(injection.temperature, injection.worth['confidence'])}.")
+        if told := injection.worth["selection"]:
+            console.say(f"Answers that are sure enough: {selection_words(told)}.")
+            least = f" --min-confidence {told['threshold']:.6g}" if "threshold" in told else ""
     elif unknown:
         console.say(f"Whether it pays is not known: {unknown}, or give other rows with --test FILE.")
-    console.say(f"Next: i2cl predict {output} FILE")
+    console.say(f"Next: i2cl predict {output} FILE{least}")
 
 
 def _show_worth(worth: Mapping[str, Any]) -> None:

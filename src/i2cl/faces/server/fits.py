@@ -13,7 +13,6 @@ from i2cl.core.anchored import require_few
 from i2cl.core.edits import LinearEdit, NoisyEdit, RowsEdit
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evidence.folds import unmeasurable
 from i2cl.experiments.evidence.worth import labelled_rows, with_folds, with_worth
 from i2cl.faces.server.batcher import Batcher
 from i2cl.faces.server.jobs import Job
@@ -21,6 +20,7 @@ from i2cl.faces.server.refusals import RefusalError
 from i2cl.faces.server.tasks import TaskFolder
 from i2cl.methods import Injector, calibrating_method
 from i2cl.methods.anchored import Anchored
+from i2cl.methods.calibrated.folds import unmeasurable
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit

@@ -19,12 +19,13 @@ from sklearn.utils.validation import check_is_fitted
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evidence.worth import labelled_rows, with_worth
+from i2cl.experiments.evidence.worth import labelled_rows, with_folds, with_worth
 from i2cl.faces.sklearn.inputs import as_classes, as_texts, label_words
 from i2cl.faces.sklearn.shared import ModelSource, find_decoder
 from i2cl.injections.confidence import require_confidence
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods import METHODS, calibrating_method
+from i2cl.methods.calibrated.folds import require_folds
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
@@ -61,13 +62,16 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         scoring: score a label by its first token, its whole sequence, or as the labels demand.
         random_state: of demonstrations and calibration: an int, a RandomState, or None to draw one.
         evaluate: at most so many of the training texts that ``shots`` left over are scored for `report_`;
-            0 for none, which takes less time.
+            0 for none, which takes less time. They choose the temperature of the probabilities too.
+        folds: where no such texts remain, refit so often, each time without one part of the texts, to score
+            that part; 0 for none, so that nothing is reported and probabilities stay as they are.
         device: such as ``"cuda:0"``, for a model given by name. Default: an accelerator if there is one.
         dtype: such as ``"bfloat16"``, for a model given by name. Default: float32 on a CPU, else its own.
 
     Attributes:
         classes_: the classes, sorted; the columns of `predict_proba`.
-        report_: how it does beside zero-shot and few-shot, on training texts that ``shots`` left over.
+        report_: how it does beside zero-shot and few-shot, on training texts that ``shots`` left over, or by
+            refits.
         injection_: what was fitted, its label words in the order of ``classes_``.
     """
 
@@ -88,6 +92,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         scoring: Scoring = "auto",
         random_state: int | np.random.RandomState | None = 0,
         evaluate: int = 160,
+        folds: int = 0,
         device: str | None = None,
         dtype: str | None = None,
     ) -> None:
@@ -105,6 +110,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         self.scoring = scoring
         self.random_state = random_state
         self.evaluate = evaluate
+        self.folds = folds
         self.device = device
         self.dtype = dtype
 
@@ -137,12 +143,17 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             task = task.instructed(self.instruction)
         started = time.perf_counter()
         texts_of = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
-        injection = method.injection(decoder, task, shown, seed, scoring=self.scoring)
-        if self.unlabelled is not None:
-            injection = with_label_prior(injection, decoder, texts_of)
-        seconds = time.perf_counter() - started
+
+        def make(rest: Sequence[Example]) -> Injection:
+            found = method.injection(decoder, task, rest, seed, scoring=self.scoring)
+            return with_label_prior(found, decoder, texts_of) if self.unlabelled is not None else found
+
+        injection = make(shown)
+        timed: Any = {"method": method, "seconds": time.perf_counter() - started}
         if queries:
-            injection = with_worth(injection, decoder, task, shown, queries, method=method, seconds=seconds)
+            injection = with_worth(injection, decoder, task, shown, queries, **timed)
+        elif self.folds and self.evaluate and self.scoring == "auto":
+            injection = with_folds(injection, decoder, task, shown, make, folds=self.folds, **timed)
         stored = {STORED: {"classes": classes.tolist(), "shots": shots}}
         self.injection_ = replace(injection, settings=injection.settings | stored)
         self.classes_ = classes
@@ -274,6 +285,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         if self.scoring not in get_args(Scoring):
             raise I2CLError(f"scoring is {self.scoring!r}: choose one of {', '.join(get_args(Scoring))}")
         require_confidence(self.min_confidence)
+        if self.folds:
+            require_folds(self.folds)
         if not isinstance(self.template, str | Template):
             raise I2CLError(f"template is {self.template!r}: give a string with {{text}} and {{label}}")
         if self.settings is not None and not isinstance(self.settings, Mapping):

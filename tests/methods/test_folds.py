@@ -2,11 +2,14 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from i2cl import Example, I2CLError, Task
-from i2cl.experiments.evidence.folds import (
+from i2cl.injections.temperature import likely_temperature
+from i2cl.methods import make_methods
+from i2cl.methods.calibrated.folds import (
     FOLDS,
     fold_rows,
     fold_scores,
@@ -14,7 +17,6 @@ from i2cl.experiments.evidence.folds import (
     require_folds,
     unmeasurable,
 )
-from i2cl.methods import make_methods
 from i2cl.tasks import Template
 
 pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
@@ -87,3 +89,29 @@ def test_scores_are_those_of_the_refit_without_the_text(decoder, task):
         rest = tuple(one for row, one in enumerate(shown) if row not in fold)
         expected = refit(rest).scores([shown[row].text for row in fold])
         torch.testing.assert_close(found[fold], expected)
+
+
+def test_a_temperature_over_a_method_takes_refits_and_keeps_answers(decoder, task):
+    shown = task.sample(3)
+    (plain,), (warm,) = make_methods(["zero_shot"]), make_methods(["zero_shot+temperature"])
+    texts = [row.text for row in task.test]
+    before = plain.fit(decoder, task, shown, 0).scores(texts)
+    predictor = warm.fit(decoder, task, shown, 0)
+    after = predictor.scores(texts)
+    assert torch.equal(before.argmax(-1), after.argmax(-1))
+    gold = np.array([one.label for one in shown])
+    own = plain.fit(decoder, task, shown, 0).scores([one.text for one in shown]).numpy()
+    wanted = likely_temperature(own, gold, *plain.temperatures)  # zero-shot has seen no row
+    assert predictor.temperature == pytest.approx(wanted, rel=1e-4)
+    assert predictor.cost.cached_values == 1
+    torch.testing.assert_close(after, (before.double() / predictor.temperature).log_softmax(-1))
+
+
+def test_a_temperature_of_one_example_a_class_is_none(decoder, task):
+    shown = task.sample(1)
+    (warm,) = make_methods(["few_shot+temperature"])
+    (plain,) = make_methods(["few_shot"])
+    texts = [row.text for row in task.test]
+    assert torch.equal(
+        warm.fit(decoder, task, shown, 0).scores(texts), plain.fit(decoder, task, shown, 0).scores(texts)
+    )

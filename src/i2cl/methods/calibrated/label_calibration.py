@@ -18,6 +18,7 @@ from torch import Tensor
 from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import FEWEST_UNLABELLED, bias_towards, log_mean
 from i2cl.methods.base import BiasedPredictor, Cost, Method, Predictor, Wrapper
+from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, biased
 from i2cl.tasks import Example, Task
 
@@ -34,7 +35,7 @@ class ContextualCalibration(Wrapper):
     drawn: ClassVar[bool] = False
 
     def over(
-        self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> BiasedPredictor:
         """Score the content-free texts."""
         bias = -log_mean(below.scores(CONTENT_FREE))
@@ -70,7 +71,7 @@ class LabelPrior(Wrapper):
         self.config = config or LabelPriorConfig()
 
     def over(
-        self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> BiasedPredictor:
         """Score unlabelled texts.
 
@@ -102,7 +103,7 @@ class BatchCalibration(Wrapper):
     drawn: ClassVar[bool] = False
 
     def over(
-        self, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> "BatchPredictor":
         """Nothing more to fit: the mean is only known at prediction."""
         return BatchPredictor(below)

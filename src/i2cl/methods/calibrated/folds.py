@@ -11,8 +11,7 @@ from torch import Tensor
 
 from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.errors import I2CLError
-from i2cl.methods import Cost, Predictor
-from i2cl.methods.base import BiasedPredictor
+from i2cl.methods.base import BiasedPredictor, Cost, Predictor
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions

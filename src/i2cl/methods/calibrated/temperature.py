@@ -1,0 +1,80 @@
+"""Another method's label probabilities at a temperature that refits choose; its answers stay."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from i2cl.injections.temperature import likely_temperature
+from i2cl.methods.base import Cost, Method, Predictor, Wrapper
+from i2cl.methods.calibrated.folds import FOLDS, fold_scores, unmeasurable
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress, among
+from i2cl.tasks import Example, Task
+
+
+class TemperatureConfig(BaseModel):
+    """How the rows are made that a temperature is chosen on.
+
+    Attributes:
+        refits: of the method below, each without one part of the demonstrations.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    refits: int = Field(FOLDS, ge=2)
+
+
+@dataclass(frozen=True)
+class TemperedPredictor:
+    """Log-probabilities among the labels of the method below, divided by a temperature."""
+
+    below: Predictor
+    temperature: float
+
+    @property
+    def cost(self) -> Cost:
+        """That of the method below, and one number."""
+        return self.below.cost + Cost(cached_values=1, cached_bytes=8)
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Normalised again."""
+        return among(self.below.scores(texts, progress), None, self.temperature)
+
+
+class Temperature(Wrapper):
+    """The method below, with probabilities about as sure as its answers are right.
+
+    Refits that have not seen a demonstration say how sure it was answered, and whether rightly;
+    `i2cl.injections.temperature.likely_temperature` makes one number of that. With one example a class there
+    is nothing to refit, and probabilities stay.
+    """
+
+    name: ClassVar[str] = "temperature"
+    summary: ClassVar[str] = "another method's probabilities at a temperature that refits choose"
+    needs: ClassVar[str] = "what the method below it needs, and its time again for each refit"
+    settings = (TemperatureConfig,)
+
+    def __init__(self, below: Method | None = None, config: TemperatureConfig | None = None) -> None:
+        super().__init__(below)
+        self.config = config or TemperatureConfig()
+
+    def over(
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> Predictor:
+        """Refit the method below, and choose."""
+        parts = self.config.refits
+        if unmeasurable(task, demonstrations, parts, seed):
+            return below
+
+        def refit(rest: tuple[Example, ...]) -> Predictor:
+            return self.below.fit(decoder, task, rest, seed)
+
+        found = fold_scores(task, demonstrations, refit, parts, seed)
+        gold = np.array([example.label for example in demonstrations])
+        typical, spread = self.below.temperatures
+        return TemperedPredictor(below, likely_temperature(found.numpy(), gold, typical, spread))

@@ -1,0 +1,92 @@
+"""Thresholds that are shown to reach an accuracy: the guarantee simulated, and what is refused."""
+
+import numpy as np
+import pytest
+
+from i2cl import I2CLError
+from i2cl.experiments.evidence.selective import (
+    LEVEL,
+    binomial_tail,
+    fewest_rows,
+    require_target,
+    rows_needed,
+    select,
+    selection,
+)
+
+
+@pytest.mark.parametrize(
+    ("errors", "n", "chance"), [(0, 22, 0.1), (5, 100, 0.1), (30, 1000, 0.05), (9, 9, 0.3)]
+)
+def test_the_tail_is_that_of_scipy(errors, n, chance):
+    stats = pytest.importorskip("scipy.stats", reason="scipy is the reference")
+    assert binomial_tail(errors, n, chance) == pytest.approx(stats.binom.cdf(errors, n, chance), rel=1e-9)
+
+
+def test_all_rows_right_is_shown_from_the_fewest_rows_on():
+    for target in (0.8, 0.9, 0.95):
+        n = fewest_rows(target)
+        sure = np.linspace(0.5, 0.9, n)
+        found = select(sure, np.ones(n, bool), target)
+        assert found is not None
+        assert (found.threshold, found.coverage, found.accuracy) == (0.5, 1.0, 1.0)
+        with pytest.raises(
+            I2CLError, match=f"{n} labelled rows beside the examples or more, and {n - 1} remain"
+        ):
+            select(sure[1:], np.ones(n - 1, bool), target)
+
+
+@pytest.mark.parametrize("target", [0.2, 1.0, float("nan"), -1.0])
+def test_a_target_that_is_none_is_refused(target):
+    with pytest.raises(I2CLError, match="give a number from 0"):
+        require_target(target, 1000)
+
+
+def test_the_order_of_rows_changes_nothing():
+    random = np.random.default_rng(0)
+    sure = random.permutation(np.linspace(0.4, 1, 200))
+    right = random.random(200) < sure**0.3
+    again = random.permutation(200)
+    assert select(sure, right, 0.9) == select(sure[again], right[again], 0.9) is not None
+
+
+def population(kind, random, n=4000):
+    """Confidences and answers: trustworthy ones, too sure ones, or ones of no use."""
+    sure = random.beta(8, 1, n)
+    chance = {"trustworthy": sure, "too sure": sure**1.5, "useless": np.full(n, 0.89)}[kind]
+    return sure, random.random(n) < chance
+
+
+@pytest.mark.parametrize("kind", ["trustworthy", "too sure", "useless"])
+def test_the_guarantee_holds_in_draws_from_a_population(kind):
+    random = np.random.default_rng(1)
+    sure, right = population(kind, random)
+    broken = shown = 0
+    for _ in range(400):
+        rows = random.integers(0, len(sure), 120)
+        found = select(sure[rows], right[rows], 0.9)
+        if found is not None:
+            shown += 1
+            broken += right[sure >= found.threshold].mean() < 0.9
+    # Four standard errors of a share of LEVEL over so many draws.
+    assert broken / 400 <= LEVEL + 4 * (LEVEL * (1 - LEVEL) / 400) ** 0.5
+    assert (shown > 40) is (kind != "useless")
+
+
+def test_without_a_threshold_it_says_how_many_rows_would_show_one():
+    random = np.random.default_rng(2)
+    sure = np.linspace(1, 0.4, 100)
+    right = np.ones(100, bool)
+    right[[5, 15, 25]] = False  # 3 of the 40 surest: 7.5 %, where 10 % are allowed
+    told = selection(sure, right, 0.9)
+    assert set(told) == {"target", "rows", "needed"}
+    needed = told["needed"]
+    assert 100 < needed < 10_000
+    often = 0
+    for _ in range(50):  # that many rows of the same kind do show one, about every other time or more
+        rows = random.integers(0, 100, needed)
+        often += select(sure[rows] + random.random(needed) * 1e-6, right[rows], 0.9) is not None
+    assert often > 15
+    right[:40:4] = False
+    assert selection(sure, right, 0.9)["needed"] is None
+    assert rows_needed(sure, np.zeros(100, bool), 0.9) is None
