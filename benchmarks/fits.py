@@ -40,8 +40,8 @@ def measured(decoder: Decoder, name: str, epochs: int, rounds: int) -> dict[str,
     work = {
         "forward": partial(questions.scores, texts),
         "extract": partial(extract, decoder, task, shown),
-        "anchored, one step": partial(anchor, decoder, task, shown, context, AnchoredConfig(steps=1)),
-        "anchored": partial(anchor, decoder, task, shown, context),
+        "anchored, one step": partial(anchor, decoder, task, shown, AnchoredConfig(steps=1)),
+        "anchored": partial(anchor, decoder, task, shown),
         "fast": partial(calibrate, decoder, task, shown, context, CalibrationConfig.recipe("fast")),
         "paper": partial(calibrate, decoder, task, shown, context, paper),
     }

@@ -2,8 +2,9 @@
 
     python benchmarks/refits.py smollm2 sst2,tickets --seeds 4 -o refits.jsonl
 
-One line of JSON a task and seed, appended; what the file holds is not run again. A line holds the label scores of
-each demonstration by the refit that has not seen it. The nine tasks of the paper need I2CL_DATA_DIR or the hub.
+One line of JSON a task and seed, appended; what the file holds is not run again. A line holds the label
+scores of each demonstration by the refit that has not seen it. The nine tasks of the paper need
+I2CL_DATA_DIR or the hub.
 """
 
 import argparse
@@ -14,21 +15,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from i2cl import Decoder, Example, Task, load_task
+from i2cl import AnchoredConfig, Decoder, Example, Task, anchor, load_task
+from i2cl.methods import Predictor
 from i2cl.methods.calibrated.folds import FOLDS, fold_rows, fold_scores, injected
-from i2cl.methods import Predictor, make_methods
-from i2cl.methods.anchored import Anchored
 from i2cl.models.encoding import ScoringWarning
 
 
 def measured(decoder: Decoder, task: Task, seed: int, folds: int) -> dict[str, Any]:
     """Label scores of the demonstrations, each by the refit that has not seen it, and the seconds."""
     demonstrations = task.sample(None, seed)
-    (method,) = make_methods(["anchored"], {"say_label": "false"})  # the answers are the same without
-    assert isinstance(method, Anchored)
+    config = AnchoredConfig(say_label=False)  # the answers are the same without
 
     def refit(rest: tuple[Example, ...]) -> Predictor:
-        return injected(method.injection(decoder, task, rest, seed), decoder, task)
+        return injected(anchor(decoder, task, rest, config, seed=seed), decoder, task)
 
     wall, own = time.perf_counter(), time.process_time()
     scores = fold_scores(task, demonstrations, refit, folds, seed)

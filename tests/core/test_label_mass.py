@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from i2cl import Example, Task, Template, extract
+from i2cl import Example, Task, Template
 from i2cl.core import label_mass
 from i2cl.core.anchored import AnchoredConfig, anchor
-from i2cl.core.context import ExtractConfig
 from i2cl.core.edits import LinearEdit
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.models.batching import make_batch
@@ -77,9 +76,8 @@ def test_a_label_becomes_the_most_probable_token(case):
 
 def test_the_default_fit_says_labels_and_its_answers_are_those_without():
     decoder = made()
-    context = extract(decoder, TASK, SHOWN)
-    says = anchor(decoder, TASK, SHOWN, context)
-    silent = anchor(decoder, TASK, SHOWN, context, AnchoredConfig(say_label=False))
+    says = anchor(decoder, TASK, SHOWN)
+    silent = anchor(decoder, TASK, SHOWN, AnchoredConfig(say_label=False))
     texts = [
         f"{word} {other}" for word in ("a film", "dull", "kind", "so") for other in ("of old", "!", "and", "")
     ]
@@ -103,10 +101,8 @@ def test_the_default_fit_says_labels_and_its_answers_are_those_without():
 
 def test_nothing_is_added_where_the_last_writer_is_left_out_or_nothing_was_fitted():
     decoder = made()
-    context = extract(decoder, TASK, SHOWN)
-    attention = extract(decoder, TASK, SHOWN, ExtractConfig(writers="mha"))
-    for vector, config in ((context, {"free": "scalars"}), (context, {"steps": 0}), (attention, {})):
-        assert "label_mass" not in anchor(decoder, TASK, SHOWN, vector, AnchoredConfig(**config)).settings
+    for config in ({"steps": 0}, {"writers": "mha"}, {"writers": "hidden"}):
+        assert "label_mass" not in anchor(decoder, TASK, SHOWN, AnchoredConfig(**config)).settings
 
 
 def test_labels_that_span_the_stream_leave_no_room_and_the_fit_as_it_is():
@@ -128,8 +124,7 @@ def test_a_model_that_overflows_keeps_the_fit_as_it_is():
 def test_whole_label_sequences_stay_as_the_fit_leaves_them():
     decoder = made()
     task = replace(TASK, labels=("good film", "good grief", "bad"))
-    context = extract(decoder, task, SHOWN)
-    injection = anchor(decoder, task, SHOWN, context)
+    injection = anchor(decoder, task, SHOWN)
     assert "label_mass" not in injection.settings
-    silent = anchor(decoder, task, SHOWN, context, AnchoredConfig(say_label=False))
+    silent = anchor(decoder, task, SHOWN, AnchoredConfig(say_label=False))
     torch.testing.assert_close(injection.context.values, silent.context.values, atol=0, rtol=0)

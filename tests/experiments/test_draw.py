@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from i2cl import I2CLError
-from i2cl.core.anchored import MOST_SCORES
+from i2cl.core.anchored import MOST_COLUMNS, MOST_DEMONSTRATIONS, columns_kept
 from i2cl.experiments import draw as module
 from i2cl.experiments.draw import MOST_SHOTS, draw, fitting, up_to
 from i2cl.methods import make_methods
@@ -68,11 +68,10 @@ def test_what_is_asked_for_is_drawn_before_a_model_is_there():
 
 
 def test_too_many_rows_are_refused_before_a_model_is_there():
-    many = of(MOST_SCORES, 9)
+    many = of(MOST_DEMONSTRATIONS, 9)
     with pytest.raises(I2CLError, match="give fewer"):
-        asked(many, shots=MOST_SCORES)
-    with pytest.raises(I2CLError, match="give fewer"):
-        asked(of(*[1] * 80))
+        asked(many, shots=MOST_DEMONSTRATIONS)
+    assert asked(of(*[1] * 80)) is None  # labels are never too many
     with pytest.raises(I2CLError, match=r"class 'word1' has 0 training examples .* add rows of that class$"):
         asked(of(3, 0, 3))
 
@@ -124,9 +123,14 @@ def test_the_estimate_grows_with_tokens_steps_and_labels(decoder):
     assert same.seconds(rows) == pytest.approx(pace.seconds(rows) * 6 / 3)
 
 
-def test_labels_that_would_be_too_many_scores_get_fewer_rows(decoder, fast):
+def test_a_fit_of_many_labels_takes_as_long_as_the_columns_that_it_keeps(decoder, fast):
     fast(0.0)
     task = of(*[30] * 20)
     found = fitting(decoder, task, 4, 0, keep_back=None, scored=True)
-    assert found.shots == 10
-    assert len(found.demonstrations) * 20 <= MOST_SCORES < MOST_SHOTS * 20 * 20
+    assert found.shots == MOST_SHOTS
+    rows = found.demonstrations
+    assert len(rows) * 19 > MOST_COLUMNS
+    pace = replace(module._Pace.of(decoder, task, 4), seconds_a_token=1.0)
+    tokens = sum(map(len, pace.questions.queries([row.text for row in rows])))
+    columns = 19 if pace.questions.labels.full else columns_kept(len(rows), 20)
+    assert pace.seconds(rows) == pytest.approx(tokens * 4 * module.PASSES * (columns + 2))

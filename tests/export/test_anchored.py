@@ -52,8 +52,7 @@ def decoder(folder):
 
 @pytest.fixture(scope="module")
 def anchored(decoder):
-    context = extract(decoder, TASK, SHOWN)
-    found = anchor(decoder, TASK, SHOWN, context, AnchoredConfig(reach=3.0, steps=2, say_label=False))
+    found = anchor(decoder, TASK, SHOWN, AnchoredConfig(reach=3.0, steps=2, say_label=False))
     assert found.context.values.abs().max() > 0
     return found
 

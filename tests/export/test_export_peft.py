@@ -21,7 +21,7 @@ from export.test_export import (
     run,
     saved,
 )
-from i2cl import anchor, extract
+from i2cl import anchor
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.errors import I2CLError
@@ -150,14 +150,13 @@ def test_a_writer_that_is_left_alone_needs_no_adapter(case, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*lora_bias")
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
 def test_an_anchored_fit_of_attention_alone_is_an_adapter_of_experts(case, tmp_path):
-    decoder, only = decoder_of(case), ExtractConfig(writers="mha")
+    decoder = decoder_of(case)
     shown = (Example("a warm film", 0), Example("dull, dull", 1))
-    context = extract(decoder, TASK, shown, only)
-    found = anchor(decoder, TASK, shown, context, AnchoredConfig(reach=300.0, steps=1))
+    found = anchor(decoder, TASK, shown, AnchoredConfig(writers="mha", reach=300.0, steps=1))
     assert not found.context.values[:, 1].any()
     assert len(export_peft(decoder, found, tmp_path / "out", golden=False).constants) == decoder.layers
     close(decoder, tmp_path / "out", found)
-    both = anchor(decoder, TASK, shown, extract(decoder, TASK, shown), AnchoredConfig(steps=1))
+    both = anchor(decoder, TASK, shown, AnchoredConfig(steps=1))
     with pytest.raises(I2CLError, match="fit with --set writers=mha; else"):
         make_adapter(decoder.model.config, both)
 

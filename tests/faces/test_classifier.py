@@ -143,8 +143,7 @@ def test_another_method_and_unlabelled_texts(tmp_path):
     task = replace(TASK, labels=tuple(found.classes_), test=())
     rows = [Example(text, task.labels.index(word)) for text, word in zip(X, Y, strict=True)]
     shown = replace(task, train=tuple(rows)).sample(5, 0)
-    context = extract(reference(), task, shown)
-    plain = anchor(reference(), task, shown, context, AnchoredConfig(steps=2))
+    plain = anchor(reference(), task, shown, AnchoredConfig(steps=2))
     injection = with_label_prior(plain, reference(), unlabelled)
     assert torch.equal(found.injection_.context.values, injection.context.values)
     injection = with_temperature(injection, found.injection_.temperature)

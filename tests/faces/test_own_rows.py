@@ -117,19 +117,23 @@ def test_numbers_are_labels_and_their_words_can_be_said(call, model, tmp_path):
     assert "The labels are numbers" not in out
 
 
-@pytest.mark.parametrize("more", [["--shots", "3000"], []])
-def test_sizes_are_checked_before_the_model_is_read(call, monkeypatch, tmp_path, more):
-    rows = [(f"text {row}", "ab"[row % 2]) for row in range(6000)] if more else []
-    rows = rows or [(f"text {row}", f"label{row}") for row in range(70)]
-    path = write(tmp_path / "many.csv", rows)
+def test_sizes_are_checked_before_the_model_is_read(call, monkeypatch, tmp_path):
+    path = write(tmp_path / "many.csv", [(f"text {row}", "ab"[row % 2]) for row in range(6000)])
 
     def read(*_words, **_options):
         pytest.fail("the model was read")
 
     monkeypatch.setattr("i2cl.faces.cli.load.decoder", read)
-    code, _, err = call("fit", "reference", path, "-o", tmp_path / "new", *more)
+    code, _, err = call("fit", "reference", path, "-o", tmp_path / "new", "--shots", "3000")
     assert (code, err.count("\n")) == (2, 1)
-    assert "anchored calibration takes at most" in err
+    assert "6000 examples are more than the 4096 that anchored calibration takes" in err
+
+
+def test_a_file_of_seventy_labels_is_fitted(call, model, tmp_path):
+    rows = [(f"text {row}", f"label{row}") for row in range(70)]
+    path = write(tmp_path / "many.csv", rows)
+    out, _ = fitted(call, model, path, tmp_path / "new", "--evaluate", "0", "--set", "steps=1")
+    assert "70 demonstrations" in out
 
 
 def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):

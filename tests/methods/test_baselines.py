@@ -16,7 +16,7 @@ from fitting import first_tokens, fit, ids, made
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.methods import knn_prompting, make_methods
-from i2cl.methods.controls import CorruptionConfig, NoiseConfig, corrupted, noise_like
+from i2cl.methods.controls import CorruptionConfig, corrupted
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, AddPreservingNorm, directions
 from i2cl.methods.knn_prompting import divergence
 from i2cl.methods.label_anchor import anchors
@@ -361,53 +361,9 @@ def test_a_label_prior_of_few_texts_is_refused(films, demonstrations):
 def test_anchored_injects_what_anchoring_finds(films, demonstrations):
     decoder = made("llama")
     found = fit("anchored", decoder, films, demonstrations, steps=2, reach=3)
-    context = extract(decoder, films, demonstrations)
-    expected = anchor(decoder, films, demonstrations, context, AnchoredConfig(steps=2, reach=3.0))
+    expected = anchor(decoder, films, demonstrations, AnchoredConfig(steps=2, reach=3.0))
     torch.testing.assert_close(found.scores(TEXTS), expected.scores(decoder, TEXTS), atol=0, rtol=0)
-    assert found.cost.trained == found.cost.cached_values == context.values.numel()
-    scalars = fit("anchored", decoder, films, demonstrations, steps=1, free="scalars")
-    assert (scalars.cost.trained, scalars.cost.cached_values) == (4 * decoder.layers, context.values.numel())
-
-
-@pytest.mark.parametrize(
-    ("stand_in", "options"),
-    [
-        ("noise", {"free": "scalars"}),
-        ("noise", {"prior_lambda": 0.1}),
-        ("random_labels", {"free": "scalars"}),
-        ("random_labels", {}),
-    ],
-)
-def test_a_control_anchors_with_another_vector(stand_in, options, films, demonstrations):
-    decoder, options = made("llama"), {**options, "steps": 2, "reach": 3}
-    found = fit("anchored_control", decoder, films, demonstrations, 2, stand_in=stand_in, **options).edit
-    drawn = corrupted(films, demonstrations, CorruptionConfig(corruption="random_label"), 2)
-    real = extract(decoder, films, demonstrations)
-    other = {
-        "noise": noise_like(real, NoiseConfig(noise_vector="matched"), 2),
-        "random_labels": extract(decoder, *drawn),
-    }[stand_in]
-    options["prior_scale"] = "context"  # as controls have it
-    expected = anchor(decoder, films, demonstrations, other, AnchoredConfig(**options)).edit()
-    assert torch.equal(found.values, expected.values)
-    assert torch.equal(found.coefficients, expected.coefficients)
-    plain = fit("anchored", decoder, films, demonstrations, 2, **options).edit
-    told, untold = (edit.coefficients[..., :1] * edit.values for edit in (found, plain))
-    assert (told - untold).abs().max() > 1e-3 * untold.abs().max()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stand_in": "noise"},
-        {"stand_in": "noise", "prior_scale": "fisher"},
-        {"prior_scale": "fisher"},
-        {"prior_scale": "balanced"},
-    ],
-)
-def test_a_control_that_controls_nothing_is_refused(options):
-    with pytest.raises(I2CLError, match="is anchored calibration itself: add free=scalars or a prior_lambda"):
-        make_methods(["anchored_control"], options)
+    assert found.cost.trained == found.cost.cached_values == expected.context.values.numel()
 
 
 def test_linear_probe_is_logistic_regression_on_last_states(films, demonstrations):

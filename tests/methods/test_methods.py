@@ -390,8 +390,7 @@ def test_the_table_of_methods_is_complete_and_cannot_be_changed():
     [
         ({}, 4, 32),
         ({"writers": "mha"}, 2, 32),
-        ({"anchored_layers": "late"}, 2, 32),
-        ({"free": "scalars"}, 4, 2),
+        ({"writers": "hidden"}, 2, 32),
     ],
 )
 def test_anchored_calibration_counts_the_numbers_that_it_fits(films, demonstrations, options, sites, each):

@@ -7,10 +7,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from i2cl import Decoder, Example, InjectionPool, Task, Template, calibrate, extract
+from i2cl import Decoder, Example, I2CLError, InjectionPool, Task, Template, calibrate, extract
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.methods import make_methods
-from i2cl.models.encoding import Encoder
+from i2cl.models.encoding import Encoder, label_tokens
 from i2cl.models.scoring import Questions
 from tiny import tiny_model, tiny_tokenizer
 
@@ -175,3 +175,30 @@ def test_the_answer_is_that_of_the_characters(decoder):
     assert len(ids) == len(spelled) - 1
     assert as_text.isfinite().all()
     assert not as_text.equal(as_token)
+
+
+# Keywords
+
+
+def test_every_label_has_a_token_of_its_own_where_first_tokens_are_shared():
+    decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="llama")
+    template = Template("Text: {text}\nTopic:\n{label}")
+    labels = ("xa", "xb", "xab", "xbc", "xbb")
+    found = label_tokens(decoder.encoder, template, labels, "keyword")
+    assert not found.full
+    assert found.room == 0
+    assert all(len(ids) == 1 for ids in found.ids)
+    tokens = [ids[0] for ids in found.ids]
+    assert len(set(tokens)) == len(labels)
+    own = [set(decoder.encoder.plain(label)) for label in labels]
+    # Five labels of four characters: all but one of them have a character of their own.
+    assert sum(token in some for token, some in zip(tokens, own, strict=True)) == 4
+    assert not set(tokens) & decoder.encoder.special
+    assert label_tokens(decoder.encoder, template, labels, "keyword") == found
+
+
+def test_more_labels_than_tokens_are_refused():
+    decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="llama")
+    labels = tuple(f"{number:05}" for number in range(2000))
+    with pytest.raises(I2CLError, match="fewer tokens than there are labels, 2000"):
+        label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "keyword")

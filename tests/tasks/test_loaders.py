@@ -123,7 +123,7 @@ def test_reference_tasks():
 def test_list_tasks_names_everything_without_rows():
     tasks = list_tasks()
     count = len(BUNDLED_TASKS)
-    groups = ["paper"] * 9 + ["bundled"] * count + ["synthetic"] + ["reference"] * 16
+    groups = ["paper"] * 9 + ["benchmark"] + ["bundled"] * count + ["synthetic"] + ["reference"] * 16
     assert [task.group for task in tasks] == groups
     assert len({task.name for task in tasks}) == len(tasks)
     assert all(task.train == task.test == () for task in tasks)

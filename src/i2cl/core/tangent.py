@@ -1,17 +1,18 @@
 """Kernel regression with a model's tangent kernel: what a step of anchored calibration solves.
 
-Beyond the paper's "Noisy Self-calibration": everything here happens in the space of the N x C label scores,
-linear in the parameters around some point.
+Beyond the paper's "Noisy Self-calibration": everything here happens in the space of label scores, linear in
+the parameters around some point. Of a demonstration's scores each column is one label's, less the gold
+label's; where labels are many, the last column is all labels without a column of their own together: the
+logsumexp of their scores, less the gold label's.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import one_hot, pad
 
 NEWTON_STEPS = 50
 """Of the tangent's optimum, at most; it takes about six."""
@@ -19,89 +20,143 @@ NEWTON_STEPS = 50
 LEAST_SLOPE = 1e-3
 """Of the mean: what moves the scores less is not scaled up any further."""
 
+SLICE = 2**14
+"""Parameters that are multiplied in double precision at once."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tangent:
-    """The label scores at some theta, and how they change with it.
+    """The columns at some theta, and how they change with it.
 
     Attributes:
         scores: of each label after each demonstration, in nats, up to a constant a row.
-        jacobian: their derivatives in theta / s, up to what all labels of a row share.
+        values: of each column, in nats.
+        jacobian: derivatives of the columns in theta / s.
+        whole: whether every label but the gold one has a column.
     """
 
     scores: Float[Tensor, "n labels"]
-    jacobian: Float[Tensor, "n_labels parameters"]
+    values: Float[Tensor, "n columns"]
+    jacobian: Float[Tensor, "n_columns parameters"]
+    whole: bool
 
     @cached_property
-    def kernel(self) -> Float[Tensor, "n_labels n_labels"]:
+    def kernel(self) -> Float[Tensor, "n_columns n_columns"]:
         """Inner products of the derivatives, in float64."""
         found = torch.zeros(len(self.jacobian), len(self.jacobian), dtype=torch.float64)
-        for part in self.jacobian.split(2**14, dim=1):
+        for part in self.jacobian.split(SLICE, dim=1):
             wide = part.double()
             found += wide @ wide.T
         return found
 
-    def even(self, together: int = 1) -> Float[Tensor, " parameters"]:
-        """The scale of each parameter at which all of them move the label scores alike.
+    def spread(self) -> Float[Tensor, " parameters"]:
+        """Variance over labels of the scores' derivatives, the mean over demonstrations; of a whole tangent.
 
-        One over the root of the diagonal of the Fisher information, where all labels are equally probable:
-        the mean over demonstrations of the variance over labels, so what all labels share counts nothing.
-
-        Args:
-            together: parameters in a row that share a scale, by the mean of their information.
+        It is the diagonal of the Fisher information where all labels are equally probable, so what all labels
+        share counts nothing.
         """
-        n, labels = self.scores.shape
-        parts = self.jacobian.view(n, labels, -1).split(2**14, dim=2)
-        each = torch.cat([part.var(1, correction=0).mean(0) for part in parts])
-        size = each.view(-1, together).mean(1).sqrt().repeat_interleave(together)
-        return 1 / size.clamp_min(LEAST_SLOPE * size.mean()) if size.any() else torch.ones_like(size)
-
-    def tau(self, reach: float) -> float:
-        """The strength of the prior that gives the label scores of a query this standard deviation."""
-        n, labels = self.scores.shape
-        blocks = self.kernel.view(n, labels, n, labels).diagonal(dim1=0, dim2=2)  # (labels, labels, n)
-        apart = blocks.diagonal(dim1=0, dim2=1).mean() - blocks.mean()  # what all labels share counts nothing
-        return apart.item() / reach / reach if reach > 0 else math.inf
+        parts = self.jacobian.view(*self.values.shape, -1).split(SLICE, dim=2)
+        labels = self.values.shape[1] + 1
+        # The gold label's own derivative is 0, less itself.
+        means = [(part.sum(1) / labels, part.square().sum(1) / labels) for part in parts]
+        return torch.cat([(squares - mean.square()).mean(0) for mean, squares in means])
 
 
-def curved(
-    scores: Float[Tensor, "n labels"],
-) -> tuple[Float[Tensor, "n labels"], Float[Tensor, "n_labels n_labels"]]:
-    """Probabilities among the labels, and the second derivatives of the summed loss in the scores."""
-    probable = scores.double().softmax(-1)
-    return probable, torch.block_diag(*(torch.diag(row) - torch.outer(row, row) for row in probable))
+def order_of(
+    scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], kept: int
+) -> tuple[Int[Tensor, "n own"], Float[Tensor, "n labels"]]:
+    """Labels with a column of their own, the most probable first, and the shares of the others in the last.
+
+    Args:
+        scores: of all labels.
+        gold: right label of each row.
+        kept: columns, fewer than labels; all of them one label's where that is every label but the gold one.
+    """
+    n, labels = scores.shape
+    others = scores.scatter(1, gold[:, None], -torch.inf)
+    own = others.argsort(dim=1, descending=True, stable=True)[:, : kept if kept == labels - 1 else kept - 1]
+    rest = others.scatter(1, own, -torch.inf)
+    shares = rest.softmax(1) if kept < labels - 1 else torch.zeros(n, labels)
+    return own, shares
+
+
+def directions(
+    scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], kept: int
+) -> Float[Tensor, "n kept labels"]:
+    """How each column changes with the label scores; see `order_of`."""
+    own, shares = order_of(scores, gold, kept)
+    labels = scores.shape[1]
+    found = one_hot(own, labels).to(scores.dtype)
+    if own.shape[1] < kept:
+        found = torch.cat([found, shares[:, None]], dim=1)
+    return found - one_hot(gold, labels).to(scores.dtype)[:, None]
+
+
+def columns(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], kept: int) -> Float[Tensor, "n kept"]:
+    """Values of the columns, in float64; see `order_of`."""
+    own, shares = order_of(scores, gold, kept)
+    wide = scores.double()
+    found = wide.gather(1, own)
+    if own.shape[1] < kept:
+        rest = wide.masked_fill(shares == 0, -torch.inf).logsumexp(1, keepdim=True)
+        found = torch.cat([found, rest], dim=1)
+    return found - wide.gather(1, gold[:, None])
+
+
+def balanced(spread: Float[Tensor, " parameters"], together: int) -> Float[Tensor, " parameters"]:
+    """The scale of each parameter at which all sites move the label scores alike.
+
+    Args:
+        spread: see `Tangent.spread`.
+        together: parameters of a site, in a row, which share the scale of their mean.
+    """
+    size = spread.view(-1, together).mean(1).sqrt().repeat_interleave(together)
+    return 1 / size.clamp_min(LEAST_SLOPE * size.mean()) if size.any() else torch.ones_like(size)
+
+
+def summed_loss(values: Float[Tensor, "n columns"]) -> float:
+    """Cross-entropy of the gold labels, in nats, from the columns."""
+    return float(_with_gold(values).logsumexp(1).sum())
 
 
 def optimum(
-    start: Float[Tensor, "n labels"],
-    kernel: Float[Tensor, "n_labels n_labels"],
-    target: Float[Tensor, "n labels"],
-    tau: float,
-) -> Float[Tensor, " n_labels"]:
+    start: Float[Tensor, "n columns"], kernel: Float[Tensor, "n_columns n_columns"], tau: float
+) -> Float[Tensor, " n_columns"]:
     """Weights ``a`` at which kernel logistic regression, ``start + kernel a``, is best: damped Newton steps.
 
     The parameters that they stand for are the Jacobian's transpose times ``a``.
+
+    Args:
+        start: values of the columns, in float64.
+        kernel: their inner products.
+        tau: strength of the prior.
     """
-    weights = torch.zeros(kernel.shape[0], dtype=torch.float64)
+    n, count = start.shape
+    weights = torch.zeros(n * count, dtype=torch.float64)
     eye = torch.eye(len(weights), dtype=torch.float64)
 
     def objective(at: Tensor) -> tuple[Tensor, float]:
-        scores = start + (kernel @ at).view_as(start)
-        loss = cross_entropy(scores, target, reduction="sum")
-        return scores, (loss + tau / 2 * at @ kernel @ at).item()
+        values = start + (kernel @ at).view_as(start)
+        return values, summed_loss(values) + (tau / 2 * at @ kernel @ at).item()
 
-    scores, value = objective(weights)
+    values, best = objective(weights)
     for _ in range(NEWTON_STEPS):
-        probable, curvature = curved(scores)
-        slope = (probable - target).flatten() + tau * weights
-        move = torch.linalg.solve(tau * eye + curvature @ kernel, slope)
+        probable = _with_gold(values).softmax(1)[:, 1:]
+        curvature = torch.diag_embed(probable) - probable[:, :, None] * probable[:, None]
+        bent = (curvature @ kernel.view(n, count, -1)).view_as(kernel)
+        move = torch.linalg.solve(tau * eye + bent, probable.flatten() + tau * weights)
         length = 1.0
-        while (found := objective(weights - length * move))[1] > value and length > 1e-3:
+        while (found := objective(weights - length * move))[1] > best and length > 1e-3:
             length /= 2
-        if found[1] > value:
+        if found[1] > best:
             break
-        gain, value, scores = value - found[1], found[1], found[0]
+        gain, best, values = best - found[1], found[1], found[0]
         weights = weights - length * move
         if gain < 1e-9:
             break
     return weights
+
+
+def _with_gold(values: Float[Tensor, "n columns"]) -> Float[Tensor, "n labels"]:
+    """The gold label in front, which is 0 less itself."""
+    return pad(values, (1, 0))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median_low
 
-from i2cl.core.anchored import require_few
+from i2cl.core.anchored import columns_kept, require_few
 from i2cl.errors import I2CLError
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
@@ -112,14 +112,14 @@ def draw(
         shown = task.sample(shots, seed)
         found = Draw(shown, shots or task.shots, len(task.train))
     elif shots is None and anchored:
-        require_few(task, up_to(task, 1, seed))
+        require_few(up_to(task, 1, seed))
         return None
     else:
         kept = (KEPT_BACK if scored and shots is None else 0) if keep_back is None else keep_back
         count = shots or task.shots
         found = Draw(up_to(task, count, seed, kept), count, len(task.train), kept)
     if anchored:
-        require_few(task, found.demonstrations)
+        require_few(found.demonstrations)
     return found
 
 
@@ -140,26 +140,26 @@ def fitting(
     """
     kept = (KEPT_BACK if scored else 0) if keep_back is None else keep_back
     pace = _Pace.of(decoder, task, steps)
-    shots = next(one for one in CHOICES if one == 1 or _takes(task, up_to(task, one, seed, kept), pace, one))
+    shots = next(one for one in CHOICES if one == 1 or _takes(up_to(task, one, seed, kept), pace, one))
     shown = up_to(task, shots, seed, kept)
     shots = min(shots, max(len(group) for group in group_by_label(shown, len(task.labels))))
     largest = max(len(group) for group in group_by_label(task.train, len(task.labels)))
     more = None
     for larger in (largest, MOST_SHOTS):
         asked = up_to(task, larger, seed)
-        if larger <= 2 * MOST_SHOTS and len(asked) > len(shown) and _few(task, asked):
+        if larger <= 2 * MOST_SHOTS and len(asked) > len(shown) and _few(asked):
             more = larger, len(asked), pace.seconds(asked)
             break
     return Draw(shown, shots, len(task.train), kept, pace.seconds(shown), more)
 
 
-def _takes(task: Task, shown: Sequence[Example], pace: "_Pace", shots: int) -> bool:
-    return _few(task, shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
+def _takes(shown: Sequence[Example], pace: "_Pace", shots: int) -> bool:
+    return _few(shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
 
 
-def _few(task: Task, shown: Sequence[Example]) -> bool:
+def _few(shown: Sequence[Example]) -> bool:
     try:
-        require_few(task, shown)
+        require_few(shown)
     except I2CLError:
         return False
     return True
@@ -187,10 +187,12 @@ class _Pace:
         return cls(questions, seconds / sum(map(len, queries)), steps)
 
     def seconds(self, shown: Sequence[Example]) -> float:
-        """Estimate of a fit: each step reads all tokens once and goes back through them for each label.
+        """Estimate of a fit: each step reads all tokens once and goes back through them for each column.
 
         `benchmarks/fits.py` counts the passes. Labels that are scored as whole sequences are read one by one,
         which comes to the same. A fit skips steps that it does not need; other work on the machine slows it.
         """
         tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
-        return self.seconds_a_token * tokens * self.steps * PASSES * (len(self.questions.task.labels) + 1)
+        labels = len(self.questions.task.labels)
+        columns = labels - 1 if self.questions.labels.full else columns_kept(len(shown), labels)
+        return self.seconds_a_token * tokens * self.steps * PASSES * (columns + 2)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from i2cl.core.recipe import RECIPES
 from i2cl.errors import I2CLError, did_you_mean
-from i2cl.methods.anchored import Anchored, AnchoredControl
+from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import Cost, Method, Predictor, Wrapper
 from i2cl.methods.calibrated.label_calibration import BatchCalibration, ContextualCalibration, LabelPrior
 from i2cl.methods.calibrated.temperature import Temperature
@@ -37,7 +37,6 @@ _ALL: tuple[type[Method], ...] = (
     I2CLCorrupted,
     I2CLOverICL,
     Anchored,
-    AnchoredControl,
     PromptTuning,
     PrefixTuning,
     LoRA,

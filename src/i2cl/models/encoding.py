@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +65,10 @@ class Encoder:
             for prompt in prompts
         ]
 
+    def plain(self, text: str) -> Ids:
+        """Token ids of a piece of text, with nothing in front."""
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
     def literal(self, text: str) -> str:
         """The same text, marked where it holds a special token, so that a prompt with it holds none."""
         if _MARK not in text and not self._special.search(text):
@@ -96,7 +101,7 @@ class Encoder:
 
     def _text(self, part: str) -> tuple[list[int], list[tuple[int, int]]]:
         tokens, spans = self._piece(part, ("",))
-        if self._special_ids.isdisjoint(tokens):
+        if self.special.isdisjoint(tokens):
             return tokens, spans
         # Some vocabularies hold special tokens as ordinary pieces too: keep the marked places apart.
         tokens, spans, start = [], [], 0
@@ -150,7 +155,8 @@ class Encoder:
         return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def special(self) -> frozenset[int]:
+        """Ids of special tokens."""
         added = self.tokenizer.added_tokens_decoder.items()
         return frozenset(number for number, token in added if token.special)
 
@@ -232,8 +238,8 @@ def _unmarked(part: str) -> tuple[str, list[int]]:
     return "".join(text), places
 
 
-Scoring = Literal["auto", "first_token", "full"]
-"""Score a label by its first token, by its whole token sequence, or let the labels decide."""
+Scoring = Literal["auto", "first_token", "full", "keyword"]
+"""By a label's first token, its whole token sequence, one token of its own, or as the labels demand."""
 
 
 class ScoringWarning(UserWarning):
@@ -245,7 +251,7 @@ class LabelTokens:
     """The tokens of each label word as they follow a prompt.
 
     Attributes:
-        ids: token ids per label.
+        ids: token ids per label; of keywords the one token that stands for it.
         full: whether whole sequences are scored instead of first tokens.
         line: what stands between the template's query and these tokens, and is asked with the query.
     """
@@ -279,6 +285,8 @@ def label_tokens(
     as "not" and "not spam", all labels are taken with what ends them: the sum of log-probabilities of
     "not" alone is never below that of "not spam".
 
+    Under ``scoring="keyword"`` each label is one token of its own out of its words, see `keywords`.
+
     Raises:
         I2CLError: if the prompt's last token and a label merge into one token, if two labels are the
             same under the chosen scoring, or if one begins another and nothing can end them.
@@ -297,6 +305,10 @@ def label_tokens(
     found = tuple(tokens)
     if len(set(found)) < len(found):
         raise I2CLError("two labels have the same tokens: give labels that differ")
+    if scoring == "keyword":
+        return LabelTokens(
+            tuple((token,) for token in keywords(encoder, labels, found)), full=False, line=line
+        )
     shared = len({ids[0] for ids in found}) < len(found)
     if shared and scoring == "first_token":
         raise I2CLError("labels share their first token: use scoring='full', or other label words")
@@ -307,6 +319,48 @@ def label_tokens(
         ended = _behind(encoder, template, labels, line, template.separator)
         found = _ended(found, ended, encoder, [labels[one] for one in begun])
     return LabelTokens(found, full=scoring == "full" or shared, line=line)
+
+
+def keywords(encoder: Encoder, labels: Sequence[str], found: Sequence[Ids]) -> Ids:
+    """One token for each label, all different: of its own tokens, of its words in other spellings, or any.
+
+    A label takes the token that fewest labels have, the earlier one of two; where that is taken, labels
+    change places (augmenting paths, Kuhn 1955), so that no label goes without one that could have one. What
+    is left, such as "label22" among a hundred of its kind, takes the first tokens of the vocabulary that
+    no label has: the fit teaches them.
+
+    Args:
+        encoder: of the model.
+        labels: their words.
+        found: tokens of each as they follow the prompt.
+
+    Raises:
+        I2CLError: if the vocabulary has fewer tokens than there are labels.
+    """
+    common = Counter(token for ids in found for token in set(ids))
+    choices = []
+    for label, ids in zip(labels, found, strict=True):
+        own = sorted(dict.fromkeys(ids), key=lambda token: common[token])
+        words = [f" {spelt(word)}" for spelt in (str.title, str.upper, str.lower) for word in label.split()]
+        spare = [token for word in words for token in encoder.plain(word)[:1] if token not in common]
+        choices.append([*own, *dict.fromkeys(spare)])
+    owner: dict[int, int] = {}
+
+    def settled(label: int, tried: set[int]) -> bool:
+        for token in choices[label]:
+            if token not in tried:
+                tried.add(token)
+                if token not in owner or settled(owner[token], tried):
+                    owner[token] = label
+                    return True
+        return False
+
+    left = [place for place in range(len(labels)) if not settled(place, set())]
+    plain = sorted(set(encoder.tokenizer.get_vocab().values()) - set(common) - set(owner) - encoder.special)
+    if len(plain) < len(left):
+        raise I2CLError(f"the vocabulary has fewer tokens than there are labels, {len(labels)}: give fewer")
+    chosen = {place: token for token, place in owner.items()} | dict(zip(left, plain, strict=False))
+    return tuple(chosen[place] for place in range(len(labels)))
 
 
 def _behind(

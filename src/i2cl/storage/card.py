@@ -133,14 +133,13 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
     base = description["base_model"]
     shown = public_name(base["name"])
     task = description["task"]
-    vector = description["calibration"].get("free") == "vectors"
     anchored = _is_anchored(description)
     card = ModelCard.from_template(
         _metadata(description, shown),
         template_str=TEMPLATE,
         title=_md(f"I2CL: {task['title'] or task['name']}"),
         version=__version__,
-        what="A vector" if vector else "A context vector and two coefficients",
+        what="A vector" if anchored else "A context vector and two coefficients",
         variant=", anchored: fitted around the plain model among the label words" if anchored else "",
         base=_inline(shown),
         classes=len(task["labels"]),
@@ -306,8 +305,8 @@ def _again(description: Mapping[str, Any]) -> str:
     if command:
         return _fenced(command, "console")
     seed = description["seed"]
-    call = "anchor" if _is_anchored(description) else "calibrate"
-    return f"Made in Python with `i2cl.extract` and `i2cl.{call}` (seed {seed}): no command does it."
+    call = "`i2cl.anchor`" if _is_anchored(description) else "`i2cl.extract` and `i2cl.calibrate`"
+    return f"Made in Python with {call} (seed {seed}): no command does it."
 
 
 def _is_anchored(description: Mapping[str, Any]) -> bool:

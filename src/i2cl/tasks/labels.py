@@ -14,7 +14,9 @@ RARE = 5
 
 
 class LabelLookup:
-    """Class ids by label word or by number: exact words first, then words in another case, then numbers.
+    """Class ids by label word or by number: exact words first, then in another case, then numbers.
+
+    An underscore in a cell may stand for a space, as in the names of intents.
 
     Attributes:
         labels: words, by id.
@@ -42,7 +44,12 @@ class LabelLookup:
         if isinstance(label, bool) or not isinstance(label, int | str):
             return None
         word = str(label).strip()
-        for table, key in ((self._exact, word), (self._folded, word.casefold())):
+        folded = word.casefold()
+        for table, key in (
+            (self._exact, word),
+            (self._folded, folded),
+            (self._folded, folded.replace("_", " ")),
+        ):
             if key in table:
                 return table[key]
         number = as_id(word)

@@ -9,6 +9,7 @@ from i2cl.errors import I2CLError
 from i2cl.tasks.formats import ROW_SUFFIXES
 from i2cl.tasks.hub import load_hub
 from i2cl.tasks.registry import (
+    BENCHMARK_TASKS,
     BUILTIN,
     BUNDLED_TASKS,
     PAPER_TASKS,
@@ -79,7 +80,7 @@ def is_own(name: StrPath) -> bool:
 
 
 def _load_named(name: str, data_dir: StrPath | None) -> Task:
-    for group, names in (("paper", PAPER_TASKS), ("bundled", BUNDLED_TASKS)):
+    for group, names in (("paper", PAPER_TASKS), ("benchmark", BENCHMARK_TASKS), ("bundled", BUNDLED_TASKS)):
         if name in names:
             return _load_spec(builtin_spec(name), BUILTIN, data_dir, group)
     if name == SYNTHETIC:

@@ -13,12 +13,17 @@ BUILTIN = Path(__file__).parent / "builtin"
 
 PAPER_TASKS = ("sst2", "sst5", "mr", "subj", "trec", "agnews", "dbpedia", "hate_speech18", "emoc")
 
-BUNDLED_TASKS = tuple(sorted({file.stem for file in BUILTIN.glob("*.toml")} - set(PAPER_TASKS)))
+BENCHMARK_TASKS = ("banking77",)
+"""Tasks of the hub that the paper has not: those with many labels."""
+
+BUNDLED_TASKS = tuple(
+    sorted({file.stem for file in BUILTIN.glob("*.toml")} - {*PAPER_TASKS, *BENCHMARK_TASKS})
+)
 """Tasks whose rows ship with the package: each a TOML with a `[files]` table in `builtin`, and its rows."""
 
 
 def builtin_spec(name: str) -> TaskSpec:
-    """The TOML of one of the paper's tasks or of those with bundled rows."""
+    """The TOML of a task by name, wherever its rows lie."""
     return read_spec(BUILTIN / f"{name}.toml")
 
 
@@ -28,10 +33,11 @@ def reference_task(name: str) -> Task | None:
 
 
 def list_tasks() -> list[Task]:
-    """Every known task without rows: the paper's nine, those with bundled rows, then the made ones."""
+    """Every known task without rows: the paper's, others of the hub, bundled ones, then made ones."""
     paper = [builtin_spec(name).to_task(group="paper") for name in PAPER_TASKS]
     bundled = [builtin_spec(name).to_task(group="bundled") for name in BUNDLED_TASKS]
-    return [*paper, *bundled, describe_synthetic(), *reference.describe()]
+    others = [builtin_spec(name).to_task(group="benchmark") for name in BENCHMARK_TASKS]
+    return [*paper, *others, *bundled, describe_synthetic(), *reference.describe()]
 
 
 def unknown_task(name: str) -> I2CLError:
@@ -41,6 +47,7 @@ def unknown_task(name: str) -> I2CLError:
 
 
 __all__ = [
+    "BENCHMARK_TASKS",
     "BUILTIN",
     "BUNDLED_TASKS",
     "PAPER_TASKS",

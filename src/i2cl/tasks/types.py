@@ -29,8 +29,8 @@ class Task:
 
     `labels[i]` is the word the model is asked to produce for class id i. `shots` is the default number of
     demonstrations per class (paper, section "Experiments": five, one for DBPedia). `group` says where the
-    task comes from: "paper", "bundled", "synthetic", "reference" or "user". `instruction` says in a sentence
-    what is to be done: a chat opens with it, a plain template only where it is asked to.
+    task comes from: "paper", "benchmark", "bundled", "synthetic", "reference" or "user". `instruction` says
+    in a sentence what is to be done: a chat opens with it, a plain template only where it is asked to.
 
     Raises I2CLError for label words or examples that do not fit together.
     """

@@ -101,7 +101,7 @@ def checked(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[Ta
     fewest = min(map(len, group_by_label(task.train, len(task.labels))))
     demonstrations = task.sample(told.get("shots") or max(1, min(SHOTS, fewest)), told["seed"])
     if isinstance(_method(told), Anchored):
-        require_few(task, demonstrations)
+        require_few(demonstrations)
     questions = Questions(decoder, task)
     for rows in (task.train, task.test):
         questions.queries([example.text for example in rows], cut=False)

@@ -1,0 +1,109 @@
+"""Whether texts that belong to no label can be told: CLINC150's out-of-scope texts against ten of its labels.
+
+    I2CL_DATA_DIR=DATA python benchmarks/outside.py smollm2 --draws 5 -o outside.jsonl
+
+DATA/clinc150 holds train.jsonl, test.jsonl, oos_test.jsonl and labels.json. One line of JSON a draw of
+labels, appended; what the file holds is not run again. Scores are higher for texts that belong to a label:
+
+- confidence: the highest probability among the labels, at the typical temperature;
+- mass: the labels' total probability under the fitted model, with no vector that raises it;
+- plain_mass: the same under the plain model;
+- mix: the mean of the first two's ranks.
+
+AUROC is the chance that a text in scope has the higher score; ``kept`` is the share of texts out of scope
+that pass where 95 % of those in scope do.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import rankdata
+from sklearn.metrics import roc_auc_score
+
+from i2cl import AnchoredConfig, Decoder, Example, Task, anchor
+from i2cl.injections.temperature import TYPICAL
+from i2cl.models.scoring import Questions
+from i2cl.tasks import Template
+
+LABELS, SHOTS, INSIDE, OUTSIDE = 10, 5, 100, 200
+"""Drawn; examples a label; texts in scope and out of scope that are scored."""
+
+TEMPLATE = Template("Request: {text}\nIntent: {label}")
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def drawn(folder: Path, draw: int) -> tuple[Task, tuple[Example, ...], list[str]]:
+    """Ten labels with their texts, examples of each, and texts of no label."""
+    random = np.random.default_rng(draw)
+    names = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
+    chosen = sorted(random.choice(len(names), LABELS, replace=False).tolist())
+    splits = {}
+    for split in ("train", "test"):
+        held = [row for row in rows(folder / f"{split}.jsonl") if row["label"] in chosen]
+        splits[split] = tuple(Example(row["text"], chosen.index(row["label"])) for row in held)
+    task = Task(f"clinc150-{draw}", tuple(names[one] for one in chosen), TEMPLATE, **splits)
+    outside = [row["text"] for row in rows(folder / "oos_test.jsonl")]
+    return task, task.sample(SHOTS, draw), [outside[at] for at in random.permutation(len(outside))[:OUTSIDE]]
+
+
+def measured(decoder: Decoder, folder: Path, draw: int) -> dict[str, Any]:
+    """Scores of one draw, and what they are worth."""
+    task, demonstrations, outside = drawn(folder, draw)
+    injection = anchor(decoder, task, demonstrations, AnchoredConfig(say_label=False), seed=draw)
+    inside = task.queries(INSIDE, draw)
+    texts = [query.text for query in inside] + outside
+    questions = Questions(decoder, task, injection.scoring)
+    scores = questions.scores(texts, edit=injection.edit()).double()
+    plain = questions.scores(texts).double()
+    found = {
+        "confidence": (scores / TYPICAL).softmax(-1).amax(-1),
+        "mass": scores.logsumexp(-1),
+        "plain_mass": plain.logsumexp(-1),
+    }
+    kinds = {name: value.numpy() for name, value in found.items()}
+    kinds["mix"] = (rankdata(kinds["confidence"]) + rankdata(kinds["mass"])) / 2
+    known = np.arange(len(texts)) < len(inside)
+    gold = torch.tensor([query.label for query in inside])
+    return {
+        "labels": list(task.labels),
+        "whole_sequences": questions.labels.full,
+        "accuracy": (scores[: len(inside)].argmax(-1) == gold).double().mean().item(),
+        "auroc": {name: float(roc_auc_score(known, value)) for name, value in kinds.items()},
+        "kept": {name: _kept(value, known) for name, value in kinds.items()},
+    }
+
+
+def _kept(value: Any, known: Any) -> float:
+    return float((value[~known] >= np.quantile(value[known], 0.05)).mean())
+
+
+def main() -> None:
+    """Run what the file lacks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    asked = parser.parse_args()
+    lines = asked.output.read_text(encoding="utf-8").splitlines() if asked.output.is_file() else []
+    done = {one["draw"] for one in map(json.loads, lines)}
+    decoder = Decoder.from_pretrained(asked.model)
+    for draw in sorted(set(range(asked.draws)) - done):
+        row = {"draw": draw} | measured(decoder, Path(os.environ["I2CL_DATA_DIR"]) / "clinc150", draw)
+        with asked.output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        sys.stdout.write(f"{row}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
