@@ -5,7 +5,7 @@ python examples/many_tasks.py [MODEL]
 
 import sys
 
-from i2cl import Decoder, InjectionPool, anchor, extract, load_task
+from i2cl import Decoder, InjectionPool, anchor, load_task
 
 TASKS = ("mood-colour-1", "place-colour-2", "weather-letter-1", "job-letter-2")
 
@@ -17,7 +17,7 @@ def main(model: str = "reference") -> None:
     for name in TASKS:
         task = load_task(name)
         demonstrations = task.sample(shots=5, seed=0)
-        injection = anchor(decoder, task, demonstrations, extract(decoder, task, demonstrations))
+        injection = anchor(decoder, task, demonstrations)
         pool.load(name, injection)  # safe while other threads predict
     text = "outside the lagoon that lonely baker stood despite the glare"
     for name, label in zip(TASKS, pool.predict([text] * len(TASKS), list(TASKS)), strict=True):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from i2cl import Decoder, Injection, anchor, extract, load_task
+from i2cl import Decoder, Injection, anchor, load_task
 
 ROWS = (
     ("I was charged twice this month", "billing"),
@@ -32,8 +32,7 @@ def main(model: str = "reference") -> None:
         decoder = Decoder.from_pretrained(model)
         task = load_task(rows, template="Ticket: {text}\nTopic: {label}")
         demonstrations = task.train
-        context = extract(decoder, task, demonstrations)
-        injection = anchor(decoder, task, demonstrations, context)
+        injection = anchor(decoder, task, demonstrations)
         injection.save_pretrained(Path(folder) / "tickets")
 
         loaded = Injection.from_pretrained(Path(folder) / "tickets")

@@ -250,7 +250,6 @@ def rivals() -> str:
         "I2CL, the paper's recipe",
         "I2CL, loss among labels, from the plain model",
         "Anchored, label prior",
-        "Anchored, context vector's scale",
     )
     return beside(results("real"), wanted)
 
@@ -258,19 +257,7 @@ def rivals() -> str:
 def fewer_queries() -> str:
     """Rows that were run on 100 queries a task alone."""
     found = results("real", limit=100)
-    return beside(found, ("Prefix tuning", "Prompt tuning"), "Anchored, context vector's scale")
-
-
-def scales() -> str:
-    """What sets a site's scale, and when a step is damped."""
-    found = results("anchored-scale")
-    lines = list(found.lines)
-    told = differences(found, {one.name: (one, lines[0]) for one in lines[1:]})
-    rows = [[lines[0].name, average(found, lines[0]), str(len(found.tasks_of(lines[0]))), "", "", ""]]
-    rows += [
-        [one.name, average(found, one), str(len(found.tasks_of(one))), *told[one.name]] for one in lines[1:]
-    ]
-    return table(["Row", "Mean of its tasks", "Tasks", "Minus the default", "95 % interval", "q"], rows)
+    return beside(found, ("Prefix tuning", "Prompt tuning"))
 
 
 def frequent() -> str:
@@ -301,17 +288,6 @@ def chat() -> str:
                 told = [f"{points(got.mean)}", interval(got), str(got.seeds)]
                 rows.append([plain.name, average(found, line), *told])
     return table(["Row", "In its chat template", "Minus the plain prompt", "95 % interval", "Seeds"], rows)
-
-
-def successors() -> str:
-    """Methods that came after I2CL, at one data budget."""
-    found = results("successors", limit=100)
-    tasks = ("trec", "sst2", "tickets")
-    rows = [
-        [line.name, str(seeds_of(found, line)), *(shown(found, line, task) for task in tasks)]
-        for line in found.lines
-    ]
-    return table(["Row", "Seeds", *tasks], rows)
 
 
 def greedy() -> str:
@@ -485,10 +461,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "adapters": adapters,
     "rivals": rivals,
     "fewer-queries": fewer_queries,
-    "scales": scales,
     "frequent": frequent,
     "chat": chat,
-    "successors": successors,
     "greedy": greedy,
 }
 
