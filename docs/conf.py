@@ -54,7 +54,9 @@ def _commands(group: Any, prefix: str) -> Iterator[str]:
         if hasattr(command, "commands"):
             yield from _commands(command, called)
             continue
-        yield f"\n## {called}\n\n{command.help}\n\n| option | what | default |\n|---|---|---|"
+        example = command.epilog.removeprefix("Example: ")
+        yield f"\n## {called}\n\n{command.help}\n\n```console\n{example}\n```\n"
+        yield "| option | what | default |\n|---|---|---|"
         for one in command.params:
             names = (
                 ", ".join(f"`{word}`" for word in one.opts)
@@ -66,10 +68,16 @@ def _commands(group: Any, prefix: str) -> Iterator[str]:
             yield f"| {names} | {said} | {default} |"
 
 
+_ASIDE = re.compile(r"ablations|log|experiments/.*/?report")
+"""Pages that others link to, and that the navigation leaves out."""
+
+
 def setup(app: Sphinx) -> None:
     """Put the program's own help into the page of commands, and name folders that the site does not hold."""
 
     def fill(_: Sphinx, name: str, source: list[str]) -> None:
+        if _ASIDE.fullmatch(name):
+            source[0] = f"---\norphan: true\n---\n\n{source[0]}"
         if name == "reference/commands":
             source[0] = source[0].replace(
                 "<!-- commands -->", "\n".join(_commands(get_command(program), "i2cl"))

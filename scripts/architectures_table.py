@@ -36,8 +36,8 @@ Printed by `python scripts/architectures_table.py`; `make docs-results` measures
 
 {count} model types. *Writers* are the two modules of a block that write to its residual stream. *Packs*:
 several short queries share one row of a batch. *Fold*: how `i2cl export` puts an injection into the weights
-([export](guide/export.md)): *in place* keeps the type; *as llama* writes a Llama that computes the same,
-and is refused where the config has what Llama lacks: a sliding window shorter than the context, or rotary
+([export](guide/export.md)). *In place* keeps the type; *as llama* writes a Llama that computes the same. It
+is refused where the config has what Llama lacks: a sliding window shorter than the context, or rotary
 embeddings on part of a head. `granitemoehybrid` is for its dense models with attention in every layer.
 
 | model type | attention writer | MLP writer | packs | fold |

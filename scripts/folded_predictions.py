@@ -4,7 +4,7 @@ Hooks (i2cl) against the folded checkpoint in plain transformers, and the GGUF f
 the same token ids, and then the bare text, which it encodes itself. Needs the extra gguf.
 
 python scripts/folded_predictions.py > table.md                  # the table alone
-python scripts/folded_predictions.py --write docs/folded.md      # in place of the one between the markers
+python scripts/folded_predictions.py --write docs/log.md         # in place of the one between the markers
 """
 
 import argparse
@@ -24,7 +24,7 @@ from i2cl.export.llama_cpp import LlamaCpp
 from i2cl.models.scoring import Questions
 from i2cl.tasks.reference import names
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+BEGIN, END = "<!-- folded: begin -->", "<!-- folded: end -->"
 QUERIES = 200
 WAYS = ("transformers", "llama.cpp, ids", "llama.cpp, text")
 HEAD = "| task | accuracy | " + " | ".join(f"{way}: equal | log p" for way in WAYS) + " | tokens equal |"

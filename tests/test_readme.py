@@ -1,48 +1,67 @@
-"""The README's Python snippet runs and does what it says (in fewer epochs)."""
+"""The README's Python snippet, links, extras and targets. tests/real plays the snippet on the real model."""
 
-import ast
 import re
 import tomllib
-from functools import partial
 from pathlib import Path
 
-from i2cl import CalibrationConfig
+import pytest
+import yaml
 
-README = Path(__file__).parents[1] / "README.md"
+from i2cl.version import __version__
+from pages import blocks
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+INSTALL = ROOT / "docs" / "install.md"
 
 
-def test_the_snippet_runs(tmp_path, monkeypatch, capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks, "README.md has no Python snippet"
+def test_the_snippet_runs_on_the_bundled_model(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    snippet = next(one.text for one in blocks(README) if one.language == "python")
+    assert snippet.count('"smollm2"') == 1
+    assert len(re.findall(r"^(?!from |$)", snippet, re.MULTILINE)) <= 6, "five lines, as the page says"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("i2cl.core.calibration.CalibrationConfig", partial(CalibrationConfig, epochs=2))
-    exec(compile(blocks[0], str(README), "exec"), names := {"__name__": "readme"})
-    printed = capsys.readouterr().out
-    task, query = names["task"], names["query"]
-    said = re.search(r"# (.*), as it should", blocks[0])[1]
-    assert [[task.labels[one.label]] for one in task.test if one.text == query] == [ast.literal_eval(said)]
-    assert printed == f"{said}\n"
-    assert (tmp_path / "mood" / "injection.safetensors").is_file()
+    names = {"__name__": "readme"}
+    exec(compile(snippet.replace('"smollm2"', '"reference"'), str(README), "exec"), names)
+    assert set(names["tickets"].predict(names["texts"])) <= set(names["labels"])
+    assert (tmp_path / "tickets" / "injection.safetensors").is_file()
+
+
+def test_the_real_model_plays_the_snippet():
+    assert [one.mark for one in blocks(README) if one.language == "python"] == ["real"]
 
 
 def test_installation_names_every_extra_and_the_oldest_python():
-    text = README.read_text(encoding="utf-8")
-    project = tomllib.loads((README.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = INSTALL.read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = re.search(r"\| extra: .*?\n\n", text, re.DOTALL)[0]
     named = re.findall(r"^\| `([\w-]+)` \|", extras, re.MULTILINE)
     assert sorted(named) == sorted(project["optional-dependencies"])
-    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in text
+    oldest = f"Python {project['requires-python'].removeprefix('>=')} or newer"
+    assert oldest in text
+    assert oldest in README.read_text(encoding="utf-8")
 
 
 def test_every_local_link_leads_somewhere():
     links = re.findall(r"\]\((?!https?://)([^)#]+)", README.read_text(encoding="utf-8"))
     assert links, "README.md has no local link"
-    missing = [link for link in links if not (README.parent / link).exists()]
+    missing = [link for link in links if not (ROOT / link).exists()]
     assert not missing
 
 
-def test_the_make_targets_it_names_exist():
-    targets = set(re.findall(r"\bmake (\w+)", README.read_text(encoding="utf-8")))
-    makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
-    assert {"demo", "test"} <= targets
+@pytest.mark.parametrize("page", [README, INSTALL], ids=lambda page: page.stem)
+def test_the_make_targets_it_names_exist(page):
+    targets = set(re.findall(r"\bmake ([\w-]+)`", page.read_text(encoding="utf-8")))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert targets
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_the_citation_and_the_release_are_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"]) == (__version__, "Apache-2.0")
+    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    assert release["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    assert release["jobs"]["publish"]["needs"] == "test"
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(form.read_text(encoding="utf-8"))

@@ -30,8 +30,28 @@ NAME = "i2cl"
 INTERRUPTED = 130
 _UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it
 
+EXAMPLES = {
+    "demo": "i2cl demo",
+    "fit": "i2cl fit reference mood-colour-1 -o mood",
+    "predict": "i2cl predict mood texts.txt -o labels.csv",
+    "eval": "i2cl eval reference mood-colour-1 --method zero_shot,anchored --seeds 2 --limit 50 --workers 1",
+    "ls": "i2cl ls methods",
+    "check": "i2cl check reference",
+    "export": "i2cl export mood --to hf plain",
+    "verify": "i2cl verify plain",
+    "convert": "i2cl convert pickled rewritten",
+    "push": "i2cl push mood your-name/mood",
+    "serve": "i2cl serve reference --tasks tasks",
+    "experiment ls": "i2cl experiment ls",
+    "experiment run": "i2cl experiment run unlabelled --quick --tasks tickets --workers 1 --store results",
+    "experiment pack": "i2cl experiment pack results packed",
+    "experiment unpack": "i2cl experiment unpack packed unpacked",
+    "report": "i2cl report results --experiments unlabelled",
+}
+"""Of each command, shown below its help; the tests type them in this order."""
+
 app = typer.Typer(
-    help="Implicit in-context learning: a few labelled examples become a vector injected into a frozen LLM.",
+    help="Classify text with a frozen LLM from a few labelled examples, without putting them in the prompt.",
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -49,6 +69,10 @@ app.command()(push.push)
 app.command()(serve.serve)
 app.command()(check.check)
 app.command()(ls.ls)
+for _prefix, _group in (("", app), ("experiment ", experiment.app)):
+    for _command in _group.registered_commands:
+        _name = str(_command.name or getattr(_command.callback, "__name__", ""))
+        _command.epilog = f"Example: {EXAMPLES[_prefix + _name]}"
 
 
 @app.callback(invoke_without_command=True)

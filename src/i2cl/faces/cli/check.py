@@ -20,7 +20,10 @@ def check(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """Check that a model's blocks add exactly what its residual writers put out; exit code 1 if not."""
+    """Check that i2cl knows where a model's layers write to the residual stream.
+
+    Each block adds exactly what its two writers put out, or exit code 1.
+    """
     from i2cl.models.architectures import Architecture
 
     given = None

@@ -14,7 +14,10 @@ def convert(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """Rewrite a model's pickled weights as safetensors, without running what pickles can hold."""
+    """Rewrite a model's pickled weights as safetensors.
+
+    Nothing that a pickle can hold is run.
+    """
     load.libraries()
     from i2cl.export import convert as rewrite
 

@@ -37,7 +37,10 @@ def demo(
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Show the bundled model gain three tasks: zero-shot, few-shot, I2CL, anchored side by side, offline."""
+    """Show that the software works: five methods on the bundled model, offline.
+
+    A minute; with --real, support tickets on SmolLM2-135M, some minutes.
+    """
     load.libraries()
     from i2cl.experiments.sweep import sweep
     from i2cl.methods import make_methods

@@ -48,9 +48,9 @@ def evaluate(
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
-    """Measure methods on tasks over seeds: accuracy, macro-F1, confidence, seconds and cached values.
+    """Compare methods on tasks, with the same demonstrations and queries.
 
-    Lower is better for log_loss, brier, ece (calibration error) and aurc (area under risk and coverage).
+    In the table of confidence lower is better throughout.
     """
     load.libraries()
     from i2cl.experiments.sweep import sweep

@@ -28,7 +28,10 @@ NewFolder = Annotated[Path, typer.Argument(help="New folder.")]
 
 @app.command()
 def ls(seed: options.NoSeed = 0, json: options.Json = False) -> None:
-    """List the experiments: the paper's number, what they measure and what they cost."""
+    """List the experiments: tables and figures of the paper, and our own.
+
+    Each says what it measures, and how many cells one task takes.
+    """
     from i2cl.experiments.library import BROUGHT, load_experiment
 
     found = [load_experiment(name) for name in BROUGHT]
@@ -86,7 +89,10 @@ def run(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """Run the cells that the store lacks; exit code 1 if any failed."""
+    """Run the cells of experiments that a store lacks.
+
+    Stop it and start it again at will; exit code 1 if any cell failed.
+    """
     if address is not None and executor != "ray":
         raise I2CLError("--address is that of a Ray cluster: add --executor ray, or leave it out")
     load.libraries()
@@ -207,7 +213,10 @@ def _watch(bar: console.Bar) -> "Callable[[Record], None]":
 def pack(
     store: options.StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False
 ) -> None:
-    """Write a store as Parquet and one safetensors file: compact, for keeping and sharing."""
+    """Write a store as Parquet and one safetensors file, to keep and to share.
+
+    `i2cl report` reads it; `i2cl experiment unpack` turns it back.
+    """
     _rewrite(store, out, "pack", as_json=json)
 
 
@@ -215,7 +224,10 @@ def pack(
 def unpack(
     store: options.StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False
 ) -> None:
-    """Turn a packed store back into one that runs can add to."""
+    """Turn a packed store back into a folder of plain files.
+
+    `experiment run` can then add to it.
+    """
     _rewrite(store, out, "unpack", as_json=json)
 
 

@@ -54,7 +54,10 @@ def export(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """Turn an injection into a checkpoint or an adapter that needs neither hooks nor this package."""
+    """Put a task into a checkpoint, an adapter or a GGUF file, for other programs.
+
+    Golden values go with it: `i2cl verify` checks those programs with them.
+    """
     load.libraries()
     from i2cl.core.injection import Injection
     from i2cl.export import export_gguf, export_hf, export_peft, make_golden

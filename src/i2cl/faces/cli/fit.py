@@ -99,7 +99,10 @@ def fit(
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
-    """Turn a task's labelled examples into a calibrated injection and save it."""
+    """Turn labelled examples into a task: a folder for predict, serve and export.
+
+    It ends with whether the fit pays on rows that it has not seen.
+    """
     load.libraries()
     from i2cl.core.artefact import own_files
     from i2cl.experiments.draw import draw, fitting

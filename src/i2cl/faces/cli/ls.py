@@ -14,7 +14,10 @@ def ls(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """List known tasks, model types or methods."""
+    """List what is known: tasks, model types (architectures) or methods.
+
+    Methods come with their options, which `--set NAME=VALUE` sets.
+    """
     listings: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
         "tasks": _tasks,
         "architectures": _architectures,

@@ -64,9 +64,9 @@ def predict(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """Classify any number of texts: the label and every label's probability, one line each.
+    """Classify texts of a file or of stdin: label and probabilities, line by line.
 
-    With -o, a run that was killed goes on where it was when the same command is given again.
+    With -o, the same command again goes on where a killed run was.
     """
     load.libraries()
     from i2cl.core.injection import Injection

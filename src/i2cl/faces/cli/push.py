@@ -18,7 +18,10 @@ def push(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """Upload an injection and its model card to the Hugging Face hub."""
+    """Upload a task and its model card to the Hugging Face hub.
+
+    The repository is made if need be; the demonstrations' texts stay here.
+    """
     from i2cl.core.injection import Injection
 
     if not artefact.is_dir():

@@ -25,7 +25,10 @@ def report(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """Tables and figures of a store, beside the paper's printed numbers, without a model."""
+    """Make tables and figures of a store, with intervals and tests.
+
+    Where the paper has the same cell, its printed number stands beside ours.
+    """
     from i2cl.experiments.library import ORDER, compared_with, limited, load_experiment, require_known
     from i2cl.experiments.report.page import FORMATS, build, write
     from i2cl.experiments.store import Store

@@ -67,9 +67,9 @@ def serve(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """Answer over HTTP for as many tasks as memory takes, fit new ones, and show a page to try them.
+    """Serve one model with thousands of tasks over HTTP, with a page for people.
 
-    SIGTERM ends it: what runs is answered, fits and files go on at the next start.
+    SIGTERM ends it: what runs is answered, fits and files go on next time.
     """
     needs("i2cl serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     from i2cl.faces.server.guard import Access, is_loopback, read_tokens

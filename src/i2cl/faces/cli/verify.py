@@ -44,7 +44,10 @@ def verify(
     seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
-    """Check that an export, or a server that runs it, answers as the injected model; exit code 1 if not."""
+    """Check that an export, or a server that runs it, answers as it should.
+
+    It names what differs, such as a dropped bias; then the exit code is 1.
+    """
     load.quiet()
     device = loading.device
     if url is None:
