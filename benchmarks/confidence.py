@@ -47,6 +47,11 @@ class Fit:
         """The temperature with the least log-loss on the test queries."""
         return best_temperature(self.scores, self.gold)
 
+    @property
+    def chosen(self) -> float:
+        """The temperature that `i2cl fit` chooses by refits."""
+        return likely_temperature(self.left_out, self.left_out_gold)
+
     def temperatures(self, others: list[float]) -> dict[str, float]:
         """By rule; ``others`` are the best ones of other tasks' fits."""
         own, median = (self.left_out, self.left_out_gold), float(np.median(others))
@@ -55,7 +60,7 @@ class Fit:
             "as it is": 1.0,
             "the other tasks' median": median,
             "refits alone": best_temperature(*own),
-            "refits and prior (the default)": likely_temperature(*own),
+            "refits and prior (the default)": self.chosen,
             "refits and the other tasks' prior": likely_temperature(*own, median, spread),
             "best for these queries": self.best,
         }

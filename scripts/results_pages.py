@@ -8,26 +8,32 @@ A row that no cell of a store belongs to is left out, so a row may be listed her
 
 import json
 import re
+import runpy
 from collections.abc import Callable, Sequence
 from functools import cache
 from io import StringIO
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from i2cl.experiments.confidence import highest
+from i2cl.experiments.confidence import reliability as curve
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.records import Record
 from i2cl.experiments.report.figures_base import new_figure
 from i2cl.experiments.report.results import Line, Results, mean_times, results_of
 from i2cl.experiments.statistics import ALPHA, Difference, holm
 from i2cl.experiments.store import Store
+from i2cl.injections.temperature import normalised
 
 ROOT = Path(__file__).resolve().parents[1]
 STORES = {"real": "docs/experiments/real/store", "gemma": "docs/experiments/gemma/store"}
-PAGES = ("docs/results.md", "docs/ablations.md")
+PAGES = ("docs/results.md", "docs/ablations.md", "docs/guide/confidence.md")
 
 OURS = "Anchored"
 SHOWN = {
@@ -290,6 +296,25 @@ def chat() -> str:
     return table(["Row", "In its chat template", "Minus the plain prompt", "95 % interval", "Seeds"], rows)
 
 
+@cache
+def confidence_fits() -> tuple[dict[str, Any], Any]:
+    """The functions of benchmarks/confidence.py, and the fits that it reads."""
+    functions, folder = runpy.run_path(str(ROOT / "benchmarks/confidence.py")), ROOT / "docs/experiments/real"
+    return functions, functions["read"](folder / "refits.jsonl", folder / "scores.safetensors")
+
+
+def temperatures() -> str:
+    """The four numbers of confidence, by rule for the temperature."""
+    functions, fits = confidence_fits()
+    return str(functions["temperature_table"](fits))
+
+
+def thresholds() -> str:
+    """How often a threshold is shown, and breaks its promise."""
+    functions, fits = confidence_fits()
+    return str(functions["threshold_table"](fits, np.random.default_rng(0)))
+
+
 def greedy() -> str:
     """How often plain greedy decoding says a label."""
     path = ROOT / "docs/experiments/real/greedy.jsonl"
@@ -449,6 +474,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) ->
 
 PARTS: dict[str, Callable[[], str]] = {
     "measured": measured,
+    "temperatures": temperatures,
+    "thresholds": thresholds,
     "by-task": by_task,
     "verdicts": verdicts,
     "losses": losses,
@@ -468,6 +495,26 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 # Figures
+
+
+def reliability() -> str:
+    """Accuracy against confidence, as probabilities are and at the temperature that refits choose."""
+    _, fits = confidence_fits()
+    figure = new_figure(4.8, 4.0)
+    axes = figure.add_subplot()
+    axes.plot([0, 100], [0, 100], linestyle="--", color="#020202", label="as sure as right")
+    for rule, colour, marker in (("as it is", "#040404", "s"), ("at the temperature", "#030303", "o")):
+        chosen = [fit.chosen if marker == "o" else 1.0 for fit in fits]
+        pairs = [(normalised(fit.scores, one), fit) for fit, one in zip(fits, chosen, strict=True)]
+        sure = np.concatenate([highest(scores) for scores, _ in pairs])
+        right = np.concatenate([scores.argmax(1) == fit.gold for scores, fit in pairs])
+        means, shares = curve(sure, right)
+        axes.plot(100 * means, 100 * shares, color=colour, marker=marker, label=rule)
+    axes.set_xlabel("highest probability among the labels, %", color="#010101")
+    axes.set_ylabel("accuracy, %", color="#010101")
+    axes.legend(frameon=False, labelcolor="#010101", fontsize=9, loc="upper left")
+    plain(axes)
+    return svg(figure, "Accuracy against confidence, before and after the temperature")
 
 
 def bars() -> str:
@@ -563,6 +610,7 @@ def svg(figure: Figure, title: str) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "docs/_static/averages.svg": bars,
     "docs/_static/shots.svg": curves,
+    "docs/_static/reliability.svg": reliability,
 }
 
 

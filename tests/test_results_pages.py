@@ -18,14 +18,14 @@ def made():
     return runpy.run_path(str(SCRIPT))
 
 
-@pytest.mark.parametrize("page", ["docs/results.md", "docs/ablations.md"])
+@pytest.mark.parametrize("page", ["docs/results.md", "docs/ablations.md", "docs/guide/confidence.md"])
 def test_tables_are_those_of_the_stores(made, page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert "begin -->" in text
     assert made["filled"](text) == text, CURE
 
 
-@pytest.mark.parametrize("name", ["docs/_static/averages.svg", "docs/_static/shots.svg"])
+@pytest.mark.parametrize("name", ["docs/_static/averages.svg", "docs/_static/shots.svg", "docs/_static/reliability.svg"])
 def test_figures_are_those_of_the_stores(made, name):
     """The same bytes; under another version of matplotlib, the same words and numbers."""
     kept, drawn = (ROOT / name).read_text(encoding="utf-8"), made["FIGURES"][name]()
