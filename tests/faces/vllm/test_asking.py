@@ -1,12 +1,11 @@
 """The labels' trie in few prompts, and their share of a batch."""
 
 import asyncio
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
-from i2cl.faces.vllm.asking import FEWEST, ROWS, SHARE, STAY, Reach, Share, Trie
+from i2cl.faces.vllm.asking import ROWS, SHARE, Reach, Share, Trie
 
 from .standins import told_of, vllm_config
 
@@ -137,27 +136,3 @@ def test_who_waits_and_leaves_takes_no_room():
         await asyncio.wait_for(share.enter(1), 60)
 
     asyncio.run(played())
-
-
-def test_where_prompts_stay_long_fewer_are_in_at_once():
-    async def most_in(share):
-        count = 0
-        with suppress(TimeoutError):
-            while True:
-                await asyncio.wait_for(share.enter(1), 0.01)
-                count += 1
-        return count
-
-    async def played(prompts, seconds_a_prompt):
-        """An engine whose batch takes so long for each prompt in it."""
-        share = Share(reach(prompts=prompts))
-        for _ in range(200):
-            inside = await most_in(share)
-            for _ in range(inside):
-                share.leave(1, inside * seconds_a_prompt)
-        return await most_in(share)
-
-    assert asyncio.run(played(16, 0.001)) == 16
-    assert asyncio.run(played(16, 1.0)) == 16 // FEWEST
-    assert 2 < asyncio.run(played(16, STAY / 8)) <= 8
-    assert asyncio.run(played(4, 1.0)) == 1

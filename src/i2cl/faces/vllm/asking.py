@@ -20,12 +20,6 @@ ROWS = 256
 SHARE = 4
 """One of so many parts of vLLM's batch is the most that all of `classify` has in the engine at once."""
 
-STAY = 0.25
-"""Seconds that a prompt of `classify` may be in the engine before fewer are let in: others wait as long."""
-
-FEWEST = 8
-"""One of so many prompts of the share are let in however long they stay."""
-
 Edge = tuple[Ids, int]
 """A token of a label, and what stands between the query and it."""
 
@@ -138,14 +132,12 @@ class Share:
     """Lets prompts of `classify` into the engine, first come, first served, up to their share of a batch.
 
     Whoever asks for one prompt at a time takes turns with all others who do. A prompt beyond the whole share
-    runs alone. Where prompts stay long, as on a CPU, fewer are in at once: whoever comes waits for the batch
-    that runs.
+    runs alone.
     """
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
         self._prompts = self._tokens = 0
-        self._most = float(reach.prompts)
         self._turn, self._left = asyncio.Lock(), asyncio.Event()
 
     async def enter(self, tokens: int) -> None:
@@ -157,16 +149,12 @@ class Share:
             self._prompts += 1
             self._tokens += tokens
 
-    def leave(self, tokens: int, seconds: float = 0.0) -> None:
-        """The prompt is answered, after so many seconds in the engine; 0 where nobody knows."""
-        if seconds > 0:
-            wanted = self._prompts * STAY / seconds  # a batch takes as long as it has prompts
-            fewest, most = max(1, self._reach.prompts // FEWEST), self._reach.prompts
-            self._most = min(most, max(fewest, 0.9 * self._most + 0.1 * wanted))
+    def leave(self, tokens: int) -> None:
+        """The prompt is answered."""
         self._prompts -= 1
         self._tokens -= tokens
         self._left.set()
 
     def _fits(self, tokens: int) -> bool:
-        fits = self._prompts + 1 <= self._most and self._tokens + tokens <= self._reach.tokens
+        fits = self._prompts < self._reach.prompts and self._tokens + tokens <= self._reach.tokens
         return fits or not self._prompts

@@ -227,8 +227,8 @@ async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[A
             last = output
         told[row] |= asked.told(last)
 
-    def left(size: int, since: float, task: asyncio.Task[None]) -> None:  # also if it ended before it began
-        state.i2cl_share.leave(size, 0.0 if task.cancelled() else time.monotonic() - since)
+    def left(size: int, _task: asyncio.Task[None]) -> None:  # also of a task that was ended before it began
+        state.i2cl_share.leave(size)
 
     try:
         async with asyncio.TaskGroup() as group:  # which ends all of them with the first that fails
@@ -237,7 +237,7 @@ async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[A
                     size = len(asked.prompt)
                     await state.i2cl_share.enter(size)
                     task = group.create_task(ask(row, asked))
-                    task.add_done_callback(partial(left, size, time.monotonic()))
+                    task.add_done_callback(partial(left, size))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [served.answer(values) for values in told]
