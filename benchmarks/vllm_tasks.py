@@ -10,9 +10,9 @@ neighbouring runs' ratios; on a GPU wall-clock seconds are what counts (``--wall
 With ``--http`` they are servers, asked over 16 connections: one without the plugin, and one with four tasks,
 asked with tasks and without. Counted are the seconds of the server's processes alone.
 
-    python benchmarks/vllm_tasks.py --labels
+    python benchmarks/vllm_tasks.py --labels [--model smollm2] [--texts 48]
 
-prints what twelve texts with labels of several tokens take in one request, and how long others wait beside.
+prints what texts with labels of several tokens take in one request, and how long others wait beside.
 """
 
 import argparse
@@ -56,6 +56,15 @@ def make_model(folder: Path) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(located("reference")).save_pretrained(folder)
+
+
+def copy_model(name: str, folder: Path) -> None:
+    """A model that i2cl loads, as a checkpoint in float32."""
+    from i2cl import Decoder
+
+    decoder = Decoder.from_pretrained(name, dtype="float32", device="cpu")
+    decoder.model.save_pretrained(folder)
+    decoder.tokenizer.save_pretrained(folder)
 
 
 def serve(model: str, tasks: int) -> None:
@@ -153,8 +162,8 @@ def make_tasks(model: Path, folder: Path) -> None:
     draw, names = torch.Generator().manual_seed(0), [f"task-{number}" for number in range(TASKS)]
     for name in [*names, "intents"]:
         task = load_task("mood-colour-1" if name in names else name)
-        values = 0.1 * torch.randn(LAYERS, 2, WIDTH, generator=draw)
-        pairs = 1 + 0.1 * torch.randn(LAYERS, 2, 2, generator=draw)
+        values = 0.1 * torch.randn(decoder.layers, 2, decoder.d_model, generator=draw)
+        pairs = 1 + 0.1 * torch.randn(decoder.layers, 2, 2, generator=draw)
         vector = ContextVector(values, ExtractConfig(), 4, decoder.base)
         Injection(vector, pairs, task, decoder.base).save_pretrained(folder / name)
 
@@ -268,15 +277,20 @@ def over_http(rounds: int) -> dict[str, list[float]]:
     return taken
 
 
-def with_labels() -> None:
-    """Print what a request of many texts with labels of several tokens takes, and others beside it wait."""
+def with_labels(name: str | None, count: int) -> None:
+    """Print what a request of many texts with labels of several tokens takes, and others beside it wait.
+
+    Args:
+        name: of a model; None: a random one.
+        count: of texts.
+    """
     path, single = "/v1/i2cl/classify", {"model": "task-0", "input": "the letter arrived"}
     from i2cl.tasks import load_task
 
-    texts = [example.text for example in load_task("intents").train[:TEXTS]]
+    texts = [example.text for example in load_task("intents").train[:count]]
     with tempfile.TemporaryDirectory() as scratch:
         model, tasks = Path(scratch) / "model", Path(scratch) / "tasks"
-        make_model(model)
+        copy_model(name, model) if name else make_model(model)
         make_tasks(model, tasks)
         server = Server(model, tasks, caching=True)
         try:
@@ -301,7 +315,7 @@ def with_labels() -> None:
         finally:
             server.process.terminate()
             server.process.wait(60)
-    took = f"{TEXTS} texts {bulk.result()[0]:.1f} s, {spent:.1f} CPU s"
+    took = f"{count} texts {bulk.result()[0]:.1f} s, {spent:.1f} CPU s"
     print(f"{took}; with the single texts {prompts:.0f} prompts, {tokens:.0f} tokens")
     print(
         f"{len(waited)} single texts: {statistics.median(alone):.3f} s alone, "
@@ -335,6 +349,8 @@ def main() -> None:
     parser.add_argument("--wall", action="store_true")
     parser.add_argument("--http", action="store_true")
     parser.add_argument("--labels", action="store_true")
+    parser.add_argument("--model", help="of --labels; default: a random one")
+    parser.add_argument("--texts", type=int, default=TEXTS, help="of --labels")
     parser.add_argument("--serve")
     parser.add_argument("--tasks", type=int, default=0)
     given = parser.parse_args()
@@ -342,7 +358,7 @@ def main() -> None:
         serve(given.serve, given.tasks)
         return
     if given.labels:
-        with_labels()
+        with_labels(given.model, given.texts)
         return
     taken = over_http(given.rounds) if given.http else in_engines(given.rounds, wall=given.wall)
     for name, values in taken.items():

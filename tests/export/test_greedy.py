@@ -17,6 +17,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_gguf, export_hf, fold, gguf, golden, make_golden, verify, verify_gguf
 from i2cl.export.golden import GOLDEN
+from i2cl.export.greedy.beams import beams_for, compared_sequences, search_whole, searches
 from i2cl.export.greedy.calls import calls_of
 from i2cl.export.greedy.labels import FORCE, biases_of, forced_sequences, grammar_of, label_in, shared_end
 from i2cl.export.greedy.texts import TEXTS
@@ -51,6 +52,27 @@ def speaking():
 def exported(folder, decoder, injection):
     export_hf(decoder, injection, folder, golden=lambda: make_golden(decoder, injection))
     return Golden.from_export(folder)
+
+
+LONG = (
+    [5, 6],
+    [5, 7, 20],
+    [5, 7, 21, 3, 22],
+    [9],
+    [10, 11, 12, 13, 14, 23],
+    [10, 11, 24],
+    [10, 25],
+    [15, 26],
+)
+"""Tokens of labels: of several lengths, and of several that begin alike."""
+
+
+def whole(logits, ids, label):
+    """Log-probability of a label, token by token."""
+    return sum(
+        logits([*ids, *label[:place]]).float().log_softmax(-1)[token].item()
+        for place, token in enumerate(label)
+    )
 
 
 def test_there_are_twenty_texts_of_several_kinds():
@@ -152,10 +174,69 @@ def test_generate_says_a_label_to_its_end_and_stops(tmp_path, monkeypatch, task)
     for prompt in made.prompts:
         ids = torch.tensor([prompt.ids])
         told = model.generate(ids, do_sample=False, max_new_tokens=20)[0, ids.shape[1] :].tolist()
-        wanted = by_hand(logits, prompt.ids, made.spoken)
-        assert told == [*wanted, made.end]
+        if made.beams:
+            wanted = max(made.spoken, key=lambda label: whole(logits, prompt.ids, label))
+            assert told == wanted
+        else:
+            wanted = by_hand(logits, prompt.ids, made.spoken)
+            assert told == [*wanted, made.end]
         said.add(tuple(wanted))
+    assert bool(made.beams) == (task in (SHARED, BEGUN))
     assert len(said) > 1
+
+
+@pytest.mark.parametrize("labels", [LONG, LONG[::-1][:7]], ids=["eight", "seven"])
+def test_a_beam_for_each_label_finds_the_best_whole_one(labels):
+    """Labels of one to six tokens, whose logits differ by tens, against every sum."""
+    tail, found = (7, 8), set()
+    assert beams_for(labels, tail) == len(labels)
+    generation = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=0)
+    search_whole(generation, len(labels), labels, 0)
+    assert searches(generation, len(labels), labels)
+    pairs = compared_sequences(labels, tail)
+    generation.sequence_bias = [[list(tokens), value] for tokens, value in pairs.items()]
+    for seed in range(4):
+        model, draw = decoder_of("llama").model, torch.Generator().manual_seed(seed)
+        head = model.lm_head.weight
+        with torch.no_grad():
+            head.copy_(3 * torch.randn(head.shape, generator=draw))
+
+        def logits(ids, model=model):
+            with torch.no_grad():
+                return model(torch.tensor([ids])).logits[0, -1]
+
+        for _ in range(10):
+            ids = [*torch.randint(1, 200, (5,), generator=draw).tolist(), *tail]
+            made = model.generate(torch.tensor([ids]), generation_config=generation)[0, len(ids) :].tolist()
+            sums = [whole(logits, ids, label) for label in labels]
+            assert made == list(labels[sums.index(max(sums))])
+            found.add(tuple(made))
+    assert len(found) > 2
+
+
+def test_whether_beams_can_compare():
+    assert beams_for([[5, 6], [5, 7]], (1,)) == 2
+    assert beams_for([[5, 6], [5, 7]], ()) == 0  # a bias would be for any place
+    assert beams_for([[5, 6], [6, 7]], (1,)) == 0  # 6 would end the second label
+    assert beams_for([[5], [6]], (1,)) == 0  # one token each needs no search
+    assert beams_for([[5, 100 + place] for place in range(65)], (1,)) == 0
+    assert compared_sequences([[5, 6], [5, 7, 8], [9]], (1, 2)) == {
+        (1, 2, 9): 3 * FORCE,
+        (1, 2, 5): FORCE,
+        (1, 2, 5, 6): 2 * FORCE,
+        (1, 2, 5, 7): FORCE,
+        (1, 2, 5, 7, 8): FORCE,
+    }
+
+
+@pytest.mark.parametrize("change", [{"num_beams": 2}, {"length_penalty": 1.0}, {"eos_token_id": 0}])
+def test_a_lost_search_is_named(tmp_path, change):
+    decoder = decoder_of("llama")
+    exported(tmp_path / "out", decoder, replace(injection_for(decoder), task=SHARED))
+    config = tmp_path / "out" / "generation_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(I2CLError, match="lacks the beam search over whole labels"):
+        verify(tmp_path / "out")
 
 
 def test_the_bias_is_for_the_end_of_a_prompt_alone():
@@ -190,9 +271,13 @@ def test_a_lost_bias_is_named(tmp_path):
 def test_whole_labels_that_cannot_be_forced_right_are_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
     decoder = decoder_of("llama")
-    exported(tmp_path / "out", decoder, replace(injection_for(decoder), task=SHARED))
-    assert run("verify", tmp_path / "out", "--device", "cpu") == 1  # token by token chooses otherwise
-    assert "That is too few: compare log-probabilities of whole labels" in capsys.readouterr().out
+    for task, code, told in (
+        (SHARED, 0, "A search over whole labels (3 beams) answers 20 of 20 prompts"),
+        (NO_END, 1, "That is too few: compare log-probabilities of whole labels"),  # token by token
+    ):
+        exported(tmp_path / str(code), decoder, replace(injection_for(decoder), task=task))
+        assert run("verify", tmp_path / str(code), "--device", "cpu") == code
+        assert told in capsys.readouterr().out
 
 
 def test_an_export_of_before_is_verified_as_before(tmp_path, capsys):
@@ -270,6 +355,7 @@ def test_the_call_of_vllm_names_the_labels_as_they_stand_behind_the_prompt(tmp_p
     assert words[:2] == ["curl", "http://localhost:8000/v1/completions"]
     body = json.loads(words[words.index("-d") + 1])
     assert body["temperature"] == 0
+    assert body.get("include_stop_str_in_output", False) == (task is not TASK)
     assert body["prompt"] == made.prompts[0].query
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     for word, ids in zip(body["structured_outputs"]["choice"], made.spoken, strict=True):
@@ -293,6 +379,7 @@ def test_a_server_is_sent_what_makes_it_say_whole_labels(tmp_path, capsys):
         assert body["structured_outputs"] == {"choice": ["best film", "best ever", "bad film"]}
         assert body["grammar"] == 'root ::= "best film" | "best ever" | "bad film"'
         assert body["max_tokens"] == made.length
+        assert body["include_stop_str_in_output"]  # vLLM would leave out labels' last tokens, which end it
     with serving(made, echo=echo, says=lambda *_: " best of all") as (url, _):
         assert run("verify", tmp_path / "out", "--url", url) == 1
     with serving(made, echo=echo, says=lambda *_: None) as (url, _):

@@ -25,7 +25,6 @@ from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import Batch, Ids, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
-from i2cl.models.hooks import edit_outputs
 from i2cl.models.training import Backward
 
 RIDGE = 0.01
@@ -126,6 +125,25 @@ class _Watch(Edit):
         return changed
 
 
+class _Ending(Edit):
+    """States in the place of what the last block puts out.
+
+    As an edit of a pass it is on the model while that pass runs, and not while a server's fit lets others in.
+    """
+
+    site = "hidden"
+
+    def __init__(self, decoder: Decoder, states: Float[Tensor, "rows d"]) -> None:
+        self.last = decoder.layers - 1
+        self.states = states
+
+    def output(
+        self, layer: int, _index: int, output: Float[Tensor, "rows 1 d"], _batch: Batch
+    ) -> Float[Tensor, "rows 1 d"] | None:
+        """The states, at the last block."""
+        return self.states[:, None].to(output.device, output.dtype) if layer == self.last else None
+
+
 @dataclass(frozen=True)
 class _Tail:
     """The final norm and the LM head of a model, whatever they are, and the labels' first tokens.
@@ -138,14 +156,8 @@ class _Tail:
 
     def logits(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, "rows vocab"]:
         """Next-token logits of streams behind the last block, in float32; gradients flow if on."""
-        decoder = self.decoder
-        batch = make_batch([(self.labels[0],)] * len(states), decoder.device)
-
-        def replaced(output: Float[Tensor, "rows 1 d"]) -> Float[Tensor, "rows 1 d"]:
-            return states[:, None].to(output.device, output.dtype)
-
-        with edit_outputs([(decoder.blocks[-1], replaced)]):
-            logits = decoder.forward(batch)
+        batch = make_batch([(self.labels[0],)] * len(states), self.decoder.device)
+        logits = self.decoder.forward(batch, edit=_Ending(self.decoder, states))
         return logits[:, 0].float().to(states.device)
 
     def losses(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:

@@ -16,6 +16,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.folding import Folding, at_temperature, skeleton
 from i2cl.export.golden import Golden
+from i2cl.export.greedy.beams import search_whole
 from i2cl.export.greedy.calls import write_readme
 from i2cl.export.greedy.labels import biases_of
 from i2cl.export.sources import Source, from_files, from_memory
@@ -114,6 +115,8 @@ def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
         )
     bias |= own
     made.sequence_bias = [[list(tokens), value] for tokens, value in bias.items()]
+    if golden.compared:
+        search_whole(made, golden.beams, golden.spoken, golden.end)
     return made
 
 

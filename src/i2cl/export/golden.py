@@ -16,6 +16,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_problem
 from i2cl.export.folding import at_temperature, require_plain, require_unquantized
 from i2cl.export.gguf_fields import GOLDEN_FIELD, read_field
+from i2cl.export.greedy.beams import beams_for, compared_sequences, searches
 from i2cl.export.greedy.labels import (
     biases_of,
     enough,
@@ -26,7 +27,7 @@ from i2cl.export.greedy.labels import (
     label_of,
     shared_end,
 )
-from i2cl.export.greedy.texts import ENDS, TEXTS
+from i2cl.export.greedy.texts import ENDS, TEXTS, end_of, text_behind
 from i2cl.export.upcast import Upcast
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.decoder import Decoder
@@ -66,8 +67,7 @@ class GoldenPrompt(pydantic.BaseModel):
         prediction: the most probable label, by whole sequences where these were scored, with the prior.
         whole: log-probability of each label's whole sequence; empty where first tokens decide.
         query: what was encoded to ``ids``; None where it was cut, or in exports of older versions.
-        greedy: what plain greedy decoding answers, with the prior, up to the length of the longest label;
-            empty in exports of older versions.
+        greedy: what plain greedy decoding answers with the prior, a label long; empty in older exports.
     """
 
     text: str
@@ -105,6 +105,7 @@ class Golden(pydantic.BaseModel):
         spoken: tokens of each label to its end, whichever of them are scored.
         words: those tokens as text, without what ends a text.
         end: token that ends a text.
+        beams: with which transformers' `generate` compares whole labels; 0 where it cannot (older exports).
     """
 
     format_version: int = FORMAT_VERSION
@@ -126,6 +127,7 @@ class Golden(pydantic.BaseModel):
     spoken: list[list[int]] = []
     words: list[str] = []
     end: int | None = None
+    beams: int = 0
 
     def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
         """The same, with what only the folded checkpoint knows (see the attributes)."""
@@ -157,6 +159,11 @@ class Golden(pydantic.BaseModel):
         return found is not None and not enough(found)
 
     @property
+    def compared(self) -> bool:
+        """Whether a generation config makes `generate` compare whole labels by beam search."""
+        return self.forced and self.beams > 0
+
+    @property
     def length(self) -> int:
         """Tokens that tell which label an answer says, at most."""
         return max(map(len, self.targets))
@@ -174,6 +181,8 @@ class Golden(pydantic.BaseModel):
     @property
     def sequence_bias(self) -> dict[tuple[int, ...], float]:
         """What a generation config adds to logits for a label and its prior; empty where it needs nothing."""
+        if self.compared:
+            return compared_sequences(self.spoken, self.tail)
         if self.forced:
             return forced_sequences(self.spoken, self.label_bias, self.tail, self.end)
         pairs = zip(self.label_ids, self.label_bias, strict=bool(self.label_bias))
@@ -215,8 +224,12 @@ class Golden(pydantic.BaseModel):
         Raises:
             I2CLError: naming the cure.
         """
+        what = None
         if not self.sequence_bias.items() <= biases_of(generation).items():
             what = "the label prior's sequence_bias" if self.label_bias else "the labels' sequence_bias"
+        elif self.compared and not searches(generation, self.beams, self.spoken):
+            what = "the beam search over whole labels"
+        if what:
             raise I2CLError(
                 f"the generation config of {where!r} lacks {what}: copy "
                 "generation_config.json, or export it again"
@@ -297,8 +310,9 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
     if sequences:
         with Upcast():
             scores = score(decoder, queries, labels, edit=injection.edit()).tolist()
-    end = _end_of(decoder)
-    behind = [_text_behind(decoder, queries[0], ids) for ids in labels.ids]
+    end = end_of(decoder)
+    tail = shared_end(decoder.encoder([questions.prompt(text) for text in (*TEXTS, *ENDS)]))
+    behind = [text_behind(decoder, queries[0], ids) for ids in labels.ids]
     made = Golden(
         artefact=_published(injection),
         labels=list(task.labels),
@@ -309,13 +323,14 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
         label_bias=list(injection.label_bias or ()),
         prompts=[],
         prompt=questions.prompt(TEXT_FIELD),
-        tail=list(shared_end(decoder.encoder([questions.prompt(text) for text in (*TEXTS, *ENDS)]))),
+        tail=list(tail),
         spoken=[list(ids) for ids in labels.ids],
         words=[
-            text if ids[-1] != end else _text_behind(decoder, queries[0], ids[:-1])
+            text if ids[-1] != end else text_behind(decoder, queries[0], ids[:-1])
             for text, ids in zip(behind, labels.ids, strict=True)
         ],
         end=end,
+        beams=beams_for(labels.ids, tail) if sequences else 0,
     )
     prompts = [
         _prompt(decoder, injection, ids, made, values, diagnosed=place < DIAGNOSED).model_copy(
@@ -324,21 +339,6 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
         for place, (ids, text, values) in enumerate(zip(queries, uncut, scores, strict=True))
     ]
     return made.model_copy(update={"prompts": prompts})
-
-
-def _end_of(decoder: Decoder) -> int | None:
-    """The token that generation ends with, the first where there are more."""
-    generation = decoder.model.generation_config
-    told = None if generation is None else generation.eos_token_id
-    found = decoder.tokenizer.eos_token_id if told is None else told
-    first = found[0] if isinstance(found, list) else found
-    return None if first is None else int(first)
-
-
-def _text_behind(decoder: Decoder, query: Ids, ids: Ids) -> str:
-    """Tokens as the text that they are behind others: by themselves some tokenizers drop a space in front."""
-    before, whole = (decoder.tokenizer.decode(list(one)) for one in (query, query + ids))
-    return str(whole).removeprefix(str(before))
 
 
 def _published(injection: Injection) -> dict[str, Any]:

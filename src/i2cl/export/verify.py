@@ -56,6 +56,7 @@ class Verification:
         dropped: biases that are not there any more, or the writers without whose constants the target
             seems to run; None if there is no sign of that.
         retokenized: prompts that the target's own tokenizer encodes otherwise, as far as it was asked.
+        searched: whether what is told of greedy decoding is of a beam search over whole labels.
     """
 
     golden: Golden
@@ -63,6 +64,7 @@ class Verification:
     tolerance: float
     dropped: str | None = None
     retokenized: tuple[str, ...] = ()
+    searched: bool = False
 
     @property
     def differences(self) -> list[float]:
@@ -167,7 +169,7 @@ def verify(
 
     answers = [answered(golden, prompt, logits, said) for prompt in golden.prompts]
     lost = golden.lost({name for name in golden.biases if name in state and state[name].any()})
-    return judged(golden, answers, tolerance, lost)
+    return replace(judged(golden, answers, tolerance, lost), searched=golden.compared)
 
 
 def _loaded(

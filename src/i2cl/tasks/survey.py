@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from heapq import nlargest
+from typing import Any
 
 from i2cl.tasks.labels import as_id, slips
 from i2cl.tasks.types import Task
@@ -51,3 +52,13 @@ class Survey:
             longest=tuple(nlargest(LONGEST, found, key=len)),
             numbered=all(as_id(word) is not None for word in task.labels),
         )
+
+    def record(self) -> dict[str, Any]:
+        """Counts and what looks wrong, for JSON."""
+        return {
+            "rows": self.rows,
+            "distinct": self.distinct,
+            "labels": self.labels,
+            "slips": dict(self.slips),
+            "contradictions": {text: list(words) for text, words in self.contradictions},
+        }

@@ -84,6 +84,8 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
     fit = {**NAMED, "examples": rows[:12], "settings": {"steps": 0}, "evaluate": 0, "shots": 1}
     told = client.post("/v1/tasks", json={**fit, "check": True}).json()
     assert (told["rows"], told["labels"]) == (12, sorted(task.labels))
+    assert (told["data"]["rows"], sum(told["data"]["labels"].values())) == (12, 12)
+    assert 0 < told["data"]["longest_tokens"] < told["data"]["most_tokens"]
     reply = client.post("/v1/tasks", json=fit)
     assert (reply.status_code, reply.json()["status"]) == (202, "queued")
     ended(service.jobs.get(reply.json()["id"]))

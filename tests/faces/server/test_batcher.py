@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import CancelledError, wait
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,8 @@ from i2cl.faces.server.tasks import TaskFolder
 from i2cl.injections.pool import InjectionPool
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
+from i2cl.models.scoring import Questions
+from i2cl.tasks import Template
 
 from .conftest import TEXTS, made
 
@@ -257,12 +260,21 @@ def test_rows_that_cannot_run_take_no_others_with_them(running, decoder, held, m
 @pytest.mark.parametrize(
     "method", [Anchored(anchoring=AnchoredConfig(steps=1)), I2CL.configured({"epochs": 2})]
 )
-def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(running, decoder, task, held, method):
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(running, decoder, task, held, method, whole):
     """Every answer brings the next request, so that one waits at each of the fit's pauses."""
     batcher, folder = running
     folder.put("a", made(decoder, 0))
     right = folder.injection(folder.entry("a").digest).scores(decoder, [TEXTS[0]])[0]
-    shared = SharedDecoder(batcher, SimpleNamespace(require_wanted=lambda: None))
+    hooks = []
+
+    def looked():
+        for module in decoder.model.modules():
+            hooks.extend([*module._forward_hooks.values(), *module._forward_pre_hooks.values()])
+
+    shared = SharedDecoder(batcher, SimpleNamespace(require_wanted=looked))
+    task = task if whole else replace(task, template=Template("{text} ->{label}"))
+    assert Questions(shared, task).labels.full == whole  # else the fit ends with a vector that says a label
     shown = task.sample(1)
     alone, fit = (batcher.run(lambda: method.injection(shared, task, shown)) for _ in range(2))
     rows, tickets = folder.asked("a", [TEXTS[0]])[1], []
@@ -276,6 +288,7 @@ def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(running, decoder, tas
     held.set()
     wait([fit], SOON)
     assert len(tickets) > 3
+    assert not hooks  # at a pause: they would work on others' requests as well
     for ticket in tickets:
         torch.testing.assert_close(ticket.done.result(SOON)[0], right, rtol=1e-5, atol=1e-5)
     alone = alone.result()

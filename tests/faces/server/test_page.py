@@ -85,9 +85,23 @@ def accessible(page):
     assert not [(one["id"], [node["target"] for node in one["nodes"]]) for one in found["violations"]]
 
 
-def narrow(page):
+SPLIT = """() => [...document.querySelectorAll("h1, h2, h3, th[scope=col] span")].flatMap((head) => {
+  const text = head.firstChild, found = [];
+  for (const { index, 0: word } of (text?.data ?? "").matchAll(/[^ ]+/g)) {
+    const range = document.createRange();
+    range.setStart(text, index);
+    range.setEnd(text, index + word.length);
+    if (range.getClientRects().length > 1) found.push(word);
+  }
+  return found;
+})"""
+"""Words of headings that stand on two lines."""
+
+
+def narrow(page, long=()):
     page.set_viewport_size({"width": 375, "height": 700})
     assert page.evaluate("document.documentElement.scrollWidth") == 375
+    assert [word for word in page.evaluate(SPLIT) if word not in long] == []
     accessible(page)
 
 
@@ -105,6 +119,10 @@ def test_a_task_is_made_tried_and_compared_by_keyboard_alone(opened, url):
                 return
         pytest.fail(f"{selector} is not reached")
 
+    page.fill("#examples", "text,label\na,x\nb,y\n")
+    to("#check")  # which takes no name
+    keys.press("Enter")
+    shows(page, "#state", "2 rows can be used")
     to("#name")
     keys.type(NAME)
     to("#example")
@@ -113,7 +131,9 @@ def test_a_task_is_made_tried_and_compared_by_keyboard_alone(opened, url):
     assert page.input_value("#name") == NAME
     to("#check")
     keys.press("Enter")
-    shows(page, "#state", "40 rows can be used, labels blue, green, red, yellow; 20 become demonstrations")
+    shows(page, "#state", "40 rows can be used; 20 become demonstrations")
+    shows(page, "#counts", r"of each label: blue \d+, green \d+, red \d+, yellow \d+\.")
+    shows(page, "#counted", r"^40 rows; the longest text has \d+ tokens of the 1024")
     to("#begin")
     keys.press("Enter")
     shows(page, "#state", "is ready, from 20 demonstrations")
@@ -130,11 +150,12 @@ def test_a_task_is_made_tried_and_compared_by_keyboard_alone(opened, url):
     keys.press("Enter")
     shows(page, "#answered", r"2 texts, \d+ ms, \d+ tokens read")
     head, *rows = [row.split("\t") for row in page.inner_text("#answers table").splitlines()]
-    assert head == ["Text", "Label", "blue", "green", "red", "yellow"]
+    assert head == ["Text", "Label", "Confidence", "blue", "green", "red", "yellow"]
     assert [row[1] for row in rows] == ["blue", "red"]
-    assert sum(map(float, rows[0][2:])) == pytest.approx(1, abs=1e-3)
+    assert sum(map(float, rows[0][3:])) == pytest.approx(1, abs=1e-3)
+    assert float(rows[0][2]) == pytest.approx(max(map(float, rows[0][3:])), abs=0.006)
     worth = [row.split("\t") for row in page.inner_text("#worth table").splitlines()]
-    assert worth[0] == ["Method", "Accuracy on 20 rows", "95 %", "Tokens read"]
+    assert worth[0] == ["Method", "Accuracy on 20 rows", "95\u00a0%", "Tokens read"]
     assert [row[0] for row in worth[1:]] == ["Zero-shot", "Zero-shot, calibrated", "Few-shot", "This task"]
     assert int(worth[3][3]) > int(worth[4][3]) > 0
     assert page.locator("#map rect").count() == 4 * 4
@@ -157,6 +178,72 @@ def test_a_task_is_made_tried_and_compared_by_keyboard_alone(opened, url):
     keys.press("Enter")
     shows(page, "#answered", "is removed")
     assert NAME not in [one["id"] for one in Client(url).tasks()]
+
+
+def test_a_second_task_answers_beside_the_first_and_nobody_is_sure(opened, url):
+    client = Client(url)
+    task = load_task("mood-colour-1")
+    for name in ("one", "two"):
+        rows = examples(task, 40)
+        client.wait(client.fit(name, rows, task.template.format, evaluate=0, settings={"steps": 0}))
+    page = opened(viewport={"width": 1280, "height": 800})
+    page.select_option("#tasks", "one")
+    assert page.locator("#beside option").all_inner_texts() == ["no other task", "two"]
+    page.select_option("#beside", "two")
+    page.fill("#least", "0.999")
+    page.fill("#texts", "a warm film")
+    page.click("#ask .main")
+    shows(page, "#answered", "1 text, 1 without a label: below 0.999, ")
+    assert page.locator("#answers h3").all_inner_texts() == ["one", "two"]
+    assert page.locator("#answers td.none").all_inner_texts() == ["none"] * 2
+    assert '"min_confidence":0.999' in page.inner_text("#code")
+    page.fill("#least", "")
+    page.select_option("#tasks", "two")
+    assert page.locator("#beside option").all_inner_texts() == ["no other task", "one"]
+    page.click("#ask .main")
+    shows(page, "#answered", r"1 text, \d+ ms")
+    assert page.locator("#answers table").count() == 1
+    assert page.locator("#answers td.none").count() == 0
+    assert "min_confidence" not in page.inner_text("#code")
+    page.fill("#name", "one")
+    page.click("#example")
+    page.once("dialog", lambda dialog: dialog.dismiss())  # replace the task one?
+    page.click("#begin")
+    assert page.inner_text("#state") == ""
+    accessible(page)
+    for name in ("one", "two"):
+        client.delete(name)
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_a_map_of_many_layers_fits_into_the_page(opened, width):
+    page = opened(viewport={"width": width, "height": 800})
+    page.evaluate("""() => {
+        document.getElementById("about").hidden = false;
+        const layers = (row) => Array.from({ length: 32 }, () => row);
+        const told = { coefficients: layers([[0.1, 1], [0.1, 0.9]]), sizes: layers([1, 2]) };
+        map(document.getElementById("map"), told);
+    }""")
+    inside = """() => {
+        const right = (one) => one.getBoundingClientRect().right;
+        const cells = [...document.querySelectorAll("#map rect")];
+        return right(document.getElementById("about")) - Math.max(...cells.map(right));
+    }"""
+    assert page.evaluate(inside) >= 0
+    assert page.locator("#map rect").count() == 32 * 4
+    page.set_viewport_size({"width": 375, "height": 800})  # and is drawn anew
+    assert page.evaluate(inside) >= 0
+
+
+def test_what_looks_wrong_with_rows_is_said_before_a_fit(opened):
+    page = opened()
+    page.fill("#examples", "text,label\na,price\nb,price\nc,Price\nd,food\nd,price\nd,price\n")
+    page.click("#check")
+    shows(page, "#counted", "6 rows, 4 of them distinct")
+    odd = page.locator("#odd li").all_inner_texts()
+    assert odd[0].startswith("The label Price has 1 row: did you mean price?")
+    assert 'The text "d" is labelled food and price' in odd[1]
+    accessible(page)
 
 
 def test_rows_that_are_refused_are_listed(opened):
@@ -194,6 +281,7 @@ def test_a_fit_is_followed_over_a_reload_and_a_server_that_is_away(opened, url):
     job = Client(url).fit("slow", examples(task, 40), task.template.format, **SLOW)
     page = opened()
     shows(page, "#step", r"step \d+ of at most")
+    shows(page, "#left", r"At most \d+ (s|minutes) left")
     assert page.input_value("#name") == "slow"
     assert page.locator("#live rect").count() == 4 * 4
     accessible(page)
@@ -225,7 +313,7 @@ def test_many_classes_long_labels_and_a_server_that_is_lost(opened, url):
     page.click("#ask .main")
     shows(page, "#answered", "2 texts")
     assert page.locator("#answers td.best").count() == 2
-    narrow(page)
+    narrow(page, {"of" * 30})  # wider than a column may be
     page.fill("#texts", "long " * 3000)
     page.click("#ask .main")
     shows(page, "#answered", "exceed|context|tokens")

@@ -79,7 +79,7 @@ def _vllm(golden: Golden, name: str, prompt: str) -> str:
     body: dict[str, Any] = {"model": name, "prompt": prompt, "max_tokens": golden.longest, "temperature": 0}
     if golden.forced:
         bias = {str(token): value for token, value in lifted(golden).items()}
-        body |= {"structured_outputs": {"choice": golden.words}, "logit_bias": bias}
+        body |= {"structured_outputs": {"choice": golden.words}, "logit_bias": bias} | _kept_end(golden)
     sent = shlex.quote(json.dumps(body, ensure_ascii=False))
     return f"curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' \\\n  -d {sent}"
 
@@ -110,7 +110,12 @@ def sent_to_servers(golden: Golden) -> dict[str, Any]:
     found: dict[str, Any] = {"logit_bias": bias} if bias else {}
     if golden.forced and golden.sequences:
         found |= {"structured_outputs": {"choice": golden.words}, "grammar": golden.grammar}
-    return found
+    return found | _kept_end(golden)
+
+
+def _kept_end(golden: Golden) -> dict[str, Any]:
+    """VLLM reads which tokens end an answer from the generation config, and leaves the last one out."""
+    return {"include_stop_str_in_output": True} if golden.compared else {}
 
 
 def usage(golden: Golden, name: str, kind: Kind) -> str:
@@ -120,6 +125,12 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
     parts = [f"Plain greedy decoding {told}."]
     if golden.forced:
         parts = [f"Plain greedy decoding {told}: make it say one of the labels, as these calls do."]
+    if golden.compared and kind != "gguf":
+        parts.append(
+            "transformers compares whole labels: generation_config.json holds a beam for each, no length "
+            "penalty, and labels' last tokens as ends of an answer (vLLM leaves these out of its text unless "
+            "`include_stop_str_in_output` is true). Programs without that search take labels token by token."
+        )
     parts.append(
         "Only these prompts, letter by letter, are what the task was fitted for (`{text}` is the text):"
     )

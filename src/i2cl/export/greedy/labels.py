@@ -7,7 +7,7 @@ https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import GenerationConfig
@@ -89,8 +89,13 @@ def forced_sequences(
         for length in range(1, len(ended) + 1):
             more = prior[place] if prior and length == 1 else 0.0
             wanted[(*tail, *ended[:length])] = FORCE * length + more
+    return added(wanted)
+
+
+def added(wanted: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
+    """What each sequence adds, so that with those which end it the last token has what is wanted."""
     found: dict[tuple[int, ...], float] = {}
-    for sequence in sorted(wanted, key=len):  # what ends one adds to it
+    for sequence in sorted(wanted, key=len):
         shorter = (found.get(sequence[start:], 0.0) for start in range(1, len(sequence)))
         found[sequence] = wanted[sequence] - sum(shorter)
     return found

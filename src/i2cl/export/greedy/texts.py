@@ -1,5 +1,10 @@
 """Texts that golden values are made of: no task knows them, and any task can be asked about them."""
 
+from typing import Any
+
+from i2cl.models.batching import Ids
+from i2cl.models.decoder import Decoder
+
 TEXTS = (
     "the letter arrived on a quiet morning",
     "nobody had expected the river to rise so early in the year",
@@ -29,3 +34,24 @@ TEXTS = (
 
 ENDS = ("a", "a.", "a\n", "a ", "1", 'a"', "\u00e9")
 """Texts that end in different ways, which tell what of a prompt's tokens no text changes."""
+
+
+def end_of(decoder: Decoder) -> int | None:
+    """The token that generation ends with, the first where there are more."""
+    generation = decoder.model.generation_config
+    told = None if generation is None else generation.eos_token_id
+    found = listed(decoder.tokenizer.eos_token_id if told is None else told)
+    return found[0] if found else None
+
+
+def listed(tokens: Any) -> list[int]:
+    """Tokens that end a text, as transformers names one, several or none."""
+    if tokens is None:
+        return []
+    return [int(token) for token in tokens] if isinstance(tokens, list) else [int(tokens)]
+
+
+def text_behind(decoder: Decoder, query: Ids, ids: Ids) -> str:
+    """Tokens as the text that they are behind others: by themselves some tokenizers drop a space in front."""
+    before, whole = (decoder.tokenizer.decode(list(one)) for one in (query, query + ids))
+    return str(whole).removeprefix(str(before))

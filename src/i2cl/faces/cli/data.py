@@ -1,7 +1,6 @@
 """What `i2cl fit` says of the rows of a file of one's own before it fits."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from i2cl.faces.cli import console
@@ -45,10 +44,7 @@ class Block:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        survey, draw = self._survey, self._draw
-        told = {name: value for name, value in asdict(survey).items() if name not in {"longest", "numbered"}}
-        told["slips"] = dict(survey.slips)
-        told["contradictions"] = dict(survey.contradictions)
+        draw, told = self._draw, self._survey.record()
         used = {"used": len(draw.demonstrations), "shots": draw.shots, "kept_back": self._kept_back}
         return told | {"longest_tokens": self._tokens} | used | {"estimated_seconds": draw.seconds}
 

@@ -230,6 +230,8 @@ def _say_greedy(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) 
         other = "fit again by the default method, which says it by itself"
         if golden.sequences:  # token by token it may miss the best whole label
             other = "compare log-probabilities of whole labels, or fit labels with other first tokens"
+        if golden.compared and to != "gguf":
+            console.say(f"transformers compares whole labels, by {golden.beams} beams; others do not.")
         console.say(f"Ask for a label as follows, or {other}.")
         for call in calls_of(golden, name, to):
             console.say(f"{call.program}:")

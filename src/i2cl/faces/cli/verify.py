@@ -148,6 +148,8 @@ def _say_greedy(outcome: "Verification") -> None:
         console.say(f"What greedy decoding says was not checked: {why}.")
         return
     how = "Greedy decoding, made to say a label," if golden.forced else "Plain greedy decoding"
+    if outcome.searched:
+        how = f"A search over whole labels ({golden.beams} beams)"
     right, asked = sum(outcome.greedy), len(outcome.greedy)
     console.say(f"{how} answers {right} of {asked} prompts with the expected label.")
     if outcome.says_labels or outcome.worst > outcome.tolerance:  # other values say other labels

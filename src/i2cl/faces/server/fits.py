@@ -28,10 +28,16 @@ from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task, Template, load_task
 from i2cl.tasks.rows import refused_rows
 from i2cl.tasks.sampling import group_by_label
+from i2cl.tasks.survey import Survey
 
 SHOTS = 5
 """Demonstrations a class where nobody says how many and each class has as many."""
 
+SEVERAL = 5
+"""Texts with several labels that are shown."""
+
+SNIPPET = 60
+"""Characters of such a text."""
 
 LOOK = 0.1
 """Seconds between two steps that are told of: a small model takes hundreds a second."""
@@ -106,6 +112,18 @@ def checked(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[Ta
     for rows in (task.train, task.test):
         questions.queries([example.text for example in rows], cut=False)
     return task, demonstrations
+
+
+def surveyed(decoder: Decoder, task: Task) -> dict[str, Any]:
+    """What the training rows are, for JSON; texts with several labels: the first few, shortened."""
+    survey = Survey.of(task)
+    several = [(text[:SNIPPET], list(words)) for text, words in survey.contradictions[:SEVERAL]]
+    return survey.record() | {
+        "contradictions": [{"text": text, "labels": words} for text, words in several],
+        "contradicting": len(survey.contradictions),
+        "longest_tokens": max(map(len, decoder.encoder(list(survey.longest)))),
+        "most_tokens": decoder.max_length,
+    }
 
 
 def _read(told: Mapping[str, Any], folder: Path) -> Task:

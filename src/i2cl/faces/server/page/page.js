@@ -5,7 +5,8 @@ const SVG = "http://www.w3.org/2000/svg";
 const METHODS = { zero_shot: "Zero-shot", "zero_shot+batch_calibration": "Zero-shot, calibrated", few_shot: "Few-shot" };
 const MOST_SHOWN = 100; // rows that are refused
 const AGAIN = 2000; // milliseconds before a server that went away is asked again
-let call = "curl", job = null, read = {};
+const SIDE = 18, LEFT = 92; // pixels of a cell of the map, and of the names of its rows
+let call = "curl", job = null, read = {}, clock = null;
 
 function made(tag, text, attributes = {}, space) {
   const found = space ? document.createElementNS(space, tag) : document.createElement(tag);
@@ -17,8 +18,11 @@ function made(tag, text, attributes = {}, space) {
 // Cells are text, or numbers already written as [text, whether it is the largest].
 function table(head, rows) {
   const found = made("table"), top = made("tr");
-  head.forEach((cell, place) => top.append(made("th", cell,
-    { scope: "col", ...(Array.isArray(rows[0]?.[place]) ? { class: "number" } : {}) })));
+  head.forEach((cell, place) => {
+    const name = made("th", undefined, { scope: "col", ...(Array.isArray(rows[0]?.[place]) ? { class: "number" } : {}) });
+    name.append(made("span", cell)); // which has a width of its own: a cell would split words
+    top.append(name);
+  });
   found.append(made("thead"), made("tbody"));
   found.tHead.append(top);
   for (const row of rows) {
@@ -73,7 +77,7 @@ function parsed(text, where) {
 
 function request(check) {
   const text = $("examples").value.trim(), shots = $("shots").value;
-  const options = { name: $("name").value, template: $("template").value };
+  const options = { name: $("name").value || (check ? "unnamed" : ""), template: $("template").value };
   if (shots) options.shots = Number(shots);
   if (check) options.check = true;
   if (!/^[[{]/.test(text)) return asked("POST", `v1/tasks?${new URLSearchParams(options)}`, `${text}\n`, "text/csv");
@@ -83,15 +87,52 @@ function request(check) {
 }
 
 async function sent(check) {
-  if (!$("fit").reportValidity()) return;
+  const needed = check ? ["shots", "template", "examples"] : ["name", "shots", "template", "examples"];
+  if (!needed.every((id) => $(id).reportValidity())) return;
   if (job) return say("state", "A fit runs: wait for it, or cancel it.", true);
+  const name = $("name").value, there = [...$("tasks").options].some((one) => one.value === name);
+  if (!check && there && !confirm(`Replace the task ${name}?`)) return;
   $("refused").replaceChildren();
-  say("state", check ? "Checking" : "Sending");
+  for (const id of ["data", "progress", "another"]) $(id).hidden = true;
+  say("state", "Checking");
   try {
-    const told = await (await request(check)).json();
-    if (!check) return await followed(told.id);
-    say("state", `${told.rows} rows can be used, labels ${told.labels.join(", ")}; ${told.demonstrations} become demonstrations.`);
+    const told = await (await request(true)).json();
+    surveyed(told);
+    say("state", `${told.rows} rows can be used; ${told.demonstrations} become demonstrations.`);
+    if (!check) await followed((await (await request(false)).json()).id);
   } catch (error) { refuse(error); }
+}
+
+// What the rows are, before anything is fitted to them.
+function surveyed({ data, test_rows }) {
+  const most = data.most_tokens ? ` of the ${data.most_tokens} that the model takes` : "";
+  const distinct = data.distinct < data.rows ? `, ${data.distinct} of them distinct` : "";
+  $("counted").textContent = `${data.rows} rows${distinct}${test_rows ? `, and ${test_rows} to score on` : ""}; the longest text has ${
+    data.longest_tokens} tokens${most}.`;
+  $("counts").textContent = `Rows of each label: ${Object.entries(data.labels).map(([label, count]) => `${label} ${count}`).join(", ")}.`;
+  const odd = Object.entries(data.slips).map(([label, other]) =>
+    `The label ${label} has ${data.labels[label]} row${data.labels[label] === 1 ? "" : "s"}: did you mean ${other}? Each is a label of its own.`);
+  for (const { text, labels } of data.contradictions) odd.push(`The text "${text}" is labelled ${labels.join(" and ")}: keep one.`);
+  const more = data.contradicting - data.contradictions.length;
+  if (more > 0) odd.push(`${more} more texts have several labels.`);
+  $("odd").replaceChildren(...odd.map((one) => made("li", one)));
+  $("data").hidden = false;
+}
+
+const lasts = (seconds) => seconds < 90 ? `${Math.max(0, Math.round(seconds))} s` : `${Math.round(seconds / 60)} minutes`;
+
+// Tells each second how long something takes, and from its steps how long it still does at most.
+function timed(what) {
+  clearInterval(clock);
+  $("left").textContent = "";
+  if (!what) return;
+  const began = Date.now();
+  const tell = () => {
+    const since = (Date.now() - began) / 1000;
+    $("left").textContent = what.left === undefined ? `For ${lasts(since)} so far.` : `At most ${lasts(what.left - since)} left, then the scoring.`;
+  };
+  clock = setInterval(tell, 1000);
+  tell();
 }
 
 // Until the fit has ended, also over a server that goes away and comes back: it tells all from the start again.
@@ -99,6 +140,7 @@ async function followed(id) {
   job = id;
   $("cancel").hidden = false;
   $("progress").hidden = true;
+  timed(null);
   while (job) {
     try {
       await watched(id);
@@ -113,6 +155,7 @@ async function followed(id) {
       await new Promise((done) => setTimeout(done, AGAIN));
     }
   }
+  timed(null);
   $("steps").hidden = true;
   $("live").replaceChildren();
   if (document.activeElement === $("cancel")) $("begin").focus();
@@ -121,9 +164,14 @@ async function followed(id) {
 
 async function watched(id) {
   const losses = [];
+  let began;
   for await (const told of events(await asked("GET", `v1/jobs/${id}/events`))) {
     if (told.event === "queued") say("state", "Waiting for its turn");
-    if (told.event === "started" || told.event === "resumed") say("state", "Fitting");
+    if (told.event === "started" || told.event === "resumed") {
+      began = told.at;
+      say("state", "Fitting");
+      timed({});
+    }
     if (told.event === "step") {
       losses.push([told.step, told.loss]);
       $("steps").hidden = false;
@@ -132,8 +180,12 @@ async function watched(id) {
       $("step").textContent = `step ${told.step} of at most ${told.steps}`;
       curve(losses);
       if (told.sizes) map($("live"), told);
+      if (told.step) timed({ left: (told.at - began) / told.step * (told.steps - told.step) });
     }
-    if (told.event === "scoring") say("state", `Scoring ${METHODS[told.method] || "the task"} on rows that it was not fitted to`);
+    if (told.event === "scoring") {
+      say("state", `Scoring ${METHODS[told.method] || "the task"} on rows that it was not fitted to`);
+      timed({});
+    }
     if (!["failed", "cancelled", "done"].includes(told.event)) continue;
     job = null;
     if (told.event === "failed") refuse(new Error(told.error.message));
@@ -141,6 +193,7 @@ async function watched(id) {
     if (told.event === "done") {
       say("state", `Task ${told.name} is ready, from ${told.demonstrations} demonstrations.`);
       if (told.history.length) curve(told.history.map((loss, step) => [step, loss]));
+      $("another").hidden = false;
       read[told.digest] = told.tokens;
       await tasks(told.name);
     }
@@ -173,14 +226,17 @@ function curve(losses) {
 
 const writers = (sizes) => sizes[0].length === 1 ? ["block"] : ["attention", "MLP"];
 
-function map(figure, { coefficients, sizes }) {
-  const side = 18, left = 92, names = writers(sizes), betas = coefficients.map((layer) => layer.map((pair) => pair[1]));
+// In bands of as many layers as fit side by side; drawn anew when the page's width changes.
+function map(figure, told) {
+  const { coefficients, sizes } = told, names = writers(sizes), betas = coefficients.map((layer) => layer.map((pair) => pair[1]));
   const most = Math.max(...sizes.flat(), 1e-9), away = Math.max(...betas.flat().map((beta) => Math.abs(beta - 1)), 1e-9);
-  const width = left + sizes.length * side, height = (2 * names.length + 1) * side, cells = [];
+  const wide = $("make").parentElement.clientWidth - 32, band = Math.min(sizes.length, Math.max(5, 5 * Math.floor((wide - LEFT) / SIDE / 5)));
+  const width = LEFT + band * SIDE, tall = (2 * names.length + 1) * SIDE + 8, height = Math.ceil(sizes.length / band) * tall, cells = [];
   const row = (number, name, values, share, kind) => {
-    cells.push(made("text", name, { x: 0, y: number * side + 13 }, SVG));
     values.forEach((value, layer) => {
-      const cell = made("rect", undefined, { x: left + layer * side, y: number * side, width: side - 2, height: side - 2,
+      const x = LEFT + layer % band * SIDE, y = Math.floor(layer / band) * tall + number * SIDE;
+      if (layer % band === 0) cells.push(made("text", name, { x: 0, y: y + 13 }, SVG));
+      const cell = made("rect", undefined, { x, y, width: SIDE - 2, height: SIDE - 2,
         class: kind(value), "fill-opacity": Math.min(1, share(value)).toFixed(3) }, SVG);
       cell.append(made("title", `${name}, layer ${layer + 1}: ${value.toFixed(4)}`, {}, SVG));
       cells.push(cell);
@@ -191,16 +247,16 @@ function map(figure, { coefficients, sizes }) {
     row(names.length + index, `β ${name}`, betas.map((layer) => layer[index]),
       (one) => Math.abs(one - 1) / away, (one) => one < 1 ? "less" : "more");
   });
-  for (let layer = 0; layer < sizes.length; layer += layer ? 5 : 4) {
-    cells.push(made("text", layer + 1, { x: left + layer * side + 3, y: height - 4 }, SVG));
+  for (let layer = 0; layer < sizes.length; layer += 1) {
+    if (layer % band && (layer + 1) % 5) continue;
+    cells.push(made("text", layer + 1, { x: LEFT + layer % band * SIDE, y: (Math.floor(layer / band) + 1) * tall - 12 }, SVG));
   }
   const drawn = made("svg", undefined, { width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
     "aria-label": "Map of lambda v and beta by layer and writer" }, SVG);
   drawn.append(...cells);
-  const wide = made("div", undefined, { class: "wide", role: "region", "aria-label": "Map", tabindex: 0 });
-  wide.append(drawn);
-  const told = away > 1e-5 ? `β, blue above 1 and orange below, up to ${away.toFixed(3)} away from it` : "β is 1 throughout";
-  figure.replaceChildren(made("figcaption", `What is injected by layer: the size of λv, up to ${most.toFixed(3)}; ${told}`), wide);
+  const note = away > 1e-5 ? `β, blue above 1 and orange below, up to ${away.toFixed(3)} away from it` : "β is 1 throughout";
+  figure.replaceChildren(made("figcaption", `What is injected by layer: the size of λv, up to ${most.toFixed(3)}; ${note}`), drawn);
+  figure.told = told;
 }
 
 async function about() {
@@ -222,7 +278,7 @@ async function about() {
   const rows = Object.entries(found.methods).map(([method, one]) => [METHODS[method] || "This task",
     [`${(100 * one.accuracy).toFixed(1)} %`, one.accuracy === best], [`${percent(one.low)}–${percent(one.high)}`],
     ...(timed ? [[one.milliseconds_per_query.toFixed(1)]] : []), ...(tokens ? [[method.startsWith("few_shot") ? tokens.few_shot : tokens.task]] : [])]);
-  const head = ["Method", `Accuracy on ${found.rows} rows`, "95 %", ...(timed ? ["ms a text"] : [])];
+  const head = ["Method", `Accuracy on ${found.rows} rows`, "95\u00a0%", ...(timed ? ["ms a text"] : [])];
   $("worth").replaceChildren(table(tokens ? [...head, "Tokens read"] : head, rows),
     ...Object.entries(found.not_run).map(([method, why]) => made("p", `${METHODS[method] || "This task"} was not run: ${why}`)));
 }
@@ -232,6 +288,7 @@ async function tasks(chosen) {
   $("base").textContent = `Labelled examples become a task of one frozen model, ${base.id}.`;
   $("tasks").replaceChildren(...all.map((one) => made("option", one.id, { value: one.id })));
   if (chosen !== undefined) $("tasks").value = chosen;
+  besides();
   $("ask").hidden = !all.length;
   $("none").hidden = all.length > 0;
   $("answers").hidden = true;
@@ -240,19 +297,41 @@ async function tasks(chosen) {
   await about();
 }
 
+// The tasks that can answer beside the chosen one.
+function besides() {
+  const names = [...$("tasks").options].map((one) => one.value).filter((name) => name !== $("tasks").value), before = $("beside").value;
+  $("beside").replaceChildren(made("option", "no other task", { value: "" }), ...names.map((name) => made("option", name, { value: name })));
+  $("beside").value = names.includes(before) ? before : "";
+  $("second").hidden = !names.length;
+}
+
+function answer(told, input, named) {
+  const sure = (one) => Math.max(...one.probs);
+  const rows = told.data.map((one) => [input[one.index], one.label || null, [sure(one).toFixed(2)],
+    ...one.probs.map((p) => [p.toFixed(4), p === sure(one)])]);
+  const found = table(["Text", "Label", "Confidence", ...told.labels], rows);
+  rows.forEach((row, place) => {
+    if (row[1] === null) found.tBodies[0].rows[place].cells[1].replaceWith(made("td", "none", { class: "none" }));
+  });
+  const wide = made("div", undefined, { class: "wide", role: "region", "aria-label": `Answers of ${told.model}`, tabindex: 0 });
+  wide.append(found);
+  return [...(named ? [made("h3", told.model)] : []), wide];
+}
+
 async function classified(event) {
   event.preventDefault();
   const input = $("texts").value.split("\n").filter((line) => line.trim()), started = performance.now();
+  const least = $("least").valueAsNumber, names = [$("tasks").value, $("beside").value].filter((name) => name);
   say("answered", "Asking");
   $("answers").hidden = true;
   try {
-    const told = await json("POST", "v1/classify", { model: $("tasks").value, input });
-    const rows = told.data.map((one) => [input[one.index], one.label,
-      ...one.probs.map((p) => [p.toFixed(4), p === Math.max(...one.probs)])]);
-    $("answers").replaceChildren(table(["Text", "Label", ...told.labels], rows));
+    const all = await Promise.all(names.map((model) =>
+      json("POST", "v1/classify", { model, input, ...(least ? { min_confidence: least } : {}) })));
+    $("answers").replaceChildren(...all.flatMap((told) => answer(told, input, names.length > 1)));
     $("answers").hidden = false;
-    const milliseconds = (performance.now() - started).toFixed(0);
-    say("answered", `${input.length} text${input.length > 1 ? "s" : ""}, ${milliseconds} ms, ${told.usage.prompt_tokens} tokens read.`);
+    const milliseconds = (performance.now() - started).toFixed(0), none = all[0].data.filter((one) => !one.label).length;
+    const tokens = all.reduce((sum, told) => sum + told.usage.prompt_tokens, 0);
+    say("answered", `${input.length} text${input.length > 1 ? "s" : ""}${none ? `, ${none} without a label: below ${least}` : ""}, ${milliseconds} ms, ${tokens} tokens read.`);
   } catch (error) { say("answered", error.message, true); }
 }
 
@@ -268,12 +347,12 @@ async function removed() {
 
 // With a token, calls name the variable that holds it, and never the token itself.
 const CALLS = {
-  curl: (url, task, text, token) => `curl ${url}/v1/classify -H 'Content-Type: application/json' \\\n${
+  curl: (url, task, text, token, least) => `curl ${url}/v1/classify -H 'Content-Type: application/json' \\\n${
     token ? "  -H \"Authorization: Bearer $I2CL_TOKEN\" \\\n" : ""}  -d ${
-    `'${JSON.stringify({ model: task, input: text }).replaceAll("'", "'\\''")}'`}`,
-  Python: (url, task, text, token) => `${token ? "import os\n\n" : ""}from i2cl.faces.server.client import Client\n\nclient = Client(${
+    `'${JSON.stringify({ model: task, input: text, ...(least ? { min_confidence: least } : {}) }).replaceAll("'", "'\\''")}'`}`,
+  Python: (url, task, text, token, least) => `${token ? "import os\n\n" : ""}from i2cl.faces.server.client import Client\n\nclient = Client(${
     JSON.stringify(url)}${token ? ", token=os.environ[\"I2CL_TOKEN\"]" : ""})\nprint(client.classify(${
-    JSON.stringify(task)}, [${JSON.stringify(text)}]))`,
+    JSON.stringify(task)}, [${JSON.stringify(text)}]${least ? `, min_confidence=${least}` : ""}))`,
   OpenAI: (url, task, text, token) => `${token ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(\n    base_url=${
     JSON.stringify(`${url}/v1`)},\n    api_key=${token ? "os.environ[\"I2CL_TOKEN\"]" : "\"none\""},\n)\nreply = client.chat.completions.create(\n    model=${
     JSON.stringify(task)},\n    messages=[{"role": "user", "content": ${
@@ -283,7 +362,7 @@ const CALLS = {
 function shown() {
   const text = $("texts").value.split("\n").find((line) => line.trim()) || "a text";
   const url = new URL(".", location.href).href.replace(/\/$/, "");
-  $("code").textContent = CALLS[call](url, $("tasks").value || "TASK", text, $("token").value);
+  $("code").textContent = CALLS[call](url, $("tasks").value || "TASK", text, $("token").value, $("least").valueAsNumber);
   for (const button of $("copies").children) button.setAttribute("aria-pressed", String(button.dataset.call === call));
   $("copied").textContent = "";
 }
@@ -304,6 +383,14 @@ async function example() {
   $("examples").value = await (await asked("GET", "example.csv")).text();
   $("texts").value ||= "the gloomy baker rested near the harbour\na cheerful nurse walked despite the rain";
   shown();
+}
+
+// An empty form; the tasks that are there stay.
+function another() {
+  for (const id of ["name", "shots", "examples", "file"]) $(id).value = "";
+  for (const id of ["data", "progress", "another"]) $(id).hidden = true;
+  say("state", "");
+  $("name").focus();
 }
 
 async function opened() {
@@ -335,7 +422,10 @@ function started() {
   $("example").addEventListener("click", () => example().catch(refuse));
   $("cancel").addEventListener("click", () => json("DELETE", `v1/jobs/${job}`).catch(refuse));
   $("ask").addEventListener("submit", classified);
-  $("tasks").addEventListener("change", () => { shown(); about().catch(refuse); });
+  $("tasks").addEventListener("change", () => { besides(); shown(); about().catch(refuse); });
+  $("least").addEventListener("input", shown);
+  $("another").addEventListener("click", another);
+  addEventListener("resize", () => { for (const id of ["live", "map"]) if ($(id).firstChild) map($(id), $(id).told); });
   $("texts").addEventListener("input", shown);
   $("remove").addEventListener("click", removed);
   $("enter").addEventListener("submit", (event) => {

@@ -198,7 +198,8 @@ def _fit(service: Service, request: Request, body: bytes) -> Response:
         task, demonstrations = fits.checked(service.decoder, told, folder)
     if options.check:
         rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(demonstrations)}
-        return JSONResponse({"object": "check", "labels": list(task.labels), **rows})
+        data = fits.surveyed(service.decoder, task)
+        return JSONResponse({"object": "check", "labels": list(task.labels), **rows, "data": data})
     return _accepted(jobs.add("fit", told, inputs))
 
 

@@ -137,7 +137,7 @@ class FitOptions(_Body):
     recipe: Literal["paper", "released", "fast"] | None = None
     settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
     evaluate: Annotated[Int, Field(ge=0, le=10_000, description="Rows to score on at most.")] = 160
-    check: Annotated[bool, Field(description="Say whether it can be fitted, and do not.")] = False
+    check: Annotated[bool, Field(description="Say what the rows are; do not fit.")] = False
 
 
 class Fit(FitOptions):
