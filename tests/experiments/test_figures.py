@@ -438,7 +438,7 @@ def test_reliability_is_accuracy_by_confidence_as_it_is_and_at_the_best_temperat
     hits = np.concatenate([np.equal(run.gold, run.predictions) for runs in tasks for run in runs])
     warm = [best_temperature(*one) for one in zip(arrays, gold, strict=True)]
     assert min(warm) > 2
-    for axes, temperatures in zip(figure.axes, ([1, 1, 1], warm), strict=True):
+    for axes, temperatures in zip(figure.axes, ([1.0, 1.0, 1.0], warm), strict=True):
         diagonal, _, line = axes.lines
         assert (diagonal.get_linestyle(), *diagonal.get_xdata()) == ("--", 0, 100)
         pairs = zip(arrays, temperatures, strict=True)
