@@ -25,9 +25,7 @@ def test_tables_are_those_of_the_stores(made, page):
     assert made["filled"](text) == text, CURE
 
 
-@pytest.mark.parametrize(
-    "name", ["docs/_static/averages.svg", "docs/_static/shots.svg", "docs/_static/reliability.svg"]
-)
+@pytest.mark.parametrize("name", ["averages", "shots", "reliability"])
 def test_figures_are_those_of_the_stores(made, name):
     """The same bytes; under another version of matplotlib, the same words and numbers."""
     name = f"docs/_static/{name}.svg"
