@@ -239,8 +239,12 @@ class Results:
 
     @cached_property
     def most_seeds(self) -> int:
-        """Seeds of the scale, or of the line with the most where some have more."""
-        return max(self.scale.seeds, *map(len, self._records.values()), 0)
+        """Seeds of the scale, or those that a line has on all tasks where that is more.
+
+        Another experiment in the same store may have run more seeds of a few of the same cells.
+        """
+        everywhere = [min(len(self.records(line, task)) for task in self.tasks) for line in self.lines]
+        return max(self.scale.seeds, *everywhere, 0)
 
     def lacking(self, line: Line) -> tuple[str, ...]:
         """What a line lacks of its experiment, in words; empty where it is complete."""
