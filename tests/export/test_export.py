@@ -160,7 +160,7 @@ def test_an_export_says_that_its_probabilities_are_those_at_1(to, case, tmp_path
     assert run(*words, "--json") == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["temperature"], record["temperature_kept"]) == (2.5, False)
-    said = f"those at temperature 1, which {to} holds: divide log-probabilities among the labels by 2.5"
+    said = "those of temperature 1: divide log-probabilities among the labels by 2.5"
     assert said + (", or export with --temperature fold." if to == "hf" else ".") in told
     if to != "hf":
         shutil.rmtree(out) if out.is_dir() else out.unlink()

@@ -117,7 +117,7 @@ def _say_temperature(temperature: float, *, folds: bool, to: str) -> None:
         return
     cure = ", or export with --temperature fold" if to == "hf" else ""
     console.say(
-        f"Probabilities are those at temperature 1, which {to} holds: divide log-probabilities among the "
+        f"Probabilities of this export are those of temperature 1: divide log-probabilities among the "
         f"labels by {temperature:g}{cure}."
     )
 
