@@ -50,7 +50,7 @@ fuzz-serve: $(READY)  ## `i2cl serve`: 50 kills, five minutes of mixed load, a r
 
 test-serve: $(READY)  ## `i2cl serve` as others see it: their clients, its description fuzzed, its page in Chromium
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check openai schemathesis playwright axe-playwright-python
-	$(VENV)/bin/pytest -rs tests/faces/server
+	$(VENV)/bin/pytest -rs tests/interfaces/server
 
 test-real: $(REAL)  ## the tests that need that model
 	$(VENV)/bin/pytest tests/real

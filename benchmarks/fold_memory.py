@@ -86,7 +86,7 @@ def write_injection(folder: Path, base: Path) -> None:
 
 def peak_of_export(artefact: Path, output: Path, *options: str) -> int:
     """Bytes resident at most in a process of its own that exports."""
-    code = "from i2cl.faces.cli import main; main()"
+    code = "from i2cl.interfaces.cli import main; main()"
     command = [sys.executable, "-c", code, "export", str(artefact), str(output), "--force"]
     child = subprocess.Popen([*command, "--device", "cpu", *options], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)

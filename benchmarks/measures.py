@@ -144,7 +144,7 @@ def predict_over_forward(
 ) -> Measure:
     """Throughput of predict against the base model's own forward of the same tokens without padding.
 
-    That forward multiplies matrices as PyTorch does, or, if wanted, as predict does (`i2cl.models.products`).
+    That forward multiplies matrices as PyTorch does, or, if wanted, as predict does (`i2cl.models.onednn`).
     """
     groups = [list(group) for _, group in groupby(sorted(work.queries, key=len), key=len)]
     plain = partial(_base_forward, work, groups, same_products=same_products)

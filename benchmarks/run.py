@@ -112,7 +112,7 @@ def start_up(pairs: int) -> list[dict[str, Any]]:
     for _ in range(pairs):
         bare.append(_process([*program, "pass"]))
         imported.append(_process([*program, "import i2cl"]))
-        helped.append(_process([*program, "from i2cl.faces.cli import main; main(['--help'])"]))
+        helped.append(_process([*program, "from i2cl.interfaces.cli import main; main(['--help'])"]))
     detail = {"bare_python_seconds": median(bare)}
     return [
         {"name": name, "value": median(times), "unit": "s", "target": "<= 0.3", "detail": detail}

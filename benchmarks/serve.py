@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from i2cl.faces.server.app import make_app
-from i2cl.faces.server.guard import Access
-from i2cl.faces.server.process import IDLE_SECONDS, bound
-from i2cl.faces.server.service import Service
 from i2cl.injections.pool import Asked
+from i2cl.interfaces.server.app import make_app
+from i2cl.interfaces.server.guard import Access
+from i2cl.interfaces.server.process import IDLE_SECONDS, bound
+from i2cl.interfaces.server.service import Service
 from i2cl.models.scoring import score
 from measures import paired
 from tables import machine
@@ -241,7 +241,7 @@ class Bench:
 
     def beside(self) -> Iterator[dict[str, Any]]:
         """Single texts while a task is fitted, and while a file runs, against single texts alone."""
-        from i2cl.faces.server.client import Client
+        from i2cl.interfaces.server.client import Client
 
         asks = Client(f"http://127.0.0.1:{self.port}")
         examples = [

@@ -72,9 +72,9 @@ def serve(model: str, tasks: int) -> None:
     import torch
     from vllm import LLM, SamplingParams
 
-    from i2cl.faces.vllm.engine import LOAD
-    from i2cl.faces.vllm.slots import Packed
-    from i2cl.faces.vllm.tasks import TASKS, Served
+    from i2cl.interfaces.vllm.engine import LOAD
+    from i2cl.interfaces.vllm.frontend import TASKS, Served
+    from i2cl.interfaces.vllm.slots import Packed
 
     options = {"i2cl": {"slots": max(2, tasks)}} if tasks else {}
     llm = LLM(

@@ -7,7 +7,7 @@ from typing import Any
 from sphinx.application import Sphinx
 from typer.main import get_command
 
-from i2cl.faces.cli import app as program
+from i2cl.interfaces.cli import app as program
 from i2cl.version import __version__
 
 project = "i2cl"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from tempfile import TemporaryDirectory
 
-from i2cl.faces.server.client import Client
+from i2cl.interfaces.server.client import Client
 
 EXAMPLES = [
     {"text": "a warm and funny film", "label": "positive"},
@@ -21,7 +21,7 @@ EXAMPLES = [
 def main(model: str = "reference") -> None:
     """Start `i2cl serve` on a free port, use it as a program of any language would, and end it."""
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", "from i2cl.faces.cli import main; main()", "serve", model]
+        command = [sys.executable, "-c", "from i2cl.interfaces.cli import main; main()", "serve", model]
         command += ["--tasks", folder, "--port", "0"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:

@@ -25,13 +25,13 @@ import test_fuzz  # noqa: E402
 from fuzzing import refused, targets  # noqa: E402
 
 KILLED = {
-    "tests/faces/test_predict.py::test_killed_again_and_again_it_ends_with_the_same_bytes": 3,
+    "tests/interfaces/test_predict.py::test_killed_again_and_again_it_ends_with_the_same_bytes": 3,
     "tests/experiments/test_experiments.py::test_kills_lose_nothing_and_corrupt_nothing": 6,
 }
 """Tests, and how often each kills."""
 
 WORDS = {"PASSED", "FAILED", "ERROR"}
-FULL = "tests/faces/test_full_disk.py"
+FULL = "tests/interfaces/test_full_disk.py"
 SHOWN = 3
 """Tracebacks of one kind, at most."""
 

@@ -36,7 +36,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save  # noqa: E402
 
 from i2cl import Decoder, Injection  # noqa: E402
-from i2cl.faces.server.client import Client, ServerError  # noqa: E402
+from i2cl.interfaces.server.client import Client, ServerError  # noqa: E402
 from i2cl.tasks import load_task  # noqa: E402
 from processes import COMMAND, Program  # noqa: E402
 
@@ -336,7 +336,7 @@ def on_ray() -> Counter[str]:
     import ray
     from ray import serve
 
-    from i2cl.faces.server.ray_serve import deployment
+    from i2cl.interfaces.server.ray_serve import deployment
 
     found: Counter[str] = Counter()
     with TemporaryDirectory() as scratch:

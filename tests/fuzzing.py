@@ -23,8 +23,8 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.report.document import build
 from i2cl.experiments.store import Store, save_vectors
-from i2cl.faces.cli import load, main
-from i2cl.faces.cli.options import ModelOptions
+from i2cl.interfaces.cli import load, main
+from i2cl.interfaces.cli.options import ModelOptions
 from i2cl.models.loading import located
 from i2cl.tasks import Task, Template, load_task
 from i2cl.tasks.files import ReadAsWarning

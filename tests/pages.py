@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from i2cl.experiments.library import load_experiment
-from i2cl.faces.cli import console, main
+from i2cl.interfaces.cli import console, main
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 120

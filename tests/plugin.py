@@ -26,7 +26,7 @@ SHAPED = (
     "models.batching",
     "models.decoder",
     "models.edits",
-    "models.identity",
+    "models.residual_check",
     "models.scoring",
 )
 """Where signatures have shapes. A function inside a function is checked, and compiled, at every call."""

@@ -14,12 +14,16 @@ from unittest.mock import patch
 
 import i2cl
 
-COMMAND = "from i2cl.faces.cli import main; main()"
+COMMAND = "from i2cl.interfaces.cli import main; main()"
 """The program behind ``i2cl``."""
 
 FORKED = get_context("forkserver")
 FORKED.set_forkserver_preload(
-    ["i2cl.experiments.runner", "i2cl.faces.stream", "transformers.models.llama.modeling_llama"]
+    [
+        "i2cl.experiments.runner",
+        "i2cl.interfaces.batch_prediction",
+        "transformers.models.llama.modeling_llama",
+    ]
 )
 
 

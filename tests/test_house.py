@@ -24,7 +24,7 @@ LAYERS = (
     {"injections"},
     {"methods"},
     {"experiments", "export"},
-    {"faces"},
+    {"interfaces"},
 )
 """Rooms, lowest first. One imports only what lies in a layer before its own."""
 
@@ -143,9 +143,9 @@ def test_no_file_imports_itself_by_a_way_round():
 
 def test_the_checks_of_imports_find_what_they_are_for():
     assert upward("core.context", "methods.base")
-    assert upward("tasks.types", "storage.atomic")
+    assert upward("tasks.task", "storage.atomic")
     assert not upward("core.context", "core.edits")
-    assert not upward("faces.cli.fit", "core.context")
+    assert not upward("interfaces.cli.fit", "core.context")
     graph = import_graph()
     assert {"errors", "models.decoder", "core.injection", "methods.base"} <= set().union(*graph.values())
     graph["models.hooks"] = graph["models.hooks"] | {"models.decoder"}
@@ -179,7 +179,9 @@ def loaded_after(statement):
     return {name.split(".")[0] for name in done.stdout.split()}
 
 
-@pytest.mark.parametrize("statement", ["import i2cl", "import i2cl.faces.cli", "from i2cl import I2CLError"])
+@pytest.mark.parametrize(
+    "statement", ["import i2cl", "import i2cl.interfaces.cli", "from i2cl import I2CLError"]
+)
 def test_importing_is_cheap(statement):
     loaded = loaded_after(statement)
     assert "i2cl" in loaded

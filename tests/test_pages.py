@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.main import get_command
 
 import i2cl
-from i2cl.faces.cli import app, console
+from i2cl.interfaces.cli import app, console
 from pages import ROOT, blocks, commands, pages, play, said
 
 PAGES = [page for page in pages() if page.name != "README.md"]

@@ -27,7 +27,7 @@ EXTRAS = "datasets accelerate peft duckdb matplotlib sklearn scipy bitsandbytes 
 WITHOUT_EXTRAS = f"""
 import sys
 sys.modules.update(dict.fromkeys({EXTRAS.split()!r}))
-from i2cl.faces.cli import main
+from i2cl.interfaces.cli import main
 main()
 """
 

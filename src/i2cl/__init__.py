@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from i2cl.experiments.evaluation import evaluate as evaluate
     from i2cl.experiments.evaluation import summarize as summarize
     from i2cl.experiments.records import Run as Run
-    from i2cl.faces.sklearn import I2CLClassifier as I2CLClassifier
     from i2cl.injections.label_prior import with_label_prior as with_label_prior
     from i2cl.injections.pool import InjectionPool as InjectionPool
     from i2cl.injections.pool import predict as predict
     from i2cl.injections.temperature import with_temperature as with_temperature
     from i2cl.injections.transfer import TransferConfig as TransferConfig
     from i2cl.injections.transfer import transfer as transfer
+    from i2cl.interfaces.sklearn import I2CLClassifier as I2CLClassifier
     from i2cl.methods import METHODS as METHODS
     from i2cl.methods import Method as Method
     from i2cl.methods import Predictor as Predictor
@@ -62,7 +62,7 @@ _HOMES = {
     "methods": "METHODS Method Predictor make_methods",
     "experiments.evaluation": "evaluate summarize",
     "experiments.records": "Run",
-    "faces.sklearn": "I2CLClassifier",
+    "interfaces.sklearn": "I2CLClassifier",
 }
 """Public names by the module they live in."""
 

@@ -28,9 +28,9 @@ from i2cl.experiments.report.document import build
 from i2cl.experiments.runner import Group, GroupJob, pending, run_groups
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, plain, run_study, worst_group
-from i2cl.faces.cli import main
-from i2cl.faces.cli.experiment import _cells
 from i2cl.injections.transfer import transfer
+from i2cl.interfaces.cli import main
+from i2cl.interfaces.cli.experiment import _cells
 from i2cl.methods import make_methods
 from i2cl.methods.few_shot import FewShot
 from i2cl.methods.i2cl import I2CL
@@ -529,7 +529,7 @@ def test_ctrl_c_says_that_cells_are_kept(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     (tmp_path / "mine.toml").write_text(GRID)
-    monkeypatch.setattr("i2cl.faces.cli.experiment._watch", lambda _bar: interrupt)
+    monkeypatch.setattr("i2cl.interfaces.cli.experiment._watch", lambda _bar: interrupt)
     words = [
         "experiment",
         "run",

@@ -224,7 +224,7 @@ lacking = {"scipy", "sklearn", "duckdb", "matplotlib"}  # as if not installed
 for name in [name for name in sys.modules if name.partition(".")[0] in lacking | {"i2cl"}]:
     del sys.modules[name]
 sys.modules.update(dict.fromkeys(lacking))
-from i2cl.faces.cli import main
+from i2cl.interfaces.cli import main
 main()
 """
 

@@ -23,7 +23,7 @@ from i2cl import (
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.export import export_gguf, export_hf, export_peft, fold, golden, make_golden, verify
-from i2cl.faces.cli import main
+from i2cl.interfaces.cli import main
 from i2cl.models.scoring import Questions
 from tiny import tiny_model, tiny_tokenizer
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from compressed import golden
 from i2cl import Decoder, I2CLError
 from i2cl.export import convert
-from i2cl.faces.cli import main
+from i2cl.interfaces.cli import main
 
 RELEASE = golden("autocompressor-opt")
 

@@ -21,7 +21,7 @@ from i2cl.errors import I2CLError
 from i2cl.export import Golden, checkpoint, export_hf, fold, golden, make_golden, sources, upcast, verify
 from i2cl.export.families import FAMILIES, REFUSED
 from i2cl.export.golden import GOLDEN
-from i2cl.faces.cli import main
+from i2cl.interfaces.cli import main
 from i2cl.models.architectures import ARCHITECTURES, Architecture
 from i2cl.models.batching import make_batch
 from i2cl.models.checkpoint import INDEX

@@ -13,11 +13,11 @@ from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
 from i2cl.models.architectures import Architecture
 from i2cl.models.batching import make_batch
-from i2cl.models.borrowing import lock_of
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import label_tokens
 from i2cl.models.prefix import window_of
+from i2cl.models.restore import lock_of
 from i2cl.models.scoring import score
 from i2cl.tasks import Example, Task, Template
 from tiny import VOCABULARY, WINDOW, tiny_model, tiny_tokenizer

@@ -15,7 +15,7 @@ from i2cl.core.injection import Injection
 from i2cl.export.folding import Folding, StateDict
 from i2cl.export.gguf import Weights
 from i2cl.export.gguf_vocabulary import Vocabulary
-from i2cl.faces.cli import main
+from i2cl.interfaces.cli import main
 from i2cl.models import loading
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.tasks import Task, Template
@@ -289,7 +289,7 @@ def test_smollm2_is_looked_for_and_never_imported(file, tmp_path, monkeypatch):
 
 
 def test_one_model_for_all_classifiers_until_the_file_changes(file):
-    shared = pytest.importorskip("i2cl.faces.sklearn.shared", reason="scikit-learn is not installed")
+    shared = pytest.importorskip("i2cl.interfaces.sklearn.shared", reason="scikit-learn is not installed")
     one = shared.shared_decoder(file, device="cpu")
     assert shared.shared_decoder(str(file), device="cpu") is one
     written(file, tiny_model("llama", seed=1))

@@ -13,7 +13,7 @@ from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection, PrecisionWarning
 from i2cl.core.recipe import RECIPES, CalibrationConfig
 from i2cl.export import export_hf, fold, make_golden
-from i2cl.faces.cli import main
+from i2cl.interfaces.cli import main
 from i2cl.methods import make_methods
 from i2cl.models import precision
 from i2cl.models.batching import make_batch

@@ -23,7 +23,7 @@ from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.faces.cli import main
+from i2cl.interfaces.cli import main
 from i2cl.models.decoder import Decoder
 from i2cl.storage import hub
 from i2cl.storage.atomic import public_name

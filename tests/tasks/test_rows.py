@@ -14,7 +14,7 @@ from i2cl.errors import I2CLError
 from i2cl.tasks.files import ReadAsWarning, RowError
 from i2cl.tasks.labels import slips
 from i2cl.tasks.rows import Query, read_examples, read_labelled, read_queries, refused_rows
-from i2cl.tasks.types import Example
+from i2cl.tasks.task import Example
 
 WORDS = ("bad", "good")
 

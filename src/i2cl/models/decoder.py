@@ -29,7 +29,6 @@ from i2cl.models.batching import (
     rope_limits,
     unless_out_of_memory,
 )
-from i2cl.models.borrowing import frozen, lock_of
 from i2cl.models.edits import Edit, Keep, Site, editing
 from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import (
@@ -39,10 +38,11 @@ from i2cl.models.fingerprint import (
     weights_fingerprint,
 )
 from i2cl.models.hooks import edit_inputs
-from i2cl.models.identity import ResidualIdentity, residual_identity
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit
 from i2cl.models.prefix import Prefix, holds_keys_alone, keys_at, window_of
+from i2cl.models.residual_check import ResidualIdentity, residual_identity
+from i2cl.models.restore import frozen, lock_of
 
 T = TypeVar("T")
 
@@ -369,7 +369,7 @@ class Decoder:
         return Prefix((), cache, len(vectors), 1 + max(positions or range(len(vectors))))
 
     def frozen(self) -> AbstractContextManager[None]:
-        """Hold the model as `i2cl.models.borrowing.frozen` does, until left."""
+        """Hold the model as `i2cl.models.restore.frozen` does, until left."""
         return frozen(self.model)
 
     def _joins(self, prefix: Prefix, width: int) -> bool:

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from i2cl.models.batching import Batch
-from i2cl.models.borrowing import uninterrupted
 from i2cl.models.hooks import edit_inputs, edit_outputs
+from i2cl.models.restore import uninterrupted
 
 Site = Literal["writers", "hidden"]
 """What is captured and edited: the two residual writers of a layer, or its block output."""

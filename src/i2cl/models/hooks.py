@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from i2cl.models.borrowing import uninterrupted
+from i2cl.models.restore import uninterrupted
 
 Hook = Callable[[Tensor], Tensor | None]
 """Takes a tensor and returns its replacement, or None to leave it (a mere look)."""

@@ -12,8 +12,8 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from i2cl.models.batching import Ids
-from i2cl.models.borrowing import uninterrupted
 from i2cl.models.hooks import KeywordChange, edit_keywords
+from i2cl.models.restore import uninterrupted
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from i2cl.errors import I2CLError, needs
 from i2cl.tasks.labels import LabelLookup
 from i2cl.tasks.sampling import group_by_label, sample_per_class, seeded
 from i2cl.tasks.schema import HubSource
-from i2cl.tasks.types import Example
+from i2cl.tasks.task import Example
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -21,8 +21,8 @@ from i2cl.tasks.registry import (
 from i2cl.tasks.rows import read_examples, read_labelled
 from i2cl.tasks.schema import FilesSource, TaskSpec, read_spec
 from i2cl.tasks.synthetic import synthetic_task
+from i2cl.tasks.task import Example, Task, Template
 from i2cl.tasks.template import DEFAULT
-from i2cl.tasks.types import Example, Task, Template
 
 DATA_DIR_VARIABLE = "I2CL_DATA_DIR"
 Split = tuple[Example, ...]

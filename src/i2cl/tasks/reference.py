@@ -3,7 +3,7 @@
 from functools import cache
 
 from i2cl.tasks.corpus import SEPARATOR, TASKS, TEMPLATE, ReferenceTask, examples
-from i2cl.tasks.types import Example, Task, Template
+from i2cl.tasks.task import Example, Task, Template
 
 GROUP = "reference"
 TRAIN_ROWS = 2000

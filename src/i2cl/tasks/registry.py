@@ -7,7 +7,7 @@ from i2cl.tasks import reference
 from i2cl.tasks.schema import TaskSpec, read_spec
 from i2cl.tasks.synthetic import NAME as SYNTHETIC
 from i2cl.tasks.synthetic import describe_synthetic
-from i2cl.tasks.types import Task
+from i2cl.tasks.task import Task
 
 BUILTIN = Path(__file__).parent / "builtin"
 

@@ -15,7 +15,7 @@ from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.tasks.files import ReadAsWarning, RowError
 from i2cl.tasks.formats import ROW_SUFFIXES, Columns, Row, RowFormat, rows_or_errors, shown
 from i2cl.tasks.labels import LabelLookup, as_id, ordered
-from i2cl.tasks.types import Example
+from i2cl.tasks.task import Example
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -10,8 +10,8 @@ from pydantic_core import ErrorDetails
 
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.tasks.files import decoded, opened
+from i2cl.tasks.task import Example, Task
 from i2cl.tasks.template import Template
-from i2cl.tasks.types import Example, Task
 
 Filled = Annotated[str, Field(min_length=1)]
 

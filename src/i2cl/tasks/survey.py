@@ -6,7 +6,7 @@ from heapq import nlargest
 from typing import Any
 
 from i2cl.tasks.labels import as_id, slips
-from i2cl.tasks.types import Task
+from i2cl.tasks.task import Task
 
 LONGEST = 20
 """Texts with the most characters, among which that with the most tokens is looked for."""

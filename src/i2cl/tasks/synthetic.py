@@ -5,8 +5,8 @@ from collections.abc import Callable
 from random import Random
 
 from i2cl.tasks.sampling import seeded
+from i2cl.tasks.task import Example, Task
 from i2cl.tasks.template import Template
-from i2cl.tasks.types import Example, Task
 
 NAME = "synthetic"
 MIN_LENGTH, MAX_LENGTH = 5, 12

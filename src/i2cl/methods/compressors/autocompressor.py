@@ -27,8 +27,8 @@ from i2cl.methods.compressors.base import (
     require_type,
 )
 from i2cl.models.batching import Ids
-from i2cl.models.borrowing import lock_of
 from i2cl.models.decoder import Decoder
+from i2cl.models.restore import lock_of
 from i2cl.tasks import Example, Task
 
 SUMMARY = "embed_summary.weight"

@@ -1,9 +1,0 @@
-"""Implicit in-context learning as a scikit-learn classifier of texts."""
-
-from i2cl.errors import needs
-
-needs("I2CLClassifier", "sklearn", "sklearn")
-
-from i2cl.faces.sklearn.estimator import I2CLClassifier  # noqa: E402
-
-__all__ = ["I2CLClassifier"]

@@ -1,9 +1,0 @@
-"""Many tasks in one vLLM engine: a plugin that injects per request, in vLLM's own batches.
-
-vLLM loads it where ``VLLM_PLUGINS`` names ``i2cl``. Without vLLM only what needs none of it can be used.
-"""
-
-from i2cl.faces.vllm.tasks import Answer as Answer
-from i2cl.faces.vllm.tasks import classify as classify
-from i2cl.faces.vllm.tasks import drop as drop
-from i2cl.faces.vllm.tasks import load as load

@@ -1,0 +1,131 @@
+"""The command line: parses, calls, prints. Heavy imports wait until a command needs them."""
+
+import os
+import sys
+from typing import Any
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.cli import (
+    check,
+    console,
+    convert,
+    demo,
+    evaluate,
+    experiment,
+    export,
+    fit,
+    ls,
+    predict,
+    push,
+    report,
+    serve,
+    verify,
+)
+from i2cl.storage.atomic import system_cause
+from i2cl.version import __version__
+
+NAME = "i2cl"
+INTERRUPTED = 130
+_UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it
+
+EXAMPLES = {
+    "demo": "i2cl demo",
+    "fit": "i2cl fit reference mood-colour-1 -o mood",
+    "predict": "i2cl predict mood texts.txt -o labels.csv",
+    "eval": "i2cl eval reference mood-colour-1 --method zero_shot,anchored --seeds 2 --limit 50 --workers 1",
+    "ls": "i2cl ls methods",
+    "check": "i2cl check reference",
+    "export": "i2cl export mood --to hf plain",
+    "verify": "i2cl verify plain",
+    "convert": "i2cl convert pickled rewritten",
+    "push": "i2cl push mood your-name/mood",
+    "serve": "i2cl serve reference --tasks tasks",
+    "experiment ls": "i2cl experiment ls",
+    "experiment run": "i2cl experiment run unlabelled --quick --tasks tickets --workers 1 --store results",
+    "experiment pack": "i2cl experiment pack results packed",
+    "experiment unpack": "i2cl experiment unpack packed unpacked",
+    "report": "i2cl report results --experiments unlabelled",
+}
+"""Of each command, shown below its help; the tests type them in this order."""
+
+app = typer.Typer(
+    help="Classify text with a frozen LLM from a few labelled examples, without putting them in the prompt.",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+app.command()(demo.demo)
+app.command()(fit.fit)
+app.command()(predict.predict)
+app.command(name="eval")(evaluate.evaluate)
+app.add_typer(experiment.app, name="experiment")
+app.command()(report.report)
+app.command()(export.export)
+app.command()(convert.convert)
+app.command()(verify.verify)
+app.command()(push.push)
+app.command()(serve.serve)
+app.command()(check.check)
+app.command()(ls.ls)
+for _prefix, _group in (("", app), ("experiment ", experiment.app)):
+    for _command in _group.registered_commands:
+        _name = str(_command.name or getattr(_command.callback, "__name__", ""))
+        _command.epilog = f"Example: {EXAMPLES[_prefix + _name]}"
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version."),
+) -> None:
+    """Show help where no command is given."""
+    if version:
+        console.say(__version__)
+    elif context.invoked_subcommand is None:
+        console.say(context.get_help())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and exit: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
+    console.escape()
+    code = _run(sys.argv[1:] if arguments is None else arguments)
+    try:
+        sys.stdout.flush()
+    except OSError:  # told already; Python would try again at its end, and say so in its own words
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    left = "no file was written"
+    try:
+        with console.plain_warnings():
+            code = app(arguments, prog_name=NAME, standalone_mode=False) or 0
+    except I2CLError as error:
+        console.print_error(str(error))
+        return 2
+    except OSError as error:  # where no command expects one: there is no temporary folder, say
+        what = f"use {str(error.filename)!r}" if error.filename else "go on"
+        console.print_error(
+            f"cannot {what} ({system_cause(error)}): free space or choose another place or name"
+        )
+        return 2
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx else NAME
+        what = error.format_message().rstrip(".") or "no command is given"
+        console.print_error(f"{what}: see {command} --help")
+        return 2
+    except (typer.Abort, KeyboardInterrupt) as error:
+        code, left = INTERRUPTED, str(error) or left
+    except RuntimeError as error:  # a batch too large is halved; this cannot be
+        if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
+            raise
+        console.print_error(
+            "out of memory: take a smaller model, --dtype bfloat16, or fewer or shorter texts"
+        )
+        return 2
+    if code == INTERRUPTED:
+        console.print_error(f"interrupted: {left}")
+    return int(code)

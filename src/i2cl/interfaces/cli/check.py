@@ -1,0 +1,53 @@
+"""`i2cl check`."""
+
+from typing import Annotated
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.cli import console, load, options
+from i2cl.interfaces.cli.options import ModelOptions
+
+
+@options.expanded
+def check(
+    model: options.Model,
+    *,
+    layers: Annotated[str | None, typer.Option(help="Path of the blocks in the base model.")] = None,
+    attention: Annotated[str | None, typer.Option(help="Path of the attention writer in a block.")] = None,
+    mlp: Annotated[str | None, typer.Option(help="Path of the MLP writer in a block.")] = None,
+    loading: Annotated[ModelOptions, ("device", "dtype", "revision", "trust_remote_code")],
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Check that i2cl knows where a model's layers write to the residual stream.
+
+    Each block adds exactly what its two writers put out, or exit code 1.
+    """
+    from i2cl.models.architectures import Architecture
+
+    given = None
+    if layers or attention or mlp:
+        if not (layers and attention and mlp):
+            raise I2CLError("--layers, --attention and --mlp belong together: give all three")
+        given = Architecture(model_type="custom", layers=layers, attention=attention, mlp=mlp)
+    decoder = load.decoder(model, loading, given)
+    identity = decoder.identity
+    record = {
+        "model": model,
+        "model_type": decoder.model.config.model_type,
+        "layers": decoder.layers,
+        "d_model": decoder.d_model,
+        "context": decoder.max_length,
+        "attention": decoder.architecture.attention,
+        "mlp": decoder.architecture.mlp,
+        "worst_error": identity.worst,
+        "passed": identity.passed,
+    }
+    if json:
+        console.print_json(record)
+    else:
+        for name, value in record.items():
+            console.say(f"{name:12} {value}")
+    if not identity.passed:
+        raise typer.Exit(1)

@@ -1,0 +1,30 @@
+"""`i2cl convert`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from i2cl.interfaces.cli import console, load, options
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of a model whose weights are pickles (.bin).")],
+    output: Annotated[Path, typer.Argument(help="Folder for the same in safetensors, new or empty.")],
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Rewrite a model's pickled weights as safetensors.
+
+    Nothing that a pickle can hold is run.
+    """
+    load.libraries()
+    from i2cl.export import convert as rewrite
+
+    files = rewrite(source, output)
+    size = sum(path.stat().st_size for path in files)
+    if json:
+        console.print_json({"output": str(output), "files": len(files), "bytes": size})
+        return
+    console.say(f"Saved {output}: {size:,} bytes in {len(files)} file(s).")
+    console.say(f"Next: i2cl eval {output} TASKS")

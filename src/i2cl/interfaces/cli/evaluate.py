@@ -1,0 +1,134 @@
+"""`i2cl eval`."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.cli import console, load, options
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+
+if TYPE_CHECKING:
+    from i2cl.experiments.confidence import Confidence
+    from i2cl.experiments.evaluation import NotRun
+    from i2cl.experiments.records import Run
+
+DEFAULT_METHODS = "zero_shot,few_shot,noise,i2cl,anchored"
+
+
+@options.expanded
+def evaluate(
+    model: options.Model,
+    task: Annotated[
+        str,
+        typer.Argument(
+            help="Tasks with commas between, a file, or 'all': the reference model's own, else the paper's."
+        ),
+    ],
+    *,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="Methods with commas between, or 'all' that MODEL can run.", rich_help_panel=options.METHOD
+        ),
+    ] = DEFAULT_METHODS,
+    shots: options.Shots = None,
+    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="How many seeds, counted from --seed.")] = 1,
+    seed: options.Seed = 0,
+    limit: options.Limit = 500,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes; default: one a core for a small model on a CPU."),
+    ] = None,
+    recipe: options.Recipe = "paper",
+    settings: options.Settings = None,
+    rows: TaskOptions,
+    loading: ModelOptions,
+    json: options.Json = False,
+) -> None:
+    """Compare methods on tasks, with the same demonstrations and queries.
+
+    In the table of confidence lower is better throughout.
+    """
+    load.libraries()
+    from i2cl.experiments.sweep import sweep
+    from i2cl.methods import METHODS
+
+    methods = list(METHODS) if method == "all" else load.split(method)
+    chosen = load.methods(methods, settings, recipe)
+    tasks = load.tasks(task, model, rows)
+    for what, names in (("tasks", [one.name for one in tasks]), ("methods", [one.called for one in chosen])):
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise I2CLError(f"two {what} are called {twice[0]!r}: leave one out, or ask for it by itself")
+    source = partial(load.decoder, model, loading)
+    span = range(seed, seed + seeds)
+    lacking: list["NotRun"] = []
+
+    def refused(one: "NotRun") -> None:
+        lacking.append(one)
+        bar.advance()
+
+    with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:
+        runs = sweep(
+            source,
+            tasks,
+            chosen,
+            span,
+            shots=shots,
+            limit=limit,
+            workers=workers,
+            skip=method == "all",
+            word=lambda one, decoder: load.worded(one, rows, decoder.tokenizer),
+            watch=bar.run,
+            refused=refused,
+        )
+    title = f"{model}: mean ± standard deviation over {seeds} seed(s)"
+    show(runs, title, sorted(lacking, key=lambda one: (one.task, one.method, one.seed)), as_json=json)
+
+
+def _numbers(trust: "Confidence | None") -> dict[str, str]:
+    """Columns of confidence."""
+    from i2cl.experiments.confidence import NAMES
+
+    return {name: "-" if trust is None else f"{getattr(trust, name):.3f}" for name in NAMES}
+
+
+def show(
+    runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *, as_json: bool, brief: bool = False
+) -> None:
+    """Tables of the means over seeds, or every run as JSON; and what could not be run.
+
+    A brief one says nothing of confidence.
+    """
+    from i2cl.experiments.evaluation import summarize
+
+    if as_json:
+        console.print_json([run.record() for run in runs] + [one.record() for one in lacking])
+        return
+    summaries = summarize(runs)
+    rows: list[Mapping[str, object]] = [
+        {
+            "task": row.task,
+            "method": row.method,
+            "accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else ""),
+            "fit s": f"{row.fit_seconds:.1f}",
+            "ms/query": f"{row.milliseconds_per_query:.2f}",
+            "cached": row.cached_values,
+        }
+        for row in summaries
+    ]
+    ran = {(row["task"], row["method"]) for row in rows}
+    for task, method in dict.fromkeys((one.task, one.method) for one in lacking):
+        if (task, method) not in ran:
+            rows.append(dict.fromkeys(rows[0], "") | {"task": task, "method": method, "accuracy": "not run"})
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    console.print_table(title, sorted(rows, key=lambda row: tasks.index(row["task"])))
+    if not brief and runs:
+        trust = [{"task": one.task, "method": one.method} | _numbers(one.confidence) for one in summaries]
+        console.print_table("How far its probabilities can be trusted", trust)
+    for task, method, why in dict.fromkeys((one.task, one.method, one.why) for one in lacking):
+        seeds = [str(one.seed) for one in lacking if (one.task, one.method, one.why) == (task, method, why)]
+        of = f" with seed {', '.join(seeds)}" if (task, method) in ran else ""
+        console.say(f"{method} was not run on {task}{of}: {why}.")

@@ -1,0 +1,242 @@
+"""`i2cl experiment ls|run|pack|unpack`."""
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.cli import console, load, options
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+
+if TYPE_CHECKING:
+    from i2cl.experiments.grid import Cell, Experiment, Scale
+    from i2cl.experiments.records import Record
+    from i2cl.experiments.runner import GroupJob
+    from i2cl.models.decoder import Decoder
+
+app = typer.Typer(
+    help="Tables and figures of the paper, or your own grids: list, run, pack.", no_args_is_help=True
+)
+
+NewFolder = Annotated[Path, typer.Argument(help="New folder.")]
+
+
+@app.command()
+def ls(seed: options.NoSeed = 0, json: options.Json = False) -> None:
+    """List the experiments: tables and figures of the paper, and our own.
+
+    Each says what it measures, and how many cells one task takes.
+    """
+    from i2cl.experiments.library import BROUGHT, load_experiment
+
+    found = [load_experiment(name) for name in BROUGHT]
+    rows = [
+        {
+            "name": one.name,
+            "paper": one.paper,
+            "cells_per_task": _cells_of(one, one.full),
+            "quick_cells_per_task": _cells_of(one, one.quick),
+            "measures": one.measures,
+        }
+        for one in found
+    ]
+    if json:
+        console.print_json(rows)
+    else:
+        shown = {"cells_per_task": "cells a task", "quick_cells_per_task": "quick"}
+        console.print_table("", [{shown.get(name, name): row[name] for name in row} for row in rows])
+
+
+def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
+    """How many cells one task takes, the matrix of moves aside."""
+    from i2cl.experiments.grid import Cell
+
+    one_task = experiment.model_copy(update={"tasks": "all"})
+    cells = one_task.cells(Cell(model="", task=""), ["one"], scale)
+    return sum(cell.study != "move" for cell in cells)
+
+
+@app.command()
+@options.expanded
+def run(
+    names: Annotated[str, typer.Argument(help="Experiments with commas between, 'all', or a TOML file.")],
+    *,
+    model: Annotated[str, typer.Option(help=options.MODEL_HELP)] = "reference",
+    store: Annotated[
+        Path | None, typer.Option(help="Folder for results; what is there is not run again.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds, tasks and queries.")] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Tasks with commas between; default: the grid's own, or those of the model."),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="How many seeds, instead of the grid's.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Queries per task, instead of the grid's.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes or actors; default: by the model's size.")
+    ] = None,
+    executor: options.Executor = "local",
+    address: options.Address = None,
+    rows: Annotated[TaskOptions, ("data_dir",)],
+    loading: Annotated[ModelOptions, ("device", "dtype", "device_map", "revision", "trust_remote_code")],
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Run the cells of experiments that a store lacks.
+
+    Stop it and start it again at will; exit code 1 if any cell failed.
+    """
+    if address is not None and executor != "ray":
+        raise I2CLError("--address is that of a Ray cluster: add --executor ray, or leave it out")
+    load.libraries()
+    from i2cl.experiments.grid import Cell
+    from i2cl.experiments.runner import pending, run_groups
+    from i2cl.experiments.store import Store
+
+    folder = store or Path("results") / (Path(model).name + ("-quick" if quick else ""))
+    base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
+    only = load.split(tasks) if tasks is not None and tasks != "all" else None
+    cells, timed = _cells(names, base, only, load.task_names("all", model), quick, seeds, limit)
+    for name, own in {(cell.task, cell.wording) for cell in cells}:  # what is lacking is told at once
+        test = Path(own.test) if own.test is not None else None
+        load.task(name, replace(rows, template=own.template, test=test))
+    data_dir = str(rows.data_dir) if rows.data_dir else None
+    source = partial(load.decoder, model, loading)
+    execute = partial(_execute, source=source, workers=workers, ray=executor == "ray", address=address)
+    with Store.writing(folder) if console.FIRST else Store.following(folder) as opened:
+        waiting = pending(cells, opened, timed)
+        lacking = [cell for group in waiting for cell in group.lacking]
+        try:
+            with console.progress(len(lacking), "running") as bar:
+                tally = run_groups(waiting, opened, execute, data_dir, _watch(bar))
+        except KeyboardInterrupt:
+            if not opened.records:
+                raise
+            kept_now = f"{len(opened.records)} cells are kept: the same command goes on with them"
+            raise typer.Abort(kept_now) from None
+        failures = [opened.records[cell.key] for cell in lacking if not opened.done(cell.key)]
+    kept = len({cell.key for cell in cells}) - len(lacking)
+    if json:
+        counts = {"done": tally.done, "failed": tally.failed, "skipped": tally.skipped, "kept": kept}
+        console.print_json({"store": str(folder)} | counts)
+    else:
+        skipped = f", {tally.skipped} skipped" if tally.skipped else ""
+        told = f"{tally.done} cells done, {tally.failed} failed{skipped}, {kept} kept from before"
+        _tell(folder, told, failures, names)
+        for reason in {one.error for one in opened.records.values() if one.status == "skipped"}:
+            console.note(f"skipped: {reason} (a new store tries it again)")
+    if tally.failed:
+        raise typer.Exit(1)
+
+
+def _cells(
+    names: str,
+    base: "Cell",
+    only: Sequence[str] | None,
+    tasks: Sequence[str],
+    quick: bool,
+    seeds: int | None,
+    limit: int | None,
+) -> "tuple[list[Cell], set[str]]":
+    """All cells of the experiments, and the keys of those that are timed."""
+    from i2cl.experiments.library import ORDER, limited, load_experiment, require_methods
+
+    cells: list[Cell] = []
+    timed: set[str] = set()
+    chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
+    require_methods(chosen)
+    for one in limited(chosen, only) if only else chosen:
+        scale = _scaled(one.quick if quick else one.full, seeds, limit)
+        asked = scale.model_copy(update={"tasks": None}) if only else scale  # who names tasks wants them all
+        own = list(one.cells(base, tasks, asked))
+        cells += own
+        timed |= {cell.key for cell in own if one.timed}
+    return cells, timed
+
+
+def _tell(folder: Path, summary: str, failures: "Sequence[Record]", names: str) -> None:
+    console.say(f"{summary}: {folder}")
+    for record in failures:
+        cell = record.cell
+        console.say(f"failed: {cell.task} {cell.method} seed {cell.seed}: {record.error}")
+    which = [] if names == "all" else ["--experiments", names]
+    console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
+
+
+def _scaled(scale: "Scale", seeds: int | None, limit: int | None) -> "Scale":
+    changes = {"seeds": seeds, "limit": limit}
+    return scale.model_copy(update={name: value for name, value in changes.items() if value is not None})
+
+
+def _execute(
+    jobs: "Sequence[GroupJob]",
+    *,
+    source: "Callable[[], Decoder]",
+    workers: int | None,
+    ray: bool,
+    address: str | None,
+) -> "Iterator[list[Record]]":
+    from i2cl.experiments.cluster import run_on_ray
+    from i2cl.experiments.parallel import run_jobs, suggested_workers
+
+    if not jobs:
+        return
+    if ray:
+        yield from run_on_ray(source, jobs, address, workers)
+        return
+    decoder = source()
+    count = workers or suggested_workers(decoder, len(jobs))
+    yield from (records for _, records in run_jobs(decoder, source, jobs, count))
+
+
+def _watch(bar: console.Bar) -> "Callable[[Record], None]":
+    failed = 0
+
+    def watch(record: "Record") -> None:
+        nonlocal failed
+        failed += record.status == "failed"
+        bar.advance()
+        cell = record.cell
+        bar.describe(f"{cell.task} {cell.method} seed {cell.seed}" + (f", {failed} failed" if failed else ""))
+
+    return watch
+
+
+@app.command()
+def pack(
+    store: options.StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False
+) -> None:
+    """Write a store as Parquet and one safetensors file, to keep and to share.
+
+    `i2cl report` reads it; `i2cl experiment unpack` turns it back.
+    """
+    _rewrite(store, out, "pack", as_json=json)
+
+
+@app.command()
+def unpack(
+    store: options.StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False
+) -> None:
+    """Turn a packed store back into a folder of plain files.
+
+    `experiment run` can then add to it.
+    """
+    _rewrite(store, out, "unpack", as_json=json)
+
+
+def _rewrite(store: Path, out: Path, how: Literal["pack", "unpack"], *, as_json: bool) -> None:
+    from i2cl.experiments.store import Store
+
+    opened = Store.open(store)
+    (opened.pack if how == "pack" else opened.unpack)(out)
+    if as_json:
+        console.print_json({"store": str(out), "cells": len(opened.records)})
+    else:
+        console.say(f"{len(opened.records)} cells: {out}")

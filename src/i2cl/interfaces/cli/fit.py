@@ -1,0 +1,375 @@
+"""`i2cl fit`, and the command line that a model card repeats."""
+
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.cli import console, data, load, options
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+from i2cl.storage.atomic import public_name, require_writable
+
+if TYPE_CHECKING:
+    from i2cl.core.injection import Injection
+    from i2cl.methods import Injector
+    from i2cl.models.decoder import Decoder
+    from i2cl.tasks import Example, Task
+
+PATIENCE = 120.0
+"""Seconds of calibration left from which on a faster recipe is named."""
+
+ACCURACY = "accuracy (95 %)"
+
+_NAMES = ("model", "task")
+"""Arguments that may be paths beside those that always are."""
+
+
+@options.expanded
+def fit(
+    context: typer.Context,
+    model: options.Model,
+    task: options.TaskName,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the artefact.")],
+    *,
+    shots: options.FitShots = None,
+    seed: options.Seed = 0,
+    keep_back: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Of classes of your file with 10 rows or more, one row in so many is kept back to score on, "
+            "0 for none; default: 5 without --shots and --test.",
+        ),
+    ] = None,
+    method: Annotated[
+        Literal["anchored", "i2cl"] | None,
+        typer.Option(
+            help="A vector at every writer, fitted around the plain model among the labels; or the paper's "
+            "method; default: anchored, or i2cl where a recipe or an option of its own is given.",
+            rich_help_panel=options.METHOD,
+        ),
+    ] = None,
+    recipe: options.OwnRecipe = None,
+    settings: options.Settings = None,
+    unlabelled: Annotated[
+        Path | None,
+        typer.Option(
+            help="Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
+            "set right on; 32 or more.",
+            rich_help_panel=options.METHOD,
+        ),
+    ] = None,
+    prior: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of the labels in those texts, in the labels' order, commas between; default: equal.",
+            rich_help_panel=options.METHOD,
+        ),
+    ] = None,
+    rows: TaskOptions,
+    evaluate: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Score the fit beside zero-shot, few-shot and, where they are installed, sentence "
+            "embeddings, on at most so many test rows or, without any, "
+            "training rows that are no demonstrations; 0: not at all.",
+        ),
+    ] = 160,
+    folds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Where no such rows are left, refit so often, each time without one part of the examples, "
+            "and score that part; 0: do not.",
+        ),
+    ] = 3,
+    target_accuracy: Annotated[
+        float | None,
+        typer.Option(
+            help="Find the confidence from which on answers are right so often, such as 0.95, on labelled "
+            "rows that the fit does not use (at most --evaluate of them).",
+        ),
+    ] = None,
+    loading: ModelOptions,
+    json: options.Json = False,
+) -> None:
+    """Turn labelled examples into a task: a folder for predict, serve and export.
+
+    It ends with whether the fit pays on rows that it has not seen.
+    """
+    load.libraries()
+    from i2cl.core.artefact import own_files
+    from i2cl.experiments.draw import draw, fitting
+    from i2cl.injections.label_prior import with_label_prior
+    from i2cl.methods import calibrating_method
+    from i2cl.methods.calibrated.folds import require_folds, unmeasurable
+    from i2cl.tasks.loaders import is_own
+
+    require_writable(output, own_files(output))
+    if folds:
+        require_folds(folds)
+    chosen = calibrating_method(method, load.options(settings), recipe)
+    loaded = load.task(task, rows)
+    own = is_own(task)
+    choice: Any = {"keep_back": keep_back, "scored": evaluate > 0 and not loaded.test}
+    drawn = draw(loaded, chosen, shots, seed, own=own, **choice)  # sizes are checked before the model is read
+    texts, shares = _prior_of(unlabelled, prior, rows.text_column, loaded)
+    decoder = load.decoder(model, loading)
+    loaded = load.worded(loaded, rows, decoder.tokenizer)
+    if drawn is None:
+        with console.waiting("timing the model"):
+            drawn = fitting(decoder, loaded, chosen.rounds, seed, **choice)
+    demonstrations = drawn.demonstrations
+    queries = _queries(loaded, demonstrations, evaluate, target_accuracy)
+    block = data.Block.of(loaded, decoder, drawn, queries) if own else None
+    if block is not None and not json:
+        block.show()
+    started = time.perf_counter()
+    injection = _fitted(chosen, decoder, loaded, demonstrations, seed, hints=not json)
+    if texts:
+        with console.progress(len(texts), "scoring unlabelled texts") as bar:
+            injection = with_label_prior(injection, decoder, texts, shares, progress=bar.advance)
+    seconds = time.perf_counter() - started
+
+    def make(rest: "Sequence[Example]") -> "Injection":
+        again = chosen.injection(decoder, loaded, rest, seed)
+        return with_label_prior(again, decoder, texts, shares) if texts else again
+
+    unknown = ""
+    if evaluate and not queries:
+        lacking = "no labelled rows remain to score: fit with fewer --shots"
+        unknown = unmeasurable(loaded, demonstrations, folds, seed) if folds else lacking
+    if evaluate and not unknown:
+        timed: Any = {"method": chosen, "seconds": seconds, "target": target_accuracy}
+        injection = _measured(injection, decoder, loaded, demonstrations, queries, make, folds, **timed)
+    command = command_line(
+        context, shots=drawn.shots, keep_back=drawn.keep_back or None, seed=seed, method=chosen.name
+    )
+    injection = replace(injection, command=command)
+    if console.FIRST:
+        injection.save_pretrained(output)
+    rest = block.record() if block is not None else None
+    _show_fit(injection, chosen.name, output, model, seconds, rest, unknown=unknown, json=json)
+
+
+def _fitted(
+    method: "Injector",
+    decoder: "Decoder",
+    task: "Task",
+    demonstrations: "Sequence[Example]",
+    seed: int,
+    *,
+    hints: bool,
+) -> "Injection":
+    from i2cl.methods.i2cl import I2CL
+
+    with console.progress(max(1, method.rounds), "extracting") as bar:
+        slow = hints and isinstance(method, I2CL) and method.calibration.optimizer != "lbfgs"
+        progress = _Patience(bar).epoch if slow else bar.epoch
+        return method.injection(decoder, task, demonstrations, seed, progress)
+
+
+def _queries(
+    task: "Task", demonstrations: "Sequence[Example]", limit: int, target: float | None
+) -> "Sequence[Example]":
+    """Rows to score on.
+
+    Raises:
+        I2CLError: where they are too few for the accuracy that is asked for.
+    """
+    from i2cl.experiments.evidence.selective import require_target
+    from i2cl.experiments.evidence.worth import labelled_rows
+
+    queries = labelled_rows(task, demonstrations, limit)
+    if target is not None:
+        require_target(target, len(queries))
+    return queries
+
+
+def _prior_of(
+    source: Path | None, prior: str | None, column: str, task: "Task"
+) -> tuple[list[str], list[float] | None]:
+    """The texts of a label prior, and the shares that are asked for.
+
+    Raises:
+        I2CLError: on texts that cannot be read, shares without texts, or shares that are none of the labels.
+    """
+    from i2cl.injections.label_prior import require_shares
+    from i2cl.tasks.rows import read_queries
+
+    if source is None:
+        if prior is not None:
+            raise I2CLError("--prior is of texts without labels: give them with --unlabelled FILE")
+        return [], None
+    shares = None
+    if prior is not None:
+        try:
+            shares = [float(share) for share in load.split(prior)]
+        except ValueError:
+            raise I2CLError(f"--prior {prior!r} is no list of numbers: write it like 0.5,0.3,0.2") from None
+        require_shares(shares, task.labels)
+    return [query.text for query in read_queries(str(source), column=column)], shares
+
+
+class _Patience:
+    """Moves a bar, and names the fast recipe once where the epochs that are left will take minutes."""
+
+    def __init__(self, bar: console.Bar) -> None:
+        self._bar = bar
+        self._first: tuple[float, int] | None = None  # when the first epoch ended, which also warms up
+        self._told = False
+
+    def epoch(self, step: int, steps: int, loss: float) -> None:
+        """See `console.Bar.epoch`."""
+        self._bar.epoch(step, steps, loss)
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now, step
+            return
+        left = (now - self._first[0]) / (step - self._first[1]) * (steps - step)
+        if left > PATIENCE and not self._told:
+            self._told = True
+            console.note(f"some {left / 60:.0f} minutes left: --recipe fast fits several times faster")
+
+
+def _measured(
+    injection: "Injection",
+    decoder: "Decoder",
+    task: "Task",
+    demonstrations: "Sequence[Example]",
+    queries: "Sequence[Example]",
+    make: "Callable[[Sequence[Example]], Injection]",
+    folds: int,
+    **timed: Any,
+) -> "Injection":
+    from i2cl.experiments.evidence.worth import baselines, with_folds, with_worth
+    from i2cl.methods.calibrated.folds import fold_rows
+
+    if not queries:
+        folds = len(fold_rows(task, demonstrations, folds, injection.seed))
+        console.note(
+            f"no labelled rows remain to score: {folds} refits, each without one part of the demonstrations, "
+            f"take some {(folds - 1) * timed['seconds']:.1f} s (--folds 0: none)"
+        )
+    rows = (len(queries) or len({one.text for one in demonstrations})) * (len(baselines()) + 1)
+    with console.progress(rows, "scoring") as bar:
+        timed |= {"watch": lambda method: bar.describe(f"scoring {method}"), "progress": bar.advance}
+        if not queries:  # an accuracy to reach is refused without them
+            del timed["target"]
+            return with_folds(injection, decoder, task, demonstrations, make, folds=folds, **timed)
+        return with_worth(injection, decoder, task, demonstrations, queries, **timed)
+
+
+def _show_fit(
+    injection: "Injection",
+    method: str,
+    output: Path,
+    model: str,
+    seconds: float,
+    rows: dict[str, Any] | None,
+    *,
+    unknown: str,
+    json: bool,
+) -> None:
+    from i2cl.core.injection import LABEL_PRIOR
+    from i2cl.storage.card import confidence_words, prior_words, selection_words
+
+    history, count = injection.history, injection.context.demonstrations
+    first, last = (history[0], history[-1]) if history else (None, None)
+    if json:
+        record = {
+            "output": str(output),
+            "model": model,
+            "method": method,
+            "task": injection.task.name,
+            "labels": list(injection.task.labels),
+            "demonstrations": count,
+            "rows": rows,
+            "first_loss": first,
+            "last_loss": last,
+            "fit_seconds": seconds,
+            "cached_values": injection.context.values.numel(),
+            "coefficients": injection.coefficients.numel(),
+            "label_bias": injection.label_bias,
+            "temperature": injection.temperature,
+            "metrics": injection.metrics,
+            "worth": injection.worth or None,
+        }
+        console.print_json(record)
+        return
+    told = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
+    what = f"{injection.task.name} by {method}, {count} demonstrations"
+    console.say(f"Saved {output}: {what}, {told}, {seconds:.1f} s.")
+    if injection.label_bias is not None:
+        console.say(f"Label prior: {prior_words(injection.task.labels, injection.settings[LABEL_PRIOR])}")
+    least = ""
+    if injection.worth:
+        _show_worth(injection.worth)
+        console.say(f"Confidence: {confidence_words(injection.temperature, injection.worth['confidence'])}.")
+        if told := injection.worth["selection"]:
+            console.say(f"Answers that are sure enough: {selection_words(told)}.")
+            least = f" --min-confidence {told['threshold']:.6g}" if "threshold" in told else ""
+    elif unknown:
+        console.say(f"Whether it pays is not known: {unknown}, or give other rows with --test FILE.")
+    console.say(f"Next: i2cl predict {output} FILE{least}")
+
+
+def _show_worth(worth: Mapping[str, Any]) -> None:
+    from i2cl.storage.card import SCORED, TOGETHER
+
+    rows: list[Mapping[str, object]] = [
+        {
+            "method": name,
+            ACCURACY: f"{one['accuracy']:.3f} ({one['low']:.3f}–{one['high']:.3f})",
+            "fit s": f"{one['fit_seconds']:.1f}",
+            "ms/query": f"{one['milliseconds_per_query']:.2f}",
+            "bytes": one["cached_bytes"],
+        }
+        for name, one in worth["methods"].items()
+    ]
+    rows += [dict.fromkeys(rows[0], "") | {"method": name, ACCURACY: "not run"} for name in worth["not_run"]]
+    console.say(f"\nAccuracy with its 95 % interval on {worth['rows']} {SCORED[worth['split']]}:")
+    console.print_table("", rows)
+    for name, why in worth["not_run"].items():
+        console.say(f"{name} was not run: {why}.")
+    if any("batch_calibration" in name for name in worth["methods"]):
+        console.say(TOGETHER)
+    console.say(f"\nWhether it pays: {worth['verdict']}.")
+
+
+def command_line(context: typer.Context, **resolved: object) -> str:
+    """The command that was given, to be given again by others.
+
+    Paths keep their last part. What only says how to print is left out.
+
+    Args:
+        context: of the command that runs.
+        resolved: values of options that are named in any case, typed or not.
+    """
+    words, named = context.command_path.split(), []
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        value = resolved.get(name, context.params.get(name))
+        source = context.get_parameter_source(name)
+        typed = source is not None and source.name != "DEFAULT"
+        if name == "json" or value is None or not (typed or name in resolved):
+            continue
+        told = [_public(name, one) for one in (value if isinstance(value, list | tuple) else [value])]
+        if parameter.param_type_name == "argument":
+            words += told
+        elif isinstance(value, bool):
+            named.append(parameter.opts[0])
+        else:
+            named += [word for one in told for word in (parameter.opts[0], one)]
+    return shlex.join([*words, *named]).encode(errors="backslashreplace").decode()
+
+
+def _public(name: str, value: object) -> str:
+    path = isinstance(value, Path) or name in _NAMES
+    return public_name(str(value)) if path else str(value)

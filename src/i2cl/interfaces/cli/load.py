@@ -1,0 +1,195 @@
+"""From what was typed to decoders, tasks and methods."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.cli import console
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from i2cl.core.injection import Injection
+    from i2cl.methods import Method
+    from i2cl.models.architectures import Architecture
+    from i2cl.models.decoder import Decoder
+    from i2cl.tasks import Task
+
+UNWORDED = "{text} {label}"
+"""Stands where a chat's template will."""
+
+
+def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":
+    """Load a model quietly; a small one on the CPU then runs on one thread, which is fastest."""
+    libraries()
+    import torch
+
+    from i2cl.experiments.parallel import is_small
+    from i2cl.models.decoder import Decoder
+
+    quiet()
+    with console.waiting(f"loading {name}"):
+        loaded = Decoder.from_pretrained(
+            name,
+            device=options.device,
+            dtype=options.dtype,
+            device_map=_device_map(options.device_map),
+            offload_folder=options.offload_folder,
+            quantization=options.quantization,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+            architecture=architecture,
+        )
+    if is_small(loaded):
+        torch.set_num_threads(1)
+    return loaded
+
+
+def libraries() -> None:
+    """Import what takes seconds, saying so."""
+    with console.waiting("loading PyTorch and transformers"):
+        import_module("i2cl.models.decoder")
+
+
+def _device_map(typed: str | None) -> str | dict[str, Any] | None:
+    """A name such as ``auto``, or what JSON says of each module.
+
+    Raises:
+        I2CLError: on JSON that is no map from modules to devices.
+    """
+    if typed is None or not typed.lstrip().startswith(("{", "[", '"')):
+        return typed
+    try:
+        found = json.loads(typed)
+    except (ValueError, RecursionError) as error:
+        raise I2CLError(
+            f'--device-map {typed!r} is no JSON ({error}): write it like \'{{"": "cpu"}}\''
+        ) from None
+    if not isinstance(found, dict) or not all(isinstance(place, str | int) for place in found.values()):
+        raise I2CLError(f"--device-map {typed!r} is no map: give every module a device, cpu or disk")
+    return found
+
+
+def of_artefact(options: ModelOptions, injection: "Injection", model: str | None) -> ModelOptions:
+    """With the revision that an injection was made on, unless another one or another model is named."""
+    made_on = None if model else injection.base.revision
+    return replace(options, revision=options.revision or made_on)
+
+
+def artefact_decoder(injection: "Injection", model: str | None, options: ModelOptions) -> "Decoder":
+    """Load the model that an injection was made on, or the one that is named instead.
+
+    Raises:
+        I2CLError: if the first is not found where it was, naming the option that says where it is.
+    """
+    if model is not None:
+        return decoder(model, options)
+    name = injection.base.name
+    try:
+        return decoder(name, options)
+    except I2CLError as error:
+        raise I2CLError(
+            f"{error} (the injection was made on {name!r}; --model names another place)"
+        ) from None
+
+
+def quiet() -> None:
+    """No progress bars and no advice from the libraries below."""
+    import logging as standard
+
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for library in ("accelerate", "bitsandbytes", "torchao"):
+        standard.getLogger(library).setLevel(standard.ERROR)
+    _quiet_hub()
+
+
+def _quiet_hub() -> None:
+    """Retries of the hub client are not for users: the error that ends them is."""
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()
+
+
+def task(name: str, options: TaskOptions) -> "Task":
+    """Load one task; rows without a template get that of the page."""
+    from i2cl.tasks import load_task
+    from i2cl.tasks.loaders import default_template
+
+    _quiet_hub()
+    template = options.template.replace("\\n", "\n") if options.template else None
+    template = template or default_template(name)
+    if options.chat:
+        if options.template:
+            raise I2CLError("--chat and --template exclude each other: leave one of them out")
+        template = UNWORDED
+    return load_task(
+        name,
+        data_dir=options.data_dir,
+        template=template,
+        labels=split(options.labels) if options.labels else None,
+        text_column=options.text_column,
+        label_column=options.label_column,
+        test_path=options.test,
+        skip_bad_rows=options.skip_bad_rows,
+    )
+
+
+def worded(task: "Task", options: TaskOptions, tokenizer: "PreTrainedTokenizerBase") -> "Task":
+    """A task as a chat, or after an instruction, where that is asked for."""
+    if options.chat:
+        return task.chat(tokenizer, options.instruction)
+    return task if options.instruction is None else task.instructed(options.instruction)
+
+
+def tasks(names: str, model: str, options: TaskOptions) -> "list[Task]":
+    """Load several, see `task_names`."""
+    return [task(name, options) for name in task_names(names, model)]
+
+
+def task_names(names: str, model: str) -> list[str]:
+    """Names; ``all`` means the reference model's tasks, or the paper's for any other model."""
+    from i2cl.tasks import list_tasks
+
+    if names != "all":
+        return split(names)
+    group = "reference" if model == "reference" else "paper"
+    return [known.name for known in list_tasks() if known.group == group]
+
+
+def split(names: str) -> list[str]:
+    """Names with commas between, and spaces or not."""
+    return [name.strip() for name in names.split(",")]
+
+
+def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -> "list[Method]":
+    """Methods under a recipe and what ``--set`` says.
+
+    Raises:
+        I2CLError: as `options`, or on an option or a method that is not known.
+    """
+    from i2cl.core.recipe import RECIPES
+    from i2cl.methods import make_methods
+
+    return make_methods(names, options(settings), RECIPES[recipe])
+
+
+def options(settings: Sequence[str] | None) -> dict[str, str]:
+    """What ``--set`` says, by name.
+
+    Raises:
+        I2CLError: on something that is not NAME=VALUE.
+    """
+    found: dict[str, str] = {}
+    for setting in settings or []:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise I2CLError(f"--set {setting!r} is not NAME=VALUE: write it like --set formula=add")
+        found[name.strip()] = value.strip()
+    return found

@@ -1,0 +1,99 @@
+"""`i2cl ls`."""
+
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import typer
+
+from i2cl.interfaces.cli import console, options
+
+
+def ls(
+    what: Annotated[Literal["tasks", "architectures", "methods"], typer.Argument(help="What to list.")],
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """List what is known: tasks, model types (architectures) or methods.
+
+    Methods come with their options, which `--set NAME=VALUE` sets.
+    """
+    listings: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
+        "tasks": _tasks,
+        "architectures": _architectures,
+        "methods": _methods,
+    }
+    rows = listings[what]()
+    if json:
+        console.print_json(rows)
+    elif what == "methods":
+        _show_methods(rows)
+    else:
+        console.print_table("", [{name: _cell(value) for name, value in row.items()} for row in rows])
+
+
+def _cell(value: object) -> object:
+    return ", ".join(value) if isinstance(value, list) else value
+
+
+def _show_methods(rows: list[Mapping[str, Any]]) -> None:
+    listed: dict[str, str] = {}
+    for row in rows:
+        console.say(f"{row['name']}: {row['what']}")
+        console.say(f"    needs {row['needs']}; caches {row['cached']}; row of the paper: {row['paper_row']}")
+        options = " ".join(
+            f"{name}={'|'.join(option['choices']) or option['default']}"
+            for name, option in row["options"].items()
+        )
+        if options in listed:
+            console.say(f"    --set as for {listed[options]}")
+        elif options:
+            listed[options] = row["name"]
+            shown = textwrap.fill(f"--set {options}", 100, initial_indent="    ", subsequent_indent=" " * 10)
+            console.say(shown)
+
+
+def _tasks() -> list[Mapping[str, Any]]:
+    from i2cl.tasks import list_tasks
+
+    return [
+        {
+            "name": task.name,
+            "group": task.group,
+            "shots": task.shots,
+            "labels": list(task.labels),
+            "what": task.description or task.title,
+        }
+        for task in list_tasks()
+    ]
+
+
+def _architectures() -> list[Mapping[str, Any]]:
+    from i2cl.models.architectures import ARCHITECTURES
+
+    return [
+        {"model_type": name, "layers": row.layers, "attention": row.attention, "mlp": row.mlp}
+        for name, row in ARCHITECTURES.items()
+    ]
+
+
+def _option(words: str) -> Mapping[str, object]:
+    """From a default, and other words with bars between."""
+    default, *others = words.split("|")
+    return {"default": default, "choices": [default, *others] if others else []}
+
+
+def _methods() -> list[Mapping[str, Any]]:
+    from i2cl.methods import METHODS
+
+    return [
+        {
+            "name": name,
+            "what": method.summary,
+            "needs": method.needs,
+            "cached": method.formula,
+            "paper_row": method.row,
+            "options": {option: _option(words) for option, words in method.options().items()},
+        }
+        for name, method in METHODS.items()
+    ]

@@ -1,0 +1,36 @@
+"""`i2cl push`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.cli import console, load, options
+
+
+def push(
+    artefact: Annotated[Path, typer.Argument(help="Folder made by `i2cl fit`.")],
+    repository: Annotated[str, typer.Argument(help="Such as user/name; made if it is not there.")],
+    private: Annotated[bool, typer.Option("--private", help="Of a repository that is made now.")] = False,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    branch: Annotated[str | None, typer.Option(help="Made if it is not there; default: main.")] = None,
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Upload a task and its model card to the Hugging Face hub.
+
+    The repository is made if need be; the demonstrations' texts stay here.
+    """
+    from i2cl.core.injection import Injection
+
+    if not artefact.is_dir():
+        raise I2CLError(f"{str(artefact)!r} is no folder: make one with `i2cl fit MODEL TASK -o FOLDER`")
+    load.quiet()
+    injection = Injection.from_pretrained(artefact)
+    address = injection.push_to_hub(repository, private=private, commit_message=message, revision=branch)
+    if json:
+        console.print_json({"repository": repository, "commit": address})
+        return
+    console.say(f"Pushed {artefact} to {repository}: {address}")
+    console.say(f"Next: i2cl predict {repository} FILE")

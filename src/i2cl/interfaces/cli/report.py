@@ -1,0 +1,58 @@
+"""`i2cl report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.cli import console, load, options
+
+
+def report(
+    store: options.StoreFolder,
+    names: Annotated[
+        str, typer.Option("--experiments", help="With commas between, TOML files, or all.")
+    ] = "all",
+    against: Annotated[
+        str | None, typer.Option(help="Row that the others are tested against, instead of the grid's.")
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="These alone, with commas between.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="New folder; default: STORE/report.")
+    ] = None,
+    formats: Annotated[str, typer.Option(help="Some of md,tex,csv,html.")] = "md,tex,csv,html",
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Make tables and figures of a store, with intervals and tests.
+
+    Where the paper has the same cell, its printed number stands beside ours.
+    """
+    from i2cl.experiments.library import ORDER, compared_with, limited, load_experiment, require_known
+    from i2cl.experiments.report.page import FORMATS, build, write
+    from i2cl.experiments.store import Store
+
+    wanted = load.split(formats)
+    if not set(wanted) <= set(FORMATS):
+        raise I2CLError(f"--formats {formats!r}: known are {', '.join(FORMATS)}")
+    opened = Store.open(store)
+    chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
+    records = list(opened.records.values())
+    if tasks is not None and tasks != "all":
+        chosen = limited(chosen, only := load.split(tasks))
+        require_known(only, sorted({record.cell.task for record in records}), "no cell of this store")
+        records = [
+            one
+            for one in records
+            if one.cell.task in only and (one.cell.study != "move" or one.cell.sources[0] in only)
+        ]
+    if against is not None:
+        chosen = compared_with(chosen, against)
+    built = build(chosen, records, opened.vectors())
+    written = write(built, out or store / "report", wanted)
+    if json:
+        console.print_json([str(path) for path in written])
+    else:
+        for path in written:
+            console.say(str(path))

@@ -1,0 +1,163 @@
+"""`i2cl verify`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.cli import console, load, options
+from i2cl.interfaces.cli.export import sent_with
+from i2cl.interfaces.cli.options import ModelOptions
+
+if TYPE_CHECKING:
+    from i2cl.export import Verification
+
+SHOWN = 6
+"""Prompts in the table, at most."""
+
+
+@options.expanded
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Folder or GGUF file made by `i2cl export`.")],
+    *,
+    url: Annotated[
+        str | None, typer.Option(help="Ask this completions server and not transformers or llama.cpp.")
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="What the server calls the model; default: the first it lists.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Task of a server with the vLLM plugin to answer under.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to ask the server about; default: 20.")
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Largest relative difference; default: by dtype.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Base model of a PEFT adapter; default: the one it was made on.")
+    ] = None,
+    loading: Annotated[ModelOptions, ("device",)],
+    seed: options.NoSeed = 0,
+    json: options.Json = False,
+) -> None:
+    """Check that an export, or a server that runs it, answers as it should.
+
+    It names what differs, such as a dropped bias; then the exit code is 1.
+    """
+    load.quiet()
+    device = loading.device
+    if url is None:
+        if model_name is not None or logprobs is not None or task is not None:
+            raise I2CLError("--model-name, --task and --logprobs are for a server: add --url")
+        outcome = _run_here(folder, model, device, tolerance)
+    else:
+        if model is not None or device is not None:
+            raise I2CLError("--model and --device are for a check without a server: leave out --url")
+        outcome = _asked(folder, url, model_name, task, logprobs or 20, tolerance)
+    tokens = outcome.golden.logit_bias(outcome.golden.label_bias) if url is not None else {}
+    _show(outcome, tokens, json=json)
+    if not outcome.passed:
+        raise typer.Exit(1)
+
+
+def _run_here(folder: Path, model: str | None, device: str | None, tolerance: float | None) -> "Verification":
+    from i2cl.export import verify as verified
+    from i2cl.export import verify_gguf
+    from i2cl.models.loading import is_gguf
+
+    if not is_gguf(folder):
+        return verified(folder, model=model, device=device, tolerance=tolerance)
+    if model is not None:
+        raise I2CLError("a GGUF file is a whole model: leave out --model, which is for PEFT adapters")
+    if device not in {None, "cpu"}:
+        raise I2CLError("a GGUF file is checked on the CPU: leave --device out, or ask a server (--url)")
+    return verify_gguf(folder, tolerance=tolerance)
+
+
+def _asked(
+    folder: Path,
+    url: str,
+    model_name: str | None,
+    task: str | None,
+    logprobs: int,
+    tolerance: float | None,
+) -> "Verification":
+    from i2cl.export import Golden, ask_server
+    from i2cl.export.server import TOLERANCE
+    from i2cl.export.verify import judged
+
+    golden = Golden.from_export(folder)
+    answers = ask_server(golden, url, model=model_name, task=task, logprobs=logprobs)
+    return judged(golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance)
+
+
+def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -> None:
+    """What was found; ``tokens`` is the label prior as a server has to be sent it."""
+    if json:
+        record = {
+            "passed": outcome.passed,
+            "worst": outcome.worst,
+            "tolerance": outcome.tolerance,
+            "dropped": outcome.dropped,
+            "retokenized": outcome.retokenized,
+            "unchecked": outcome.unchecked,
+            "greedy": _counted(outcome),
+            "prompts": outcome.rows(),
+        } | ({"logit_bias": tokens} if tokens else {})
+        console.print_json(record)
+        return
+    rows = sorted(outcome.rows(), key=_right)  # wrong ones first
+    console.print_table("", rows[:SHOWN])
+    if len(rows) > SHOWN:
+        console.say(f"{SHOWN} of {len(rows)} prompts are shown, --json has all.")
+    word = "holds" if outcome.passed else "does not hold"
+    told = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
+    console.say(f"The export {word}: {told}.")
+    if tokens and outcome.golden.label_bias:
+        console.say(f"Labels are named with the label prior, which the server adds with {sent_with(tokens)}.")
+    _say_greedy(outcome)
+    if outcome.unchecked:
+        console.say(f"{outcome.unchecked[0].upper()}{outcome.unchecked[1:]}.")
+    if outcome.dropped:
+        console.say(f"{outcome.dropped[0].upper()}{outcome.dropped[1:]}.")
+    if outcome.retokenized:
+        first = outcome.retokenized[0].splitlines()[0]
+        console.say(
+            f"Its tokenizer encodes {len(outcome.retokenized)} of these prompts otherwise, such as "
+            f"{first!r}: send token ids."
+        )
+
+
+def _right(row: Mapping[str, object]) -> bool:
+    return {row["found"], row["greedy"]} <= {row["expected"], "-"}
+
+
+def _counted(outcome: "Verification") -> dict[str, int] | None:
+    return None if outcome.greedy is None else {"right": sum(outcome.greedy), "of": len(outcome.greedy)}
+
+
+def _say_greedy(outcome: "Verification") -> None:
+    """How many prompts greedy decoding answers with the expected label, and what to do if too few."""
+    golden = outcome.golden
+    if outcome.greedy is None:
+        why = "its golden values are of an older i2cl, export it again"
+        console.say(f"What greedy decoding says was not checked: {why}.")
+        return
+    how = "Greedy decoding, made to say a label," if golden.forced else "Plain greedy decoding"
+    if outcome.searched:
+        how = f"A search over whole labels ({golden.beams} beams)"
+    right, asked = sum(outcome.greedy), len(outcome.greedy)
+    console.say(f"{how} answers {right} of {asked} prompts with the expected label.")
+    if outcome.says_labels or outcome.worst > outcome.tolerance:  # other values say other labels
+        return
+    if golden.forced and golden.sequences:
+        cure = "compare log-probabilities of whole labels, or fit labels that differ in their first token"
+    elif golden.forced:
+        cure = "ask as the export's README.md or `i2cl.usage` says, without penalties"
+    else:
+        cure = "decode at temperature 0 without penalties, or export it again"
+    console.say(f"That is too few: {cure}.")

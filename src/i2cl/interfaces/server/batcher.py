@@ -1,0 +1,364 @@
+"""Batches of whatever waits when the model becomes free; one thread that the model belongs to.
+
+There is no timer: a batch holds what came while the one before it ran. Requests go by deadline. Large ones,
+and the rows of files, go in slices between them. At each of a fit's pauses what waits has as much time as the
+fit had. Nothing here knows of HTTP.
+"""
+
+import heapq
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl.errors import I2CLError
+from i2cl.injections.pool import Asked, InjectionPool
+from i2cl.interfaces.server.refusals import RefusalError, failed, no_memory, stopping, too_late
+from i2cl.models.batching import is_out_of_memory
+from i2cl.models.scoring import NotFiniteError
+
+SLICES = 32
+"""Slices of a large job that are as long as a full batch: what a request may have to wait for."""
+
+LARGE = 4
+"""A request of more than so many parts of a full batch is a large job."""
+
+PATIENCE = 60.0
+"""Seconds after which rows without a deadline go before requests that have to begin later."""
+
+QUIET = 60.0
+"""Seconds without a request after which large jobs run in full batches."""
+
+
+class FitStoppedError(Exception):
+    """Ends a fit that was cancelled, or that is in the way of the server's end."""
+
+
+class Observer(Protocol):
+    """What wants to know of batches."""
+
+    def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:
+        """A batch has run; ``waited``: seconds of each of its requests until their first row began."""
+
+
+Outcome = Float[Tensor, " labels"] | RefusalError
+"""Of one row."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Rows that are answered together.
+
+    Attributes:
+        rows: what is asked.
+        deadline: on `time.monotonic`, before which they have to begin.
+        done: log-probabilities of each row's labels, in the order of the rows; of a row of a file that
+            cannot run, why.
+        large: whether they run in slices.
+    """
+
+    rows: Sequence[Asked]
+    deadline: float
+    large: bool
+    since: float = field(default_factory=time.monotonic)
+    done: "Future[list[Outcome]]" = field(default_factory=Future)
+    begun: int = 0
+    found: "list[Outcome]" = field(default_factory=list)
+
+    @property
+    def counted(self) -> bool:
+        """Whether it is a request, and no part of a file, which waits for nobody and is not waited for."""
+        return self.deadline < float("inf")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are still to run."""
+        return sum(row.tokens for row in self.rows[len(self.found) :])
+
+
+class Batcher:
+    """Answers rows of many tasks, in batches that mix them.
+
+    Attributes:
+        pool: scores them.
+        bound: tokens of requests that may wait or run at once.
+        waiting: tokens of requests that wait or run now.
+    """
+
+    def __init__(self, pool: InjectionPool, bound: int, observer: Observer | None = None) -> None:
+        self.pool = pool
+        self.bound = bound
+        self.waiting = 0
+        self._observer = observer
+        self._changed = threading.Condition()
+        self._single: list[tuple[float, int, Ticket]] = []
+        self._large: list[tuple[float, int, Ticket]] = []
+        self._numbers = count()
+        self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._owed = False  # a slice is next
+        self._stops = False
+        self._seen = float("-inf")  # when the last small request came
+        self._fits = False
+        self._resumed = 0.0  # when a fit began, or went on behind its last pause
+        self._rate = 0.0  # tokens a second, as of late
+        self._thread = threading.Thread(target=self._loop, name="model", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the model's thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def stops(self) -> bool:
+        """Whether nothing new is taken."""
+        return self._stops
+
+    def require_room(self, tokens: int = 0) -> None:
+        """Refuse what exceeds the bound, at no cost.
+
+        Raises:
+            RefusalError: 413 if it never has room, 429 if it has none now, 503 if nothing new is taken.
+        """
+        if self._stops:
+            raise stopping()
+        if tokens > self.bound:
+            raise RefusalError(
+                413,
+                "request_too_long",
+                f"the request takes {tokens} tokens and {self.bound} may wait at once: send fewer texts at a "
+                "time, or a file to /v1/batches",
+            )
+        if self.waiting and self.waiting + tokens >= self.bound:
+            seconds = max(1, round(self.waiting / self._rate)) if self._rate else 1
+            raise RefusalError(
+                429,
+                "busy",
+                f"{self.waiting} tokens wait already: send it again in {seconds} s",
+                headers={"Retry-After": str(seconds)},
+            )
+
+    def submit(self, rows: Sequence[Asked], deadline: float) -> Ticket:
+        """Let a request wait for its turn.
+
+        Args:
+            rows: at least one.
+            deadline: on `time.monotonic`, before which it has to begin.
+
+        Raises:
+            RefusalError: see `require_room`.
+        """
+        with self._changed:
+            tokens = sum(row.tokens for row in rows)
+            self.require_room(tokens)
+            ticket = Ticket(rows, deadline, large=tokens > self.pool.decoder.token_budget // LARGE)
+            self._seen = self._seen if ticket.large else ticket.since
+            self.waiting += tokens
+            self._put(ticket)
+        return ticket
+
+    def submit_slices(self, rows: Sequence[Asked], *, large: bool = True) -> Ticket:
+        """Let rows of a file run between requests; they do not count towards the bound.
+
+        Args:
+            rows: at least one.
+            large: whether they wait for a slice; False for few rows that a person waits for.
+
+        Raises:
+            RefusalError: 503 if nothing new is taken.
+        """
+        with self._changed:
+            if self._stops:
+                raise stopping()
+            ticket = Ticket(rows, deadline=float("inf"), large=large)
+            self._put(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Forget a request: its rows that have not begun do not run."""
+        with self._changed:
+            self._end(ticket)
+            ticket.done.cancel()
+
+    def run(self, work: Callable[[], Any]) -> "Future[Any]":
+        """Run something long on the model's thread, which calls `pause` as often as it can."""
+        future: Future[Any] = Future()
+        with self._changed:
+            if self._stops:
+                raise stopping()
+            self._work.append((work, future))
+            self._changed.notify()
+        return future
+
+    def pause(self) -> None:
+        """Called by what `run` runs: answer those that wait, for as long as it ran since its last pause.
+
+        Raises:
+            FitStoppedError: if the server stops.
+        """
+        began = time.monotonic()
+        ends = began + began - self._resumed
+        while not self._stops and (self._single or self._large):
+            self._turn()
+            if time.monotonic() >= ends:
+                break
+        if self._stops:
+            raise FitStoppedError
+        self._resumed = time.monotonic()
+
+    def stop(self) -> None:
+        """Take nothing new, answer what waits, and end then; files and fits stop where they are."""
+        with self._changed:
+            self._stops = True
+            for _, _, ticket in self._large:
+                if not ticket.counted:
+                    ticket.done.cancel()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """`stop`, and wait for the end."""
+        self.stop()
+        self._thread.join()
+
+    @property
+    def slice(self) -> int:
+        """Tokens of a slice, and of what a fit runs at a time."""
+        return max(1, self.pool.decoder.token_budget // SLICES)
+
+    def _put(self, ticket: Ticket) -> None:
+        heap = self._large if ticket.large else self._single
+        before = min(ticket.deadline, ticket.since + PATIENCE)
+        heapq.heappush(heap, (before, next(self._numbers), ticket))
+        self._changed.notify()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._single or self._large or self._work or self._stops):
+                    self._changed.wait()
+                work = self._work.popleft() if self._work and not self._stops else None
+                if self._stops and not (self._single or self._large):
+                    for _, future in self._work:
+                        future.cancel()
+                    return
+            if work is not None:
+                self._do(*work)
+            else:
+                self._turn()
+
+    def _turn(self) -> None:
+        """A batch of small requests or, in turn, a slice of a large one."""
+        if self._large and (self._owed or not self._single):
+            self._owed = False
+            self._one(self._large)
+        else:
+            self._owed = True
+            self._one(self._single)
+
+    def _do(self, work: Callable[[], Any], future: "Future[Any]") -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        self._fits, self._resumed = True, time.monotonic()
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - who waits for it is told
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        finally:
+            self._fits = False
+
+    def _one(self, heap: list[tuple[float, int, Ticket]]) -> bool:
+        """Run a batch of what waits there; False if nothing did."""
+        with self._changed:
+            chosen = self._taken(heap)
+        if not chosen:
+            return False
+        started = time.monotonic()
+        rows = [row for _, part in chosen for row in part]
+        found = self._answered(rows)
+        seconds = time.monotonic() - started
+        with self._changed:
+            tokens = sum(row.tokens for row in rows)
+            self._rate = tokens / seconds if not self._rate else 0.8 * self._rate + 0.2 * tokens / seconds
+            start = 0
+            for ticket, part in chosen:
+                self._keep(ticket, found[start : start + len(part)])
+                start += len(part)
+        if self._observer is not None:
+            tasks = len({id(row.task) for row in rows})
+            waited = [started - ticket.since for ticket, part in chosen if ticket.begun == len(part)]
+            self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
+        return True
+
+    def _taken(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[Ticket, Sequence[Asked]]]:
+        """Rows of a batch, by deadline; what is late or cancelled goes."""
+        now = time.monotonic()
+        full = heap is self._single or not (self._fits or now - self._seen < QUIET)
+        budget = self.pool.decoder.token_budget if full else self.slice
+        chosen: list[tuple[Ticket, Sequence[Asked]]] = []
+        longest = rows = 0
+        while heap:
+            ticket = heap[0][2]
+            if ticket.done.done() or (not ticket.begun and ticket.deadline < now):
+                heapq.heappop(heap)
+                if not ticket.done.done():
+                    self._fail(ticket, too_late())
+                continue
+            taken = 0
+            for row in ticket.rows[ticket.begun :]:
+                wide = max(longest, row.tokens)
+                if rows and wide * (rows + 1) > budget:
+                    break
+                longest, rows, taken = wide, rows + 1, taken + 1
+            if taken:
+                chosen.append((ticket, ticket.rows[ticket.begun : ticket.begun + taken]))
+                ticket.begun += taken
+            if ticket.begun < len(ticket.rows):
+                break
+            heapq.heappop(heap)
+        return chosen
+
+    def _answered(self, rows: Sequence[Asked]) -> list[Outcome]:
+        """Scores of each row, or why there are none: rows that cannot run do not take others with them."""
+        try:
+            return list(self.pool.answers(rows))
+        except Exception as error:  # noqa: BLE001 - the process lives on, whatever it is
+            if len(rows) > 1:
+                half = len(rows) // 2
+                return self._answered(rows[:half]) + self._answered(rows[half:])
+            if isinstance(error, NotFiniteError):
+                return [RefusalError(500, "not_finite", str(error))]
+            short = isinstance(error, I2CLError) or (
+                isinstance(error, RuntimeError) and is_out_of_memory(error)
+            )
+            return [no_memory(error) if short else failed(error)]
+
+    def _keep(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:
+        if ticket.done.done():
+            return
+        if ticket.counted:
+            for answer in answers:
+                if isinstance(answer, RefusalError):
+                    self._fail(ticket, answer)
+                    return
+            self.waiting -= sum(row.tokens for row in ticket.rows[len(ticket.found) :][: len(answers)])
+        ticket.found += answers
+        if len(ticket.found) == len(ticket.rows):
+            ticket.done.set_result(ticket.found)
+
+    def _fail(self, ticket: Ticket, refusal: RefusalError) -> None:
+        self._end(ticket)
+        ticket.done.set_exception(refusal)
+
+    def _end(self, ticket: Ticket) -> None:
+        """What a request that is not to go on holds of the bound."""
+        if not ticket.done.done() and ticket.counted:
+            self.waiting -= ticket.tokens

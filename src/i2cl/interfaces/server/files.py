@@ -1,0 +1,152 @@
+"""Files of texts: JSON Lines in, JSON Lines out in the same order, each line once whatever happens."""
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import pydantic
+
+from i2cl.errors import I2CLError, first_problem
+from i2cl.interfaces.server.batcher import Batcher
+from i2cl.interfaces.server.jobs import Job
+from i2cl.interfaces.server.refusals import RefusalError
+from i2cl.interfaces.server.task_store import TaskFolder
+from i2cl.models.scoring import require_texts
+from i2cl.storage.journal import Journal
+
+INPUT, OUTPUT = "input.jsonl", "output.jsonl"
+
+CHUNK = 64
+"""Lines that are asked, answered and written together; a kill loses at most those."""
+
+LONGEST_LINE = 2**20
+"""Bytes, which is more than any context holds."""
+
+MOST_REFUSED = 1000
+"""Lines that cannot be used, behind which no more are looked for."""
+
+
+class Line(pydantic.BaseModel):
+    """A line of the file that comes in."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    input: str
+    model: str | None = None
+    custom_id: str | int | None = None
+
+
+def checked(
+    body: IO[bytes], model: str | None, known: Callable[[str], Any], rows: IO[bytes]
+) -> tuple[int, list[str]]:
+    """Write the lines of a file, each with its task, and return how many there are and those tasks.
+
+    One line is in memory at a time.
+
+    Args:
+        body: the file.
+        model: the task of lines that name none.
+        known: refuses the name of a task that is not here.
+        rows: to be written.
+
+    Raises:
+        RefusalError: 422 naming every line that cannot be used, 404 on an unknown task.
+    """
+    count, names, refused = 0, set(), []
+    read = partial(body.readline, LONGEST_LINE + 1)
+    for number, text in enumerate(iter(read, b""), start=1):
+        if not text.strip():
+            continue
+        try:
+            line, name = _line(text, model)
+        except I2CLError as error:
+            refused.append(f"line {number}: {str(error).removeprefix('text 1 ')}")
+        else:
+            if name not in names:
+                known(name)
+                names.add(name)
+            count += 1
+            rows.write(line.model_copy(update={"model": name}).model_dump_json().encode() + b"\n")
+        if len(refused) == MOST_REFUSED or len(text) > LONGEST_LINE:
+            break
+    if refused:
+        raise RefusalError(422, "bad_rows", refused[0], rows=refused)
+    if not count:
+        raise RefusalError(422, "bad_input", "the file has no lines: give it at least one")
+    return count, sorted(names)
+
+
+def _line(text: bytes, model: str | None) -> tuple[Line, str]:
+    if len(text) > LONGEST_LINE:
+        raise I2CLError(f"it is longer than {LONGEST_LINE} bytes: shorten it")
+    try:
+        line = Line.model_validate_json(text)
+    except pydantic.ValidationError as error:
+        raise I2CLError(first_problem(error)) from None
+    require_texts([line.input])
+    if (name := line.model or model) is None:
+        raise I2CLError("no task is named: write model into the line, or give ?model= to all")
+    return line, name
+
+
+def answered(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
+    """Do the job of a file: what its last event tells. Goes on behind the last chunk that is on the disk.
+
+    A line that cannot be answered has its reason in the place of a label.
+
+    Raises:
+        FitStoppedError: if it is cancelled.
+    """
+    digests, rows, out = job.told["digests"], job.told["rows"], job.folder / OUTPUT
+    with Journal.opened(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:
+        done, failures = journal.kept, _failures(out)
+        deque(islice(lines, done), maxlen=0)
+        while chunk := [json.loads(line) for line in islice(lines, CHUNK)]:
+            job.require_wanted()
+            found = _answers(chunk, digests, batcher, tasks)
+            told = [
+                {"line": done + place, "custom_id": line["custom_id"], "model": line["model"], **answer}
+                for place, (line, answer) in enumerate(zip(chunk, found, strict=True), start=1)
+            ]
+            journal.append(b"".join(json.dumps(one, ensure_ascii=False).encode() + b"\n" for one in told))
+            done += len(chunk)
+            failures += sum("error" in one for one in told)
+            job.show("rows", done=done, rows=rows, failed=failures)
+    return {"rows": rows, "failed": failures}
+
+
+def _failures(out: Path) -> int:
+    with out.open("rb") as lines:
+        return sum("error" in json.loads(line) for line in lines)
+
+
+def _answers(
+    chunk: Sequence[dict[str, Any]], digests: dict[str, str], batcher: Batcher, tasks: TaskFolder
+) -> list[dict[str, Any]]:
+    """Of each line: its label and probabilities, or why it has none."""
+    found: list[dict[str, Any]] = [{} for _ in chunk]
+    rows, places = [], []
+    for at, line in enumerate(chunk):
+        try:
+            rows += tasks.of_version(digests[line["model"]], [line["input"]])
+            places.append(at)
+        except I2CLError as error:
+            found[at] = RefusalError.of(error).body()
+    scored = batcher.submit_slices(rows).done.result() if rows else ()
+    for at, row, scores in zip(places, rows, scored, strict=True):
+        if isinstance(scores, RefusalError):
+            found[at] = scores.body()
+            continue
+        labels = row.task.questions.task.labels
+        probs = scores.softmax(-1).tolist()
+        found[at] = {
+            "digest": digests[chunk[at]["model"]],
+            "label": labels[probs.index(max(probs))],
+            "labels": labels,
+            "probs": probs,
+        }
+    return found

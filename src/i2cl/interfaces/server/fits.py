@@ -1,0 +1,249 @@
+"""A task out of labelled examples: checked when they come, fitted when it is their turn."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from i2cl.core.anchored import require_few
+from i2cl.core.edits import LinearEdit, NoisyEdit, RowsEdit
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.experiments.evidence.worth import labelled_rows, with_folds, with_worth
+from i2cl.interfaces.server.batcher import Batcher
+from i2cl.interfaces.server.jobs import Job
+from i2cl.interfaces.server.refusals import RefusalError
+from i2cl.interfaces.server.task_store import TaskFolder
+from i2cl.methods import Injector, calibrating_method
+from i2cl.methods.anchored import Anchored
+from i2cl.methods.calibrated.folds import unmeasurable
+from i2cl.models.batching import Batch
+from i2cl.models.decoder import Decoder
+from i2cl.models.edits import Edit
+from i2cl.models.scoring import Questions
+from i2cl.tasks import Example, Task, Template, load_task
+from i2cl.tasks.rows import refused_rows
+from i2cl.tasks.sampling import group_by_label
+from i2cl.tasks.survey import Survey
+
+SHOTS = 5
+"""Demonstrations a class where nobody says how many and each class has as many."""
+
+SEVERAL = 5
+"""Texts with several labels that are shown."""
+
+SNIPPET = 60
+"""Characters of such a text."""
+
+LOOK = 0.1
+"""Seconds between two steps that are told of: a small model takes hundreds a second."""
+
+
+class SharedDecoder(Decoder):
+    """The server's model, as a fit has it: in short passes, with requests let in between them.
+
+    Attributes:
+        job: that it is used for.
+        seen: what was injected last.
+        elsewhere: seconds that went to requests meanwhile.
+    """
+
+    def __init__(self, batcher: Batcher, job: Job) -> None:
+        whole = batcher.pool.decoder
+        super().__init__(
+            whole.model,
+            whole.tokenizer,
+            architecture=whole.architecture,
+            name=whole.name,
+            revision=whole.revision,
+            token_budget=batcher.slice,
+        )
+        vars(self).update(base=whole.base, identity=whole.identity)  # read once for all fits
+        self.job = job
+        self.seen: Edit | None = None
+        self.elsewhere = 0.0
+        self._batcher = batcher
+
+    def pause(self) -> None:
+        """Answer requests that wait; end a fit that is not wanted any more."""
+        self.job.require_wanted()
+        began = time.perf_counter()
+        self._batcher.pause()
+        self.elsewhere += time.perf_counter() - began
+
+    def forward(self, batch: Batch, *, edit: Edit | None = None, **options: Any) -> torch.Tensor:
+        """See `Decoder.forward`."""
+        self.seen = edit
+        return super().forward(batch, edit=edit, **options)
+
+
+def checked(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[Task, tuple[Example, ...]]:
+    """A task with its rows, and its demonstrations, if it can be fitted.
+
+    Args:
+        decoder: the model.
+        told: fields of a request for a fit, see `i2cl.interfaces.server.routes.schemas.Fit`.
+        folder: holds ``input.json`` or ``input.csv``, and ``input.test.json`` where there are test rows.
+
+    Raises:
+        RefusalError: 422 naming every row that cannot be used, 413 on a text that exceeds the context.
+        I2CLError: on labels, a template or options that cannot be used.
+    """
+    try:
+        task = _read(told, folder)
+    except RefusalError:
+        raise
+    except I2CLError as error:
+        raise RefusalError(422, "bad_input", _short(str(error), folder)) from None
+    task = replace(task, name=told["name"], title=told["name"])
+    if told.get("chat"):
+        task = task.chat(decoder.tokenizer, told.get("instruction"))
+    elif told.get("instruction"):
+        task = task.instructed(told["instruction"])
+    fewest = min(map(len, group_by_label(task.train, len(task.labels))))
+    demonstrations = task.sample(told.get("shots") or max(1, min(SHOTS, fewest)), told["seed"])
+    if isinstance(_method(told), Anchored):
+        require_few(demonstrations)
+    questions = Questions(decoder, task)
+    for rows in (task.train, task.test):
+        questions.queries([example.text for example in rows], cut=False)
+    return task, demonstrations
+
+
+def surveyed(decoder: Decoder, task: Task) -> dict[str, Any]:
+    """What the training rows are, for JSON; texts with several labels: the first few, shortened."""
+    survey = Survey.of(task)
+    several = [(text[:SNIPPET], list(words)) for text, words in survey.contradictions[:SEVERAL]]
+    return survey.record() | {
+        "contradictions": [{"text": text, "labels": words} for text, words in several],
+        "contradicting": len(survey.contradictions),
+        "longest_tokens": max(map(len, decoder.encoder(list(survey.longest)))),
+        "most_tokens": decoder.max_length,
+    }
+
+
+def _read(told: Mapping[str, Any], folder: Path) -> Task:
+    path = next(folder / name for name in ("input.json", "input.csv") if (folder / name).is_file())
+    test = folder / "input.test.json"
+    tests = [test] if test.is_file() else []
+    shape = Template(told["template"])
+    if told.get("labels") is not None:
+        Task(told["name"], tuple(told["labels"]), shape)  # what is wrong with these is not told of each row
+    for file in (path, *tests):
+        if refused := [_short(why, folder) for why in refused_rows(file, told.get("labels"))]:
+            raise RefusalError(422, "bad_rows", refused[0], rows=refused)
+    labels, test_path = told.get("labels"), test if tests else None
+    return load_task(path, template=shape, labels=labels, test_path=test_path)
+
+
+def fitted(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
+    """Do the job of a fit: what its last event tells.
+
+    It begins anew after a kill and comes to the same vectors: nothing in it is random but by its seed.
+
+    Raises:
+        I2CLError: on examples that cannot be fitted, such as scores that are not finite.
+        FitStoppedError: if it is cancelled, or the server stops.
+    """
+    told = job.told
+    decoder = SharedDecoder(batcher, job)
+    task, demonstrations = checked(decoder, told, job.folder)
+
+    def work() -> Injection:
+        started = time.perf_counter()
+        method = _method(told)
+
+        shown = 0.0
+
+        def step(done: int, of: int, loss: float) -> None:
+            nonlocal shown
+            if done == of or time.monotonic() - shown > LOOK:
+                shown = time.monotonic()
+                job.show("step", step=done, steps=of, loss=loss, **_map_of(decoder.seen))
+
+        injection = method.injection(decoder, task, demonstrations, told["seed"], step)
+        seconds = time.perf_counter() - started - decoder.elsewhere
+        job.show("fitted", seconds=seconds, loss=injection.history[-1] if injection.history else None)
+        queries = labelled_rows(task, demonstrations, told["evaluate"])
+        watched: Any = {"seconds": seconds, "watch": lambda name: job.show("scoring", method=name)}
+        watched["method"] = method
+        if queries:
+            return _untimed(with_worth(injection, decoder, task, demonstrations, queries, **watched))
+        if told["evaluate"] and not unmeasurable(task, demonstrations, seed=told["seed"]):
+
+            def make(rest: Sequence[Example]) -> Injection:
+                return method.injection(decoder, task, rest, told["seed"])
+
+            return _untimed(with_folds(injection, decoder, task, demonstrations, make, **watched))
+        return injection
+
+    injection: Injection = batcher.run(work).result()
+    entry = tasks.put(told["name"], injection)
+    return {
+        "name": entry.name,
+        "digest": entry.digest,
+        "labels": list(entry.labels),
+        "demonstrations": len(demonstrations),
+        "history": list(injection.history),
+        "worth": injection.worth or None,
+        "tokens": _tokens(decoder, task, demonstrations),
+        **map_of(injection),
+    }
+
+
+def _untimed(injection: Injection) -> Injection:
+    """Without the time of a text: it was measured in short passes, with those of others in between."""
+    methods = {
+        name: {key: value for key, value in score.items() if key != "milliseconds_per_query"}
+        for name, score in injection.worth["methods"].items()
+    }
+    return replace(injection, worth=injection.worth | {"methods": methods})
+
+
+def map_of(injection: Injection) -> dict[str, Any]:
+    """Coefficients [layer][writer][lambda, beta] and the size of lambda v [layer][writer], for JSON."""
+    return _map_of(injection.edit())
+
+
+def _map_of(edit: Edit | None) -> dict[str, Any]:
+    """The same of what a pass had injected; of several rows' own ones, the first."""
+    if isinstance(edit, NoisyEdit):
+        edit = edit.injection
+    if isinstance(edit, LinearEdit):
+        pairs = edit.coefficients.detach()
+        scaled = pairs[..., :1] * edit.values.to(pairs.device)
+    elif isinstance(edit, RowsEdit):
+        scaled, keep = edit.scaled[0].detach(), edit.keep[0].detach()
+        pairs = torch.stack([torch.ones_like(keep), keep], dim=-1)
+    else:
+        return {}
+    sizes = scaled.square().mean(-1).sqrt()
+    return {"coefficients": _rounded(pairs), "sizes": _rounded(sizes)}
+
+
+def _rounded(values: torch.Tensor) -> Any:
+    return (values.double() * 1e5).round().div(1e5).tolist()
+
+
+def _method(told: Mapping[str, Any]) -> Injector:
+    return calibrating_method(told.get("method"), told.get("settings"), told.get("recipe"))
+
+
+def _tokens(decoder: Decoder, task: Task, demonstrations: tuple[Example, ...]) -> dict[str, int]:
+    """Tokens read for a text of middle length: by the task and by zero-shot, and by few-shot."""
+    rows = task.test or task.train
+    ids = sorted(Questions(decoder, task).queries([row.text for row in rows]), key=len)[len(rows) // 2]
+    shown = [(row.text, task.labels[row.label]) for row in demonstrations]
+    front = decoder.encoder([task.template.prompt(shown, "")])[0]
+    empty = decoder.encoder([task.template.query("")])[0]
+    return {"task": len(ids), "few_shot": len(ids) + len(front) - len(empty)}
+
+
+def _short(message: str, folder: Path) -> str:
+    """Without the server's own folders and the options of its functions."""
+    own = message.replace(f"{folder}/", "")
+    return re.sub(r"say which one holds .*", "name the columns text and label", own)

@@ -1,0 +1,288 @@
+"""What stands before every route: who asks, from where, how much, and what is told when something fails."""
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import traceback
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any, Literal
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.server.metrics import Metrics
+from i2cl.interfaces.server.refusals import RefusalError, failed
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Role = Literal["read", "admin"]
+
+OPEN = ("/", "/healthz", "/readyz", "/openapi.json", "/page.css", "/page.js", "/example.csv")
+"""What needs no token: nothing there is a task's."""
+
+SHORTEST_TOKEN = 16
+
+BODY_SECONDS = 30.0
+"""For which a body may come in, and longer by `BODY_RATE`."""
+
+BODY_RATE = 2**18
+"""Bytes that give a body another second once they are there."""
+
+IN_MEMORY = 2**20
+"""Bytes of a body beyond which it lies on the disk."""
+
+MOST_HELD = 2**29
+"""Bytes of all bodies at once; those of up to `SMALL` are taken in any case."""
+
+SMALL = 2**16
+
+MOST_RUNNING = 512
+"""Requests at once, those aside that need no token."""
+
+BODY, READER = "i2cl.body", "i2cl.reader"
+"""In a scope: the body as a file that closes with the request; whose reading token it was."""
+
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+POLICY += "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+_log = logging.getLogger("i2cl.server")
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask.
+
+    Attributes:
+        tokens: of each role; none at all means that everybody may do everything.
+        hosts: names under which this server is asked for; empty for any.
+    """
+
+    tokens: Mapping[str, Role] = field(default_factory=dict)
+    hosts: frozenset[str] = frozenset()
+
+    def require_host(self, host: str) -> None:
+        """Refuse a name that is not this server's: a page elsewhere may have bound it to this address.
+
+        Raises:
+            RefusalError: 421.
+        """
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        if self.hosts and name.lower() not in self.hosts:
+            raise RefusalError(
+                421, "unknown_host", "this server is not asked for by that Host: add --allowed-host"
+            )
+
+    def role(self, header: str) -> Role | None:
+        """That of a bearer token, in a time that does not depend on it."""
+        kind, _, given = header.partition(" ")
+        found: Role | None = None
+        for token, role in self.tokens.items():
+            if hmac.compare_digest(token.encode(), given.strip().encode()) and kind.lower() == "bearer":
+                found = role
+        return found
+
+    def reader(self, header: str) -> str:
+        """What stands for a token where it is not to be told."""
+        return hashlib.sha256(header.partition(" ")[2].strip().encode()).hexdigest()[:16]
+
+
+def read_tokens(path: Path) -> dict[str, Role]:
+    """Tokens of a file: a role and a token in each line; lines that begin with # are notes.
+
+    Raises:
+        I2CLError: naming the line, and never a token.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise I2CLError(f"--token-file {str(path)!r} cannot be read ({error}): check the path") from None
+    found: dict[str, Role] = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or words[0] not in {"read", "admin"} or len(words[1]) < SHORTEST_TOKEN:
+            raise I2CLError(
+                f"--token-file {str(path)!r} line {number} is no role and token: write 'admin TOKEN' or "
+                f"'read TOKEN', with at least {SHORTEST_TOKEN} characters"
+            )
+        found[words[1]] = "admin" if words[0] == "admin" else "read"
+    if not found:
+        raise I2CLError(f"--token-file {str(path)!r} holds no token: write a line 'admin TOKEN'")
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(eq=False)
+class Guard:
+    """An ASGI program around another one, which sees only what may come in, with its whole body.
+
+    Attributes:
+        app: the program inside.
+        access: who may ask.
+        limit: the longest body in bytes of a method and a path.
+        metrics: counts requests and refusals.
+        types: of bodies that a method and a path take; none where a body is not read.
+        held: bytes of bodies that are here now.
+        running: requests that are here now.
+    """
+
+    app: Any
+    access: Access
+    limit: Callable[[str, str], int]
+    types: Callable[[str, str], Sequence[str]]
+    metrics: Metrics
+    held: int = 0
+    running: int = 0
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Serve one connection; see https://asgi.readthedocs.io."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = False
+        status = 500
+
+        async def sent(message: Message) -> None:
+            nonlocal began, status
+            if message["type"] == "http.response.start":
+                began, status = True, message["status"]
+                headers = [*message.get("headers", ())]
+                present = {name.lower() for name, _ in headers}
+                headers += [
+                    (name.lower().encode(), value.encode())
+                    for name, value in HEADERS.items()
+                    if name.lower().encode() not in present
+                ]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        self.running += 1
+        ends = ExitStack()
+        try:
+            received = await self._admitted(scope, receive, ends)
+            await self.app(scope, received, sent)
+        except RefusalError as refusal:
+            if not began:
+                await self._refuse(refusal, sent)
+        except Exception as error:  # noqa: BLE001 - the process lives on, and the client is told
+            frames = traceback.extract_tb(error.__traceback__)[-3:]
+            places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
+            _log.error("%s at %s", type(error).__name__, places)  # not its words, which may hold a text
+            if not began:
+                await self._refuse(failed(error), sent)
+        finally:
+            ends.close()
+            self.running -= 1
+            route = getattr(scope.get("route"), "path", "other")
+            self.metrics.request(route, status)
+
+    async def _admitted(self, scope: Scope, receive: Any, ends: ExitStack) -> Any:
+        """The request's body, to be received once more by the program inside."""
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        method, path = scope["method"], scope["path"]
+        self.access.require_host(headers.get("host", ""))
+        if self.running > MOST_RUNNING and path not in OPEN:
+            raise _busy(503, f"{MOST_RUNNING} requests are here already")
+        if self.access.tokens and path not in OPEN:
+            header = headers.get("authorization", "")
+            role = self.access.role(header)
+            if role is None:
+                told = {"WWW-Authenticate": "Bearer"}
+                message = "no token that is known: send Authorization: Bearer TOKEN"
+                raise RefusalError(401, "no_token", message, headers=told)
+            if role == "read" and _changes(method, path):
+                raise RefusalError(403, "read_token", "this token only reads: take an admin's")
+            if role == "read":
+                scope[READER] = self.access.reader(header)
+        allowed = self.types(method, path)
+        if not allowed:
+            return receive
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in allowed:
+            raise RefusalError(
+                415, "content_type", f"the body is no {' or '.join(allowed)}: say so in Content-Type"
+            )
+        body = ends.enter_context(SpooledTemporaryFile(IN_MEMORY))  # noqa: SIM115 - closes with ends
+        await self._fill(body, receive, headers.get("content-length", ""), self.limit(method, path), ends)
+        body.seek(0)
+        scope[BODY] = body
+        whole = [body]
+
+        async def received() -> Message:
+            if not whole:
+                return await receive()  # type: ignore[no-any-return]
+            return {"type": "http.request", "body": whole.pop().read(), "more_body": False}
+
+        return received
+
+    async def _fill(self, body: IO[bytes], receive: Any, told: str, limit: int, ends: ExitStack) -> None:
+        """Write what comes in, in a time that grows with it."""
+        long = RefusalError(413, "body_too_long", f"the body exceeds {limit} bytes: send less at a time")
+        if told.isdecimal() and int(told[:18]) > limit:
+            raise long
+        began = asyncio.get_running_loop().time()
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS) as time:
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise RefusalError(400, "gone", "the client went away: send the whole body")
+                    part = message.get("body", b"")
+                    size += len(part)
+                    self.held += len(part)
+                    ends.callback(self._let_go, len(part))
+                    if size > limit:
+                        raise long
+                    if size > SMALL and self.held > MOST_HELD:
+                        raise _busy(429, f"bodies of {MOST_HELD} bytes are here already")
+                    body.write(part)
+                    if not message.get("more_body"):
+                        return
+                    time.reschedule(began + BODY_SECONDS + size / BODY_RATE)
+        except TimeoutError:
+            allowed = f"{BODY_SECONDS:.0f} s, and one for each {BODY_RATE} bytes"
+            message = f"the body did not come in time ({allowed}): send it faster"
+            raise RefusalError(408, "slow_body", message) from None
+
+    def _let_go(self, size: int) -> None:
+        self.held -= size
+
+    async def _refuse(self, refusal: RefusalError, send: Any) -> None:
+        self.metrics.refusal(refusal.code)
+        body = json.dumps(refusal.body()).encode()
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **refusal.headers}
+        told = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": refusal.status, "headers": told})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _changes(method: str, path: str) -> bool:
+    return method not in {"GET", "HEAD", "OPTIONS"} and path.startswith("/v1/tasks")
+
+
+def _busy(status: int, why: str) -> RefusalError:
+    return RefusalError(status, "busy", f"{why}: send it again in 5 s", headers={"Retry-After": "5"})

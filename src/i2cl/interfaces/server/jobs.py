@@ -1,0 +1,377 @@
+"""Long work: fits and files of texts, queued, told of, cancelled, and gone on with after a kill.
+
+    DIR/jobs/ID/    job.json, what is to be done; input.*, events.jsonl, and what comes out
+
+A job is on the disk before it is acknowledged, and so is a cancel (the file `CANCELLED`). Its events are:
+queued, what the work tells, and one of done, failed and cancelled at the end. A job without such an end is
+taken up again when the server starts. A folder that cannot be read as a job is left as it is.
+"""
+
+import json
+import logging
+import math
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.server.batcher import FitStoppedError
+from i2cl.interfaces.server.refusals import RefusalError, failed, stopping
+from i2cl.storage.atomic import synced
+from i2cl.storage.journal import Journal, readable_lines
+
+Kind = Literal["fit", "batch"]
+ENDS = ("done", "failed", "cancelled")
+TOLD = ("queued", "started", "resumed", *ENDS)
+"""Events that are on the disk."""
+
+MOST_QUEUED = 100
+"""Jobs of a kind that may wait."""
+
+MOST_OWN = 10
+"""Of those, the ones of a token that only reads."""
+
+MOST_KEPT = 1000
+"""Jobs whose end is told of; the oldest of more are removed when the server starts."""
+
+MOST_SHOWN = 100
+"""Events of a job that are in memory alone."""
+
+CANCELLED = "cancelled"
+
+_log = logging.getLogger("i2cl.server")
+
+
+class Head(pydantic.BaseModel):
+    """What ``job.json`` holds."""
+
+    kind: Kind
+    created: float
+    told: dict[str, Any]
+    owner: str | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """One piece of long work.
+
+    Attributes:
+        folder: of its files; its name is the job's id.
+        kind: what is done.
+        told: what is to be done, JSON-able, as the kind knows it.
+        created: seconds since 1970.
+        events: what has happened by now, each with its name under ``event``, and under ``at`` a time that
+            no other one has. Of those that are not on the disk these are the last `MOST_SHOWN`, and only the
+            last one has a map of the model.
+        cancelled: whether it is to end.
+        owner: the reading token that sent it, if one did; see `i2cl.interfaces.server.guard.Access.reader`.
+    """
+
+    folder: Path
+    kind: Kind
+    told: dict[str, Any]
+    created: float
+    events: list[dict[str, Any]] = field(default_factory=list)
+    cancelled: bool = False
+    owner: str | None = None
+
+    @classmethod
+    def stored(cls, folder: Path) -> "Job":
+        """The job of a folder; what cannot be read of its events is left out.
+
+        Raises:
+            OSError: if there is none.
+            ValueError: if it cannot be read.
+        """
+        head = Head.model_validate_json((folder / "job.json").read_bytes())
+        found = cls(folder, head.kind, head.told, head.created, owner=head.owner)
+        found.cancelled = (folder / CANCELLED).exists()
+        for told in readable_lines(folder / "events.jsonl"):
+            at = told.get("at")
+            if told.get("event") in TOLD and isinstance(at, float | int) and math.isfinite(at):
+                found.events.append(told | {"at": max(at, found.soonest)})
+        if not found.events:
+            found.events.append({"event": "queued", "at": head.created})
+        return found
+
+    @property
+    def id(self) -> str:
+        """Its name in addresses."""
+        return self.folder.name
+
+    @property
+    def status(self) -> str:
+        """queued, running, done, failed or cancelled."""
+        last = self.events[-1]["event"]
+        return last if last in (*ENDS, "queued") else "running"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.status in ENDS
+
+    def tell(self, event: str, **what: Any) -> None:
+        """Add an event, which is on the disk when this returns."""
+        told = {"event": event, "at": self._now(), **what}
+        with Journal.opened(self.folder / "events.jsonl") as journal:
+            journal.append(json.dumps(told).encode() + b"\n")
+        self.events = [*self.events, told]
+
+    def show(self, event: str, **what: Any) -> None:
+        """Add an event that need not outlive this process, nor the many that come after it."""
+        shown = [one["at"] for one in self.events if one["event"] not in TOLD]
+        gone = shown[: max(0, len(shown) + 1 - MOST_SHOWN)]
+        kept = [_without_map(one) for one in self.events if one["at"] not in gone]
+        self.events = [*kept, {"event": event, "at": self._now(), **what}]
+
+    @property
+    def soonest(self) -> float:
+        """The earliest time that the next event may have."""
+        return round(self.events[-1]["at"] + 0.001, 3) if self.events else 0.0
+
+    def _now(self) -> float:
+        return max(round(time.time(), 3), self.soonest)  # a clock may be set back
+
+    def require_wanted(self) -> None:
+        """Go on only if it is not cancelled.
+
+        Raises:
+            FitStoppedError: otherwise.
+        """
+        if self.cancelled:
+            raise FitStoppedError
+
+    def described(self) -> dict[str, Any]:
+        """As JSON has it: what it is, where it stands, and its last event."""
+        first = {"id": self.id, "object": "job", "kind": self.kind, "created": int(self.created)}
+        shown = {name: value for name, value in self.told.items() if name in {"name", "rows", "tasks"}}
+        return {**first, "status": self.status, **shown, "last": self.events[-1]}
+
+
+def _without_map(event: dict[str, Any]) -> dict[str, Any]:
+    if event["event"] in TOLD:
+        return event
+    return {name: value for name, value in event.items() if name not in {"coefficients", "sizes"}}
+
+
+Worker = Callable[[Job], dict[str, Any]]
+"""Does a job and returns what its end tells; begins where an earlier run of it stood."""
+
+
+class Jobs:
+    """All jobs of a server. Of each kind one runs at a time, in the order they came.
+
+    Attributes:
+        whole: whether every folder could be read.
+    """
+
+    def __init__(self, root: Path, workers: Mapping[Kind, Worker]) -> None:
+        """Take up what an earlier process left.
+
+        Args:
+            root: their folder, made if it is not there.
+            workers: what does the jobs of each kind.
+        """
+        self._root = root
+        self._workers = workers
+        self._jobs: dict[str, Job] = {}
+        self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in workers}
+        self._changed = threading.Condition()
+        self._stops = False
+        self.whole = True
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(".*"):  # by a kill
+            shutil.rmtree(left, ignore_errors=True)
+        self._read()
+        self._threads = [
+            threading.Thread(target=self._loop, args=(kind,), name=f"{kind} jobs", daemon=True)
+            for kind in workers
+        ]
+
+    def start(self) -> None:
+        """Begin to work."""
+        for thread in self._threads:
+            thread.start()
+
+    def require_room(self, kind: Kind, owner: str | None = None) -> None:
+        """Go on only if another job may wait.
+
+        Raises:
+            RefusalError: 429 if too many do, 503 if nothing new is taken.
+        """
+        with self._changed:
+            if self._stops:
+                raise stopping()
+            waiting = self._waiting[kind]
+            own = [job for job in waiting if job.owner == owner]
+            if len(waiting) >= MOST_QUEUED or (owner is not None and len(own) >= MOST_OWN):
+                message = f"{len(waiting)} jobs wait already, {len(own)} of them yours: send it again later"
+                raise RefusalError(429, "busy", message, headers={"Retry-After": "60"})
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder for files of a job to be, which goes with the block.
+
+        Raises:
+            OSError: if it cannot be made.
+        """
+        with tempfile.TemporaryDirectory(dir=self._root, prefix=".") as folder:
+            yield Path(folder)
+
+    def add(
+        self,
+        kind: Kind,
+        told: Mapping[str, Any],
+        files: Mapping[str, bytes | Path],
+        owner: str | None = None,
+    ) -> Job:
+        """Queue a job, which is on the disk when this returns.
+
+        Args:
+            kind: what is to be done.
+            told: see `Job`.
+            files: what its folder holds; a path, which is in a `scratch` folder, is moved there.
+            owner: see `Job`.
+
+        Raises:
+            RefusalError: see `require_room`.
+            OSError: if it cannot be written.
+        """
+        self.require_room(kind, owner)
+        folder = self._root / f"{kind}-{secrets.token_hex(8)}"
+        created = round(time.time(), 3)
+        head = Head(kind=kind, created=created, told=dict(told), owner=owner)
+        queued = {"event": "queued", "at": created}
+        with self.scratch() as scratch:
+            fresh = scratch / "job"
+            fresh.mkdir()
+            for name, content in {
+                **files,
+                "job.json": head.model_dump_json().encode(),
+                "events.jsonl": json.dumps(queued).encode() + b"\n",
+            }.items():
+                if isinstance(content, Path):
+                    content.rename(fresh / name)
+                else:
+                    (fresh / name).write_bytes(content)
+                synced(fresh / name)
+            synced(fresh)
+            fresh.rename(folder)
+            synced(self._root)
+        job = Job(folder, kind, dict(told), created, [queued], owner=owner)
+        with self._changed:
+            self._jobs[job.id] = job
+            self._waiting[kind].append(job)
+            self._changed.notify_all()
+        return job
+
+    def get(self, identity: str) -> Job:
+        """A job by its id.
+
+        Raises:
+            RefusalError: 404 if there is none.
+        """
+        found = self._jobs.get(identity)
+        if found is None:
+            raise unknown_job(identity)
+        return found
+
+    def all(self) -> list[Job]:
+        """Jobs, the newest first."""
+        return sorted(self._jobs.values(), key=lambda job: -job.created)
+
+    def cancel(self, job: Job) -> None:
+        """End a job that waits or runs; of one that has ended, remove what it left.
+
+        Raises:
+            OSError: if that cannot be written.
+        """
+        with self._changed:
+            if job.ended:
+                gone = job.folder.with_name(f".{job.id}")  # whole or not at all, whatever ends the process
+                if self._jobs.pop(job.id, None) is not None:
+                    job.folder.rename(gone)
+                    shutil.rmtree(gone, ignore_errors=True)
+                return
+            (job.folder / CANCELLED).touch()
+            synced(job.folder)
+            job.cancelled = True
+            if job in self._waiting[job.kind]:
+                self._end(job, "cancelled")
+                self._waiting[job.kind].remove(job)
+
+    def close(self) -> None:
+        """Begin nothing new; what runs ends when its work notices that the server stops."""
+        with self._changed:
+            self._stops = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+
+    def _read(self) -> None:
+        for folder in self._root.iterdir():
+            try:
+                job = Job.stored(folder)
+            except (OSError, ValueError) as error:
+                self.whole = False
+                _log.warning("jobs/%s stays as it is: %s when it was read", folder.name, type(error).__name__)
+                continue
+            self._jobs[job.id] = job
+        for job in sorted(self._jobs.values(), key=lambda job: job.created):
+            if job.cancelled and not job.ended:
+                with suppress(OSError):  # on a full disk it ends when its turn comes
+                    self._end(job, "cancelled")
+            if not job.ended:
+                self._waiting[job.kind].append(job)
+        for job in [job for job in self.all() if job.ended][MOST_KEPT:]:
+            self.cancel(job)
+
+    def _loop(self, kind: Kind) -> None:
+        while True:
+            with self._changed:
+                while not (self._waiting[kind] or self._stops):
+                    self._changed.wait()
+                if self._stops:
+                    return
+                job = self._waiting[kind].popleft()
+            with suppress(OSError):  # a full disk takes no event: the job is taken up again at the next start
+                self._do(job)
+
+    def _do(self, job: Job) -> None:
+        try:
+            job.require_wanted()
+            job.tell("started" if job.status == "queued" else "resumed")
+            self._end(job, "done", **self._workers[job.kind](job))
+        except (FitStoppedError, CancelledError):
+            if job.cancelled:
+                self._end(job, "cancelled")
+        except RefusalError as refusal:
+            if refusal.code != "stopping":
+                self._end(job, "failed", **refusal.body())
+        except I2CLError as error:
+            self._end(job, "failed", **RefusalError.of(error).body())
+        except Exception as error:  # noqa: BLE001 - the other jobs go on
+            self._end(job, "failed", **failed(error).body())
+
+    @staticmethod
+    def _end(job: Job, event: str, **what: Any) -> None:
+        job.tell(event, **what)
+        for path in job.folder.glob("input.*"):  # examples and texts are not kept
+            path.unlink()
+
+
+def unknown_job(identity: str) -> RefusalError:
+    """There is none of that name, for who asks."""
+    return RefusalError(404, "unknown_job", f"no job {identity!r} is here: POST /v1/tasks or /v1/batches")

@@ -1,0 +1,55 @@
+"""What /metrics tells Prometheus. Tasks are no labels unless that is asked for: there may be thousands."""
+
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    """The figures of one server."""
+
+    def __init__(self, *, of_tasks: bool = False) -> None:
+        self._registry = own = CollectorRegistry()
+        self._requests = Counter("i2cl_requests", "Requests", ["route", "status"], registry=own)
+        self._refusals = Counter("i2cl_refusals", "Refused requests by reason", ["reason"], registry=own)
+        self._rows = Histogram("i2cl_batch_rows", "Rows of a batch", buckets=_SIZES, registry=own)
+        self._tasks = Histogram("i2cl_batch_tasks", "Tasks of a batch", buckets=_SIZES, registry=own)
+        self._running = Histogram("i2cl_running_seconds", "Of a batch", buckets=_SECONDS, registry=own)
+        self._waiting = Histogram(
+            "i2cl_waiting_seconds", "Of a request until its rows begin", buckets=_SECONDS, registry=own
+        )
+        self._texts = (
+            Counter("i2cl_task_texts", "Texts by task", ["task"], registry=own) if of_tasks else None
+        )
+
+    def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """Tell a figure as it is when it is asked for."""
+        Gauge(name, help_text, registry=self._registry).set_function(read)
+
+    def request(self, route: str, status: int) -> None:
+        """A request was answered."""
+        self._requests.labels(route, status).inc()
+
+    def refusal(self, reason: str) -> None:
+        """A request was refused."""
+        self._refusals.labels(reason).inc()
+
+    def texts(self, task: str, count: int) -> None:
+        """Texts were answered."""
+        if self._texts is not None:
+            self._texts.labels(task).inc(count)
+
+    def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:
+        """See `i2cl.interfaces.server.batcher.Observer`."""
+        self._rows.observe(rows)
+        self._tasks.observe(tasks)
+        self._running.observe(seconds)
+        for one in waited:
+            self._waiting.observe(one)
+
+    def text(self) -> bytes:
+        """All of them, in Prometheus' format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,134 @@
+"""Artefacts that come as tar files: what is taken of them, in memory that the body's length bounds."""
+
+import json
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from i2cl.core.artefact import DESCRIPTION, FILES, TENSORS
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.interfaces.server.refusals import RefusalError
+from i2cl.models.decoder import Decoder
+from i2cl.storage.card import CARD, model_card
+
+ROOM = 16 * 2**20
+"""Bytes of an artefact beside its vectors: description, card, what tar adds."""
+
+MOST_TOLD = 2**20
+"""Bytes of a description, which takes thirty times as many while it is read."""
+
+MOST_HEADER = 2**16
+"""Bytes in which the file of tensors says what it holds."""
+
+MOST_MEMBERS = 32
+"""Of a tar, with what it tells of files beside them."""
+
+MOST_LABELS = 2048
+
+
+@contextmanager
+def refused_artefact() -> Iterator[None]:
+    """What is wrong with an artefact, as a refusal.
+
+    Raises:
+        RefusalError: 422 in place of an I2CLError.
+    """
+    try:
+        yield
+    except RefusalError:
+        raise
+    except I2CLError as error:
+        raise RefusalError(422, "bad_artefact", str(error)) from None
+
+
+def most_bytes(decoder: Decoder) -> int:
+    """The longest tar file of an artefact of this model that is read at all."""
+    return ROOM + 4 * 2 * decoder.layers * (decoder.d_model + 2)
+
+
+def require_moderate(injection: Injection, decoder: Decoder) -> None:
+    """Refuse numbers whose squares, or they themselves in the model's precision, are infinite.
+
+    Raises:
+        RefusalError: 422 saying so.
+    """
+    amount, keep = injection.coefficients.float().unbind(-1)
+    scaled = amount[..., None] * injection.context.values.float()
+    bias = torch.tensor(injection.label_bias or (0.0,))
+    for values in (scaled.square().sum(-1), scaled.to(decoder.model.dtype), keep.square(), bias.square()):
+        if not values.isfinite().all():
+            raise unusable()
+
+
+def unusable(why: str = "its numbers are not finite when they are used") -> RefusalError:
+    """What answers no text."""
+    return RefusalError(422, "bad_artefact", f"this artefact cannot be used, {why}: fit it again")
+
+
+def unpacked(body: bytes) -> Injection:
+    """The injection in a tar file of an artefact's folder.
+
+    Only its own files are taken, plain and whole, flat or behind ``./``; none is written under a name that
+    the tar gives. Headers are read one by one: `tarfile.open` follows sparse maps and chains of headers as
+    far as they go.
+
+    Raises:
+        RefusalError: 422 on anything else in it, or an artefact that cannot be read.
+        OSError: where there is no room for it.
+    """
+    found = dict(_members(memoryview(body)))
+    if len(found.get(DESCRIPTION, b"")) > MOST_TOLD:
+        raise _refused(f"{DESCRIPTION} is longer than {MOST_TOLD} bytes")
+    if int.from_bytes(found.get(TENSORS, b"")[:8], "little") > MOST_HEADER:
+        raise _refused(f"{TENSORS} has a header of more than {MOST_HEADER} bytes")
+    with tempfile.TemporaryDirectory() as scratch, refused_artefact():
+        folder = Path(scratch) / "upload"
+        folder.mkdir()
+        for name in FILES & found.keys():
+            (folder / name).write_bytes(found[name])
+        try:
+            injection = Injection.from_pretrained(folder)
+            told = injection.description()
+            json.dumps(told, allow_nan=False, ensure_ascii=False).encode()
+            model_card(told, "upload")
+        except I2CLError as error:
+            raise _refused(str(error).replace(f"{folder}/", "").replace(str(folder), "upload")) from None
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            raise _refused(f"{DESCRIPTION} or {TENSORS} holds values that no artefact has") from None
+    if len(injection.task.labels) > MOST_LABELS:
+        raise _refused(f"it has {len(injection.task.labels)} labels, and {MOST_LABELS} is the most")
+    return injection
+
+
+def _members(body: memoryview) -> Iterator[tuple[str, memoryview]]:
+    """Each file in a tar with its content."""
+    seen: set[str] = set()
+    count = start = 0
+    while any(block := body[start : start + tarfile.BLOCKSIZE].tobytes()):
+        if (count := count + 1) > MOST_MEMBERS:
+            raise _refused(f"it has more than {MOST_MEMBERS} members")
+        try:
+            head = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except (tarfile.TarError, ValueError):
+            raise _refused("it is no uncompressed tar file") from None
+        start, size = start + tarfile.BLOCKSIZE, head.size
+        if not 0 <= size <= len(body) - start:
+            raise _refused(f"{head.name!a} ends before its {size} bytes")
+        content, start = body[start : start + size], start - (-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        name = head.name.removeprefix("./")
+        if head.type in (tarfile.XHDTYPE, tarfile.XGLTYPE) or (head.isdir() and name in {"", "."}):
+            continue  # such as times to a fraction of a second
+        if head.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or name not in FILES | {CARD} or name in seen:
+            raise _refused(f"it holds {head.name!a}, which is none of {', '.join(sorted(FILES))}")
+        seen.add(name)
+        yield name, content
+
+
+def _refused(why: str) -> RefusalError:
+    cure = "make it with tar -C FOLDER -cf - injection.json injection.safetensors"
+    return RefusalError(422, "bad_artefact", f"this is no artefact, {why.rstrip()}: {cure}")

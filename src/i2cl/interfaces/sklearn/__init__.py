@@ -1,0 +1,9 @@
+"""Implicit in-context learning as a scikit-learn classifier of texts."""
+
+from i2cl.errors import needs
+
+needs("I2CLClassifier", "sklearn", "sklearn")
+
+from i2cl.interfaces.sklearn.estimator import I2CLClassifier  # noqa: E402
+
+__all__ = ["I2CLClassifier"]

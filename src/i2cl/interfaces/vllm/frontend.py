@@ -1,0 +1,343 @@
+"""The front end's half: tasks by name, which requests are let in, and label words' log-probabilities."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError, did_you_mean
+from i2cl.export.folding import skeleton
+from i2cl.export.sources import checkpoint_folder
+from i2cl.interfaces.vllm.asking import Asked, Edge, Reach, Trie
+from i2cl.interfaces.vllm.engine import DROP, LOAD
+from i2cl.interfaces.vllm.slots import DIGEST, Packed
+from i2cl.interfaces.vllm.support import NAME
+from i2cl.models.checkpoint import Files
+from i2cl.models.decoder import Decoder
+from i2cl.models.fingerprint import (
+    ModelIdentity,
+    named_weights,
+    tensors_fingerprint,
+    tokenizer_fingerprint,
+    told_config,
+)
+from i2cl.models.scoring import Questions, among, require_texts
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a text was classified as.
+
+    Attributes:
+        label: the most probable label word.
+        scores: log-probability of each label, as `i2cl.Injection.scores` has it.
+    """
+
+    label: str
+    scores: Float[Tensor, " labels"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A task that is loaded.
+
+    Attributes:
+        name: as requests call it.
+        packed: what the workers were given.
+        questions: how it is asked.
+        bias: of its labels, if any.
+        temperature: of its labels.
+    """
+
+    name: str
+    packed: Packed
+    questions: Questions
+    bias: tuple[float, ...] | None
+    temperature: float
+
+    @cached_property
+    def trie(self) -> Trie:
+        """Its labels, as far as they are scored."""
+        labels = self.questions.labels
+        return Trie(labels.ids if labels.full else tuple(ids[:1] for ids in labels.ids))
+
+    def answer(self, told: Mapping[Edge, float]) -> Answer:
+        """The labels' scores from what the engine told of a text."""
+        values = [
+            math.fsum(told[ids[:place], token] for place, token in enumerate(ids)) for ids in self.trie.labels
+        ]
+        bias = None if self.bias is None else torch.tensor(self.bias)
+        scores = among(torch.tensor(values), bias, self.temperature)
+        return Answer(self.questions.task.labels[int(scores.argmax())], scores)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """In a request's extra arguments instead of a name: the version of a task that its first part ran with.
+
+    No client can send one.
+    """
+
+    name: str
+    digest: str
+
+
+@dataclass
+class Tasks:
+    """The tasks of a front end by name. One process serves one engine.
+
+    Attributes:
+        served: by name.
+    """
+
+    served: dict[str, Served] = field(default_factory=dict)
+    _bases: dict[str, ModelIdentity] = field(default_factory=dict)
+    _held: Counter[str] = field(default_factory=Counter)
+    _gone: dict[str, None] = field(default_factory=dict)
+
+    def get(self, name: Any) -> Served:
+        """A task by what a request calls it.
+
+        Raises:
+            I2CLError: if there is none of that name.
+        """
+        if not isinstance(name, str):
+            raise I2CLError(f"the task has to be a name, not {name!r}: send the name of a loaded task")
+        if name not in self.served:
+            hint = did_you_mean(name, self.served)
+            raise I2CLError(f"no task {name[:80]!r} is loaded (of {len(self.served)}): {hint}load it first")
+        return self.served[name]
+
+    def admit(self, params: Any) -> None:
+        """Write the digest of a request's task into its parameters, a ``SamplingParams``.
+
+        The parameters are the caller's, who may use them again: what they hold is not changed in place.
+
+        Raises:
+            I2CLError: if its task is not loaded, or no name.
+        """
+        extra = params.extra_args or {}
+        named = extra.get(NAME)
+        if isinstance(named, Bound):
+            params.extra_args = {**extra, NAME: named.name, DIGEST: named.digest}
+        elif NAME in extra:
+            params.extra_args = {**extra, DIGEST: self.get(extra[NAME]).packed.digest}
+        elif DIGEST in extra:
+            raise I2CLError(f"{DIGEST} is not yours to send: name a loaded task as {NAME}")
+
+    def prepare(
+        self, name: str, injection: Injection, config: Any, tokenizer: PreTrainedTokenizerBase, *, force: bool
+    ) -> Served:
+        """Check an injection, and find its label tokens.
+
+        Args:
+            name: of the task.
+            injection: to be loaded.
+            config: the engine's ``ModelConfig``.
+            tokenizer: the engine's.
+            force: accept other weights of the same sizes.
+
+        Raises:
+            I2CLError: if it was made on another model, or cannot be served here.
+        """
+        if not name.strip():
+            raise I2CLError("a task needs a name: give it one")
+        packed = Packed.of_injection(injection)
+        if config.model not in self._bases:
+            self._bases[config.model] = base_of(config, tokenizer)
+        injection.require_base(self._bases[config.model], force=force)
+        asker = Decoder(skeleton(config.hf_config), tokenizer, token_budget=1)  # asks, and cannot answer
+        asker.max_length = min(asker.max_length or config.max_model_len, config.max_model_len - 1)
+        questions = injection.questions(asker)
+        _ = questions.labels  # labels that cannot be asked for are refused now
+        return Served(name, packed, questions, injection.label_bias, injection.temperature)
+
+    def add(self, served: Served) -> None:
+        """Let requests in that name a task, from now on this version of it."""
+        before = self.served.get(served.name)
+        self.served[served.name] = served
+        if before is not None:
+            self._gone[before.packed.digest] = None
+
+    def remove(self, name: str) -> None:
+        """Let no more requests in that name a task.
+
+        Raises:
+            I2CLError: if there is none of that name.
+        """
+        self._gone[self.get(name).packed.digest] = None
+        del self.served[name]
+
+    @contextmanager
+    def held(self, served: Served) -> Iterator[None]:
+        """Keep a version of a task while requests with it may still come from the block."""
+        digest = served.packed.digest
+        self._held[digest] += 1
+        try:
+            yield
+        finally:
+            self._held[digest] -= 1
+
+    def unneeded(self) -> list[str]:
+        """Digests that the engine may drop, each told once."""
+        used = {one.packed.digest for one in self.served.values()}
+        self._gone = {digest: None for digest in self._gone if digest not in used}
+        free = [digest for digest in self._gone if not self._held[digest]]
+        for digest in free:
+            del self._gone[digest]
+        self._held = +self._held
+        return free
+
+
+TASKS = Tasks()
+"""Those of this process."""
+
+
+def verified(original: Callable[..., None], refusal: type[I2CLError] = I2CLError) -> Callable[..., None]:
+    """``SamplingParams.verify``: a task that is not loaded is its request's error, in the front end.
+
+    Args:
+        original: vLLM's.
+        refusal: what is raised, of which vLLM's server makes a 400.
+    """
+
+    def verify(params: Any, *args: Any, **more: Any) -> None:
+        original(params, *args, **more)
+        try:
+            TASKS.admit(params)
+        except I2CLError as error:
+            raise refusal(str(error)) from None
+
+    return verify
+
+
+def searched(original: Callable[..., Any], refusal: type[I2CLError] = I2CLError) -> Callable[..., Any]:
+    """``to_beam_search_params`` of a request of the server: beam search would forget the task.
+
+    Args:
+        original: vLLM's.
+        refusal: what is raised, of which vLLM's server makes a 400.
+    """
+
+    def beams(request: Any, *args: Any, **more: Any) -> Any:
+        if NAME in (request.vllm_xargs or {}):
+            raise refusal("beam search takes no task: leave use_beam_search out, or the task")
+        return original(request, *args, **more)
+
+    return beams
+
+
+def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
+    """Which model an engine runs, from its files, which are read once.
+
+    Args:
+        config: the engine's ``ModelConfig``.
+        tokenizer: the engine's.
+
+    Raises:
+        I2CLError: if its files cannot be found or read.
+    """
+    folder = checkpoint_folder(config.model, config.revision)
+    empty = skeleton(config.hf_config)
+    files = Files(Path(folder), empty, "lm_head")
+    names = [name for name, _ in named_weights(empty)]
+    text = config.hf_text_config
+    return ModelIdentity(
+        name=str(config.model),
+        revision=config.revision,
+        model_type=text.model_type,
+        layers=text.num_hidden_layers,
+        d_model=text.hidden_size,
+        weights=tensors_fingerprint((name, files.read(name)) for name in names),
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        dtype=str(config.dtype).removeprefix("torch."),
+        config=told_config(config.hf_config),
+    )
+
+
+def load(llm: Any, name: str, injection: Injection, *, force: bool = False) -> None:
+    """Add a task to an engine, or replace the one of that name; requests that run end as they began.
+
+    Args:
+        llm: a ``vllm.LLM`` that runs the plugin.
+        name: as requests call it.
+        injection: made on the engine's model.
+        force: accept one made on other weights of the same sizes.
+
+    Raises:
+        I2CLError: if it was made on another model, cannot be served here, or all slots are taken.
+    """
+    served = TASKS.prepare(name, injection, llm.llm_engine.model_config, llm.get_tokenizer(), force=force)
+    llm.collective_rpc(LOAD, args=(served.packed.rows, served.packed.scales))
+    TASKS.add(served)
+    _forget(llm)
+
+
+def drop(llm: Any, name: str) -> None:
+    """Let no more requests name a task; those that run end as they began.
+
+    Raises:
+        I2CLError: if there is none of that name.
+    """
+    TASKS.remove(name)
+    _forget(llm)
+
+
+def _forget(llm: Any) -> None:
+    for digest in TASKS.unneeded():
+        llm.collective_rpc(DROP, args=(digest,))
+
+
+def classify(llm: Any, texts: Sequence[str], tasks: Sequence[str]) -> list[Answer]:
+    """The label of each text under its own task, in shared batches.
+
+    Args:
+        llm: a ``vllm.LLM`` that runs the plugin.
+        texts: what to classify.
+        tasks: the name of each text's task.
+
+    Raises:
+        I2CLError: on an unknown name, an empty text, or lists of different lengths.
+    """
+    if len(texts) != len(tasks):
+        raise I2CLError(f"{len(texts)} texts, but {len(tasks)} tasks: name a task for every text")
+    require_texts(texts)
+    served = [TASKS.get(name) for name in tasks]
+    reach = Reach.of(llm.llm_engine.vllm_config)
+    asked: list[tuple[int, Asked]] = []
+    for row, (one, text) in enumerate(zip(served, texts, strict=True)):
+        (query,) = one.questions.queries([text])
+        asked += [(row, each) for each in one.trie.asked(query, reach)]
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(each.prompt)} for _, each in asked],
+        [parameters(served[row], each) for row, each in asked],
+        use_tqdm=False,
+    )
+    told: list[dict[Edge, float]] = [{} for _ in texts]
+    for (row, each), output in zip(asked, outputs, strict=True):
+        told[row] |= each.told(output)
+    return [one.answer(values) for one, values in zip(served, told, strict=True)]
+
+
+def parameters(served: Served, asked: Asked) -> Any:
+    """``SamplingParams`` that ask for some edges' log-probabilities under a version of a task."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        logprob_token_ids=list(asked.tokens),
+        prompt_logprobs=0 if asked.along else None,
+        extra_args={NAME: Bound(served.name, served.packed.digest)},
+    )

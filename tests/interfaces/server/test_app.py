@@ -1,0 +1,553 @@
+"""Every address: what it answers, and everything that it refuses."""
+
+import json
+import re
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+
+from i2cl import with_temperature
+from i2cl.interfaces.server.app import make_app
+from i2cl.interfaces.server.guard import Access, read_tokens
+from i2cl.interfaces.server.jobs import Job
+from i2cl.interfaces.server.refusals import LONG, RefusalError
+from i2cl.interfaces.server.service import Service
+from i2cl.models.decoder import Decoder
+from tiny import tiny_model, tiny_tokenizer
+
+from .conftest import HOST, TEXTS, made, packed
+from .test_jobs import ended, examples
+
+TEXT = TEXTS[0]
+TAR = {"Content-Type": "application/x-tar"}
+LINES = {"Content-Type": "application/jsonl"}
+NAMED = {"name": "new", "template": "Review: {text}\nSentiment: {label}"}
+
+
+def error_of(reply):
+    told = reply.json()["error"]
+    assert told["message"], told["cure"]
+    assert "Traceback" not in reply.text
+    assert "site-packages" not in reply.text
+    return reply.status_code, told["code"]
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory):
+    """A client of one service for all that is refused, which leaves it as it was."""
+    from starlette.testclient import TestClient
+
+    decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="tiny-llama")
+    service = Service(decoder, tmp_path_factory.mktemp("served") / "tasks")
+    service.tasks.put("films", made(decoder, 0))
+    yield TestClient(make_app(service, Access()), base_url=HOST, raise_server_exceptions=False)
+    service.close()
+
+
+def test_texts_are_classified_in_every_shape(client, service):
+    injection = made(service.decoder, 0)
+    right = injection.scores(service.decoder, list(TEXTS)).softmax(-1)
+    entry = service.tasks.entry("films")
+    reply = client.post("/v1/classify", json={"model": "films", "input": list(TEXTS)})
+    told = reply.json()
+    assert (reply.status_code, reply.headers["X-Task-Digest"]) == (200, entry.digest)
+    assert told.keys() == {"id", "object", "created", "model", "labels", "data", "usage"}
+    assert (told["object"], told["labels"]) == ("list", list(entry.labels))
+    torch.testing.assert_close(torch.tensor([one["probs"] for one in told["data"]]), right, rtol=0, atol=1e-5)
+    assert [one["label"] for one in told["data"]] == injection.predict(service.decoder, list(TEXTS))
+    assert [(one["index"], one["num_classes"]) for one in told["data"]] == [
+        (row, 2) for row in range(len(TEXTS))
+    ]
+    alone = client.post("/v1/classify", json={"model": "films", "input": TEXT}).json()
+    best = alone["data"][0]["label"]
+    for path, body in (("/predict", {}), ("/models/films", {}), ("/predict", {"model": "films"})):
+        ((first, second),) = client.post(path, json={"inputs": TEXT, **body}).json()
+        assert (first["label"], first["score"] + second["score"]) == (best, pytest.approx(1))
+        assert first["score"] > second["score"]
+    top = {"inputs": list(TEXTS), "parameters": {"top_k": 1, "function_to_apply": "softmax"}}
+    assert [len(one) for one in client.post("/models/films", json=top).json()] == [1] * len(TEXTS)
+    told = client.post("/v1/completions", json={"model": "films", "prompt": [TEXT], "max_tokens": 5}).json()
+    assert (told["choices"][0]["text"], told["object"]) == (best, "text_completion")
+    assert told["choices"][0]["logprobs"]["top_logprobs"][0].keys() == set(entry.labels)
+    messages = [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]
+    chat = {"model": "films", "messages": messages, "logprobs": True, "top_logprobs": 2, "temperature": 0}
+    told = client.post("/v1/chat/completions", json=chat).json()
+    assert told["choices"][0]["message"]["content"] == best
+    assert len(told["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+
+
+def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tmp_path):
+    rows = json.loads(examples(task))
+    fit = {**NAMED, "examples": rows[:12], "settings": {"steps": 0}, "evaluate": 0, "shots": 1}
+    told = client.post("/v1/tasks", json={**fit, "check": True}).json()
+    assert (told["rows"], told["labels"]) == (12, sorted(task.labels))
+    assert (told["data"]["rows"], sum(told["data"]["labels"].values())) == (12, 12)
+    assert 0 < told["data"]["longest_tokens"] < told["data"]["most_tokens"]
+    reply = client.post("/v1/tasks", json=fit)
+    assert (reply.status_code, reply.json()["status"]) == (202, "queued")
+    ended(service.jobs.get(reply.json()["id"]))
+    with client.stream("GET", reply.headers["Location"] + "/events") as stream:
+        events = re.findall(r"^event: (\w+)$", stream.read().decode(), re.MULTILINE)
+    assert (events[0], events[-1]) == ("queued", "done")
+    assert client.get(reply.headers["Location"]).json()["status"] == "done"
+    (listed,) = client.get("/v1/jobs").json()["data"]
+    assert (listed["name"], listed["status"], "last" in listed) == ("new", "done", False)
+    csv = "text,label\n" + "\n".join(f"{row['text']},{row['label']}" for row in rows[:12])
+    query = {
+        **NAMED,
+        "name": "csv",
+        "template": "{text}\\n{label}",
+        "labels": "positive,negative",
+        "check": "true",
+    }
+    reply = client.post("/v1/tasks", params=query, content=csv, headers={"Content-Type": "text/csv"})
+    assert reply.json()["labels"] == ["positive", "negative"]
+    made(service.decoder, 1).save_pretrained(tmp_path / "topics")
+    name = "<img src=x onerror=alert(1)>/x"
+    put = client.put(f"/v1/tasks/{name}", content=packed(tmp_path / "topics"), headers=TAR)
+    assert (put.status_code, put.json()["id"]) == (200, name)
+    listed = [one["id"] for one in client.get("/v1/models").json()["data"]]
+    assert listed == [service.decoder.name, *sorted([name, "films", "new"])]
+    assert client.get("/v1/models/films").json()["labels"] == ["positive", "negative"]
+    assert [one["id"] for one in client.get("/v1/tasks").json()["data"]] == listed[1:]
+    described = client.get(f"/v1/tasks/{name}").json()
+    assert (len(described["coefficients"]), described["labels"]) == (
+        service.decoder.layers,
+        ["world", "sports", "company"],
+    )
+    assert client.delete(f"/v1/tasks/{name}").json()["deleted"]
+    assert error_of(client.get(f"/v1/tasks/{name}")) == (404, "unknown_task")
+
+
+def test_a_job_that_waits_shows_that_the_server_is_there(service, monkeypatch):
+    import asyncio
+
+    from i2cl.interfaces.server.routes import management
+
+    monkeypatch.setattr(management, "QUIET", 0.0)
+    job = Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued", "at": 1.0}])
+
+    async def first(count):
+        stream = management._events(service, job, 0)
+        return [await anext(stream) for _ in range(count)]
+
+    queued, *quiet = asyncio.run(asyncio.wait_for(first(3), 20))
+    assert queued.startswith("id: 1000\nevent: queued\n")
+    assert quiet == [": waiting\n\n"] * 2
+
+
+def test_a_file_is_classified(client, service):
+    body = "\n".join(json.dumps({"input": text}) for text in TEXTS)
+    reply = client.post("/v1/batches", params={"model": "films"}, content=body, headers=LINES)
+    job = reply.json()["id"]
+    assert ended(service.jobs.get(job)).status == "done"
+    out = [json.loads(line) for line in client.get(f"/v1/batches/{job}").text.splitlines()]
+    assert [one["line"] for one in out] == list(range(1, len(TEXTS) + 1))
+    assert client.delete(f"/v1/jobs/{job}").status_code == 200
+    assert error_of(client.get(f"/v1/batches/{job}")) == (404, "unknown_job")
+
+
+def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(client, service):
+    body = {"model": "films", "input": list(TEXTS)}
+    plain = client.post("/v1/classify", json=body).json()["data"]
+    least = max(max(one["probs"]) for one in plain) - 1e-9
+    found = client.post("/v1/classify", json=body | {"min_confidence": least}).json()["data"]
+    sure = [max(one["probs"]) >= least for one in plain]
+    assert sorted(set(sure)) == [False, True]
+    for before, after, kept in zip(plain, found, sure, strict=True):
+        assert after == before | {"label": before["label"] if kept else ""}
+
+
+def test_a_temperature_acts_in_answers_and_changes_no_label(client, service):
+    warm = with_temperature(made(service.decoder, 0), 3.0)
+    service.tasks.put("warm", warm)
+    plain, found = (
+        client.post("/v1/classify", json={"model": name, "input": list(TEXTS)}).json()["data"]
+        for name in ("films", "warm")
+    )
+    assert client.get("/v1/tasks/warm").json()["temperature"] == 3
+    assert client.delete("/v1/tasks/warm").status_code == 200
+    assert [one["label"] for one in found] == [one["label"] for one in plain]
+    for before, after in zip(plain, found, strict=True):
+        roots = torch.tensor(before["probs"]) ** (1 / 3)
+        torch.testing.assert_close(torch.tensor(after["probs"]), roots / roots.sum(), rtol=0, atol=1e-5)
+
+
+CLASSIFY = "/v1/classify"
+REFUSED = [
+    (CLASSIFY, {"model": "none", "input": TEXT}, 404, "unknown_task"),
+    (CLASSIFY, {"model": "tiny-llama", "input": TEXT}, 400, "base_model"),
+    (CLASSIFY, {"model": "films", "input": ""}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": [TEXT, "  "]}, 422, "bad_input"),
+    (CLASSIFY, {"model": "films", "input": []}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": 3}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": TEXT, "more": 1}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": 0}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": 1.5}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": "high"}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films"}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": "long " * 3000}, 413, "text_too_long"),
+    (CLASSIFY, {"model": "films", "input": ["so " * 100] * 500}, 413, "request_too_long"),
+    (CLASSIFY, {"model": "films", "input": ["a"] * 2049}, 413, "too_many_texts"),
+    ("/predict", {"inputs": ["a"] * 2049}, 413, "too_many_texts"),
+    ("/v1/completions", {"model": "films", "prompt": ["a"] * 2049}, 413, "too_many_texts"),
+    ("/models/none", {"inputs": TEXT}, 404, "unknown_task"),
+    ("/predict", {"inputs": TEXT, "parameters": {"function_to_apply": "sigmoid"}}, 422, "bad_request"),
+    ("/v1/completions", {"model": "films", "prompt": TEXT, "stream": True}, 400, "label_alone"),
+    ("/v1/completions", {"model": "films", "prompt": TEXT, "n": 2}, 400, "label_alone"),
+    ("/v1/completions", {"model": "films", "prompt": TEXT, "echo": True}, 400, "label_alone"),
+    ("/v1/completions", {"model": "films", "prompt": TEXT, "best_of": 2}, 400, "label_alone"),
+    ("/v1/chat/completions", {"model": "films", "messages": [], "stream": True}, 422, "bad_request"),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "films",
+            "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+        },
+        400,
+        "label_alone",
+    ),
+    (
+        "/v1/chat/completions",
+        {"model": "films", "messages": [{"role": "user", "content": "b"}], "tools": [{}]},
+        400,
+        "label_alone",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "code"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_classified_is_told(refusing, path, body, status, code):
+    assert error_of(refusing.post(path, json=body)) == (status, code)
+    assert refusing.post(CLASSIFY, json={"model": "films", "input": TEXT}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"examples": [{"text": "a", "label": "x"}, {"text": " ", "label": "y"}]},
+            "item 2: the text is empty",
+        ),
+        (
+            {"examples": [{"text": "a", "label": "x"}, {"text": 3, "label": "y"}]},
+            "item 2: the text is 3, not",
+        ),
+        (
+            {"examples": [{"text": "a", "label": "x"}, {"text": "\ud800", "label": "y"}]},
+            "item 2: .* surrogate",
+        ),
+        ({"examples": [{"text": "a", "label": "x"}, {"text": "b", "label": None}]}, "item 2: label None"),
+        ({"labels": ["good", "bad"]}, "item 1: label 'x' is not one of good, bad"),
+        ({"labels": ["x", "x"]}, "given twice"),
+        ({"labels": ["x"]}, "at least two|not one of"),
+        ({"examples": [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}]}, "every label is 'x'"),
+        ({"examples": []}, "examples"),
+        ({"template": "no field"}, r"\{text\} 0 times"),
+        ({"name": " "}, "cannot be called"),
+        ({"name": "a/../films"}, "cannot be called"),
+        ({"name": "tiny-llama"}, "base model's name"),
+        ({"shots": 5}, "fewer shots"),
+        ({"settings": {"none": 1}}, "no chosen method has the option"),
+        ({"method": "anchored", "recipe": "fast"}, "leave the recipe out"),
+        ({"method": "svm"}, "method"),
+        ({"chat": True}, "no chat template"),
+        ({"more": 1}, "more"),
+    ],
+    ids=str,
+)
+def test_examples_that_make_no_task_are_refused_row_by_row(refusing, change, told):
+    rows = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
+    body = json.dumps({**NAMED, "examples": rows, "check": True, **change})
+    reply = refusing.post("/v1/tasks", content=body, headers={"Content-Type": "application/json"})
+    assert error_of(reply)[0] == 422, reply.text
+    assert re.search(told, reply.json()["error"]["message"]), reply.text
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [({"shots": "9" * 5000}, "shots"), ({"shots": "x"}, "shots"), ({"check": "maybe"}, "check")],
+    ids=["long", "word", "doubt"],
+)
+def test_a_query_that_cannot_be_read_is_refused(refusing, query, told):
+    headers = {"Content-Type": "text/csv"}
+    reply = refusing.post(
+        "/v1/tasks", params=NAMED | query, content="text,label\na,x\nb,y\n", headers=headers
+    )
+    assert error_of(reply) == (422, "bad_request")
+    assert told in reply.json()["error"]["message"]
+
+
+def test_a_table_without_its_columns_is_refused_with_a_cure_for_clients(refusing):
+    query = {"name": "new", "template": "{text} {label}"}
+    reply = refusing.post("/v1/tasks", params=query, content="a,b\n", headers={"Content-Type": "text/csv"})
+    assert reply.json()["error"]["cure"] == "name the columns text and label"
+
+
+def test_what_is_too_long_or_too_much_is_told_with_its_place_limit_and_cure(refusing):
+    told = refusing.post(CLASSIFY, json={"model": "films", "input": [TEXT, "long " * 3000]}).json()["error"]
+    assert re.match(r"text 2 takes \d+ tokens with its prompt, and \d+ fit .*: shorten it", told["message"])
+    assert told.keys() == {"message", "type", "code", "cure"}
+    told = refusing.post(CLASSIFY, json={"model": "films", "input": ["a"] * 3000}).json()["error"]
+    assert re.match("the request has 3000 texts, and 2048 may come at once: send fewer", told["message"])
+    described = refusing.get("/openapi.json").json()["components"]["schemas"]["Classify"]
+    assert [one.get("maxItems") for one in described["properties"]["input"]["anyOf"]] == [None, 2048]
+
+
+def test_a_cure_is_told_with_the_colons_in_its_quotations(refusing):
+    rows = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
+    told = refusing.post("/v1/tasks", json={**NAMED, "template": "none", "examples": rows}).json()["error"]
+    assert told["cure"].startswith("write it like 'Review: {text}")
+
+
+def test_a_text_that_cannot_be_used_is_named_in_its_list(refusing):
+    for text in ("", 3, "\ud800"):
+        body = json.dumps({"model": "films", "input": ["a", text]})
+        reply = refusing.post(CLASSIFY, content=body, headers={"Content-Type": "application/json"})
+        assert error_of(reply) == (422, "bad_request")
+        assert reply.json()["error"]["message"].startswith("input.1 cannot be used")
+
+
+def test_every_row_that_is_refused_is_named(refusing):
+    rows = [
+        {"text": "a", "label": "x"},
+        {"text": "", "label": "y"},
+        {"text": "b", "label": [1]},
+        {"label": "y"},
+    ]
+    told = refusing.post("/v1/tasks", json={**NAMED, "examples": rows}).json()
+    assert [re.search(r"item (\d)", row)[1] for row in told["error"]["rows"]] == ["2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("", "no lines"),
+        ('{"input": "a"}\n{"input": ""}', "line 2: .*empty"),
+        ('{"input": "a"}\n{"input": 1}', "line 2"),
+        ('{"input": "a"}\n{', "line 2"),
+        ('{"input": "a", "url": "x"}', "line 1"),
+    ],
+)
+def test_files_that_cannot_be_classified_are_refused_line_by_line(refusing, body, told):
+    reply = refusing.post("/v1/batches?model=films", content=body, headers=LINES)
+    assert error_of(reply)[0] == 422
+    assert re.search(told, reply.json()["error"]["message"])
+    none = refusing.post("/v1/batches", content='{"input": "a"}', headers=LINES)
+    assert re.search("no task is named", none.json()["error"]["message"])
+
+
+def test_addresses_methods_bodies_and_times_that_are_wrong(client, monkeypatch):
+    post = client.post
+    assert error_of(client.get("/nowhere")) == (404, "not_found")
+    assert error_of(client.get(CLASSIFY)) == (405, "method")
+    for method in ("PUT", "PATCH", "TRACE"):
+        assert error_of(client.request(method, CLASSIFY, content=b"x")) == (405, "method")
+    assert error_of(post("/healthz", content=b"x")) == (405, "method")
+    assert client.put("/v1/tasks", content=b"x").headers["Allow"] == "GET, POST"
+    assert error_of(client.get("/v1/jobs/none")) == (404, "unknown_job")
+    assert error_of(post(CLASSIFY, content=b"{")) == (415, "content_type")
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        headers = {"Content-Type": kind}
+        assert error_of(post(CLASSIFY, content=b"{}", headers=headers)) == (415, "content_type")
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    for body in (b"{", b"\xff", b"[" * 100_000, b"null", b'{"input": "\\ud800", "model": "films"}'):
+        assert post(CLASSIFY, content=body, headers=headers).status_code in {400, 422}
+    assert error_of(post(CLASSIFY, content=b" " * 2**23, headers=headers)) == (413, "body_too_long")
+    parts = (b" " * 2**20 for _ in range(9))
+    assert error_of(post(CLASSIFY, content=parts, headers=headers)) == (413, "body_too_long")
+    assert error_of(client.put("/v1/tasks/a", content=b"no tar", headers=TAR)) == (422, "bad_artefact")
+    late = {"X-Request-Timeout": "0"}
+    assert post(CLASSIFY, json={"model": "films", "input": TEXT}, headers=late).status_code == 422
+    assert error_of(client.get("/healthz", headers={"Host": "evil.example"})) == (421, "unknown_host")
+
+
+def test_a_deadline_that_has_passed(client, service, monkeypatch):
+    monkeypatch.setattr("i2cl.interfaces.server.service.TIMEOUT", -1.0)
+    body = {"model": "films", "input": TEXT}
+    assert error_of(client.post(CLASSIFY, json=body)) == (504, "deadline")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CLASSIFY, {"model": "films", "input": TEXT}),
+        ("/predict", {"inputs": TEXT}),
+        ("/v1/completions", {"model": "films", "prompt": TEXT, "seed": 5.0}),  # JSON's 5.0 is a whole number
+        ("/v1/chat/completions", {"model": "films", "messages": [{"role": "user", "content": TEXT}]}),
+    ],
+)
+def test_each_way_of_asking_takes_a_deadline(client, monkeypatch, path, body):
+    from i2cl.interfaces.server.service import Service
+
+    seen = []
+
+    async def answered(self, name, texts, *, timeout, gone):
+        seen.append(timeout)
+
+    monkeypatch.setattr(Service, "answered", answered)
+    client.post(path, json=body, headers={"X-Request-Timeout": "7"})
+    assert seen == [7]
+
+
+def test_what_nobody_expected_is_told_without_its_words(client, service, monkeypatch, caplog):
+    def fails(*_):
+        raise KeyError("a user's text")
+
+    monkeypatch.setattr(service.tasks, "asked", fails)
+    reply = client.post(CLASSIFY, json={"model": "films", "input": TEXT})
+    assert error_of(reply) == (500, "internal")
+    assert "a user's text" not in reply.text + caplog.text
+    assert "KeyError at test_app.py" in caplog.text
+
+
+def test_tokens_and_roles(service, asking, tmp_path):
+    service.tasks.put("films", made(service.decoder, 0))
+    file = tmp_path / "tokens"
+    file.write_text("# notes\nadmin 0123456789abcdefA\nread 0123456789abcdefR\n")
+    client = asking(service, Access(read_tokens(file), frozenset()))
+    body = {"model": "films", "input": TEXT}
+    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic 0123456789abcdefA"}):
+        assert error_of(client.post(CLASSIFY, json=body, headers=header)) == (401, "no_token")
+        assert error_of(client.get("/metrics", headers=header))[0] == 401
+    for role, removed in (("R", 403), ("A", 200)):
+        header = {"Authorization": f"Bearer 0123456789abcdef{role}"}
+        assert client.post(CLASSIFY, json=body, headers=header).status_code == 200
+        assert client.get("/v1/models", headers=header).status_code == 200
+        assert client.delete("/v1/tasks/films", headers=header).status_code == removed
+    assert client.get("/healthz").status_code == client.get("/").status_code == 200
+
+
+def test_a_reading_token_sends_files_and_sees_its_own_jobs(service, asking, monkeypatch):
+    service.tasks.put("films", made(service.decoder, 0))
+    tokens = {"admin-0123456789abc": "admin", "read1-0123456789abc": "read", "read2-0123456789abc": "read"}
+    client = asking(service, Access(tokens, frozenset()))
+    admin, first, second = ({"Authorization": f"Bearer {token}"} for token in tokens)
+    jobs = {}
+    for name, header in (("admin", admin), ("first", first), ("second", second)):
+        reply = client.post("/v1/batches?model=films", content=b'{"input": "a"}', headers={**LINES, **header})
+        jobs[name] = ended(service.jobs.get(reply.json()["id"])).id
+    assert error_of(client.post("/v1/tasks", json=NAMED, headers=first)) == (403, "read_token")
+
+    def seen(header):
+        return {one["id"] for one in client.get("/v1/jobs", headers=header).json()["data"]}
+
+    assert (seen(admin), seen(first), seen(second)) == (
+        {*jobs.values()},
+        {jobs["first"]},
+        {jobs["second"]},
+    )
+    for path in ("/v1/jobs/{}", "/v1/jobs/{}/events", "/v1/batches/{}"):
+        assert client.get(path.format(jobs["first"]), headers=first).status_code == 200
+        assert client.get(path.format(jobs["first"]), headers=admin).status_code == 200
+        assert error_of(client.get(path.format(jobs["first"]), headers=second)) == (404, "unknown_job")
+    assert error_of(client.delete(f"/v1/jobs/{jobs['first']}", headers=second)) == (404, "unknown_job")
+    assert seen(second) == {jobs["second"]}
+    assert Job.stored(service.jobs.get(jobs["first"]).folder).owner not in {None, *tokens}
+    assert client.delete(f"/v1/jobs/{jobs['first']}", headers=first).status_code == 200
+    monkeypatch.setattr("i2cl.interfaces.server.jobs.MOST_OWN", 0)
+    for header, status in ((first, 429), (admin, 202)):
+        sent = client.post("/v1/batches?model=films", content=b'{"input": "a"}', headers={**LINES, **header})
+        assert sent.status_code == status
+
+
+def test_one_that_only_reads(service, opened, asking, tmp_path):
+    service.tasks.put("films", made(service.decoder, 0))
+    client = asking(opened(read_only=True))
+    assert client.post(CLASSIFY, json={"model": "films", "input": TEXT}).status_code == 200
+    assert error_of(client.delete("/v1/tasks/films")) == (403, "read_only")
+    for path, headers in (("/v1/tasks", None), ("/v1/batches", LINES)):
+        assert (
+            error_of(
+                client.post(path, content=b"{}", headers=headers or {"Content-Type": "application/json"})
+            )[0]
+            == 403
+        )
+    assert error_of(client.put("/v1/tasks/a", content=b"", headers=TAR)) == (403, "read_only")
+    assert error_of(client.get("/v1/jobs")) == (403, "read_only")
+
+
+def test_no_other_site_can_ask_unless_it_is_named(client, service, asking):
+    origin = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in client.options(CLASSIFY, headers=origin).headers
+    named = asking(service, origins=["https://example.org"])
+    reply = named.options(CLASSIFY, headers=origin)
+    assert reply.headers["access-control-allow-origin"] == "https://example.org"
+
+
+def test_the_page_and_the_description_load_nothing_from_elsewhere(client):
+    for path in ("/", "/page.css", "/page.js"):
+        reply = client.get(path)
+        assert reply.status_code == 200
+        assert "default-src 'none'" in reply.headers["content-security-policy"]
+        assert not re.search(r"https?://(?!www\.w3\.org/)", reply.text)
+    assert error_of(client.get("/docs"))[0] == 404
+    described = client.get("/openapi.json").json()
+    assert {"/v1/classify", "/v1/tasks/{name}", "/v1/batches"} <= described["paths"].keys()
+
+
+def test_figures_tell_of_requests_and_name_no_task(client, service):
+    client.post(CLASSIFY, json={"model": "films", "input": TEXT})
+    client.post(CLASSIFY, json={"model": "none", "input": TEXT})
+    told = client.get("/metrics").text
+    assert 'i2cl_requests_total{route="/v1/classify",status="200"} 1.0' in told
+    assert 'i2cl_refusals_total{reason="unknown_task"} 1.0' in told
+    assert "i2cl_batch_rows_count 1.0" in told
+    assert "i2cl_resident_tasks 1.0" in told
+    assert "films" not in told
+
+
+def test_an_end_takes_nothing_new(client, service):
+    service.close()
+    assert error_of(client.get("/readyz")) == (503, "stopping")
+    assert error_of(client.post(CLASSIFY, json={"model": "films", "input": TEXT})) == (503, "stopping")
+    lines = client.post("/v1/batches?model=films", content='{"input": "a"}', headers=LINES)
+    assert error_of(lines) == (503, "stopping")
+
+
+def test_two_processes_do_not_write_to_one_folder(service, opened):
+    from i2cl.errors import I2CLError
+
+    with pytest.raises(I2CLError, match="another process serves"):
+        opened()
+
+
+@pytest.mark.parametrize("text", ["admin short", "root 0123456789abcdef", "admin", "", "# none"])
+def test_token_files_that_are_none(tmp_path, text):
+    from i2cl.errors import I2CLError
+
+    file = tmp_path / "tokens"
+    file.write_text(text)
+    with pytest.raises(I2CLError, match="--token-file") as refused:
+        read_tokens(file)
+    assert "0123456789abcdef" not in str(refused.value)
+
+
+def test_an_answer_that_nobody_waits_for_does_not_run(service):
+    import asyncio
+    import threading
+
+    service.tasks.put("films", made(service.decoder, 0))
+    go, begun = threading.Event(), threading.Event()
+    service.batcher.run(lambda: (begun.set(), go.wait(20)))
+    begun.wait(20)
+
+    async def leaves():
+        return await service.answered("films", [TEXT], gone=lambda: asyncio.sleep(0.05))
+
+    before = service.metrics.text()
+    assert asyncio.run(leaves()) is None
+    assert service.batcher.waiting == 0
+    go.set()
+    time.sleep(0.1)
+    count = re.compile(rb"i2cl_batch_rows_count (\S+)")
+    assert count.search(service.metrics.text())[1] == count.search(before)[1]
+
+
+def test_a_cure_is_short_however_long_the_message():
+    told = RefusalError(422, "bad_input", "x: " + "': a' " * 1000).body()["error"]
+    assert len(told["cure"]) <= LONG
+    assert RefusalError(422, "bad_input", "it is 'a: b': say 'c: d'").body()["error"]["cure"] == "say 'c: d'"

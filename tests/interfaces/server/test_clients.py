@@ -1,0 +1,111 @@
+"""Clients that others have written, unchanged, over loopback, with a token and without."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from i2cl import Decoder, Injection
+from i2cl.interfaces.server.client import Client
+from i2cl.tasks import load_task
+from processes import COMMAND, Program
+
+from .conftest import made
+from .test_serve import address
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+TOKEN = "0123456789abcdefR"
+TASK = load_task("mood-colour-1")
+TEXTS = [row.text for row in TASK.test[:3]]
+
+
+@pytest.fixture(scope="module", params=[None, TOKEN], ids=["open", "token"])
+def served(request, tmp_path_factory):
+    """Address of a server with a task and a token of it, and the task's probabilities of the texts."""
+    folder = tmp_path_factory.mktemp("served")
+    decoder = Decoder.from_pretrained("reference")
+    made(decoder, 0).save_pretrained(folder / "films")
+    right = Injection.from_pretrained(folder / "films").scores(decoder, TEXTS).softmax(-1).tolist()
+    (folder / "tokens").write_text(f"read {TOKEN}\nadmin 0123456789abcdefA\n")
+    options = ("--token-file", folder / "tokens") if request.param else ()
+    program = Program(COMMAND, "serve", "reference", "--tasks", folder / "tasks", "--port", 0, *options)
+    url = address(program)
+    Client(url, token="0123456789abcdefA").upload("a/films", folder / "films")
+    yield url, request.param, right
+    os.kill(program.process.pid, signal.SIGTERM)
+    assert program.wait()[0] == 0
+
+
+def test_openai(served):
+    openai = pytest.importorskip("openai", reason="needs openai")
+    from math import exp
+
+    url, token, right = served
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=token or "none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["reference", "a/films"]
+    assert client.models.retrieve("a/films").owned_by == "i2cl"
+    best = [("positive", "negative")[one[1] > one[0]] for one in right]
+    for text, label, probs in zip(TEXTS, best, right, strict=True):
+        reply = client.chat.completions.create(
+            model="a/films", messages=[{"role": "user", "content": text}], logprobs=True, top_logprobs=2
+        )
+        assert reply.choices[0].message.content == label
+        told = {one.token: exp(one.logprob) for one in reply.choices[0].logprobs.content[0].top_logprobs}
+        assert [told["positive"], told["negative"]] == pytest.approx(probs, abs=1e-5)
+    reply = client.completions.create(model="a/films", prompt=TEXTS, logprobs=2, max_tokens=1)
+    assert [choice.text for choice in reply.choices] == best
+    assert reply.usage.prompt_tokens > 0
+    for wrong, options in (
+        (openai.BadRequestError, {"stream": True}),
+        (openai.NotFoundError, {"model": "none"}),
+        (openai.UnprocessableEntityError, {"prompt": ""}),
+    ):
+        with pytest.raises(wrong):
+            client.completions.create(**{"model": "a/films", "prompt": TEXTS[0]} | options)
+    if token:
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
+
+
+def test_huggingface_hub(served):
+    hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
+    url, token, right = served
+    for options in ({"model": f"{url}/models/a/films"}, {"base_url": f"{url}/predict"}):
+        client = hub.InferenceClient(token=token, **options)
+        for text, probs in zip(TEXTS, right, strict=True):
+            found = client.text_classification(text)
+            assert found[0].score >= found[1].score
+            told = {one.label: one.score for one in found}
+            assert [told["positive"], told["negative"]] == pytest.approx(probs, abs=1e-5)
+        assert len(client.text_classification(TEXTS[0], top_k=1, function_to_apply="softmax")) == 1
+        with pytest.raises(hub.errors.HfHubHTTPError, match="function_to_apply"):
+            client.text_classification(TEXTS[0], function_to_apply="sigmoid")
+    if token:
+        with pytest.raises(hub.errors.HfHubHTTPError, match="401"):
+            hub.InferenceClient(base_url=f"{url}/predict", token="wrong").text_classification(TEXTS[0])
+
+
+def test_curl(served):
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    url, token, right = served
+    key = ["-H", f"Authorization: Bearer {token}"] if token else []
+
+    def curl(path, *options):
+        command = ["curl", "-sS", "--noproxy", "*", *key, *options, url + path]
+        return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+
+    body = ("-H", "Content-Type: application/json", "-d", json.dumps({"model": "a/films", "input": TEXTS}))
+    told = curl("/v1/classify", *body)
+    assert told["labels"] == ["positive", "negative"]
+    for one, probs in zip(told["data"], right, strict=True):
+        assert one["probs"] == pytest.approx(probs, abs=1e-5)
+    assert [one["id"] for one in curl("/v1/tasks")["data"]] == ["a/films"]
+    assert curl("/v1/classify", "-d", "{}")["error"]["code"] == "content_type"
+    key.clear()
+    assert ("error" in curl("/v1/tasks")) == (token is not None)

@@ -1,0 +1,289 @@
+"""Fits and files: to their end, cancelled, and after a kill."""
+
+import io
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from i2cl.interfaces.server import files, jobs
+from i2cl.interfaces.server.refusals import RefusalError
+
+from .conftest import TEXTS, made
+
+FIT = {"name": "films", "template": "Review: {text}\nSentiment: {label}", "labels": None, "shots": 2}
+FIT |= {"seed": 0, "method": None, "recipe": None, "settings": {"steps": 1}, "evaluate": 4}
+FIT |= {"chat": False, "instruction": None}
+
+
+def ended(job, seconds=60.0):
+    start = time.monotonic()
+    while not job.ended and time.monotonic() - start < seconds:
+        time.sleep(0.01)
+    return job
+
+
+def examples(task):
+    return json.dumps([{"text": row.text, "label": task.labels[row.label]} for row in task.train]).encode()
+
+
+def checked(service, body, model=None):
+    """What the job of a file has to know, and its lines."""
+    rows = io.BytesIO()
+    count, names = files.checked(io.BytesIO(body), model, service.tasks.entry, rows)
+    with service.tasks.kept(names) as digests:
+        return {"rows": count, "tasks": names, "digests": digests}, rows.getvalue()
+
+
+def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
+    job = ended(service.jobs.add("fit", FIT, {"input.json": examples(task)}))
+    events = [one["event"] for one in job.events]
+    assert events[:3] == ["queued", "started", "step"]
+    assert job.status == "done", job.events[-1]
+    last, step = job.events[-1], job.events[2]
+    layers = service.decoder.layers
+    assert "coefficients" not in step  # but in the last one
+    assert [len(last["coefficients"]), len(last["coefficients"][0]), len(last["sizes"])] == [
+        layers,
+        2,
+        layers,
+    ]
+    assert last["digest"] == service.tasks.entry("films").digest
+    assert last["worth"]["methods"].keys() >= {"zero_shot", "few_shot", "anchored"}
+    assert last["tokens"]["few_shot"] > last["tokens"]["task"]
+    assert not list(job.folder.glob("input.*"))
+    injection = service.tasks.injection(last["digest"])
+    assert injection.task.labels == ("bad", "good") or injection.task.labels == ("negative", "positive")
+
+
+def test_a_fit_that_was_killed_comes_to_the_same_vectors(opened, task, tmp_path, monkeypatch):
+    service = opened()
+    whole = ended(service.jobs.add("fit", FIT, {"input.json": examples(task)}))
+    before = service.tasks.injection(whole.events[-1]["digest"])
+    service.tasks.delete("films")
+
+    def killed(*_, **__):
+        raise jobs.FitStoppedError  # as at the end of the process: nothing is told
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service.tasks, "put", killed)
+        job = service.jobs.add("fit", FIT, {"input.json": examples(task)})
+        while not any(one.get("method") == "anchored" for one in job.events):
+            time.sleep(0.01)
+        service.close()
+    again = opened()
+    found = ended(again.jobs.get(job.id))
+    assert [one["event"] for one in found.events].count("resumed") == 1
+    assert found.status == "done"
+    after = again.tasks.injection(again.tasks.entry("films").digest)
+    assert torch.equal(after.context.values, before.context.values)
+    assert after.history == before.history
+    assert again.jobs.get(whole.id).status == "done"
+
+
+def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 4)
+    service = opened()
+    for number, name in enumerate("ab"):
+        service.tasks.put(name, made(service.decoder, number))
+    texts = [f"{text} {number}" for number in range(3) for text in TEXTS]
+    lines = [{"input": text, "model": "ab"[at % 2], "custom_id": f"n{at}"} for at, text in enumerate(texts)]
+    body = "\n".join(json.dumps(line) for line in lines).encode()
+    told, rows = checked(service, body)
+    right = [
+        service.tasks.injection(told["digests"][line["model"]]).scores(service.decoder, [line["input"]])[0]
+        for line in lines
+    ]
+    answers = service.batcher.pool.answers
+    calls = []
+
+    def some(rows):
+        calls.append(len(rows))
+        if len(calls) == 4:
+            service.batcher._stops = True  # what is under way is not told, as in a kill
+            raise jobs.FitStoppedError
+        return answers(rows)
+
+    service.batcher.pool.answers = some
+    job = service.jobs.add("batch", told, {files.INPUT: rows})
+    while len(calls) < 4:
+        time.sleep(0.01)
+    service.close()
+    with (tmp_path / "tasks" / "jobs" / job.id / files.OUTPUT).open("ab") as torn:
+        torn.write(b'{"line": 13, "half')
+    again = opened()
+    again.tasks.put("a", made(again.decoder, 5))  # the file's version is that of when it came
+    found = ended(again.jobs.get(job.id))
+    assert found.status == "done", found.events
+    out = [json.loads(line) for line in (found.folder / files.OUTPUT).read_bytes().splitlines()]
+    assert [(one["line"], one["custom_id"]) for one in out] == [
+        (at + 1, f"n{at}") for at in range(len(texts))
+    ]
+    for one, scores in zip(out, right, strict=True):
+        assert one["probs"] == pytest.approx(scores.softmax(-1).tolist(), abs=1e-5)
+        assert one["label"] == one["labels"][int(scores.argmax())]
+
+
+def test_a_line_that_is_too_long_is_told_as_such(service):
+    service.tasks.put("a", made(service.decoder, 0))
+    body = "\n".join(json.dumps({"input": text}) for text in ("short", "long " * 3000, "short"))
+    told, rows = checked(service, body.encode(), "a")
+    job = ended(service.jobs.add("batch", told, {files.INPUT: rows}))
+    out = [json.loads(line) for line in (job.folder / files.OUTPUT).read_bytes().splitlines()]
+    assert [one.get("label") is None for one in out] == [False, True, False]
+    assert out[1]["error"]["code"] == "text_too_long"
+
+
+def test_a_job_is_cancelled_while_it_runs_and_while_it_waits(service, task):
+    slow = {**FIT, "method": "i2cl", "settings": {"epochs": 5000}}
+    runs, waits = (service.jobs.add("fit", slow, {"input.json": examples(task)}) for _ in range(2))
+    while runs.events[-1]["event"] != "step":
+        assert not runs.ended, runs.events[-1]
+        time.sleep(0.01)
+    for job in (waits, runs):
+        service.jobs.cancel(job)
+        assert ended(job).status == "cancelled"
+    service.jobs.cancel(waits)
+    with pytest.raises(RefusalError):
+        service.jobs.get(waits.id)
+    assert not waits.folder.exists()
+
+
+def test_a_fit_that_fails_says_why(service, task, monkeypatch):
+    def fails(*_, **__):
+        raise KeyError("a user's text")
+
+    monkeypatch.setattr("i2cl.interfaces.server.fits.Anchored.injection", fails)
+    job = ended(service.jobs.add("fit", FIT, {"input.json": examples(task)}))
+    assert job.status == "failed"
+    assert job.events[-1]["error"]["code"] == "internal"
+    assert "a user's text" not in json.dumps(job.events)
+
+
+def lines_of(count):
+    return "\n".join(json.dumps({"input": f"{TEXTS[0]} {at}"}) for at in range(count)).encode()
+
+
+def test_a_row_that_fails_costs_its_line_and_not_the_file(service, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 4)
+    service.tasks.put("a", made(service.decoder, 0))
+    told, rows = checked(service, lines_of(10), "a")
+    answers, seventh = service.batcher.pool.answers, service.tasks.asked("a", [f"{TEXTS[0]} 6"])[1][0].ids
+
+    def fails(asked):
+        if any(row.ids == seventh for row in asked):
+            raise KeyError("a user's text")
+        return answers(asked)
+
+    monkeypatch.setattr(service.batcher.pool, "answers", fails)
+    job = ended(service.jobs.add("batch", told, {files.INPUT: rows}))
+    out = [json.loads(line) for line in (job.folder / files.OUTPUT).read_bytes().splitlines()]
+    assert [one["line"] for one in out if "error" in one] == [7]
+    assert out[6]["error"]["code"] == "internal"
+    assert sum("label" in one for one in out) == 9
+    assert (job.status, job.events[-1]["failed"]) == ("done", 1)
+
+
+@pytest.mark.parametrize("kind", ["runs", "waits"])
+def test_a_cancel_survives_a_kill(opened, task, monkeypatch, kind):
+    service = opened()
+    slow = {**FIT, "method": "i2cl", "settings": {"epochs": 5000}}
+    runs, waits = (service.jobs.add("fit", slow, {"input.json": examples(task)}) for _ in range(2))
+    while runs.events[-1]["event"] != "step":
+        assert not runs.ended, runs.events[-1]
+        time.sleep(0.01)
+    with monkeypatch.context() as patch:  # the process ends before the fit notices
+        patch.setattr(jobs.Job, "require_wanted", lambda _: None)
+        patch.setattr(service.jobs, "_end", lambda *_, **__: None)
+        chosen = {"runs": runs, "waits": waits}[kind]
+        service.jobs.cancel(chosen)
+        service.close()
+    assert not chosen.ended
+    again = opened()
+    assert ended(again.jobs.get(chosen.id)).status == "cancelled"
+    assert not list(chosen.folder.glob("input.*"))
+    other = again.jobs.get(({runs, waits} - {chosen}).pop().id)
+    again.jobs.cancel(other)
+    assert [one["event"] for one in ended(other).events][-1] == "cancelled"
+
+
+def test_events_are_few_however_long_a_job_takes(service, asking):
+    (service.jobs._root / "fit-0").mkdir()
+    job = jobs.Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued", "at": 0.0}])
+    job.tell("started")
+    for step in range(5 * jobs.MOST_SHOWN):
+        job.show("step", step=step, coefficients=[[0.0] * 1000], sizes=[0.0] * 1000)
+    shown = [one for one in job.events if one["event"] == "step"]
+    assert [one["step"] for one in shown] == [*range(4 * jobs.MOST_SHOWN, 5 * jobs.MOST_SHOWN)]
+    assert [at for at, one in enumerate(shown) if "sizes" in one] == [len(shown) - 1]
+    assert [one["event"] for one in job.events[:2]] == ["queued", "started"]
+    times = [one["at"] for one in job.events]
+    assert times == sorted(set(times))
+    job.tell("done")
+    service.jobs._jobs[job.id] = job
+    seen = round(1000 * job.events[-2]["at"])
+    reply = asking(service).get(f"/v1/jobs/{job.id}/events", headers={"Last-Event-ID": str(seen)})
+    assert reply.text.startswith(f"id: {round(1000 * job.events[-1]['at'])}\nevent: done\n")
+    job.cancelled = True
+    whole = {"kind": "fit", "created": 0.0, "told": {}}
+    (job.folder / "job.json").write_text(json.dumps(whole))
+    again = jobs.Job.stored(job.folder)  # after a start anew ids go on behind those that were shown
+    assert [one["event"] for one in again.events] == ["started", "done"]
+    assert again.events[-1]["at"] == job.events[-1]["at"]
+
+
+SPOILED = {
+    "job.json": [b"", b"{", b"[]", b"null", b"\xff", b'{"kind": "none", "created": 0, "told": {}}'],
+    "events.jsonl": [
+        b"{\n",
+        b"3\n",
+        b"null\n",
+        b'{"event": 3}\n',
+        b"\xff\xfe\n",
+        b'{"event":"done","at":NaN}\n',
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, one) for name in SPOILED for one in SPOILED[name]])
+def test_what_cannot_be_read_is_neither_removed_nor_in_the_way(opened, task, caplog, name, content):
+    service = opened()
+    digest = service.tasks.put("films", made(service.decoder, 0)).digest
+    first = ended(service.jobs.add("batch", *job_of(service, 3)))
+    second = ended(service.jobs.add("batch", *job_of(service, 3)))
+    service.tasks.put("films", made(service.decoder, 4))  # the first version is needed by nobody known
+    service.tasks._artefacts.joinpath(digest).mkdir()
+    service.close()
+    path = first.folder / name
+    path.write_bytes(path.read_bytes() + content if name == "events.jsonl" else content)
+    kept = {one.name: one.read_bytes() for one in first.folder.iterdir()}
+    again = opened()
+    assert again.jobs.get(second.id).status == "done"
+    assert {one.name: one.read_bytes() for one in first.folder.iterdir()} == kept
+    if name == "events.jsonl":
+        assert again.jobs.get(first.id).status == "done"
+    else:
+        assert again.tasks._artefacts.joinpath(digest).is_dir()  # that job may need it
+        assert f"jobs/{first.id} stays as it is" in caplog.text
+        with pytest.raises(RefusalError, match="no job"):
+            again.jobs.get(first.id)
+
+
+def job_of(service, count):
+    told, rows = checked(service, lines_of(count), "films")
+    return told, {files.INPUT: rows}
+
+
+@pytest.mark.parametrize("rows", [10, 2], ids=["other rows", "left out"])
+def test_a_fit_beside_other_work_keeps_no_time_of_a_text(service, task, rows):
+    shown = [row for label in range(2) for row in [one for one in task.train if one.label == label][:rows]]
+    job = ended(service.jobs.add("fit", FIT, {"input.json": examples(replace(task, train=tuple(shown)))}))
+    assert job.status == "done", job.events[-1]
+    injection = service.tasks.injection(job.events[-1]["digest"])
+    methods = injection.worth["methods"]
+    assert methods.keys() >= {"zero_shot", "anchored"}
+    assert not any("milliseconds_per_query" in one for one in methods.values())
+    card = (service.tasks._artefacts / job.events[-1]["digest"] / "README.md").read_text()
+    assert "| zero_shot |" in card

@@ -1,0 +1,143 @@
+"""A replica without Ray: the answers of the plain server. `scripts/fuzz_serve.py --ray` kills one of two."""
+
+import asyncio
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.server.client import Client, ServerError, _pause
+from i2cl.interfaces.server.ray_serve import Replica
+
+from .conftest import HOST, TEXTS, made
+
+
+def answers(reply):
+    told = reply.json()
+    return told["data"] if isinstance(told, dict) else told
+
+
+@pytest.fixture
+def replica(service, monkeypatch, tmp_path):
+    """Of a folder that a service has written."""
+    service.tasks.put("films", made(service.decoder, 0))
+    monkeypatch.setattr("i2cl.models.decoder.Decoder.from_pretrained", lambda *_, **__: service.decoder)
+    return Replica("tiny-llama", str(tmp_path / "tasks"), {})
+
+
+def test_a_replica_answers_as_the_server(replica, service, asking):
+    class Through:
+        """What Ray does: gives a request, and sends what comes."""
+
+        async def __call__(self, scope, receive, send):
+            from starlette.requests import Request
+
+            await (await replica(Request(scope, receive)))(scope, receive, send)
+
+    plain = asking(service)
+    ray = TestClient(Starlette(routes=[Mount("/", app=Through())]), base_url=HOST)
+    for path, body, status in (
+        ("/v1/classify", {"model": "films", "input": list(TEXTS)}, 200),
+        ("/models/films", {"inputs": TEXTS[0]}, 200),
+        ("/v1/classify", {"model": "none", "input": "a"}, 404),
+        ("/v1/tasks", {"name": "new"}, 403),
+    ):
+        found = ray.post(path, json=body)
+        assert found.status_code == status
+        if status == 200:
+            right = plain.post(path, json=body)
+            assert found.headers["x-task-digest"] == right.headers["x-task-digest"]
+            assert answers(found) == answers(right)
+
+
+def test_a_replica_takes_tokens(replica, service, tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("read 0123456789abcdefR\n")
+    client = TestClient(Replica("tiny-llama", str(tmp_path / "tasks"), {}, str(file))._app, base_url=HOST)
+    body = {"model": "films", "input": "a"}
+    assert client.post("/v1/classify", json=body).status_code == 401
+    header = {"Authorization": "Bearer 0123456789abcdefR"}
+    assert client.post("/v1/classify", json=body, headers=header).status_code == 200
+    file.write_text("none")
+    with pytest.raises(I2CLError, match="--token-file"):
+        Replica("tiny-llama", str(tmp_path / "tasks"), {}, str(file))
+
+
+def test_a_replica_answers_a_handle_and_tells_when_it_is_ill(replica):
+    found = asyncio.run(replica.classify("films", list(TEXTS)))
+    assert (found["labels"], len(found["probabilities"])) == (["positive", "negative"], len(TEXTS))
+    with pytest.raises(I2CLError, match="no task 'none'"):
+        asyncio.run(replica.classify("none", ["a"]))
+    replica.check_health()
+    replica._service.close()
+    with pytest.raises(RuntimeError, match="thread has ended"):
+        replica.check_health()
+
+
+def test_a_request_that_a_killed_replica_lost_is_sent_again():
+    told = [(500, b"Internal Server Error"), (502, b"<html>"), (200, b'{"data": [{"id": "films"}]}')]
+    told += [(500, b'{"error": {"code": "internal", "message": "the server failed: please report it"}}')]
+    told += [(504, b"<html>")]
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, body = told.pop(0)
+            self.send_response(status)
+            for name, value in (("Content-Length", len(body)), ("Content-Type", "application/json")):
+                self.send_header(name, str(value))
+            self.send_header("Retry-After", "0")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self):
+            self.do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever).start()
+        client = Client(f"http://127.0.0.1:{proxy.server_port}")
+        assert client.tasks() == [{"id": "films"}]
+        with pytest.raises(ServerError, match="please report it"):
+            client.tasks()
+        with pytest.raises(ServerError, match="status 504"):  # once: the fit may have begun
+            client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")
+        proxy.shutdown()
+    assert not told
+
+
+def test_a_fit_is_not_begun_twice_where_the_line_breaks():
+    heard = []
+
+    class Broken(BaseHTTPRequestHandler):
+        def do_POST(self):
+            heard.append(self.path)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.close_connection = True
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever).start()
+        client = Client(f"http://127.0.0.1:{server.server_port}", retries=1)
+        with pytest.raises(ServerError, match="and what it has done"):
+            client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")
+        with pytest.raises(ServerError, match=r"check that it serves$"):
+            client.classify("films", ["a"])
+        server.shutdown()
+    assert heard == ["/v1/tasks", "/v1/classify", "/v1/classify"]
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("5", 5), ("3600", 60), ("Wed, 21 Oct 2026 07:28:00 GMT", 1)])
+def test_a_pause_is_short_whatever_a_proxy_says(given, seconds):
+    assert _pause(given) == seconds

@@ -1,0 +1,114 @@
+"""The command: how it starts, answers over a real socket, and ends."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+
+from i2cl.interfaces.server.client import AsyncClient, Client, ServerError
+from i2cl.tasks import load_task
+from processes import COMMAND, Program
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+SECONDS = 120.0
+
+
+def until(told, program=None):
+    """Wait for something that is not False or None."""
+    start = time.monotonic()
+    while time.monotonic() - start < SECONDS:
+        if found := told():
+            return found
+        assert program is None or program.process.is_alive(), program.said()
+        time.sleep(0.02)
+    return pytest.fail("it did not come")
+
+
+def address(program):
+    return until(lambda: re.search(r'http://[^"\s]+(?=["\s])', program.said()[0]), program)[0]
+
+
+def examples(task, count):
+    return [{"text": row.text, "label": task.labels[row.label]} for row in task.train[:count]]
+
+
+def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
+    program = Program(COMMAND, "serve", "reference", "--tasks", tmp_path / "tasks", "--port", 0, "--json")
+    url = address(program)
+    assert json.loads(program.said()[0]) == {"address": url, "model": "reference", "tasks": 0}
+    client, task = Client(url), load_task("mood-colour-1")
+    job = client.fit(
+        "mood", examples(task, 40), task.template.format, settings={"steps": 1}, evaluate=0, shots=2
+    )
+    assert [one["event"] for one in client.events(job)][-1] == "done"
+    assert client.wait(job)["name"] == "mood"
+    texts = [row.text for row in task.test[:3]]
+    found = client.classify("mood", texts)
+    assert asyncio.run(AsyncClient(url).classify("mood", texts)) == found
+    assert found[0].digest == client.tasks()[0]["digest"]
+    assert sum(found[0].probabilities.values()) == pytest.approx(1)
+    for wrong, code in (
+        (lambda: client.classify("none", texts), 404),
+        (lambda: client.fit("x", [], ""), 422),
+    ):
+        with pytest.raises(ServerError, match=": ") as refused:
+            wrong()
+        assert refused.value.status == code
+    line = client.batch([{"input": text} for text in texts], "mood")
+    client.wait(line)
+    assert [one["label"] for one in client.answers(line)] == [one.label for one in found]
+    slow = client.fit("slow", examples(task, 40), task.template.format, method="i2cl", evaluate=0)
+    until(lambda: client.job(slow)["last"]["event"] == "step")
+    os.kill(program.process.pid, signal.SIGTERM)
+    code, _, said = program.wait()
+    assert (code, said.count("Traceback")) == (0, 0), said
+    with pytest.raises(ServerError, match="check that it serves"):
+        Client(url, retries=0).tasks()
+    head = json.loads((tmp_path / "tasks" / "jobs" / slow / "job.json").read_text())
+    assert head["told"]["name"] == "slow"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--host", "0.0.0.0"), "give a --token-file, or listen on 127.0.0.1"),
+        (("--token-file", "none"), "--token-file .* cannot be read"),
+        (("--port", "70000"), "--port"),
+        (("--max-waiting-tokens", "0"), "--max-waiting-tokens"),
+        (("--read-only",), "holds no tasks"),
+        (("--host", "203.0.113.1"), "token-file"),
+    ],
+)
+def test_what_it_cannot_serve_is_told_in_a_line(call, tmp_path, options, told):
+    code, out, err = call("serve", "reference", "--tasks", tmp_path / "tasks", *options)
+    assert (code, out, err.count("error: ")) == (2, "", 1)
+    assert re.search(told, err)
+
+
+def test_a_port_that_is_taken(call, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = call("serve", "reference", "--tasks", tmp_path / "tasks", "--port", port)
+    assert (code, "choose another --host or --port" in err) == (2, True)
+
+
+def test_every_option_is_explained(call):
+    code, out, _ = call("serve", "--help")
+    options = (
+        "--tasks",
+        "--host",
+        "--port",
+        "--token-file",
+        "--max-waiting-tokens",
+        "--no-page",
+        "--read-only",
+    )
+    assert code == 0
+    assert all(option in out for option in (*options, "--json", "--device", "--allowed-host"))

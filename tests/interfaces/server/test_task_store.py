@@ -1,0 +1,299 @@
+"""The folder of tasks: all or nothing, whatever is sent and whatever ends the process."""
+
+import errno
+import io
+import json
+import os
+import tarfile
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from i2cl.errors import I2CLError
+from i2cl.injections.pool import InjectionPool
+from i2cl.interfaces.server.refusals import RefusalError
+from i2cl.interfaces.server.task_store import TaskFolder, content_digest
+from i2cl.interfaces.server.uploads import unpacked
+from i2cl.storage import atomic
+
+from .conftest import TEXTS, made, packed
+
+
+@pytest.fixture
+def opened_folder(decoder, tmp_path):
+    def make(**options):
+        given = {"most_resident": 10, "read_only": False, **options}
+        return TaskFolder(tmp_path / "tasks", InjectionPool(decoder), **given)
+
+    return make
+
+
+@pytest.fixture
+def folder(opened_folder):
+    return opened_folder()
+
+
+def files(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def test_a_name_is_an_alias_of_content(folder, decoder, tmp_path):
+    first, again = folder.put("one", made(decoder, 0)), folder.put("two", made(decoder, 0))
+    assert first.digest == again.digest == content_digest(tmp_path / "tasks" / "artefacts" / first.digest)
+    assert [entry.name for entry in folder.entries()] == ["one", "two"]
+    folder.delete("one")
+    assert folder.injection(first.digest).task.labels == again.labels
+    folder.delete("two")
+    assert files(tmp_path / "tasks") == []
+
+
+def test_what_is_replaced_goes_and_what_was_asked_of_it_is_answered(folder, decoder):
+    before = made(decoder, 0)
+    old = folder.put("a", before)
+    _, rows = folder.asked("a", TEXTS)
+    new = folder.put("a", made(decoder, 1))
+    assert folder.entry("a") == new
+    with pytest.raises(RefusalError, match="gone"):
+        folder.of_version(old.digest, TEXTS)
+    found = torch.stack(folder.pool.answers(rows))
+    torch.testing.assert_close(found, before.scores(decoder, TEXTS), rtol=1e-5, atol=1e-5)
+
+
+def test_a_version_that_is_needed_stays(folder, decoder):
+    old = folder.put("a", made(decoder, 0))
+    folder.needed = lambda: {old.digest}
+    folder.put("a", made(decoder, 1))
+    assert len(folder.of_version(old.digest, TEXTS)) == len(TEXTS)
+    folder.needed = frozenset
+    folder.sweep()
+    with pytest.raises(RefusalError):
+        folder.of_version(old.digest, TEXTS)
+
+
+def test_what_was_not_used_for_longest_leaves_the_device_and_comes_back(opened_folder, decoder):
+    folder = opened_folder(most_resident=2)
+    digests = [folder.put(name, made(decoder, number)).digest for number, name in enumerate("abc")]
+    for name in "abac":
+        folder.asked(name, TEXTS)
+    assert set(folder.pool) == {digests[0], digests[2]}
+    assert folder.asked("b", TEXTS)[0].digest == digests[1]
+
+
+@pytest.mark.parametrize("at", ["synced", "replaced_file"])
+def test_an_end_before_the_acknowledgement_leaves_all_as_it_was(
+    opened_folder, decoder, tmp_path, monkeypatch, at
+):
+    folder = opened_folder()
+    folder.put("a", made(decoder, 0))
+    before = files(tmp_path / "tasks")
+
+    def ends(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"i2cl.interfaces.server.task_store.{at}", ends)
+    with pytest.raises(KeyboardInterrupt):
+        folder.put("a", made(decoder, 1))
+    monkeypatch.undo()
+    again = opened_folder()
+    again.sweep()
+    assert files(tmp_path / "tasks") == before
+    assert again.asked("a", TEXTS)[0].labels == made(decoder, 0).task.labels
+
+
+def test_it_is_synced_before_it_has_its_name(folder, decoder, tmp_path, monkeypatch):
+    order = []
+    rename = type(tmp_path).rename
+    monkeypatch.setattr(atomic.os, "fsync", lambda handle: order.append("sync"))
+    monkeypatch.setattr(
+        type(tmp_path), "rename", lambda self, to: (order.append("rename"), rename(self, to))[1]
+    )
+    folder.put("a", made(decoder, 0))
+    last = len(order) - 1 - order[::-1].index("rename")
+    assert order[:last].count("sync") >= 3
+    assert "sync" in order[last:]
+
+
+def test_a_damaged_artefact_is_told(folder, decoder, tmp_path):
+    entry = folder.put("a", made(decoder, 0))
+    (path,) = (tmp_path / "tasks" / "artefacts" / entry.digest).glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    with pytest.raises(I2CLError, match="damaged"):
+        folder.asked("a", TEXTS)
+
+
+def test_a_reader_sees_what_the_writer_does_and_changes_nothing(folder, opened_folder, decoder):
+    reader = opened_folder(read_only=True)
+    entry = folder.put("a", made(decoder, 0))
+    assert reader.asked("a", TEXTS)[0] == entry
+    for change in (lambda: reader.put("b", made(decoder, 1)), lambda: reader.delete("a")):
+        with pytest.raises(RefusalError) as refused:
+            change()
+        assert refused.value.status == 403
+
+
+@pytest.mark.parametrize("name", ["", " a", "a\n", ".", "..", "\ud800", "a" * 129, "a\u202e"])
+def test_names_that_cannot_be_shown_are_refused(folder, decoder, name):
+    with pytest.raises(RefusalError, match="cannot be called"):
+        folder.put(name, made(decoder, 0))
+
+
+@pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", "a/b", "ünïcode 漢字", "..a", "CON"])
+def test_any_other_name_is_fine(folder, decoder, name):
+    folder.put(name, made(decoder, 0))
+    assert folder.asked(name, TEXTS)[0].name == name
+
+
+def test_an_artefact_of_another_model_is_refused(folder, decoder, tmp_path):
+    other = made(decoder, 0)
+    with pytest.raises(RefusalError, match="made on") as refused:
+        folder.put("a", replace(other, base=replace(decoder.base, weights="0" * 16)))
+    assert refused.value.status == 422
+    assert files(tmp_path / "tasks") == []
+
+
+def tar_of(members):
+    told = io.BytesIO()
+    with tarfile.open(fileobj=told, mode="w") as tar:
+        for info, content in members:
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return told.getvalue()
+
+
+def member(name, **fields):
+    found = tarfile.TarInfo(name)
+    for field, value in fields.items():
+        setattr(found, field, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        member("../injection.json"),
+        member("/injection.json"),
+        member("a/injection.json"),
+        member("other.txt"),
+        member("injection.json", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+        member("injection.json", type=tarfile.LNKTYPE, linkname="injection.safetensors"),
+        member("injection.json", type=tarfile.FIFOTYPE),
+    ],
+    ids=lambda info: f"{info.name} {info.type!r}",
+)
+def test_other_files_links_and_ways_out_are_refused(info):
+    with pytest.raises(RefusalError, match="which is none of"):
+        unpacked(tar_of([(info, b"")]))
+
+
+def test_a_tar_that_is_none_or_holds_no_artefact_is_refused(decoder, tmp_path):
+    made(decoder, 0).save_pretrained(tmp_path / "good")
+    good = packed(tmp_path / "good")
+    assert unpacked(good).task.name == "films"
+    description = json.loads((tmp_path / "good" / "injection.json").read_text())
+    spoiled = [
+        b"",
+        b"PK\x03\x04 a zip",
+        good[:700],
+        tar_of([]),
+        tar_of([(member("injection.json"), b"{}")]),
+        tar_of([(member("injection.json"), json.dumps({**description, "format_version": 99}).encode())]),
+        tar_of([(member("injection.json"), json.dumps({**description, "more": 1}).encode())]),
+        tar_of([(member("injection.json"), json.dumps(description).encode())]),
+    ]
+    for body in spoiled:
+        with pytest.raises(RefusalError, match="no artefact") as refused:
+            unpacked(body)
+        assert refused.value.status == 422
+        assert "/tmp" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b'{"name": "a"}'])
+def test_a_name_that_cannot_be_read_is_left_with_its_version(
+    opened_folder, decoder, tmp_path, content, caplog
+):
+    folder = opened_folder()
+    spoiled, whole = (folder.put(name, made(decoder, number)) for number, name in enumerate("ab"))
+    folder._alias("a").write_bytes(content)
+    again = opened_folder()
+    again.sweep()
+    assert [entry.name for entry in again.entries()] == ["b"]
+    assert again.asked("b", TEXTS)[0].digest == whole.digest
+    with pytest.raises(RefusalError, match="no task 'a'"):
+        again.entry("a")
+    assert folder._alias("a").read_bytes() == content
+    assert (tmp_path / "tasks" / "artefacts" / spoiled.digest).is_dir()
+    assert "stays as it is" in caplog.text
+    with pytest.raises(RefusalError, match="no task 'a'"):
+        opened_folder(read_only=True).entry("a")
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_one_version_answers_however_often_a_task_is_replaced_meanwhile(
+    folder, opened_folder, decoder, monkeypatch, read_only
+):
+    """Each time that a version was looked up it has gone when it is read, but for the last."""
+    folder.put("a", made(decoder, 0))
+    asking = opened_folder(read_only=True) if read_only else folder
+    of_version, replaced = asking.of_version, []
+
+    def meanwhile(digest, texts):
+        if len(replaced) < 5:
+            replaced.append(folder.put("a", made(decoder, len(replaced) + 1)).digest)
+        return of_version(digest, texts)
+
+    monkeypatch.setattr(asking, "of_version", meanwhile)
+    entry, rows = asking.asked("a", TEXTS)
+    assert (entry.digest, len(rows)) == (replaced[-1], len(TEXTS))
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 500)])
+@pytest.mark.parametrize("at", ["tasks.synced", "jobs.synced"])
+def test_what_the_disk_refuses_is_the_servers_fault_and_names_no_path(
+    service, asking, decoder, tmp_path, monkeypatch, number, status, at
+):
+    service.tasks.put("films", made(decoder, 0))
+    made(decoder, 1).save_pretrained(tmp_path / "topics")
+
+    def fails(path, *_):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(f"i2cl.interfaces.server.{at}", fails)
+    client = asking(service)
+    if at == "tasks.synced":
+        body, headers = packed(tmp_path / "topics"), {"Content-Type": "application/x-tar"}
+        reply = client.put("/v1/tasks/new", content=body, headers=headers)
+    else:
+        headers = {"Content-Type": "application/jsonl"}
+        reply = client.post("/v1/batches?model=films", content=b'{"input": "a"}', headers=headers)
+    assert reply.status_code == status
+    assert reply.json()["error"]["type"] == "server_error"
+    assert str(tmp_path) not in reply.text
+    assert [entry.name for entry in service.tasks.entries()] == ["films"]
+    assert service.jobs.all() == []
+
+
+def test_a_version_that_is_damaged_or_of_another_model_is_the_servers_fault(
+    service, asking, decoder, tmp_path
+):
+    client = asking(service)
+    body = {"model": "a", "input": TEXTS[0]}
+    entry = service.tasks.put("a", made(decoder, 0))
+    folder = tmp_path / "tasks" / "artefacts" / entry.digest
+    (folder / "injection.json").write_text("{}")
+    reply = client.post("/v1/classify", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "damaged")
+    assert str(tmp_path) not in reply.text
+    other = made(decoder, 1)
+    with monkeypatched(service.tasks, "loaded", lambda _: None):
+        service.tasks.put("a", replace(other, base=replace(decoder.base, weights="0" * 16)))
+    reply = client.post("/v1/classify", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "unusable")
+
+
+@contextmanager
+def monkeypatched(what, name, value):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(what, name, value)
+        yield

@@ -1,0 +1,231 @@
+"""Tar files of strangers: what is taken of them, what is refused, and how much memory that takes."""
+
+import io
+import json
+import tarfile
+import threading
+import tracemalloc
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from i2cl.interfaces.server import service as services
+from i2cl.interfaces.server.refusals import RefusalError
+from i2cl.interfaces.server.uploads import MOST_LABELS, MOST_TOLD, unpacked
+
+from .conftest import made, packed
+
+TAR = {"Content-Type": "application/x-tar"}
+BLOCK = tarfile.BLOCKSIZE
+CLAIM = 4 * 2**30
+
+
+@pytest.fixture
+def files(decoder, tmp_path):
+    """The content of both files of an artefact, by name."""
+    made(decoder, 0).save_pretrained(tmp_path / "good")
+    return {name: (tmp_path / "good" / name).read_bytes() for name in ("injection.json", TENSORS)}
+
+
+TENSORS = "injection.safetensors"
+
+
+def member(name, content=b"", kind=tarfile.REGTYPE, size=None, fields=()):
+    """A header with its content, whatever it says of that: ``fields`` are bytes by their place."""
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, 0
+    head = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    size = len(content) if size is None else size
+    whole = size.to_bytes(12, "big", signed=True)
+    for place, value in ((124, whole if size < 0 else b"\x80" + whole[1:]), *fields, (148, b" " * 8)):
+        head[place : place + len(value)] = value
+    head[148:156] = b"%06o\0 " % sum(head)
+    return bytes(head) + content + bytes(-len(content) % BLOCK)
+
+
+def tar(contents):
+    return b"".join(member(name, content) for name, content in contents.items()) + bytes(2 * BLOCK)
+
+
+def pax(told):
+    lines = b"".join(b"%d %s\n" % (len(line) + 3 + (len(line) > 96), line) for line in told)
+    return member("pax", lines, tarfile.XHDTYPE)
+
+
+def sparse_old():
+    """Of GNU's first kind: one hole of four gigabytes."""
+    claim = ((386, b"%011o\0" % (CLAIM - BLOCK)), (483, b"\x80" + CLAIM.to_bytes(11, "big")))
+    return member(TENSORS, kind=tarfile.GNUTYPE_SPARSE, fields=claim)
+
+
+SPARSE = {
+    "old": sparse_old(),
+    "0.1": pax([b"GNU.sparse.size=%d" % CLAIM, b"GNU.sparse.map=0,0"]) + member(TENSORS),
+    "1.0": pax([b"GNU.sparse.major=1", b"GNU.sparse.minor=0", b"GNU.sparse.realsize=%d" % CLAIM])
+    + member(TENSORS, (b"1\n%d\n%d\n" % (CLAIM - BLOCK, BLOCK)).ljust(2 * BLOCK, b"\0")),
+}
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_holes_are_not_filled(files, kind):
+    body = member("injection.json", files["injection.json"]) + SPARSE[kind] + bytes(2 * BLOCK)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RefusalError) as refused:
+            unpacked(body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (refused.value.status, refused.value.code) == (422, "bad_artefact")
+    assert peak < 2**22
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.CONTTYPE],
+)
+def test_links_and_devices_are_refused(files, kind):
+    body = member("injection.json", files["injection.json"]) + member(TENSORS, kind=kind)
+    with pytest.raises(RefusalError, match="which is none of"):
+        unpacked(body)
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.XHDTYPE])
+@pytest.mark.parametrize("size", [2**60, 1, -1, -BLOCK, -(2**40)])
+def test_a_size_beyond_the_body_is_refused_before_anything_is_read(kind, size):
+    name = "." if kind == tarfile.DIRTYPE else "injection.json"
+    with pytest.raises(RefusalError, match="ends before"):
+        unpacked(member(name, kind=kind, size=size))
+
+
+def test_times_to_a_fraction_of_a_second_are_passed_over(files):
+    assert unpacked(pax([b"mtime=1.5"]) + tar(files)).task.name == "films"
+
+
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        (pax([b"mtime=1.5"]) * 2000, "more than 32 members"),
+        (member("./", kind=tarfile.DIRTYPE) * 2000, "more than 32 members"),
+        (member("injection.json", b" " * (MOST_TOLD + 1)), "longer than"),
+        (member(TENSORS, (2**24).to_bytes(8, "little") + bytes(2**24)), "header of more than"),
+    ],
+    ids=["chain", "folders", "description", "header"],
+)
+def test_what_would_take_long_or_much_is_refused(files, head, told):
+    with pytest.raises(RefusalError, match=told):
+        unpacked(head + bytes(2 * BLOCK))
+
+
+def with_(files, tensors=None, told=None):
+    values, description = load(files[TENSORS]), json.loads(files["injection.json"])
+    (tensors or dict)(values)
+    (told or dict)(description)
+    return tar({"injection.json": json.dumps(description).encode(), TENSORS: save(values)})
+
+
+def filled(name, value, dtype=torch.float32):
+    return lambda values: values.update({name: torch.full_like(values[name], value, dtype=dtype)})
+
+
+TENSORS_REFUSED = {
+    "3e37": filled("context_vector", 3e37),
+    "3e37 of lambda": filled("coefficients", 3e37),
+    "one 3e37": lambda values: values["context_vector"].view(-1)[:1].fill_(3e37),
+    "1e300": filled("context_vector", 1e300, torch.float64),
+    "nan": filled("context_vector", float("nan")),
+    "float8": filled("context_vector", 0.5, torch.float8_e4m3fn),
+    "int": filled("context_vector", 1, torch.int64),
+}
+TOLD_REFUSED = {
+    "loss nan": {"loss": [float("nan")]},
+    "settings inf": {"calibration": {"steps": float("inf")}},
+    "worth": {"worth": {"a": 1}},
+    "labels": {"task": {"name": "a", "labels": [f"l{at}" for at in range(MOST_LABELS + 1)]}},
+    "bias": {"format_version": 3, "label_bias": [1e308, 0.0]},
+}
+
+
+@pytest.mark.parametrize("kind", [*TENSORS_REFUSED, *TOLD_REFUSED])
+def test_numbers_that_are_not_finite_when_used_are_refused(client, service, files, kind):
+    def told(description):
+        change = TOLD_REFUSED.get(kind, {})
+        task = {**description["task"], **change.get("task", {})}
+        description.update({**change, "task": task})
+
+    before = service.tasks.entries()
+    body = with_(files, TENSORS_REFUSED.get(kind), told)
+    reply = client.put("/v1/tasks/new", content=body, headers=TAR)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (422, "bad_artefact")
+    assert service.tasks.entries() == before
+    assert client.put("/v1/tasks/new", content=tar(files), headers=TAR).status_code == 200
+
+
+def test_scores_that_are_no_numbers_are_seen_before_the_task_is_there(client, service, files, monkeypatch):
+    from i2cl.models.scoring import NotFiniteError
+
+    def fails(_):
+        raise NotFiniteError("label scores are not numbers")
+
+    monkeypatch.setattr(service.batcher.pool, "answers", fails)
+    reply = client.put("/v1/tasks/new", content=tar(files), headers=TAR)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (422, "bad_artefact")
+    assert [entry.name for entry in service.tasks.entries()] == ["films"]
+
+
+def test_uploads_that_are_parsed_hold_up_no_text_and_no_other_upload(client, service, tmp_path, monkeypatch):
+    made(service.decoder, 1).save_pretrained(tmp_path / "topics")
+    go, begun = threading.Event(), threading.Semaphore(0)
+
+    def slow(body):
+        begun.release()
+        go.wait(30)
+        return unpacked(body)
+
+    monkeypatch.setattr(services, "unpacked", slow)
+    replies = []
+
+    def upload(name):
+        replies.append(client.put(f"/v1/tasks/{name}", content=packed(tmp_path / "topics"), headers=TAR))
+
+    threads = [threading.Thread(target=upload, args=(str(at),)) for at in range(40)]
+    with client:  # one event loop for all of them
+        for thread in threads:
+            thread.start()
+        assert all(begun.acquire(timeout=30) for _ in range(services.READERS))
+        with service.tasks._writing:  # nobody has it
+            reply = client.post("/v1/classify", json={"model": "films", "input": "a warm film"})
+        assert (reply.status_code, replies) == (200, [])
+        go.set()
+        for thread in threads:
+            thread.join()
+    assert [reply.status_code for reply in replies] == [200] * len(threads)
+
+
+def test_a_file_is_checked_line_by_line(client, service, monkeypatch):
+    from i2cl.interfaces.server import files as of_texts
+
+    class Nowhere(io.RawIOBase):
+        def write(self, data):
+            return len(data)
+
+    body = io.BytesIO(b'{"input":"a"}\n' * 30_000)
+    tracemalloc.start()
+    try:
+        assert of_texts.checked(body, "films", service.tasks.entry, Nowhere()) == (30_000, ["films"])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20
+    body = io.BytesIO(b'{"inpt":"a"}\n' * 30_000)
+    with pytest.raises(RefusalError) as refused:
+        of_texts.checked(body, "films", service.tasks.entry, Nowhere())
+    assert len(refused.value.rows) == of_texts.MOST_REFUSED
+    line = json.dumps({"input": "a" * of_texts.LONGEST_LINE}).encode()
+    with pytest.raises(RefusalError, match="line 1: it is longer"):
+        of_texts.checked(io.BytesIO(line), "films", service.tasks.entry, Nowhere())
+    seen = []
+    monkeypatch.setattr(of_texts, "checked", lambda *_: seen.append(service.tasks._writing._is_owned()))
+    client.post("/v1/batches", content=b"", headers={"Content-Type": "application/jsonl"})
+    assert seen == [False]

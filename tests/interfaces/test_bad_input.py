@@ -1,0 +1,395 @@
+"""Bad input: one line that begins with "error:", exit code 2, nothing written."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from i2cl import Decoder
+from i2cl.interfaces.cli import main
+from processes import Program
+from tiny import tiny_model, tiny_tokenizer
+
+TEMPLATE = r"Review: {text}\nSentiment:{label}"
+GOOD = [{"text": f"film {number}", "label": ("bad", "good")[number % 2]} for number in range(8)]
+
+
+def jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tree(folder):
+    """Every path under a folder, with its size."""
+    return {str(path): path.lstat().st_size for path in folder.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Models and an artefact that are good, for tests that spoil a copy."""
+    folder = tmp_path_factory.mktemp("home")
+    saved(tiny_model("llama"), folder / "model")
+    saved(tiny_model("llama", seed=1), folder / "same_shape")
+    saved(tiny_model("llama", hidden_size=48), folder / "wider")
+    saved(tiny_model("llama", max_position_embeddings=24), folder / "short")
+    jsonl(folder / "films.jsonl", GOOD)
+    (folder / "deep.toml").write_text("name = " + "[" * 5000 + "]" * 5000)
+    head = 'name = "mood"\nlabels = ["bad", "good"]\ntemplate = "{text}: {label}"\n'
+    (folder / "null.toml").write_text(head + '[files]\ntrain = "a\\u0000.csv"\n')
+    with pytest.raises(SystemExit) as stop:
+        main(fit(folder, "-o", str(folder / "artefact")))
+    assert stop.value.code == 0
+    return folder
+
+
+def fit(home, *more, model=None, task=None):
+    where = [str(model or home / "model"), str(task or home / "films.jsonl")]
+    return ["fit", *where, "--template", TEMPLATE, "--shots", "2", "--set", "epochs=1", *map(str, more)]
+
+
+@pytest.fixture
+def refused(call, tmp_path):
+    """Run a command that must fail in one line and leave every file as it was; returns the line."""
+
+    def run(*arguments):
+        before = tree(tmp_path)
+        code, out, err = call(*arguments)
+        assert tree(tmp_path) == before
+        assert code == 2
+        assert not out or out.startswith("Rows: ")  # what only the model can tell comes behind the block
+        (line,) = err.splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    return run
+
+
+ROWS = {
+    "empty file": (b"", "is empty"),
+    "one class only": (b'{"text": "a", "label": "good"}\n' * 3, "every label is 'good'"),
+    "empty text": (
+        b'{"text": " ", "label": "good"}\n{"text": "a", "label": "bad"}\n',
+        "line 1: the text is empty",
+    ),
+    "not UTF-8": (b'{"text": "caf\xe9", "label": "good"}\n', "is not UTF-8"),
+    "no text column": (b'{"txt": "a", "label": "good"}\n', "no text column 'text'"),
+    "no label column": (b'{"text": "a", "lbl": "good"}\n', "no label column 'label'"),
+    "bad JSON": (b'{"text": "a"', "line 1: bad JSON"),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_that_cannot_be_fitted(refused, home, tmp_path, case):
+    content, message = ROWS[case]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    assert message in refused(*fit(home, "-o", tmp_path / "new", task=path))
+
+
+def test_labels_that_do_not_fit_the_rows(refused, home, tmp_path):
+    output = ["-o", tmp_path / "new"]
+    assert "label 'bad' is not one of up, down" in refused(*fit(home, *output, "--labels", "up,down"))
+    path = jsonl(tmp_path / "one.jsonl", [row for row in GOOD if row["label"] == "good"])
+    line = refused(*fit(home, *output, "--labels", "bad,good", task=path))
+    assert "every training example is 'good'" in line
+
+
+UNLABELLED = [*fit(Path("{}")), "-o", "{new}", "--unlabelled", "{films}"]
+WRONG = {
+    "unknown task": (["fit", "{model}", "sst3", "-o", "{new}"], "did you mean 'sst"),
+    "no such file": (["fit", "{model}", "none.jsonl", "-o", "{new}"], "does not exist"),
+    "unknown method": (["eval", "{model}", "synthetic", "--method", "zero_shto"], "did you mean 'zero_shot'"),
+    "unknown option": (
+        [*fit(Path("{}")), "-o", "{new}", "--set", "epoch=3"],
+        "no chosen method has the option",
+    ),
+    "malformed option": ([*fit(Path("{}")), "-o", "{new}", "--set", "epochs"], "is not NAME=VALUE"),
+    "bad value": ([*fit(Path("{}")), "-o", "{new}", "--set", "epochs=many"], "epochs='many'"),
+    "value out of range": ([*fit(Path("{}")), "-o", "{new}", "--set", "epochs=-1"], "epochs='-1'"),
+    "bad choice": ([*fit(Path("{}")), "-o", "{new}", "--set", "formula=mul"], "formula='mul'"),
+    "unknown loss": ([*fit(Path("{}")), "-o", "{new}", "--set", "loss=words"], "'vocabulary' or 'labels'"),
+    "unknown layer": ([*fit(Path("{}")), "-o", "{new}", "--set", "layers=9"], "0 to 1"),
+    "unknown dtype": ([*fit(Path("{}")), "-o", "{new}", "--dtype", "int3"], "unknown dtype 'int3'"),
+    "unknown device": ([*fit(Path("{}")), "-o", "{new}", "--device", "abacus"], "cannot use device 'abacus'"),
+    "device and map": (
+        [*fit(Path("{}")), "-o", "{new}", "--device", "cpu", "--device-map", "auto"],
+        "exclude each other",
+    ),
+    "bad template": ([*fit(Path("{}")), "-o", "{new}", "--template", "{text}"], "{label} 0 times"),
+    "no shots": ([*fit(Path("{}")), "-o", "{new}", "--shots", "0"], "--shots"),
+    "seed is a word": ([*fit(Path("{}")), "-o", "{new}", "--seed", "x"], "--seed"),
+    "a seed beyond 32 bits": ([*fit(Path("{}")), "-o", "{new}", "--seed", str(2**32)], "--seed"),
+    "unknown recipe": ([*fit(Path("{}")), "-o", "{new}", "--recipe", "guess"], "--recipe"),
+    "a prior of no texts": ([*fit(Path("{}")), "-o", "{new}", "--prior", "0.5,0.5"], "with --unlabelled"),
+    "a prior in words": ([*UNLABELLED, "--prior", "half,half"], "write it like 0.5,0.3,0.2"),
+    "a prior of three": ([*UNLABELLED, "--prior", "0.5,0.3,0.2"], "3 shares for 2 labels"),
+    "a prior above one": ([*UNLABELLED, "--prior", "0.9,0.9"], "sum to 1.8"),
+    "no unlabelled texts": ([*fit(Path("{}")), "-o", "{new}", "--unlabelled", "none.txt"], "does not exist"),
+    "unknown flag": (["ls", "tasks", "--jsn"], "--jsn"),
+    "unknown command": (["train"], "No such command 'train': see i2cl --help"),
+    "unknown listing": (["ls", "models"], "'models'"),
+    "no task": (["fit", "{model}"], "see i2cl fit --help"),
+    "no test rows": (["eval", "{model}", "{films}", "--template", TEMPLATE, "--shots", "2"], "no test"),
+    "half an architecture": (["check", "{model}", "--mlp", "mlp"], "belong together"),
+    "a deep device map": (["predict", "{artefact}", "{films}", "--device-map", "[" * 5000], "is no JSON"),
+    "a name too long for a task": (["fit", "{model}", "x" * 5000, "-o", "{new}"], "name too long"),
+    "a name too long for a file": (["fit", "{model}", "x" * 5000 + ".csv", "-o", "{new}"], "name too long"),
+    "a name too long for a model": (["check", "x" * 5000], "name too long"),
+    "a name too long for an artefact": (["predict", "x" * 5000, "{films}"], "name too long"),
+    "a name too long for a store": (["report", "x" * 5000], "name too long"),
+    "a name too long for an output": (
+        ["predict", "{artefact}", "{films}", "-o", "x" * 255],
+        "name too long",
+    ),
+    "a name too long for a folder": ([*fit(Path("{}")), "-o", "x" * 256], "name too long"),
+    "a deep grid": (["experiment", "run", "{home}/deep.toml"], "is not valid TOML"),
+    "a deep task": (["fit", "{model}", "{home}/deep.toml", "-o", "{new}"], "is not valid TOML"),
+    "a file with a null byte": (["fit", "{model}", "{home}/null.toml", "-o", "{new}"], "null byte"),
+    "chunk of nothing": (["predict", "{artefact}", "{films}", "--chunk", "0"], "--chunk"),
+    "no such model": ([*fit(Path("{}"), model="./none"), "-o", "{new}"], "'./none' does not exist"),
+    "no such artefact": (["predict", "./none/at/all", "{films}"], "no injection at"),
+    "a model is no artefact": (["predict", "{model}", "{films}"], "it has no injection.json"),
+    "no such texts": (["predict", "{artefact}", "none.txt"], "none.txt does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(refused, home, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments, message = WRONG[case]
+    names = {"{model}": "model", "{artefact}": "artefact", "{films}": "films.jsonl"}
+    names |= {f"{{home}}/{name}.toml": f"{name}.toml" for name in ("deep", "null")}
+    places = {name: str(home / path) for name, path in names.items()} | {"{new}": str(tmp_path / "new")}
+    filled = [places.get(part, part.replace("{}", str(home))) for part in arguments]
+    assert message in refused(*filled)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 7, reason="this machine has that device")
+def test_a_device_that_does_not_exist(refused, home, tmp_path):
+    assert "cannot use device 'cuda:7'" in refused(*fit(home, "-o", tmp_path / "new", "--device", "cuda:7"))
+
+
+TEXTS = {
+    "empty file": ("t.txt", b"", "is empty"),
+    "empty text": ("t.txt", b"one\n\ntwo\n", "line 2: the text is empty"),
+    "not UTF-8": ("t.txt", b"caf\x81\n", "line 1 is not UTF-8"),
+    "no such column": ("t.csv", b"a,b\n1,2\n", "no text column 'text'"),
+    "bad JSON": ("t.jsonl", b"{\n", "line 1: bad JSON"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_texts_that_cannot_be_read(refused, home, tmp_path, case):
+    name, content, message = TEXTS[case]
+    (tmp_path / name).write_bytes(content)
+    assert message in refused("predict", home / "artefact", tmp_path / name, "-o", tmp_path / "out.tsv")
+
+
+def test_predictions_do_not_replace_what_they_are_made_from(refused, home, tmp_path):
+    artefact = shutil.copytree(home / "artefact", tmp_path / "artefact")
+    (tmp_path / "t.txt").write_text("one\n")
+    for output in ("t.txt", "artefact/injection.json"):
+        line = refused("predict", artefact, tmp_path / "t.txt", "-o", tmp_path / output)
+        assert "is what is read: choose another output" in line
+
+
+def test_a_text_of_a_megabyte_is_cut_with_one_warning(call, home, tmp_path):
+    (tmp_path / "long.txt").write_text("word " * 200_000 + "\nshort\n", encoding="utf-8")
+    code, out, err = call("predict", home / "artefact", tmp_path / "long.txt")
+    assert code == 0
+    assert len(out.splitlines()) == 3
+    (line,) = err.splitlines()
+    assert line == "warning: 1 of 2 texts were cut to fit 1024 tokens of context"
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.write_text, (self.path, "boom")
+
+
+def spoiled_model(home, folder, how, tmp_path):
+    shutil.copytree(home / "model", folder)
+    weights = folder / "model.safetensors"
+    if how == "no config":
+        (folder / "config.json").unlink()
+    elif how == "broken config":
+        (folder / "config.json").write_text("{")
+    elif how == "deep config":
+        (folder / "config.json").write_text('{"model_type": ' + "[" * 5000 + "]" * 5000 + "}")
+    elif how == "other sizes":
+        shutil.copy(home / "wider" / "config.json", folder)
+    elif how == "unknown type":
+        (folder / "config.json").write_text('{"model_type": "abacus"}')
+    elif how == "no tokenizer":
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
+    elif how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:3000])
+    else:
+        weights.unlink()
+    if how == "pickle only":
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "boom")))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no config", "it has no config.json"),
+        ("broken config", "cannot load"),
+        ("deep config", "cannot load"),
+        ("other sizes", "one of the two files is of another model"),
+        ("unknown type", "abacus"),
+        ("no tokenizer", "cannot load the tokenizer"),
+        ("truncated", "damaged weights"),
+        ("no weights", "holds no weights"),
+        ("pickle only", "only pickle weights (pytorch_model.bin)"),
+    ],
+)
+def test_models_that_cannot_be_loaded(refused, home, tmp_path, how, message):
+    spoiled_model(home, tmp_path / "spoiled", how, tmp_path)
+    assert message in refused(*fit(home, "-o", tmp_path / "new", model=tmp_path / "spoiled"))
+    assert not (tmp_path / "boom").exists()
+
+
+def predicted(home, *more):
+    return ["predict", home / "artefact", home / "films.jsonl", *more]
+
+
+def test_an_injection_for_another_model_needs_force_and_the_same_shape(call, refused, home):
+    line = refused(*predicted(home, "--model", home / "same_shape"))
+    assert "weights" in line
+    assert "--force" in line
+    code, out, err = call(*predicted(home, "--model", home / "same_shape", "--force"))
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 1 + len(GOOD)
+    for force in ([], ["--force"]):
+        line = refused(*predicted(home, "--model", home / "wider", *force))
+        assert "d_model 32 and not 48" in line
+        assert "--force" not in line
+
+
+@pytest.mark.parametrize("name", ["injection.safetensors", "injection.json"])
+def test_a_truncated_injection(refused, home, tmp_path, name):
+    shutil.copytree(home / "artefact", tmp_path / "artefact")
+    path = tmp_path / "artefact" / name
+    path.write_bytes(path.read_bytes()[:100])
+    line = refused("predict", tmp_path / "artefact", home / "films.jsonl")
+    assert name in line
+    assert "fit it again" in line
+
+
+def test_the_base_model_moved_away(refused, home, tmp_path):
+    shutil.copytree(home / "artefact", tmp_path / "artefact")
+    description = tmp_path / "artefact" / "injection.json"
+    description.write_text(description.read_text().replace(str(home / "model"), str(home / "gone")))
+    line = refused("predict", tmp_path / "artefact", home / "films.jsonl")
+    assert str(home / "gone") in line
+    assert "--model" in line
+
+
+def test_places_that_cannot_be_written(refused, home, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "new", "/proc/none/new"):
+        assert "cannot write" in refused(*fit(home, "-o", place))
+        assert "cannot write" in refused(*predicted(home, "-o", place))
+    assert "is a file" in refused(*fit(home, "-o", tmp_path / "file"))
+    assert "cannot write" in refused(*predicted(home, "-o", tmp_path))
+
+
+def test_a_place_that_cannot_be_written_is_told_before_any_work(refused, home, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("i2cl.models.decoder.Decoder.from_pretrained", None)
+    assert "cannot write" in refused(*fit(home, "-o", tmp_path / "file" / "new"))
+
+
+def test_a_folder_with_other_files_is_not_replaced(refused, home, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("irreplaceable")
+    assert "holds other files" in refused(*fit(home, "-o", tmp_path / "mine"))
+
+
+def test_demonstrations_that_exceed_the_context(refused, home):
+    films = home / "films.jsonl"
+    task = [films, "--test", films, "--template", TEMPLATE, "--shots", "2"]
+    line = refused("eval", home / "short", *task, "--method", "few_shot", "--workers", "1")
+    assert "tokens" in line
+    assert "holds 24" in line
+
+
+def test_ctrl_c_in_calibration_and_in_saving_leaves_nothing(call, home, tmp_path, monkeypatch):
+    def interrupt(*_args, **_named):
+        raise KeyboardInterrupt
+
+    for place in ("i2cl.methods.i2cl.calibrate", "i2cl.core.artefact.save_file"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, interrupt)
+            code, out, err = call(*fit(home, "-o", tmp_path / "new"))
+        assert (code, "Saved" in out) == (130, False)
+        assert err.splitlines() == ["error: interrupted: no file was written"]
+        assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize("error", [typer.Abort, KeyboardInterrupt])
+def test_ctrl_c_is_the_same_in_every_version_of_typer(call, monkeypatch, error):
+    def interrupt(*_args, **_named):
+        raise error
+
+    monkeypatch.setattr("i2cl.interfaces.cli.app", interrupt)
+    assert call("ls", "tasks") == (130, "", "error: interrupted: no file was written\n")
+
+
+TOLD = """
+from i2cl.interfaces.cli import console, main
+epoch = console.Bar.epoch
+def told(*arguments):
+    print("calibrating", flush=True)
+    epoch(*arguments)
+console.Bar.epoch = told
+main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_ctrl_c_from_outside_ends_calibration(home, tmp_path):
+    output = tmp_path / "new"
+    program = Program(TOLD, *fit(home, "-o", output), "--set", "epochs=1000000")
+    while program.process.is_alive() and "calibrating\n" not in program.out.read_text():
+        time.sleep(0.01)
+    os.kill(program.process.pid, signal.SIGINT)
+    code, _, err = program.wait()
+    *hints, last = err.splitlines()
+    assert code == 130
+    assert last == "error: interrupted: no file was written"
+    assert len(hints) <= 1  # a signal that comes late finds the hint printed
+    assert all(hint.endswith("--recipe fast fits several times faster") for hint in hints)
+    assert tree(tmp_path) == {}
+
+
+def test_out_of_memory_is_one_line(monkeypatch, capsys):
+    def fail(*_arguments, **_options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+    monkeypatch.setattr(Decoder, "prefix", fail)
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "reference", "mood-colour-1", "--method", "few_shot", "--limit", "2"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: out of memory: take a smaller model")

@@ -1,0 +1,114 @@
+"""Chat models at every face: asked, stored, served and exported in the words of their chat template."""
+
+import json
+
+import pytest
+
+from i2cl import Decoder, I2CLClassifier, Injection, InjectionPool, Task
+from i2cl.interfaces.cli import main
+from i2cl.models.scoring import Questions
+from tiny import tiny_model, tiny_tokenizer
+
+CHAT = (
+    "{% for one in messages %}<{{ one.role }}>\n{{ one.content }}</end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+ROWS = [
+    (f"film {number} is {('bad', 'good')[number % 2]}", ("no", "yes")[number % 2]) for number in range(12)
+]
+SAY = "Is it good?"
+
+
+def run(*words):
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in words])
+    return stop.value.code
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    tiny_model("llama").save_pretrained(folder / "model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder / "model")
+    tiny_model("llama").save_pretrained(folder / "plain")
+    tiny_tokenizer().save_pretrained(folder / "plain")
+    lines = [json.dumps({"text": text, "label": label}) for text, label in ROWS]
+    (folder / "films.jsonl").write_text("\n".join(lines))
+    code = run(
+        *("fit", folder / "model", folder / "films.jsonl", "-o", folder / "out", "--chat", "--shots", 2),
+        *("--instruction", SAY, "--set", "epochs=1", "--evaluate", 4),
+    )
+    assert code == 0
+    return folder
+
+
+def test_what_is_asked_is_what_the_chat_template_says(home):
+    injection = Injection.from_pretrained(home / "out")
+    decoder = Decoder.from_pretrained(str(home / "model"))
+    turns = [
+        {"role": "system", "content": SAY},
+        {"role": "user", "content": "fine"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    tokenizer = decoder.tokenizer
+    asked = tokenizer.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True)
+    questions = Questions(decoder, injection.task)
+    assert questions.queries(["fine"])[0] == tuple(tokenizer(asked)["input_ids"])
+    whole = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert injection.task.template.demonstration("fine", "yes") == whole
+    alone = injection.scores(decoder, ["fine"])
+    pool = InjectionPool(decoder, {"films": injection})
+    assert pool.scores(["fine"], ["films"])[0].tolist() == pytest.approx(alone[0].tolist(), abs=1e-5)
+
+
+def test_it_is_exported_and_verified_as_a_chat(home, capsys):
+    assert run("export", home / "out", "--to", "hf", home / "folded") == 0
+    assert run("verify", home / "folded") == 0
+    assert any(SAY in path.read_text() for path in (home / "folded").glob("*golden*.json"))
+
+
+def test_it_predicts(home, capsys):
+    (home / "texts.txt").write_text("film 90 is good")
+    capsys.readouterr()
+    assert run("predict", home / "out", home / "texts.txt") == 0
+    assert capsys.readouterr().out.splitlines()[1].split("\t")[0] in {"yes", "no"}
+
+
+def test_the_classifier_asks_in_the_same_way(home):
+    texts, labels = zip(*ROWS, strict=True)
+    model = str(home / "model")
+    one = I2CLClassifier(model, chat=True, instruction=SAY, settings={"epochs": 1}, evaluate=0)
+    stored = Injection.from_pretrained(home / "out").task.template
+    assert one.fit(list(texts), list(labels)).injection_.task.template == stored
+    plain = I2CLClassifier(model, instruction=SAY, settings={"epochs": 1}, evaluate=0)
+    assert plain.fit(list(texts), list(labels)).injection_.task.template.opening == f"{SAY}\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "says"),
+    [
+        ("plain", ("--chat",), "has no chat template: leave out chat"),
+        ("model", ("--chat", "--template", "{text} {label}"), "--chat and --template exclude each other"),
+    ],
+)
+def test_what_cannot_be_is_one_line(home, capsys, model, more, says):
+    assert run("fit", home / model, home / "films.jsonl", "-o", home / "none", "--shots", 2, *more) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert "Traceback" not in told
+    assert not (home / "none").exists()
+
+
+def test_eval_asks_with_an_instruction_or_as_a_chat(home, capsys):
+    common = ("eval", home / "model", home / "films.jsonl", "--test", home / "films.jsonl", "--shots", 1)
+    common += ("--method", "zero_shot", "--limit", 4, "--json")
+    assert run(*common, "--chat") == 0
+    assert run(*common, "--template", "{text} {label}", "--instruction", SAY) == 0
+
+
+def test_an_artefact_keeps_opening_and_instruction(home):
+    told = json.loads((home / "out" / "injection.json").read_text())["task"]
+    assert told["opening"] == f"<system>\n{SAY}</end>\n"
+    assert Task.from_dict(told).to_dict() == told

@@ -1,0 +1,333 @@
+"""Predictions out: all of a file or nothing, and going on after a kill."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from i2cl import I2CLError
+from i2cl.interfaces.batch_prediction.outputs import require_other, source_state, written
+from i2cl.interfaces.batch_prediction.tables import Table, output_format
+from i2cl.tasks.files import RowError
+
+HEADER = "label\n"
+
+
+def listed(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def writing(path, *, chunk=2, **options):
+    return written(path, HEADER, {"model": "one"} | options.pop("settings", {}), chunk=chunk, **options)
+
+
+def stopped(path, error=KeyboardInterrupt, **options):
+    """Rows 0 to 4 of a run that ends with an error, two at a time."""
+
+    def fail():
+        with writing(path, **options) as out:
+            out.write("0\n1\n", 2)
+            out.write("2\n3\n", 2)
+            out.write("4\n", 1)
+            raise error("why")
+
+    with pytest.raises(error):
+        fail()
+
+
+def test_a_file_appears_when_the_block_ends_and_not_before(tmp_path):
+    path = tmp_path / "out.tsv"
+    with writing(path) as out:
+        out.write("0\n1\n", 2)
+        assert not path.exists()
+        assert (tmp_path / ".out.tsv.part").read_text() == HEADER + "0\n1\n"
+    assert path.read_text() == HEADER + "0\n1\n"
+    assert listed(tmp_path) == ["out.tsv"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, I2CLError])
+def test_the_same_run_goes_on_after_the_last_whole_chunk(tmp_path, error):
+    path = tmp_path / "out.tsv"
+    stopped(path, error)
+    assert listed(tmp_path) == [".out.tsv.part", ".out.tsv.part.json"]
+    with writing(path) as out:
+        assert (out.kept, out.rows) == (4, 4)
+        out.write("4\n5\n", 2)
+    assert path.read_text() == HEADER + "0\n1\n2\n3\n4\n5\n"
+    assert listed(tmp_path) == ["out.tsv"]
+
+
+@pytest.mark.parametrize(
+    ("there", "kept"),
+    [
+        ("lab", 0),
+        (HEADER, 0),
+        (HEADER + "0\n", 0),
+        (HEADER + "0\n1\n2\n3", 2),
+        (HEADER + "0\n1\n2\n3\n", 4),
+    ],
+)
+def test_torn_lines_and_chunks_are_dropped(tmp_path, there, kept):
+    path = tmp_path / "out.tsv"
+    stopped(path)
+    (tmp_path / ".out.tsv.part").write_text(there)
+    with writing(path) as out:
+        assert out.kept == kept
+        out.write("rest\n", 1)
+    assert path.read_text() == HEADER + "".join(f"{row}\n" for row in range(kept)) + "rest\n"
+
+
+def test_json_has_no_header(tmp_path):
+    path = tmp_path / "out.jsonl"
+
+    def fail():
+        with written(path, "", {}, chunk=1) as out:
+            out.write("{}\n", 1)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    with written(path, "", {}, chunk=1) as out:
+        out.write('{"a": 1}\n', 1)
+    assert path.read_text() == '{}\n{"a": 1}\n'
+
+
+def test_nothing_is_left_of_bad_texts_of_no_rows_and_of_what_cannot_be_read_again(tmp_path):
+    path = tmp_path / "out.tsv"
+    stopped(path, RowError)
+    assert listed(tmp_path) == []
+    stopped(path, resumes=False)
+    assert listed(tmp_path) == []
+    with pytest.raises(KeyboardInterrupt), writing(path):
+        raise KeyboardInterrupt
+    assert listed(tmp_path) == []
+
+
+def test_rows_of_another_run_are_refused_until_they_are_discarded(tmp_path):
+    path = tmp_path / "out.tsv"
+    stopped(path)
+    there = (tmp_path / ".out.tsv.part").read_text()
+    with (
+        pytest.raises(I2CLError, match=r"another model, dtype \(see .out.tsv.part.json\).*--restart"),
+        writing(path, settings={"model": "two", "dtype": "float16"}),
+    ):
+        pass
+    assert (tmp_path / ".out.tsv.part").read_text() == there
+    for damaged in ("5", "[]", "{"):
+        (tmp_path / ".out.tsv.part.json").write_text(damaged)
+        with pytest.raises(I2CLError, match="another model"), writing(path):
+            pass
+    (tmp_path / ".out.tsv.part.json").unlink()
+    with pytest.raises(I2CLError, match="another model"), writing(path):
+        pass
+    with writing(path, restart=True) as out:
+        assert out.kept == 0
+        out.write("new\n", 1)
+    assert path.read_text() == HEADER + "new\n"
+    assert listed(tmp_path) == ["out.tsv"]
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_an_older_output_stays_until_the_new_one_is_whole(tmp_path, resumes):
+    path = tmp_path / "out.tsv"
+    path.write_text("older\n")
+    stopped(path, resumes=resumes)
+    assert path.read_text() == "older\n"
+    with writing(path, resumes=resumes) as out:
+        out.write("".join(f"{row}\n" for row in range(out.kept, 6)), 6 - out.kept)
+        assert path.read_text() == "older\n"
+    assert path.read_text() == HEADER + "0\n1\n2\n3\n4\n5\n"
+    assert listed(tmp_path) == ["out.tsv"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_written_through_and_stays(tmp_path, there):
+    (tmp_path / "far").mkdir()
+    target, link = tmp_path / "far" / "out.tsv", tmp_path / "link"
+    link.symlink_to(target)
+    if there:
+        target.write_text("older\n")
+    with writing(link) as out:
+        with pytest.raises(I2CLError, match="another process is writing"), writing(target):
+            pass
+        out.write("0\n", 1)
+    assert link.is_symlink()
+    assert target.read_text() == HEADER + "0\n"
+    assert listed(tmp_path) + listed(tmp_path / "far") == ["far", "link", "out.tsv"]
+
+
+def test_what_is_read_is_not_written_over(tmp_path, monkeypatch):
+    texts, other = tmp_path / "texts.txt", tmp_path / "other.txt"
+    texts.write_text("one\n")
+    other.write_text("two\n")
+    (tmp_path / "link").symlink_to(texts)
+    (tmp_path / "hard").hardlink_to(texts)
+    monkeypatch.chdir(tmp_path)
+    for output in (texts, *map(Path, ("texts.txt", "link", "hard", f"../{tmp_path.name}/texts.txt"))):
+        with pytest.raises(I2CLError, match=r"is what is read: choose another output"):
+            require_other(output, str(texts))
+    with texts.open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with pytest.raises(I2CLError, match="is what is read"):
+            require_other(Path("link"), "-")
+        require_other(other, "-")
+    for output, source in ((None, "texts.txt"), (other, "texts.txt"), (Path("new"), "none"), (other, "-")):
+        require_other(output, source)
+
+
+def test_the_state_of_a_source_tells_when_it_changed(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("one\n")
+    before = source_state(str(path))
+    assert before == json.loads(json.dumps(source_state(str(path))))
+    os.utime(path, ns=(0, 0))
+    assert source_state(str(path)) != before
+    assert source_state("-") == ["-"]
+
+
+def test_one_process_writes_at_a_time(tmp_path):
+    path = tmp_path / "out.tsv"
+    with (
+        FileLock(tmp_path / ".out.tsv.part.lock"),
+        pytest.raises(I2CLError, match="another process is writing"),
+        writing(path),
+    ):
+        pass
+    with writing(path) as out:
+        with pytest.raises(I2CLError, match="another process is writing"), writing(path):
+            pass
+        out.write("0\n", 1)
+    assert path.read_text() == HEADER + "0\n"
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "none" / "out.txt", tmp_path / "file" / "out.txt", tmp_path / "folder"):
+        with pytest.raises(I2CLError, match="cannot write"), writing(path) as out:
+            out.write("x\n", 1)
+    assert listed(tmp_path) == ["file", "folder"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_is_full():
+    with pytest.raises(I2CLError, match="cannot write '/dev/full'"), writing(Path("/dev/full")) as out:
+        out.write("x\n", 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with writing(path) as out:
+        out.write("through\n", 1)
+    assert os.read(reader, 100) == b"label\nthrough\n"
+    os.close(reader)
+    assert path.is_fifo()
+    assert listed(tmp_path) == ["pipe"]
+
+
+def test_stdout_gets_the_header_with_the_first_row(capsys):
+    with writing(None):
+        pass
+    assert capsys.readouterr().out == ""
+    with writing(None) as out:
+        out.write("0\n", 1)
+    assert capsys.readouterr().out == HEADER + "0\n"
+
+
+def test_predictions_as_table_and_as_json():
+    rows = [[0.25, 0.75], [0.5, 0.5]]
+    assert Table(("a", "b")).header == "label\ta\tb\n"
+    assert Table(("a", "b")).lines(rows) == "b\t0.250000\t0.750000\na\t0.500000\t0.500000\n"
+    table = Table(("\u00e9", "b"), "jsonl")
+    assert table.header == ""
+    first, second = map(json.loads, table.lines([[0.25, 0.75], [1.0, 0.0]]).splitlines())
+    assert first == {"label": "b", "probabilities": {"\u00e9": 0.25, "b": 0.75}}
+    assert second["label"] == "\u00e9"
+
+
+def test_a_label_with_breaks_in_it_stays_one_cell():
+    assert Table(("a\tb", "c\nd")).header == "label\ta b\tc d\n"
+    assert Table(("a", "c\nd")).lines([[0.0, 1.0]]) == "c d\t0.000000\t1.000000\n"
+
+
+NAMES, KEPT = ("id", "label"), [["a\tb", 7], ["c", None]]
+
+
+def test_what_is_kept_comes_before_the_answer():
+    rows = [[1.0, 0.0], [0.0, 1.0]]
+    assert Table(("x", "id"), names=NAMES).header == "input.id\tinput.label\tlabel\tx\tid\n"
+    lines = Table(("x", "y"), names=NAMES).lines(rows, KEPT)
+    assert lines == "a b\t7\tx\t1.000000\t0.000000\nc\tnull\ty\t0.000000\t1.000000\n"
+    first, _ = Table(("x", "y"), "jsonl", NAMES).lines(rows, KEPT).splitlines()
+    answer = {"label": "x", "probabilities": {"x": 1.0, "y": 0.0}}
+    assert json.loads(first) == {"input": {"id": "a\tb", "label": 7}} | answer
+
+
+def test_csv_on_a_pipe_is_lines_of_its_own():
+    table = Table(("x", "y"), "csv", NAMES)
+    assert table.header == "id,input.label,label,x,y\r\n"
+    assert table.lines([[1.0, 0.0], [0.0, 1.0]], [['a "b"\nc', 7], ["d", None]]) == (
+        '"a ""b""\nc",7,x,1.000000,0.000000\r\nd,,y,0.000000,1.000000\r\n'
+    )
+
+
+def test_a_label_that_is_called_label_has_a_column_of_its_own():
+    assert Table(("label", "b")).columns == ("label", "probability.label", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "as_json", "kind"),
+    [
+        ("a.csv", None, False, "csv"),
+        ("a.TSV", None, False, "tsv"),
+        ("a.jsonl", None, True, "jsonl"),
+        ("a.parquet", None, False, "parquet"),
+        ("a.parquet", "tsv", False, "tsv"),
+        ("a.txt", None, False, "tsv"),
+        ("a.txt", None, True, "jsonl"),
+        ("a.csv", "jsonl", True, "jsonl"),
+        (None, "csv", False, "csv"),
+        (None, None, True, "jsonl"),
+    ],
+)
+def test_the_format_is_that_of_the_ending_unless_one_is_named(tmp_path, name, named, as_json, kind):
+    assert output_format(name and tmp_path / name, named, as_json=as_json) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "as_json", "said"),
+    [
+        ("a.csv", None, True, "the ending of .* means csv"),
+        ("a.txt", "parquet", True, "--output-format means parquet"),
+        (None, "parquet", False, "name one with -o"),
+    ],
+)
+def test_formats_that_contradict_each_other(tmp_path, name, named, as_json, said):
+    with pytest.raises(I2CLError, match=said):
+        output_format(name and tmp_path / name, named, as_json=as_json)
+
+
+def test_a_file_that_is_made_at_the_end_is_whole_or_not_there(tmp_path):
+    path = tmp_path / "out.csv"
+
+    def fail(waiting, new):
+        new.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(I2CLError, match="No space left"), writing(path, finish=fail) as out:
+        out.write("0\n1\n", 2)
+    assert listed(tmp_path) == [".out.csv.part", ".out.csv.part.json"]
+
+    def join(waiting, new):
+        new.write_text(waiting.read_text().replace("\n", ";"))
+        return "joined"
+
+    with writing(path, finish=join) as out:
+        assert out.kept == 2
+        out.write("2\n", 1)
+    assert (path.read_text(), out.note, listed(tmp_path)) == ("label;0;1;2;", "joined", ["out.csv"])

@@ -1,0 +1,197 @@
+"""`i2cl fit` and `eval` on a file of somebody's own: what is said of its rows, and how they are used."""
+
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from i2cl import Injection
+from i2cl.interfaces.cli import console
+from tiny import tiny_model, tiny_tokenizer
+
+ROWS = [(f"ticket {number} about {word}", word) for number in range(12) for word in ("price", "login")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home") / "model"
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write(path, rows, delimiter=",", encoding="utf-8"):
+    lines = [delimiter.join(cells) for cells in [("text", "label"), *rows]]
+    path.write_bytes(("\r\n".join(lines) + "\r\n").encode(encoding))
+    return path
+
+
+@pytest.fixture
+def at_80(monkeypatch):
+    monkeypatch.setattr(console, "out", Console(highlight=False, width=80))
+
+
+def fitted(call, model, path, output, *more):
+    code, out, err = call("fit", model, path, "-o", output, "--set", "steps=1", *more)
+    assert code == 0, err
+    return out, err
+
+
+def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
+    odd = [("ticket 3 about price", "login"), ("ticket 5 about login", "login"), ("caf\u00e9", "Price")]
+    path = write(tmp_path / "mine.csv", ROWS + odd, ";", "cp1252")
+    out, err = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
+    assert err.startswith(f"note: {path} is read as Windows-1252 with semicolons between its cells")
+    block, rest = out.split("\n\n", 1)
+    assert all(len(line) <= 80 for line in block.splitlines())
+    told = " ".join(block.split())
+    tokens = max(len(tiny_tokenizer()(text)["input_ids"]) for text, _ in ROWS + odd)
+    assert f"Rows: 27, 25 of them distinct; the longest text has {tokens} tokens" in told
+    assert "Labels: Price 1, login 14, price 12." in told
+    assert "! 'Price' has 1 row: did you mean 'price'?" in told
+    assert "! 'ticket 3 about price' is labelled login and price: keep one." in told
+    assert "All 27 rows used: about " in told
+    assert rest.startswith("Saved ")
+
+
+def test_the_block_is_in_the_record_and_not_in_the_way_of_json(call, model, tmp_path):
+    path = write(tmp_path / "mine.csv", ROWS)
+    out, _ = fitted(call, model, path, tmp_path / "new", "--json", "--evaluate", "4")
+    told = json.loads(out)["rows"]
+    assert told["labels"] == {"login": 12, "price": 12}
+    assert (told["rows"], told["used"], told["kept_back"], told["shots"]) == (24, 18, 4, 9)
+    assert told["estimated_seconds"] > 0
+    command = Injection.from_pretrained(tmp_path / "new").command
+    assert "--shots 9 --seed 0 --keep-back 5" in command
+
+
+def test_rows_are_kept_back_unless_all_are_asked_for(call, model, tmp_path, at_80):
+    path = write(tmp_path / "mine.csv", ROWS)
+    out, _ = fitted(call, model, path, tmp_path / "a")
+    assert re.search(
+        r"^18 of 24 rows used, 6 others to score on: about \d+ s; --shots 12 uses all", out, re.M
+    )
+    assert "on 6 training rows that are no demonstrations" in out
+    out, _ = fitted(call, model, path, tmp_path / "b", "--shots", "12")
+    assert "All 24 rows used." in out
+    out, _ = fitted(call, model, path, tmp_path / "c", "--keep-back", "3", "--evaluate", "0")
+    assert "16 of 24 rows used" in out
+
+
+def test_a_known_task_has_no_block(call, tmp_path):
+    words = ["fit", "reference", "mood-colour-1", "-o", tmp_path / "m", "--shots", 1, "--evaluate", 0]
+    code, out, _ = call(*words, "--set", "steps=1")
+    assert code == 0
+    assert out.startswith("Saved ")
+
+
+def test_a_file_without_a_template_is_asked_as_on_the_page(call, model, tmp_path):
+    fitted(call, model, write(tmp_path / "mine.csv", ROWS), tmp_path / "new", "--evaluate", "0")
+    assert Injection.from_pretrained(tmp_path / "new").task.template.format == "Text: {text}\nLabel: {label}"
+    path = write(tmp_path / "test.csv", ROWS)
+    words = ["eval", model, path, "--test", path, "--method", "zero_shot", "--workers", "1"]
+    assert call(*words)[0] == 0
+
+
+def test_bad_rows_are_told_at_once_or_left_out(call, model, tmp_path):
+    path = write(tmp_path / "mine.csv", [*ROWS, ("", "price"), ("x", ""), (" ", "login")])
+    code, out, err = call("fit", model, path, "-o", tmp_path / "new")
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert "3 of 27 rows cannot be used: rows 26 and 28: the text is empty" in line
+    assert "row 27: label '' is not a word" in line
+    assert "--skip-bad-rows" in line
+    out, err = fitted(call, model, path, tmp_path / "new", "--skip-bad-rows", "--evaluate", "0")
+    assert err.startswith(f"note: {path}: 3 of 27 rows are left out")
+    assert "All 24 rows used" in out
+
+
+def test_numbers_are_labels_and_their_words_can_be_said(call, model, tmp_path):
+    rows = [(text, str(1 + place % 2)) for place, (text, _) in enumerate(ROWS)]
+    path = write(tmp_path / "stars.csv", rows)
+    out, _ = fitted(call, model, path, tmp_path / "a", "--evaluate", "0")
+    assert "The labels are numbers: --labels" in out
+    out, _ = fitted(call, model, path, tmp_path / "b", "--evaluate", "0", "--labels", "poor,good")
+    assert "Labels: poor 12, good 12." in out
+    assert "The labels are numbers" not in out
+
+
+def test_sizes_are_checked_before_the_model_is_read(call, monkeypatch, tmp_path):
+    path = write(tmp_path / "many.csv", [(f"text {row}", "ab"[row % 2]) for row in range(6000)])
+
+    def read(*_words, **_options):
+        pytest.fail("the model was read")
+
+    monkeypatch.setattr("i2cl.interfaces.cli.load.decoder", read)
+    code, _, err = call("fit", "reference", path, "-o", tmp_path / "new", "--shots", "3000")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "6000 examples are more than the 4096 that anchored calibration takes" in err
+
+
+def test_a_file_of_seventy_labels_is_fitted(call, model, tmp_path):
+    rows = [(f"text {row}", f"label{row}") for row in range(70)]
+    path = write(tmp_path / "many.csv", rows)
+    out, _ = fitted(call, model, path, tmp_path / "new", "--evaluate", "0", "--set", "steps=1")
+    assert "70 demonstrations" in out
+
+
+def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):
+    path = write(tmp_path / "mine.csv", ROWS)
+    words = ["eval", model, path, "--test", path, "--workers", "1", "--shots", "2", "--limit", "4"]
+    code, out, err = call(*words, "--method", "cepe,zero_shot", "--seeds", "2")
+    assert (code, err) == (0, "")
+    assert re.search(r"^ mine +zero_shot +[\d.]+ ± [\d.]+ ", out, re.M)
+    assert re.search(r"^ mine +cepe +not run ", out, re.M)
+    assert "cepe was not run on mine: " in out
+    code, out, _ = call(*words, "--method", "cepe,zero_shot", "--json")
+    ran, lacking = json.loads(out)
+    assert (code, ran["method"], lacking["method"]) == (0, "zero_shot", "cepe")
+    assert "not_run" in lacking
+    code, out, err = call(*words, "--method", "cepe")
+    assert (code, out, err.count("error: ")) == (2, "", 1), "with nothing to show it is an error"
+
+
+def test_an_unknown_model_is_one_line_where_the_hub_does_not_answer(call, monkeypatch, tmp_path):
+    asked = []
+
+    def refused(url, **_options):
+        asked.append(url)
+        raise ConnectionError("Name or service not known")
+
+    def load(*_words, **_options):
+        pytest.fail("the client, which tries again and again, was asked")
+
+    monkeypatch.setattr("i2cl.storage.hub.get_hf_file_metadata", refused)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    code, out, err = call("fit", "smollm3", "mood-colour-1", "-o", tmp_path / "new", "--shots", "1")
+    assert (code, out, len(asked)) == (2, "", 1)
+    (line,) = err.splitlines()
+    assert line.startswith("error: model 'smollm3' is no folder")
+    assert "did you mean 'smollm2'?" in line
+
+
+FIGURES = {"accuracy (95 %)": "0.381 (0.310\u20130.458)", "fit s": "0.0", "ms/query": "123.74"}
+TABLE = [
+    {"method": name} | FIGURES | {"bytes": 35896320}
+    for name in ("zero_shot", "zero_shot+batch_calibration", "few_shot")
+]
+LONG = [{"task": "mood-colour-1", "method": "zero_shot+contextual_calibration"} | FIGURES]
+
+
+@pytest.mark.parametrize("rows", [TABLE, LONG, [{"name": "a", "what": "many words " * 20}]])
+@pytest.mark.parametrize("width", [120, 80, 60])
+def test_no_cell_of_a_table_breaks_a_word(capsys, monkeypatch, rows, width):
+    monkeypatch.setattr(console, "out", Console(highlight=False, width=width))
+    console.print_table("", rows)
+    shown = set(capsys.readouterr().out.replace("+", "+ ").split())
+    for row in rows:
+        for name, cell in row.items():
+            assert {*name.split(), *str(cell).replace("+", "+ ").split()} <= shown
+
+
+def test_the_table_of_a_fit_has_80_columns(capsys, monkeypatch, at_80):
+    console.print_table("", TABLE)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert len([line for line in lines if line.strip()]) == 2 + len(TABLE), "each row is one line"

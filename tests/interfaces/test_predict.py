@@ -1,0 +1,361 @@
+"""`i2cl predict` on long files: killed and gone on with, in bounded memory, in workers."""
+
+import json
+import os
+import signal
+import sys
+import time
+import tracemalloc
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from i2cl import I2CLError, Injection, load_task, with_temperature
+from i2cl.interfaces.batch_prediction.outputs import written
+from i2cl.interfaces.batch_prediction.prediction import (
+    Scorer,
+    Texts,
+    WorkerWarning,
+    _received,
+    _Worker,
+    digest,
+    predict_here,
+)
+from i2cl.interfaces.cli import main
+from i2cl.models.encoding import ScoringWarning
+from i2cl.tasks.files import RowError
+from processes import COMMAND, Program, finished
+
+ROWS, CHUNK = 1000, 10
+
+
+def listed(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    return stop.value.code
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """An artefact for the bundled model, texts, and what an uninterrupted run makes of them."""
+    folder = tmp_path_factory.mktemp("home")
+    task = "mood-colour-1"
+    assert run("fit", "reference", task, "-o", folder / "mood", "--shots", "2", "--set", "epochs=1") == 0
+    texts = [example.text for example in load_task(task).test]
+    many = [texts[row % len(texts)] + " " * (row % 3) for row in range(ROWS)]
+    (folder / "texts.txt").write_text("".join(f"{text}\n" for text in many), encoding="utf-8")
+    assert run(*arguments(folder, folder / "whole.tsv")) == 0
+    return folder
+
+
+def arguments(home, output, *more, source="texts.txt"):
+    return ["predict", home / "mood", home / source, "-o", output, "--chunk", CHUNK, *more]
+
+
+def lines_of(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
+    output, part = tmp_path / "out.tsv", tmp_path / ".out.tsv.part"
+    kept = []
+    for more in (1, ROWS // 5, ROWS // 3):
+        program = Program(COMMAND, *arguments(home, output))
+        wanted = lines_of(part) + more
+        while program.process.is_alive() and lines_of(part) < wanted:
+            time.sleep(0.001)
+        program.process.kill()
+        code, _, told = program.wait()
+        assert code == -signal.SIGKILL, told
+        assert not output.exists()
+        if kept:
+            assert told == f"{kept[-1]} rows of an earlier run are kept\n"
+        kept.append((lines_of(part) - 1) // CHUNK * CHUNK)
+    assert kept[0] < kept[1] < kept[2] < ROWS
+    with part.open("a") as handle:
+        handle.write("ha")  # a torn line
+    code, out, told = finished(COMMAND, *arguments(home, output))
+    assert (code, out) == (0, "")
+    first, last = told.splitlines()
+    assert first == f"{kept[-1]} rows of an earlier run are kept"
+    assert last.startswith(f"Saved {output}: {ROWS} rows in ")
+    assert last.endswith(f" s, {kept[-1]} of them from an earlier run.")
+    assert output.read_bytes() == (home / "whole.tsv").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} <= {"out.tsv", ".out.tsv.part.lock"}
+
+
+@pytest.fixture
+def halted(monkeypatch):
+    """Make the scorer raise an error at its fifth chunk, once."""
+
+    def at_the_fifth(error):
+        seen, score = [], Scorer.__call__
+
+        def call(self, texts):
+            seen.append(texts)
+            if len(seen) == 5:
+                raise error
+            return score(self, texts)
+
+        monkeypatch.setattr(Scorer, "__call__", call)
+
+    return at_the_fifth
+
+
+def test_ctrl_c_says_that_rows_are_kept_and_the_same_command_goes_on(home, tmp_path, halted, capsys):
+    halted(KeyboardInterrupt())
+    output = tmp_path / "out.tsv"
+    assert run(*arguments(home, output)) == 130
+    told = capsys.readouterr().err
+    assert told == "error: interrupted: 40 rows are kept: the same command goes on with them\n"
+    assert run(*arguments(home, output)) == 0
+    assert capsys.readouterr().err.startswith("40 rows of an earlier run are kept\nSaved ")
+    assert output.read_bytes() == (home / "whole.tsv").read_bytes()
+    assert listed(tmp_path) == ["out.tsv"]
+
+
+def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, halted, capsys):
+    halted(RuntimeError("out of memory"))
+    output = tmp_path / "out.tsv"
+    with pytest.raises(RuntimeError):
+        main([str(word) for word in arguments(home, output)])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    changed = {
+        "output_format": arguments(home, output, "--output-format", "jsonl"),
+        "chunk": arguments(home, output, "--chunk", "20"),
+        "dtype": arguments(home, output, "--dtype", "bfloat16"),
+        "keep": arguments(home, output, "--row-number"),
+        "source": arguments(home, output, source="whole.tsv"),
+    }
+    for name, words in changed.items():
+        assert run(*words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"made with another {name} " in line
+        assert "--restart" in line
+        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert run(*arguments(home, output, "--restart")) == 0
+    assert capsys.readouterr().err.startswith("Saved ")
+    assert output.read_bytes() == (home / "whole.tsv").read_bytes()
+
+
+def test_a_killed_run_that_had_all_rows_only_renames(home, tmp_path, halted):
+    halted(KeyboardInterrupt())
+    output = tmp_path / "out.tsv"
+    run(*arguments(home, output))
+    (tmp_path / ".out.tsv.part").write_bytes((home / "whole.tsv").read_bytes())
+    assert run(*arguments(home, output)) == 0
+    assert output.read_bytes() == (home / "whole.tsv").read_bytes()
+
+
+def test_a_digest_tells_injections_apart(home, tmp_path):
+    injection = Injection.from_pretrained(home / "mood")
+    again = Injection.from_pretrained(home / "mood")
+    assert digest(injection) == digest(again)
+    again.coefficients[0, 0, 0] += 0.5
+    assert digest(injection) != digest(again)
+    biased = [replace(injection, label_bias=(shift, 0.0, 0.0, 0.0)) for shift in (0.0, 1.0)]
+    assert len({digest(one) for one in [injection, *biased]}) == 3
+    assert digest(with_temperature(injection, 2.0)) != digest(injection)
+
+
+def test_a_temperature_changes_probabilities_and_no_label(home, tmp_path):
+    injection = Injection.from_pretrained(home / "mood")
+    with_temperature(injection, 4.0).save_pretrained(tmp_path / "mood")
+    assert run("predict", tmp_path / "mood", home / "texts.txt", "-o", tmp_path / "warm.tsv") == 0
+    plain, warm = (
+        [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+        for path in (home / "whole.tsv", tmp_path / "warm.tsv")
+    )
+    assert [row[0] for row in warm] == [row[0] for row in plain]
+    for before, after in zip(plain, warm, strict=True):
+        roots = [float(value) ** 0.25 for value in before[1:]]
+        wanted = [root / sum(roots) for root in roots]
+        assert [float(value) for value in after[1:]] == pytest.approx(wanted, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
+def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(home, tmp_path, kind, capsys):
+    pandas = pytest.importorskip("pandas")
+    injection = with_temperature(Injection.from_pretrained(home / "mood"), 20.0)
+    injection.save_pretrained(tmp_path / "mood")
+    plain, sure = tmp_path / f"plain.{kind}", tmp_path / f"sure.{kind}"
+    words = ["predict", tmp_path / "mood", home / "texts.txt", "-o"]
+    assert run(*words, plain) == 0
+    before = READERS[kind](pandas, plain)
+    numbers = before.select_dtypes("number")
+    least = round(float(numbers.max(axis=1).median()), 6) + 5e-7  # no rounded probability is that
+    assert run(*words, sure, "--min-confidence", least) == 0
+    found = READERS[kind](pandas, sure)
+    below = numbers.max(axis=1) < least
+    assert 0 < below.sum() < len(below)
+    assert found["label"].fillna("").tolist() == before["label"].mask(below, "").tolist()
+    pandas.testing.assert_frame_equal(found.select_dtypes("number"), numbers)
+
+
+@pytest.mark.parametrize("least", ["0", "-0.5", "1.01", "nan", "inf"])
+def test_a_threshold_that_is_none_is_one_line(home, tmp_path, least, capsys):
+    assert run(*arguments(home, tmp_path / "out.tsv", "--min-confidence", least)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: min_confidence {float(least)} is no probability: give a number above 0, up to 1"
+    assert listed(tmp_path) == []
+
+
+def test_rows_of_another_threshold_are_refused(home, tmp_path, halted, capsys):
+    halted(KeyboardInterrupt())
+    output = tmp_path / "out.tsv"
+    assert run(*arguments(home, output, "--min-confidence", "0.9")) == 130
+    assert run(*arguments(home, output)) == 2
+    assert "made with another min_confidence " in capsys.readouterr().err
+
+
+# Formats
+
+TEXTS = ["plain", 'commas, "quotes" and;', "two\nlines", "=1+1", "\u00fcber @ 5", " padded "]
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Rows whose texts are hard on CSV, with an id that is no number."""
+    path = tmp_path / "in.jsonl"
+    rows = [{"id": f"00{row}", "text": TEXTS[row % len(TEXTS)]} for row in range(100)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+READERS = {
+    "csv": lambda pandas, path: pandas.read_csv(path, dtype={"id": str}),
+    "tsv": lambda pandas, path: pandas.read_csv(path, sep="\t", dtype={"id": str}),
+    "parquet": lambda pandas, path: pandas.read_parquet(path),
+    "jsonl": lambda pandas, path: pandas.json_normalize(list(map(json.loads, path.open(encoding="utf-8")))),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_pandas_reads_what_the_ending_says_also_after_a_kill(home, tmp_path, asked, halted, kind, capsys):
+    pandas = pytest.importorskip("pandas")
+    output = tmp_path / f"out.{kind}"
+    words = ["predict", home / "mood", asked, "-o", output, "--keep", "id,text", "--row-number", "--chunk", 7]
+    halted(KeyboardInterrupt())
+    assert run(*words) == 130
+    assert run(*words) == 0
+    told = capsys.readouterr().err
+    assert "28 rows of an earlier run are kept" in told
+    assert ("begin with =, +, - or @: 17." in told) is (kind == "csv")
+    assert listed(tmp_path) == ["in.jsonl", output.name]
+    table = READERS[kind](pandas, output).rename(columns=lambda name: name.removeprefix("input."))
+    labels = load_task("mood-colour-1").labels
+    flat = [text.replace("\n", " ") if kind == "tsv" else text for text in TEXTS]
+    assert list(table["row"]) == list(range(1, 101))
+    assert list(table["id"]) == [f"00{row}" for row in range(100)]
+    assert list(table["text"]) == [flat[row % len(TEXTS)] for row in range(100)]
+    chances = table[[f"probabilities.{label}" if kind == "jsonl" else label for label in labels]]
+    assert chances.sum(axis=1).between(0.99999, 1.00001).all()
+    assert [labels[best] for best in chances.to_numpy().argmax(1)] == list(table["label"])
+
+
+def test_a_named_format_wins_over_the_ending_and_json_over_none(home, tmp_path, asked):
+    words = ["predict", home / "mood", asked, "-o", tmp_path / "out.csv"]
+    assert run(*words, "--output-format", "jsonl") == 0
+    assert set(json.loads((tmp_path / "out.csv").read_text().splitlines()[0])) == {"label", "probabilities"}
+
+
+def test_csv_is_what_excel_opens(home, tmp_path, asked):
+    output = tmp_path / "out.csv"
+    assert run("predict", home / "mood", asked, "-o", output, "--keep", "text") == 0
+    content = output.read_bytes()
+    assert content.startswith(b"\xef\xbb\xbftext,label,")
+    assert b'\r\n"commas, ""quotes"" and;",' in content
+    assert content.count(b"\r\n") == 101
+
+
+def test_what_a_file_is_read_as_is_told_by_predict(home, tmp_path, capsys):
+    path = tmp_path / "a.csv"
+    path.write_bytes("id;text\n1;sch\u00f6n\n".encode("cp1252"))
+    assert run("predict", home / "mood", path) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: {path} is read as Windows-1252 with semicolons between its cells")
+
+
+# Memory
+
+
+def peak(folder, rows):
+    """Bytes that Python held at most while so many rows went through."""
+    (folder / "texts.txt").write_text("".join(f"text number {row}\n" for row in range(rows)))
+
+    def source():
+        return lambda queries: "".join(f"{len(query.text)}\n" for query in queries)
+
+    texts = Texts(str(folder / "texts.txt"), chunk=256)
+    tracemalloc.start()
+    with written(folder / "out.tsv", "length\n", {}, chunk=256) as out:
+        for lines, count in predict_here(source, texts):
+            out.write(lines, count)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert lines_of(folder / "out.tsv") == rows + 1
+    return most
+
+
+def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
+    peak(tmp_path, 1000)  # what is imported and cached on the way
+    most = peak(tmp_path, 100_000)
+    # a chunk and what other threads allocate meanwhile, never the rows: as str they take four times the file
+    assert most < (tmp_path / "texts.txt").stat().st_size / 4
+
+
+# Ray
+
+
+def row_of(*texts):
+    return {"texts": json.dumps([(text, ()) for text in texts]), "error": "", "of_rows": False, "told": "[]"}
+
+
+def test_errors_and_warnings_of_a_worker_come_out_here():
+    def source():
+        raise I2CLError("no such model")
+
+    with pytest.raises(I2CLError, match="no such model") as raised:
+        _received(_Worker(source)(row_of("a")))
+    assert not isinstance(raised.value, RowError)
+
+    def score(queries):
+        warnings.warn("labels share their first token", ScoringWarning, stacklevel=1)
+        warnings.warn("of another library", UserWarning, stacklevel=1)
+        return "".join(f"{query.text}\n" for query in queries)
+
+    with pytest.warns(WorkerWarning, match="first token") as caught:
+        assert _received(_Worker(lambda: score)(row_of("a", "b"))) == ("a\nb\n", 2)
+    assert len(caught) == 1
+    with pytest.raises(RowError, match="empty"):
+        _received(_Worker(source)({"texts": "[]", "error": "is empty", "of_rows": True, "told": "[]"}))
+
+
+WRONG = {
+    "no ray": (["--executor", "ray"], "pip install 'i2cl[ray]'"),
+    "workers here": (["--workers", "2"], "add --executor ray"),
+    "address here": (["--address", "auto"], "add --executor ray"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_ways_to_run(home, tmp_path, monkeypatch, capsys, case):
+    more, message = WRONG[case]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run(*arguments(home, tmp_path / "out.tsv", *more)) == 2
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert message in line
+    assert (told.out, listed(tmp_path)) == ("", [])
+
+
+def test_ray_reads_no_stdin(home, capsys):
+    assert run("predict", home / "mood", "-", "--executor", "ray") == 2
+    assert "give a file" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""Engines of vLLM, each in a process of its own that is forked from this one, which has imported all of it.
+
+Every line that comes in is a job as JSON, and is answered with the exit status of the process that did it.
+A job: ``result``, the file to write; ``log``; ``env``; ``model`` and ``options`` of ``vllm.LLM``; ``tasks``,
+artefact folders by name; and ``steps``, each the name of a method of `Engine` and its arguments.
+"""
+
+import json
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+if sys.argv[1:] == ["V2"]:  # its Triton kernels run on a CPU in Triton's interpreter, where vLLM lets them
+    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+import torch
+import vllm.model_executor.models.llama
+import vllm.v1.worker.cpu_worker  # noqa: F401
+from vllm import LLM, SamplingParams
+
+from i2cl import I2CLError, Injection
+from i2cl.interfaces.vllm import asking, classify, drop, load, tables
+from i2cl.interfaces.vllm import engine as core
+from i2cl.interfaces.vllm.frontend import TASKS
+from i2cl.interfaces.vllm.slots import Salts
+
+COUNTED = {"vllm:num_preemptions", "vllm:prefix_cache_hits"}
+
+
+class Engine:
+    """An engine and what it is asked."""
+
+    def __init__(self, job):
+        torch.set_num_threads(1)
+        self.job = job
+        self.llm = LLM(job["model"], disable_log_stats=False, **job["options"])
+        for name, folder in job["tasks"].items():
+            self.load(name, folder)
+
+    def classify(self, texts, tasks):
+        return [one.scores.tolist() for one in classify(self.llm, texts, tasks)]
+
+    def load(self, name, folder):
+        load(self.llm, name, Injection.from_pretrained(folder))
+
+    def drop(self, name):
+        drop(self.llm, name)
+
+    def ask(self, ids, task, new, salt=None):
+        prompt = {"prompt_token_ids": ids} | ({} if salt is None else {"cache_salt": salt})
+        (output,) = self.llm.generate([prompt], params(task, new), use_tqdm=False)
+        return told(output)
+
+    def digest(self, task):
+        return TASKS.get(task).packed.digest
+
+    def stolen(self, ids, task):
+        """A plain request with the task's salt, which nobody outside the engine's process knows."""
+        return self.ask(ids, None, 1, core.Core.current.salts.of(None, self.digest(task)))
+
+    def spoil(self, rank):
+        """From now on one worker cannot write."""
+        self.llm.collective_rpc(spoiled, args=(rank,))
+
+    def crowd(self, seed, size):
+        """Requests of random tasks and lengths, some of which are aborted, as the engine goes."""
+        draw, engine = random.Random(seed), self.llm.llm_engine
+        names = [*self.job["tasks"], None]
+        asked = {
+            f"{seed}-{place}": (draw.choices(range(1, 690), k=draw.randint(1, 150)), draw.choice(names))
+            for place in range(size)
+        }
+        waiting, aborted, done = list(asked), set(), {}
+        while waiting or engine.has_unfinished_requests():
+            for _ in range(min(len(waiting), draw.randint(0, 6))):
+                key = waiting.pop()
+                ids, task = asked[key]
+                engine.add_request(key, {"prompt_token_ids": ids}, params(task, draw.randint(1, 40)))
+                aborted |= {key} if draw.random() < 0.15 else set()
+            done |= {output.request_id: told(output) for output in engine.step() if output.finished}
+            if draw.random() < 0.3:
+                engine.abort_request([key for key in aborted if key not in done])
+        kept = {key: found for key, found in done.items() if key not in aborted}
+        return [{"prompt": asked[key][0], "task": asked[key][1], **found} for key, found in kept.items()]
+
+    def step(self, kind, *given):
+        try:
+            return getattr(self, kind)(*given)
+        except (I2CLError, ValueError, RuntimeError) as error:
+            return {"error": str(error)}
+
+    def counted(self):
+        return {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in COUNTED}
+
+
+def spoiled(worker, rank):
+    tables, ranks = worker.model_runner.model.i2cl_tables, torch.distributed.get_rank()
+
+    def write(*_):
+        raise RuntimeError("no memory")
+
+    if ranks == rank:
+        tables.write = write
+    elif "write" in vars(tables):
+        del tables.write
+
+
+def params(task, new):
+    extra = {} if task is None else {"i2cl": task}
+    return SamplingParams(max_tokens=new, temperature=0.0, logprobs=1, ignore_eos=True, extra_args=extra)
+
+
+def told(output):
+    ids = list(output.outputs[0].token_ids)
+    steps = zip(output.outputs[0].logprobs, ids, strict=True)
+    values = [step[token].logprob for step, token in steps]
+    return {"ids": ids, "logprobs": values, "cached": output.num_cached_tokens}
+
+
+def main(job):
+    if job.get("unsalted"):
+        Salts.of = lambda self, salt, digest: salt
+    asking.ROWS = job.get("rows", asking.ROWS)
+    if job.get("unedited"):
+        tables.edited = lambda writer, inputs, output: None
+    engine = Engine(job)
+    answers = [engine.step(*step) for step in job["steps"]]
+    executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
+    runner = getattr(getattr(executor, "driver_worker", None), "worker", None)  # or one a rank
+    v2 = None if runner is None else runner.use_v2_model_runner
+    found = {"answers": answers, "counted": engine.counted(), "v2": v2}
+    Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+def forked(job):
+    """The exit status of a process that does a job."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(job["env"])
+    status = 1
+    try:
+        main(job)
+        status = 0
+    except BaseException:  # noqa: BLE001 - the end of a process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(forked(json.loads(line)), flush=True)

@@ -1,0 +1,329 @@
+"""The plugin in vLLM itself, on a CPU: what it answers is what `Injection` answers.
+
+Each test starts engines in processes of their own.
+"""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from i2cl.export import export_hf
+from i2cl.interfaces.vllm.support import WRITERS
+from i2cl.models.decoder import Decoder
+from i2cl.models.loading import located
+
+from .engines import RUNNERS, apart, followed, nats, random_injection, texts
+
+
+@RUNNERS
+def test_fifty_tasks_share_batches_with_aborts_and_preemption(run, decoder, artefacts, runner):
+    folder, injections = artefacts
+    asked = texts(60)
+    tasks = [f"t{number % 50}" for number in range(60)]
+    random.Random(1).shuffle(tasks)
+    steps = [["classify", asked, tasks], ["crowd", 1, 80], ["crowd", 2, 80]]
+    paths = {name: str(folder / name) for name in injections}
+    got = run(steps, paths, runner=runner)
+    labels, *crowds = got["answers"]
+    worst = [apart(labels, decoder, injections, asked, tasks)]
+    for one in crowds[0] + crowds[1]:
+        injection = injections.get(one["task"])
+        wanted = followed(decoder, injection, one["prompt"], one["ids"])
+        worst.append(float((torch.tensor(one["logprobs"]) - wanted).abs().max()))
+    print(f"\nworst {max(worst):.2e} of {len(worst)} and 60 texts; {got['counted']}")
+    assert len(worst) > 100
+    assert max(worst) < 1e-4
+    assert got["counted"]["vllm:num_preemptions"] > 0
+
+
+def cached(run, decoder, artefacts, **more):
+    folder, injections = artefacts
+    prompt = [1 + 7 * number % 600 for number in range(130)]  # four blocks and a little
+    order = ["t0", None, "t1", "t0", None]
+    steps = [["ask", prompt, task, 1] for task in order]
+    got = run(steps, {name: str(folder / name) for name in ("t0", "t1")}, **more)
+    wrong = []
+    for task, one in zip(order, got["answers"], strict=True):
+        wanted = followed(decoder, injections.get(task), prompt, one["ids"])
+        wrong.append(float((torch.tensor(one["logprobs"]) - wanted).abs().max()))
+    return wrong, [one["cached"] for one in got["answers"]]
+
+
+@RUNNERS
+def test_the_prefix_cache_keeps_tasks_apart(run, decoder, artefacts, runner):
+    wrong, hits = cached(run, decoder, artefacts, runner=runner)
+    print(f"\nworst {max(wrong):.2e}, cached tokens {hits}")
+    assert max(wrong) < 1e-4
+    assert hits == [0, 0, 0, 128, 128]
+
+
+def test_without_the_salt_they_are_mixed_up(run, decoder, artefacts):
+    wrong, hits = cached(run, decoder, artefacts, unsalted=True)
+    print(f"\nnats off {[round(one, 2) for one in wrong]}, cached tokens {hits}")
+    assert hits[1] == 128
+    assert max(wrong) > 0.1
+
+
+def test_no_salt_of_a_plain_request_finds_what_a_task_left_nor_the_other_way_round(run, decoder, artefacts):
+    """Not even the engine's own, which takes a look into its process."""
+    folder, injections = artefacts
+    paths = {"t0": str(folder / "t0")}
+    asked = [1 + 7 * number % 600 for number in range(130)]
+    (digest,) = run([["digest", "t0"]], paths)["answers"]
+    salts = [
+        f"|i2cl:{digest}",
+        f"i2cl:{digest}",
+        f"mine|i2cl:{digest}",
+        f"i2cl:plain:|i2cl:{digest}",
+        "i2cl:",
+    ]
+    after = [["ask", asked, "t0", 1, "mine"], *(["ask", asked, None, 1, salt] for salt in salts)]
+    before = [*(["ask", asked, None, 1, salt] for salt in salts), ["ask", asked, "t0", 1, "mine"]]
+    worst = 0.0
+    for steps in (after, before, [["ask", asked, "t0", 1, salt] for salt in (None, *salts)]):
+        answers = run(steps, paths)["answers"]
+        assert [one["cached"] for one in answers] == [0] * len(steps)
+        for (_, _, task, *_), one in zip(steps, answers, strict=True):
+            wanted = followed(decoder, injections.get(task), asked, one["ids"])
+            worst = max(worst, float((torch.tensor(one["logprobs"]) - wanted).abs().max()))
+    print(f"\nworst {worst:.2e} of {3 * len(salts) + 3} requests")
+    assert worst < 1e-4
+
+
+def test_the_engines_own_salt_does_not_help_a_plain_request(run, decoder, artefacts):
+    folder, _ = artefacts
+    asked = [1 + 7 * number % 600 for number in range(130)]
+    steps = [["ask", asked, "t0", 1], ["stolen", asked, "t0"], ["ask", asked, "t0", 1]]
+    answers = run(steps, {"t0": str(folder / "t0")})["answers"]
+    assert [one["cached"] for one in answers] == [0, 0, 128]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_write_that_fails_fails_its_load_and_nothing_else(run, decoder, artefacts, ranks):
+    folder, injections = artefacts
+    asked = texts(2)
+    steps = [
+        ["spoil", ranks - 1],
+        ["load", "b", str(folder / "t1")],
+        ["load", "b", str(folder / "t1")],  # was booked as done, and the next request ended the engine
+        ["classify", asked, ["b", "b"]],
+        ["classify", asked, ["a", "a"]],
+        ["spoil", None],
+        ["load", "b", str(folder / "t1")],
+        ["classify", asked, ["a", "b"]],
+    ]
+    options = {"tensor_parallel_size": ranks} if ranks > 1 else {}
+    options |= {"distributed_executor_backend": "mp"} if ranks > 1 else {}
+    env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # calls of functions, by which the test spoils a worker
+    answers = run(steps, {"a": str(folder / "t0")}, options=options, env=env)["answers"]
+    for one in answers[1:3]:
+        assert f"1 of {ranks} workers could not write this task, RuntimeError (no memory)" in one["error"]
+    assert "no task 'b' is loaded" in answers[3]["error"]
+    close = {"rtol": 0, "atol": 1e-4}
+    first, other = (injections[name].scores(decoder, asked) for name in ("t0", "t1"))
+    torch.testing.assert_close(torch.tensor(answers[4]), first, **close)
+    torch.testing.assert_close(torch.tensor(answers[7][0]), first[0], **close)
+    torch.testing.assert_close(torch.tensor(answers[7][1]), other[1], **close)
+
+
+@RUNNERS
+def test_labels_of_many_tokens_are_scored_as_injections_score_them(run, decoder, tmp_path, runner):
+    """With a prompt for every label, and where the cache shares the query with one for every beginning."""
+    injection = random_injection(decoder, torch.Generator().manual_seed(1), "intents")
+    injection.save_pretrained(tmp_path / "intents")
+    asked = texts(6, seed=9, most=24)
+    wanted, worst = injection.scores(decoder, asked), {}
+    for way, options in (
+        ("labels", {"enable_prefix_caching": False}),
+        ("beginnings", {"max_num_seqs": 4, "enable_prefix_caching": True}),
+    ):
+        found = run(
+            [["classify", asked, ["intents"] * len(asked)]],
+            {"intents": str(tmp_path / "intents")},
+            options=options | {"max_num_batched_tokens": 256},
+            rows=256 if way == "labels" else 0,
+            runner=runner,
+        )["answers"][0]
+        worst[way] = float((torch.tensor(found) - wanted).abs().max())
+    print(f"\nworst {worst}")
+    assert max(worst.values()) < 1e-3  # sums of up to 15 log-probabilities
+
+
+def test_tasks_come_go_and_are_replaced(run, decoder, artefacts):
+    folder, injections = artefacts
+    asked = texts(2)
+    one = {name: injections[name].scores(decoder, asked) for name in ("t0", "t3", "t4")}
+    steps = [
+        ["classify", asked, ["a", "a"]],
+        ["load", "a", str(folder / "t3")],
+        ["classify", asked, ["a", "a"]],
+        ["load", "b", str(folder / "t4")],
+        ["classify", asked, ["b", "a"]],
+        ["load", "c", str(folder / "t5")],
+        ["drop", "b"],
+        ["ask", [5, 6, 7], "b", 1],
+        ["load", "c", str(folder / "t5")],
+        ["classify", asked, ["a", "a"]],
+    ]
+    more = {"options": {"additional_config": {"i2cl": {"slots": 2}}}}
+    answers = run(steps, {"a": str(folder / "t0")}, **more)["answers"]
+    close = {"rtol": 0, "atol": 1e-4}
+    torch.testing.assert_close(torch.tensor(answers[0]), one["t0"], **close)
+    torch.testing.assert_close(torch.tensor(answers[2]), one["t3"], **close)
+    torch.testing.assert_close(torch.tensor(answers[4]), torch.stack([one["t4"][0], one["t3"][1]]), **close)
+    assert "all 2 slots" in answers[5]["error"]
+    assert "no task 'b' is loaded" in answers[7]["error"]
+    assert answers[8] is None
+    torch.testing.assert_close(torch.tensor(answers[9]), one["t3"], **close)
+
+
+@RUNNERS
+def test_a_start_whose_edit_does_not_act_fails(run, runner):
+    told = run([], unedited=True, succeeds=False, runner=runner)
+    assert "edit does not act in this vLLM: its answer with a task is that without one" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"enable_lora": True}, "LoRA puts layers of its own around the residual writers"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "leave kv_transfer_config and offloading out",
+        ),
+        ({"worker_extension_cls": "builtins.object"}, "leave worker_extension_cls out"),
+    ],
+)
+def test_what_is_not_supported_does_not_start(run, options, reason):
+    assert reason in run([], options=options, succeeds=False)
+
+
+def graphs(tmp_path):
+    return {path.name for path in (tmp_path / "cache").rglob("torch_aot_compile/*")}
+
+
+def test_compiled_answers_are_the_eager_ones_also_after_a_start_without_the_plugin(
+    run, tmp_path, decoder, artefacts
+):
+    folder, injections = artefacts
+    asked, tasks = texts(12, seed=4), [f"t{number % 3}" for number in range(12)]
+    paths = {f"t{number}": str(folder / f"t{number}") for number in range(3)}
+    compiled, env = {"enforce_eager": False}, {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    run([["ask", [5, 6, 7], None, 1]], options=compiled, env=env | {"VLLM_PLUGINS": ""})
+    plain = graphs(tmp_path)
+    worst = []
+    for _ in range(2):  # the second start takes the graph that the first one saved
+        found = run([["classify", asked, tasks]], paths, options=compiled, env=env)["answers"][0]
+        worst.append(apart(found, decoder, injections, asked, tasks))
+    print(f"\nworst {worst}, saved graphs {len(plain)} and then {len(graphs(tmp_path))}")
+    assert max(worst) < 1e-4
+    assert plain
+    assert len(graphs(tmp_path)) == 2 * len(plain)
+
+
+SMALL = {"vocab_size": 694, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {
+    "intermediate_size": 96,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+}
+SMALL |= {"eos_token_id": 0, "pad_token_id": None, "initializer_range": 0.15}
+KINDS = {
+    "GPT2LMHeadModel": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
+    "GemmaForCausalLM": {"model_type": "gemma", "head_dim": 32},
+    "GraniteForCausalLM": {"model_type": "granite", "residual_multiplier": 0.5},
+    "MistralForCausalLM": {"model_type": "mistral", "head_dim": 32},
+    "NemotronForCausalLM": {"model_type": "nemotron", "head_dim": 32},
+    "OPTForCausalLM": {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.15},
+    "Phi3ForCausalLM": {"model_type": "phi3"},
+    "Qwen2ForCausalLM": {"model_type": "qwen2"},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "head_dim": 32},
+    "StableLmForCausalLM": {"model_type": "stablelm"},
+}
+
+
+@pytest.mark.parametrize("architecture", sorted(WRITERS.keys() - {"LlamaForCausalLM"}))
+def test_every_architecture_of_the_table_answers_as_injected(run, tmp_path, architecture):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**SMALL | KINDS[architecture])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(located("reference")).save_pretrained(tmp_path / "model")
+    decoder = Decoder.from_pretrained(str(tmp_path / "model"), dtype="float32", device="cpu")
+    injection = random_injection(decoder, torch.Generator().manual_seed(0), "mood-colour-1")
+    injection.save_pretrained(tmp_path / "task")
+    draw = random.Random(8)
+    prompts = [[draw.randrange(1, 690) for _ in range(draw.randint(3, 60))] for _ in range(12)]
+    steps = [["ask", prompt, task, 4] for prompt in prompts for task in ("task", None)]
+    options = {"max_model_len": 128}
+    found = run(steps, {"task": str(tmp_path / "task")}, where=tmp_path / "model", options=options)["answers"]
+    worst = {
+        task: nats(found[start::2], own, decoder, prompts)
+        for start, task, own in ((0, "injected", injection), (1, "plain", None))
+    }
+    print(f"\n{architecture} {worst}")
+    assert max(worst.values()) < 1e-4
+
+
+def test_two_ranks_answer_as_one(run, decoder, artefacts):
+    folder, injections = artefacts
+    asked, tasks = texts(12, seed=5), [f"t{number % 3}" for number in range(12)]
+    paths = {f"t{number}": str(folder / f"t{number}") for number in range(3)}
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    found = run([["classify", asked, tasks]], paths, options=options)["answers"][0]
+    worst = apart(found, decoder, injections, asked, tasks)
+    print(f"\nworst {worst:.2e}")
+    assert worst < 1e-4
+
+
+def test_a_folded_checkpoint_agrees_and_in_bfloat16_is_no_closer(run, tmp_path, model, decoder, artefacts):
+    folder, injections = artefacts
+    export_hf(decoder, injections["t0"], tmp_path / "folded")
+    draw = random.Random(6)
+    prompts = [[draw.randrange(1, 690) for _ in range(draw.randint(3, 60))] for _ in range(40)]
+    half, worst = {"dtype": "bfloat16"}, {}
+    for name, where, task, options in (
+        ("folded", tmp_path / "folded", None, {}),
+        ("folded bfloat16", tmp_path / "folded", None, half),
+        ("plugin bfloat16", model, "t0", half),
+    ):
+        steps = [["ask", prompt, task, 1] for prompt in prompts]
+        paths = {} if task is None else {task: str(folder / task)}
+        found = run(steps, paths, where=where, options=options)["answers"]
+        worst[name] = nats(found, injections["t0"], decoder, prompts)
+    print(f"\n{worst}")
+    assert worst["folded"] < 1e-4
+    assert worst["plugin bfloat16"] <= worst["folded bfloat16"]
+
+
+def test_model_runner_v2_asks_the_model_for_the_slots_of_its_batches(monkeypatch):
+    """Its own classes, without the kernels that take a GPU."""
+    import torch.nn as nn
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+    from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+
+    from i2cl.interfaces.vllm.model import Hooked
+    from i2cl.interfaces.vllm.slots import Packed
+    from i2cl.interfaces.vllm.tables import Tables
+
+    model = type("Model", (Hooked, nn.Module), {"__init__": nn.Module.__init__})()
+    model.i2cl_tables = Tables([nn.Linear(4, 4), nn.Linear(4, 4)], 3, 4, 32)
+    packed = Packed.of(torch.ones(1, 2, 4), torch.zeros(1, 2))
+    model.i2cl_tables.write(2, packed.digest, packed)
+    kind = resolve_model_state_cls(None, model)
+    state = object.__new__(kind)
+    state.i2cl_tables, state.i2cl_places = model.i2cl_tables, np.zeros(8, dtype=np.int32)
+    state.rope_state = state.prompt_embeds_state = None
+    extra = SimpleNamespace(extra_args={"i2cl_digest": packed.digest})
+    state.add_request(1, SimpleNamespace(sampling_params=extra))
+    state.add_request(0, SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None)))
+    batch = InputBatch.make_dummy(3, 7, InputBuffers(8, 32, torch.device("cpu")))
+    assert state.prepare_inputs(batch, None) == {}
+    assert model.i2cl_tables.slots[:7].tolist() == [0, 0, 2, 2, 0, 0, 0]
+
+
+USER, ADMIN = "user-key", "admin-key"

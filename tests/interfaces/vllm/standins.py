@@ -1,0 +1,179 @@
+"""What stands in for vLLM where it is not installed: as little of it as the plugin touches."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.edits import LinearEdit
+from i2cl.core.injection import Injection
+from i2cl.interfaces.vllm import asking, frontend
+from i2cl.interfaces.vllm.engine import LOAD
+from i2cl.interfaces.vllm.slots import DIGEST, Packed
+from i2cl.models.scoring import next_token_log_probabilities
+
+
+def injection_for(decoder, task, seed=0, **more):
+    """An injection that changes what a tiny model says."""
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=draw)
+    pairs = torch.randn(decoder.layers, 2, 2, generator=draw) * 0.3 + torch.tensor([0.0, 1.0])
+    return Injection(
+        ContextVector(values, ExtractConfig(), 4, decoder.base), pairs, task, decoder.base, **more
+    )
+
+
+class Linear(nn.Linear):
+    """``RowParallelLinear``: its forward pass returns a pair."""
+
+    reduce_results = True
+    skip_bias_add = False
+
+    def forward(self, states):
+        return super().forward(states), None
+
+
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        self.self_attn.o_proj, self.mlp.down_proj = Linear(d, d), Linear(d, d)
+
+
+class Llama(nn.Module):
+    """``LlamaForCausalLM`` as far as its blocks and its constructor go."""
+
+    def __init__(self, *, vllm_config, prefix=""):
+        super().__init__()
+        d = vllm_config.model_config.get_hidden_size()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([Block(d) for _ in range(2)])
+
+
+def vllm_config(**changes):
+    """A ``VllmConfig`` of one engine that is served; fields are changed by their dotted names."""
+    config = SimpleNamespace(
+        additional_config={},
+        kv_transfer_config=None,
+        lora_config=None,
+        speculative_config=None,
+        model_config=SimpleNamespace(
+            architecture="LlamaForCausalLM", logprobs_mode="raw_logprobs", get_hidden_size=lambda: 8
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=16, max_num_seqs=4),
+        parallel_config=SimpleNamespace(
+            enable_dbo=False,
+            ubatch_size=0,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            _api_process_count=1,
+            worker_extension_cls="",
+        ),
+        cache_config=SimpleNamespace(block_size=4, enable_prefix_caching=True, kv_sharing_fast_prefill=False),
+    )
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        owner = config
+        for part in path:
+            owner = getattr(owner, part)
+        assert hasattr(owner, last)
+        setattr(owner, last, value)
+    return config
+
+
+def params(digest=None, **extra):
+    """``SamplingParams``, as a worker gets them."""
+    found = extra | ({} if digest is None else {DIGEST: digest})
+    return SimpleNamespace(extra_args=found or None)
+
+
+def batch_v2(idx_mapping, lengths, padded, requests_padded):
+    """``InputBatch`` of model runner V2, padded behind its requests, as for graphs that are replayed."""
+    starts = np.zeros(requests_padded + 1, dtype=np.int32)
+    starts[1 : len(lengths) + 1] = np.cumsum(lengths)
+    starts[len(lengths) + 1 :] = sum(lengths)
+    return SimpleNamespace(
+        num_reqs=len(lengths),
+        idx_mapping_np=np.array(idx_mapping, dtype=np.intp),
+        query_start_loc_np=starts,
+        num_tokens_after_padding=padded,
+    )
+
+
+def runner_v1(model, requests, order, lengths, most=8):
+    """``GPUModelRunner``: ``requests`` holds all that are known, ``order`` those of this batch."""
+    starts = np.full(most + 1, sum(lengths), dtype=np.int32)
+    starts[0] = 0
+    starts[1 : len(lengths) + 1] = np.cumsum(lengths)
+    return SimpleNamespace(
+        model=model,
+        input_batch=SimpleNamespace(num_reqs=len(order), req_ids=list(order)),
+        requests={name: SimpleNamespace(sampling_params=one) for name, one in requests.items()},
+        query_start_loc=SimpleNamespace(np=starts),
+    )
+
+
+def parameters(served, asked):
+    """``SamplingParams``, as `frontend.parameters` makes them."""
+    return SimpleNamespace(
+        extra_args={"i2cl": frontend.Bound(served.name, served.packed.digest)},
+        logprob_token_ids=list(asked.tokens),
+        prompt_logprobs=0 if asked.along else None,
+    )
+
+
+class LLM:
+    """``vllm.LLM``: the decoder answers, under the edit of the digest that a request was admitted with."""
+
+    def __init__(self, decoder, folder):
+        text = decoder.model.config
+        self.decoder, self.sent, self.held = decoder, [], {}
+        config = SimpleNamespace(
+            model=str(folder),
+            revision=None,
+            dtype=torch.float32,
+            max_model_len=64,
+            hf_config=text,
+            hf_text_config=text,
+        )
+        self.llm_engine = SimpleNamespace(model_config=config, vllm_config=vllm_config())
+
+    def get_tokenizer(self):
+        return self.decoder.tokenizer
+
+    def collective_rpc(self, method, args):
+        self.sent.append(method)
+        if method == LOAD:
+            self.held[Packed(*args).digest] = Packed(*args)
+        else:
+            del self.held[args[0]]
+
+    def generate(self, prompts, given, *, use_tqdm):
+        return [
+            self.answer(tuple(one["prompt_token_ids"]), each)
+            for one, each in zip(prompts, given, strict=True)
+        ]
+
+    def answer(self, ids, asked):
+        frontend.TASKS.admit(asked)
+        assert asked.extra_args["i2cl"].isidentifier()  # a name again, which any channel carries
+        held = self.held[asked.extra_args[DIGEST]]
+        rows, scales = held.tensors(self.decoder.d_model)
+        pairs = torch.stack([torch.ones_like(scales), scales], -1).view(self.decoder.layers, 2, 2)
+        edit = LinearEdit(rows.view(self.decoder.layers, 2, -1), pairs)
+        own = [] if asked.prompt_logprobs is None else [ids[:end] for end in range(1, len(ids))]
+        *before, told = next_token_log_probabilities(self.decoder, [*own, ids], edit=edit)
+        assert len(asked.logprob_token_ids) <= asking.MOST_TOKENS
+        steps = zip(ids[1:], before, strict=True) if own else ()
+        return SimpleNamespace(
+            outputs=[SimpleNamespace(logprobs=[told_of(told, asked.logprob_token_ids)])],
+            prompt_logprobs=[None, *(told_of(step, [token]) for token, step in steps)],
+        )
+
+
+def told_of(values, tokens):
+    return {token: SimpleNamespace(logprob=float(values[token])) for token in tokens}

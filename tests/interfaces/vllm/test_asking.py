@@ -1,0 +1,138 @@
+"""The labels' trie in few prompts, and their share of a batch."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from i2cl.interfaces.vllm.asking import ROWS, SHARE, Reach, Share, Trie
+
+from .standins import told_of, vllm_config
+
+QUERY = tuple(range(100, 140))
+LABELS = ((1, 2, 3), (1, 2, 4), (1, 5), (6,), (7, 8, 9, 2), (7, 8, 9, 3), (7, 8, 1, 1))
+EDGES = {(ids[:place], token) for ids in LABELS for place, token in enumerate(ids)}
+
+
+def reach(block=0, rows=100, prompts=4, tokens=1000):
+    return Reach(block, rows, prompts, tokens)
+
+
+def answered(asked):
+    """An engine's answer that tells of every edge from where it came: its prompt, by length."""
+    own = [
+        None,
+        *({token: SimpleNamespace(logprob=-place)} for place, token in enumerate(asked.prompt[1:], 1)),
+    ]
+    values = dict.fromkeys(asked.tokens, -len(asked.prompt))
+    logprobs = [told_of(values, asked.tokens)]
+    return SimpleNamespace(outputs=[SimpleNamespace(logprobs=logprobs)], prompt_logprobs=own)
+
+
+def read(block, asked):
+    """Tokens that an engine computes, prompt by prompt, whose cache shares whole blocks."""
+    seen, computed = set(), 0
+    for one in asked:
+        blocks = [one.prompt[:end] for end in range(block, len(one.prompt), block)] if block else []
+        hits = 0 if one.along else sum(1 for each in blocks if each in seen)
+        seen |= set(blocks)
+        computed += len(one.prompt) - hits * block
+    return computed
+
+
+@pytest.mark.parametrize("block", [0, 4, 16, 128])
+def test_every_edge_is_told_at_its_own_place(block):
+    told = {}
+    for asked in Trie(LABELS).asked(QUERY, reach(block)):
+        told |= asked.told(answered(asked))
+    assert told == {(before, token): -len(QUERY + before) for before, token in EDGES}
+
+
+def test_labels_take_a_prompt_each_where_the_cache_shares_nothing():
+    """Instead of one for every beginning: with twelve labels of several tokens 12 for 23."""
+    alone, shared = (Trie(LABELS).asked(QUERY, reach(block)) for block in (128, 4))
+    assert (len(alone), len(shared)) == (5, 7)
+    assert {one.before for one in shared} == {before for before, _ in EDGES}
+    many = (*((number, number, 1) for number in range(11)), (50,))
+    asked = Trie(many).asked(QUERY, reach(128))
+    assert len(asked) == 12
+    assert len({ids[:place] for ids in many for place in range(len(ids))}) == 23
+    assert sum(len(one.prompt) for one in asked) == 12 * len(QUERY) + 22
+
+
+@pytest.mark.parametrize("block", [0, 4, 16, 32, 128])
+@pytest.mark.parametrize("size", [3, 20, 40, 90, 300])
+def test_the_way_that_reads_less_is_taken(block, size):
+    query, trie = tuple(range(1000, 1000 + size)), Trie(LABELS)
+    taken = read(block, trie.asked(query, reach(block, rows=1000)))
+    ways = [read(block, trie.asked(query, one)) for one in (reach(block, rows=0), reach(0, rows=1000))]
+    assert taken <= min(ways)
+
+
+def test_one_token_each_is_one_prompt_whatever_the_cache_does():
+    for block in (0, 16):
+        (asked,) = Trie(((1,), (2,), (3,))).asked(QUERY, reach(block))
+        assert (asked.prompt, asked.tokens, asked.along) == (QUERY, (1, 2, 3), False)
+
+
+def test_longer_prompts_than_vllm_keeps_rows_for_do_not_tell_their_own_tokens():
+    for rows, along in ((len(QUERY) + 3, True), (len(QUERY) + 2, False)):
+        assert any(one.along for one in Trie(LABELS).asked(QUERY, reach(rows=rows))) == along
+
+
+def test_reach_is_read_from_the_engine():
+    config = vllm_config(scheduler_config__max_num_seqs=64, scheduler_config__max_num_batched_tokens=2048)
+    assert Reach.of(config) == Reach(4, ROWS, 64 // SHARE, 2048 // SHARE)
+    assert Reach.of(vllm_config(scheduler_config__max_num_seqs=1024)).rows == 1024
+    assert Reach.of(vllm_config(cache_config__enable_prefix_caching=False)).block == 0
+    assert Reach.of(vllm_config(cache_config__kv_sharing_fast_prefill=True)).rows == 0  # vLLM would end
+    assert Reach.of(vllm_config(scheduler_config__max_num_seqs=1)).prompts == 1
+
+
+def test_never_more_than_the_share_is_in_and_all_take_turns():
+    async def played():
+        share, inside, most, ended = Share(reach(prompts=4, tokens=100)), [], [0, 0], []
+
+        async def run(name, size):
+            inside.append(size)
+            most[:] = max(most[0], len(inside)), max(most[1], sum(inside))
+            await asyncio.sleep(0)
+            inside.remove(size)
+            share.leave(size)
+            ended.append(name)
+
+        async def client(name, sizes):
+            async with asyncio.TaskGroup() as group:
+                for size in sizes:
+                    await share.enter(size)
+                    group.create_task(run(name, size))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(client("bulk", [30] * 500))
+            await asyncio.sleep(0)
+            for number in range(8):
+                group.create_task(client(f"single {number}", [40]))
+            group.create_task(client("long", [5000]))  # beyond the share: alone
+        return most, ended
+
+    most, ended = asyncio.run(played())
+    assert most == [3, 5000]
+    assert len(ended) == 509
+    assert max(place for place, name in enumerate(ended) if name != "bulk") < 60
+
+
+def test_who_waits_and_leaves_takes_no_room():
+    async def played():
+        share = Share(reach(prompts=1, tokens=10))
+        await share.enter(10)
+        gone, stays = (asyncio.create_task(share.enter(10)) for _ in range(2))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+        assert not stays.done()
+        share.leave(10)
+        await asyncio.wait_for(stays, 60)
+        share.leave(10)
+        await asyncio.wait_for(share.enter(1), 60)
+
+    asyncio.run(played())

@@ -1,0 +1,201 @@
+"""What is put in place of vLLM's own methods in the engine core, on stand-ins; and the canary."""
+
+from pkgutil import resolve_name
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.vllm import engine
+from i2cl.interfaces.vllm.engine import DROP, LOAD, WRITE, Core, Worker
+from i2cl.interfaces.vllm.plugin import _put
+from i2cl.interfaces.vllm.slots import Packed
+from i2cl.interfaces.vllm.support import WORKER
+from i2cl.interfaces.vllm.tables import Tables
+
+from .standins import params, vllm_config
+
+ONE = Packed.of(torch.ones(1, 2, 4), torch.zeros(1, 2))
+
+
+class Request:
+    """vLLM's, as far as it is made from a request of the front end."""
+
+    def __init__(self, salt):
+        self.cache_salt = salt
+
+    @classmethod
+    def from_engine_core_request(cls, request, block_hasher):
+        return cls(request.cache_salt)
+
+
+class EngineCore:
+    """vLLM's, as far as calls to workers go."""
+
+    def __init__(self):
+        self.sent, self.told = [], [None, None]
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        self.sent.append((method, *args))
+        if isinstance(self.told, Exception):
+            raise self.told
+        return self.told
+
+    def get_supported_tasks(self):
+        return ("generate",)
+
+
+class Executor:
+    """vLLM's, which gets the configuration that workers will see."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """A patched engine core whose canary is never asked."""
+    monkeypatch.setattr(Core, "current", Core(2))
+    for owner, name, wrap in (
+        (EngineCore, "collective_rpc", engine.called),
+        (EngineCore, "get_supported_tasks", engine.ready),
+        (Request, "from_engine_core_request", engine.made),
+        (Executor, "__init__", engine.executed),
+    ):
+        monkeypatch.setattr(owner, name, vars(owner)[name])  # to be put back
+        _put(owner, name, wrap)
+    return EngineCore()
+
+
+def asked(digest=None, salt=None):
+    return SimpleNamespace(sampling_params=params(digest), cache_salt=salt)
+
+
+def test_loading_books_a_slot_and_writes_it_once(core):
+    assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
+    assert core.collective_rpc(LOAD, None, (ONE.rows, ONE.scales), None) == [1]
+    assert core.sent == [(WRITE, 1, ONE.digest, ONE.rows, ONE.scales)]
+    assert core.collective_rpc(DROP, args=(ONE.digest,)) == []
+    assert core.collective_rpc("another", args=(1,)) == [None, None]
+    assert core.sent[1:] == [("another", 1)]
+
+
+@pytest.mark.parametrize("told", [[None, "no memory: buy some"], RuntimeError("a worker is gone")])
+def test_a_task_that_was_not_written_is_not_booked(core, told):
+    core.told = told
+    for _ in range(2):
+        with pytest.raises((I2CLError, RuntimeError), match=r"1 of 2 workers .* buy some|a worker is gone"):
+            core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
+        with pytest.raises(I2CLError, match="send it again"):  # its own error, before any worker sees it
+            Request.from_engine_core_request(asked(ONE.digest), None)
+    core.told = [None, None]
+    assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
+    assert [method for method, *_ in core.sent] == [WRITE] * 3
+    assert Request.from_engine_core_request(asked(ONE.digest), None).cache_salt
+
+
+def test_a_worker_tells_its_error_and_goes_on():
+    tables = Tables([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], 3, 4, 8)
+    worker = Worker()
+    worker.model_runner = SimpleNamespace(model=SimpleNamespace(i2cl_tables=tables))
+    shallow, narrow = (
+        Packed.of(torch.ones(2, 2, 4), torch.ones(2, 2)),
+        Packed.of(torch.ones(1, 2, 3), torch.ones(1, 2)),
+    )
+    for packed, fault in ((shallow, "edits 4 residual writers"), (narrow, "RuntimeError")):
+        assert fault in worker.i2cl_write(1, packed.digest, packed.rows, packed.scales)
+        assert not tables.places
+    assert worker.i2cl_write(1, ONE.digest, ONE.rows, ONE.scales) is None
+    assert tables.places == {ONE.digest: 1}
+
+
+def test_a_request_gets_its_tasks_salt_and_a_plain_one_keeps_its_own(core):
+    core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
+    found = Request.from_engine_core_request(asked(ONE.digest, "mine"), None).cache_salt
+    assert found == Core.current.salts.of("mine", ONE.digest) != "mine"
+    assert Request.from_engine_core_request(asked(salt="mine"), None).cache_salt == "mine"
+    assert Request.from_engine_core_request(asked(), None).cache_salt is None
+    assert Request.from_engine_core_request(asked(salt=found), None).cache_salt != found
+
+
+def test_a_request_whose_task_went_meanwhile_is_refused(core):
+    core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
+    running = Request.from_engine_core_request(asked(ONE.digest), None)
+    core.collective_rpc(DROP, args=(ONE.digest,))
+    late = Request.from_engine_core_request(asked(ONE.digest), None)  # let in before the drop
+    del running, late
+    for number in (2, 3):
+        other = Packed.of(torch.full((1, 2, 4), float(number)), torch.zeros(1, 2))
+        core.collective_rpc(LOAD, args=(other.rows, other.scales))
+    with pytest.raises(I2CLError, match="send it again"):
+        Request.from_engine_core_request(asked(ONE.digest), None)
+
+
+def test_methods_are_wrapped_once_however_often_the_plugin_is_run(core):
+    before = Request.from_engine_core_request.__func__, EngineCore.collective_rpc
+    _put(Request, "from_engine_core_request", engine.made)
+    _put(EngineCore, "collective_rpc", engine.called)
+    assert before == (Request.from_engine_core_request.__func__, EngineCore.collective_rpc)
+
+
+def test_the_executor_gets_the_settings_or_nothing_starts(core):
+    config = vllm_config(additional_config={"other": 1})
+    assert Executor(config).vllm_config.additional_config["i2cl"]["slots"] == 64
+    assert config.additional_config["other"] == 1
+    assert Core.current.ledger.slots == 64
+    assert config.parallel_config.worker_extension_cls == WORKER
+    assert resolve_name(WORKER) is Worker
+    assert Executor(config).vllm_config is config  # which it has extended itself
+    with pytest.raises(I2CLError, match="LoRA"):
+        Executor(vllm_config(lora_config=object()))
+
+
+def test_the_canary_sings_once_before_anything_is_asked(core, monkeypatch):
+    sung = []
+    monkeypatch.setattr(engine, "try_canary", sung.append)
+    assert core.get_supported_tasks() == core.get_supported_tasks() == ("generate",)
+    assert sung == [core]
+
+
+class Blocks:
+    """A stream through writers that make something of what they read, edited as `edited` says."""
+
+    def __init__(self, layers, d):
+        draw = torch.Generator().manual_seed(3)
+        self.weights = torch.randn(2 * layers, d, d, generator=draw) / d**0.5
+        self.head = torch.randn(16, d, generator=draw)
+
+    def answers(self, packed, edited):
+        stream = torch.ones(self.head.shape[1])
+        rows, scales = packed.tensors(len(stream)) if packed else (None, None)
+        for place, weight in enumerate(self.weights):
+            own = torch.tanh(weight @ stream)
+            stream = stream + (scales[place] * own + rows[place] if packed and edited(place) else own)
+        return (self.head @ (stream / stream.norm())).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("edited", "fault"),
+    [
+        (lambda _: True, None),
+        (lambda _: False, "is that without one"),
+        (lambda place: place != 5, "not all residual writers"),
+        (lambda place: place != 0, "not all residual writers"),
+        (lambda place: place % 2 == 0, "not all residual writers"),
+    ],
+)
+def test_the_canary_finds_an_edit_that_does_not_act(edited, fault):
+    blocks = Blocks(4, 32)
+    told = [blocks.answers(one, edited) for one in (None, *engine.canaries(4, 32))]
+    if fault is None:
+        engine.require_edited(*told)
+    else:
+        with pytest.raises(I2CLError, match=fault):
+            engine.require_edited(*told)
+
+
+def test_answers_that_are_no_numbers_are_no_edit():
+    plain, broken = torch.zeros(4), torch.full((4,), torch.nan)
+    with pytest.raises(I2CLError, match="does not act"):
+        engine.require_edited(plain, broken, broken)

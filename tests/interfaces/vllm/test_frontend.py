@@ -1,0 +1,178 @@
+"""Tasks by name, admission and classification, with a front end that stands in for vLLM's."""
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.vllm import asking, frontend
+from i2cl.interfaces.vllm.engine import DROP, LOAD
+from i2cl.interfaces.vllm.slots import DIGEST
+from i2cl.models.decoder import Decoder
+from tiny import tiny_model, tiny_tokenizer
+
+from .standins import LLM, injection_for, parameters, params, vllm_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(found)
+    tiny_tokenizer().save_pretrained(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    return Decoder.from_pretrained(str(folder), device="cpu")
+
+
+@pytest.fixture
+def llm(base, folder, monkeypatch):
+    monkeypatch.setattr(frontend, "TASKS", frontend.Tasks())
+    monkeypatch.setattr(frontend, "parameters", parameters)
+    return LLM(base, folder)
+
+
+TEXTS = ("this film", "nobody expected the river to rise", "good")
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, task, caching):
+    llm.llm_engine.vllm_config.cache_config.enable_prefix_caching = caching
+    one, other = (injection_for(base, task, seed) for seed in (0, 1))
+    other = replace(other, label_bias=(0.5, -0.5), temperature=1.75)
+    whole = replace(
+        other,
+        task=replace(task, labels=("best film yet", "best film ever")),
+        scoring="full",
+        label_bias=None,
+        temperature=1.0,
+    )
+    held = {"one": one, "other": other, "whole": whole}
+    for name, injection in held.items():
+        frontend.load(llm, name, injection)
+    assert llm.sent == [LOAD] * 3
+    texts = [text for text in TEXTS for _ in held]
+    found = frontend.classify(llm, texts, list(held) * len(TEXTS))
+    for place, (text, name) in enumerate(zip(texts, list(held) * len(TEXTS), strict=True)):
+        wanted = held[name].scores(base, [text])[0]
+        torch.testing.assert_close(found[place].scores, wanted, rtol=0, atol=1e-5)
+        assert found[place].label == held[name].predict(base, [text])[0]
+
+
+def test_more_labels_than_vllm_tells_at_once_are_asked_in_parts(llm, base, task, monkeypatch):
+    monkeypatch.setattr(asking, "MOST_TOKENS", 2)
+    labels = ("positive", "negative", "good", "bad", "this")
+    many = injection_for(base, replace(task, labels=labels, train=(), test=()))
+    frontend.load(llm, "many", many)
+    (found,) = frontend.classify(llm, TEXTS[:1], ["many"])
+    torch.testing.assert_close(found.scores, many.scores(base, TEXTS[:1])[0], rtol=0, atol=1e-5)
+
+
+def test_a_name_is_looked_up_for_every_request(llm, base, task):
+    asked = params(i2cl="a", other=1)
+    mine = asked.extra_args
+    before = copy.deepcopy(mine)
+    frontend.load(llm, "a", injection_for(base, task, 0))
+    frontend.TASKS.admit(asked)
+    first = asked.extra_args[DIGEST]
+    frontend.load(llm, "a", injection_for(base, task, 1))
+    frontend.TASKS.admit(asked)
+    assert asked.extra_args[DIGEST] != first
+    assert asked.extra_args["other"] == 1
+    assert mine == before
+    assert llm.sent == [LOAD, LOAD, DROP]
+    assert set(llm.held) == {asked.extra_args[DIGEST]}
+
+
+def test_an_edit_that_two_names_share_stays_until_both_are_gone(llm, base, task):
+    for name in ("a", "b"):
+        frontend.load(llm, name, injection_for(base, task))
+    frontend.drop(llm, "a")
+    assert llm.held
+    frontend.drop(llm, "b")
+    assert not llm.held
+    with pytest.raises(I2CLError, match=r"no task 'b' is loaded \(of 0\)"):
+        frontend.drop(llm, "b")
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"i2cl": "moods"}, r"no task 'moods' is loaded \(of 1\): did you mean 'mood'\?"),
+        ({"i2cl": 3}, "has to be a name, not 3"),
+        ({"i2cl": ["mood"]}, "has to be a name"),
+        ({DIGEST: "0" * 32}, "not yours to send"),
+    ],
+)
+def test_requests_that_name_no_task_are_refused(llm, base, task, extra, reason):
+    frontend.load(llm, "mood", injection_for(base, task))
+    with pytest.raises(I2CLError, match=reason):
+        frontend.TASKS.admit(SimpleNamespace(extra_args=extra))
+    for fine in (None, {}, {"other": 1}):
+        asked = SimpleNamespace(extra_args=fine)
+        frontend.TASKS.admit(asked)
+        assert asked.extra_args == fine
+
+
+def test_a_request_keeps_the_version_that_its_first_part_ran_with(llm, base, task):
+    """Under reloads and a drop, until nobody holds it."""
+    one, other = (injection_for(base, task, seed) for seed in (0, 1))
+    frontend.load(llm, "a", one)
+    served = frontend.TASKS.get("a")
+    digest = served.packed.digest
+    with frontend.TASKS.held(served):
+        frontend.load(llm, "a", other)
+        frontend.drop(llm, "a")
+        each = served.trie.asked((5, 6, 7), asking.Reach.of(vllm_config()))[0]
+        assert llm.answer(each.prompt, parameters(served, each))
+        assert digest in llm.held
+        frontend.load(llm, "a", one)
+        frontend.load(llm, "a", other)
+        assert digest in llm.held
+    frontend.load(llm, "b", other)
+    assert set(llm.held) == {frontend.TASKS.get("a").packed.digest}
+
+
+def test_beam_search_refuses_a_task_that_it_would_forget():
+    beams = frontend.searched(lambda request, *args: args)
+    assert beams(SimpleNamespace(vllm_xargs=None), 4) == (4,)
+    assert beams(SimpleNamespace(vllm_xargs={"other": 1}), 4) == (4,)
+    with pytest.raises(I2CLError, match="beam search takes no task"):
+        beams(SimpleNamespace(vllm_xargs={"i2cl": "mood"}), 4)
+
+
+def test_verify_still_verifies(llm):
+    seen = []
+    verify = frontend.verified(lambda params, *args: seen.append(args))
+    verify(params(), "config")
+    assert seen == [("config",)]
+    with pytest.raises(I2CLError, match="no task"):
+        verify(params(i2cl="a"), "config")
+
+
+def test_a_task_of_another_model_is_refused_and_nothing_is_loaded(llm, base, task):
+    other = injection_for(base, task)
+    other = replace(other, base=replace(other.base, weights="0" * 16))
+    with pytest.raises(I2CLError, match="weights"):
+        frontend.load(llm, "a", other)
+    with pytest.raises(I2CLError, match="needs a name"):
+        frontend.load(llm, " ", injection_for(base, task))
+    assert not llm.sent
+    assert not frontend.TASKS.served
+    frontend.load(llm, "a", other, force=True)
+
+
+def test_bad_questions_are_refused(llm, base, task):
+    frontend.load(llm, "a", injection_for(base, task))
+    for texts, names, reason in (
+        (["x"], [], "1 texts, but 0 tasks"),
+        ([" "], ["a"], "text 1 is empty"),
+        (["x"], ["b"], "no task 'b'"),
+    ):
+        with pytest.raises(I2CLError, match=reason):
+            frontend.classify(llm, texts, names)

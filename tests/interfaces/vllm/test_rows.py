@@ -1,0 +1,169 @@
+"""From a batch's requests to edited outputs, for both model runners, on stand-ins."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from i2cl.core.edits import LinearEdit
+from i2cl.errors import I2CLError
+from i2cl.interfaces.vllm.model import Hooked, found_writers
+from i2cl.interfaces.vllm.rows import RowsV2, forward_v1
+from i2cl.interfaces.vllm.slots import PLAIN, Packed
+
+from .standins import Linear, Llama, batch_v2, params, runner_v1, vllm_config
+
+D = 8
+
+
+class LlamaForCausalLM(Hooked, Llama):
+    """What the plugin makes of vLLM's class."""
+
+
+class State:
+    """``DefaultModelState``."""
+
+    def __init__(self, config, model, encoder_cache, device):
+        self.added = []
+
+    def add_request(self, req_index, new_req_data):
+        self.added.append(req_index)
+
+    def prepare_inputs(self, input_batch, req_states):
+        return {"positions": req_states}
+
+
+class InjectedState(RowsV2, State):
+    """As `i2cl.interfaces.vllm.rows.model_state` makes it."""
+
+
+def edit(seed):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 2, D, generator=draw), torch.randn(2, 2, 2, generator=draw)
+
+
+def packed(seed):
+    values, pairs = edit(seed)
+    return Packed.of(pairs[..., :1] * values, pairs[..., 1])
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    found = LlamaForCausalLM(vllm_config=vllm_config())
+    for slot, seed in ((2, 10), (5, 11)):
+        found.i2cl_tables.write(slot, packed(seed).digest, packed(seed))
+    return found
+
+
+def ready(model):
+    """Of a state of requests: three, of which the second is plain; the third is at place 0."""
+    state = InjectedState(vllm_config(), model, None, None)
+    asked = {3: params(packed(10).digest), 1: params(), 0: params(packed(11).digest)}
+    for place, one in asked.items():
+        state.add_request(place, SimpleNamespace(sampling_params=one))
+    return state
+
+
+def test_v2_fills_the_slots_of_a_padded_batch(model):
+    state = ready(model)
+    model.i2cl_tables.slots.fill_(9)
+    batch = batch_v2([3, 1, 0], [2, 1, 3], padded=8, requests_padded=4)
+    assert state.prepare_inputs(batch, "as before") == {"positions": "as before"}
+    assert model.i2cl_tables.slots[:9].tolist() == [2, 2, PLAIN, 5, 5, 5, PLAIN, PLAIN, 9]
+    assert state.added == [3, 1, 0]
+
+
+def test_v2_a_place_that_is_used_again_forgets_its_last_task(model):
+    state = ready(model)
+    state.add_request(3, SimpleNamespace(sampling_params=params()))
+    state.prepare_inputs(batch_v2([3, 0], [1, 1], padded=2, requests_padded=2), None)
+    assert model.i2cl_tables.slots[:2].tolist() == [PLAIN, 5]
+
+
+def test_v1_fills_the_slots_of_a_padded_batch(model):
+    asked = {
+        "x": params(packed(11).digest),
+        "y": params(packed(10).digest),
+        "z": params(),
+        "w": params("gone"),
+    }
+    runner = runner_v1(model, asked, ["y", "z", "x"], [1, 2, 2])
+    given = []
+    forward = forward_v1(lambda *args, **more: given.append((args, more)))
+    model.i2cl_tables.slots.fill_(9)
+    forward(runner, torch.zeros(7), "positions", None, None, more=1)
+    assert model.i2cl_tables.slots[:8].tolist() == [2, PLAIN, PLAIN, 5, 5, PLAIN, PLAIN, 9]
+    assert given[0][0][0] is runner
+    assert given[0][0][2:] == ("positions", None, None)
+    assert given[0][1] == {"more": 1}
+    forward(runner, input_ids=None, positions="positions", inputs_embeds=torch.zeros(5, D))
+    assert model.i2cl_tables.slots[:6].tolist() == [2, PLAIN, PLAIN, 5, 5, PLAIN]
+
+
+def test_v1_leaves_other_models_alone():
+    runner = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    assert forward_v1(lambda *args: args[1:])(runner, 1, 2, 3, 4) == (1, 2, 3, 4)
+
+
+def test_an_edit_that_is_in_no_slot_is_never_answered_plain(model):
+    runner = runner_v1(model, {"x": params("gone")}, ["x"], [1])
+    with pytest.raises(I2CLError, match="in no slot"):
+        forward_v1(lambda *args: None)(runner, torch.zeros(1))
+
+
+def test_each_token_is_edited_as_the_core_edits_it(model):
+    state = ready(model)
+    state.prepare_inputs(batch_v2([3, 1, 0], [2, 1, 3], padded=8, requests_padded=4), None)
+    states = torch.randn(8, D)
+    for layer, block in enumerate(model.model.layers):
+        for index, writer in enumerate((block.self_attn.o_proj, block.mlp.down_proj)):
+            plain = torch.nn.functional.linear(states, writer.weight, writer.bias)
+            found, bias = writer(states)
+            assert bias is None
+            for rows, seed in ((slice(0, 2), 10), (slice(3, 6), 11)):
+                wanted = LinearEdit(*edit(seed)).injected(layer, index, plain[None, rows])[0]
+                torch.testing.assert_close(found[rows], wanted)
+            assert torch.equal(found[2], plain[2])
+            assert torch.equal(found[6:], plain[6:])
+
+
+def test_plain_rows_are_exact_in_bfloat16(model):
+    states = torch.randn(4, D).bfloat16()
+    writer = model.model.layers[0].mlp.down_proj.bfloat16()
+    model.i2cl_tables.slots.fill_(PLAIN)
+    plain = torch.nn.functional.linear(states, writer.weight, writer.bias)
+    for name in ("i2cl_rows", "i2cl_scales"):  # which .bfloat16() has rounded, as vLLM never does
+        setattr(writer, name, getattr(writer, name).float())
+    found, _ = writer(states)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, plain)
+
+
+def test_tables_keep_their_addresses_and_stay_out_of_checkpoints(model):
+    tables = model.i2cl_tables
+    writer = tables.writers[0]
+    before = writer.i2cl_rows.data_ptr(), writer.i2cl_scales.data_ptr(), tables.slots.data_ptr()
+    tables.write(2, packed(12).digest, packed(12))
+    assert before == (writer.i2cl_rows.data_ptr(), writer.i2cl_scales.data_ptr(), tables.slots.data_ptr())
+    assert all(one.i2cl_slots is tables.slots for one in tables.writers)
+    assert not [name for name in model.state_dict() if "i2cl" in name]
+    assert packed(10).digest not in tables.places
+    assert tables.place(packed(12).digest) == 2
+    assert writer.i2cl_rows[PLAIN].eq(0).all()
+    assert writer.i2cl_scales[PLAIN] == 1
+
+
+def test_a_task_of_another_depth_is_refused(model):
+    with pytest.raises(I2CLError, match="edits 2 residual writers, and the model has 4"):
+        model.i2cl_tables.write(1, "x", Packed.of(torch.zeros(1, 2, D), torch.ones(1, 2)))
+
+
+def test_a_part_of_a_sum_is_refused():
+    class Part(Linear):
+        reduce_results = False
+
+    model = Llama(vllm_config=vllm_config())
+    model.model.layers[1].mlp.down_proj = Part(D, D)
+    with pytest.raises(I2CLError, match="part of a sum"):
+        found_writers(model, "LlamaForCausalLM")

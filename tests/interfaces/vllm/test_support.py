@@ -1,0 +1,54 @@
+"""Versions and refusals, without vLLM."""
+
+import pytest
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.vllm.support import ANY, SLOTS, require_supported, require_version, settings_of
+from i2cl.version import __version__
+
+from .standins import vllm_config
+
+
+def test_an_untested_version_is_refused_unless_told(monkeypatch):
+    require_version("0.32.1+cpu")
+    with pytest.raises(I2CLError, match=rf"vLLM 0\.33\.0 was not tested .*{ANY}=1"):
+        require_version("0.33.0")
+    monkeypatch.setenv(ANY, "1")
+    require_version("0.33.0")
+
+
+REFUSED = {
+    "model_config__architecture": ("FalconForCausalLM", "FalconForCausalLM.*residual writers"),
+    "parallel_config__enable_dbo": (True, "dual-batch overlap"),
+    "parallel_config__ubatch_size": (2, "dual-batch overlap"),
+    "parallel_config__decode_context_parallel_size": (2, "context parallelism"),
+    "parallel_config__prefill_context_parallel_size": (2, "context parallelism"),
+    "parallel_config__pipeline_parallel_size": (2, "pipeline parallelism"),
+    "parallel_config__data_parallel_size": (2, "one front end"),
+    "parallel_config___api_process_count": (2, "one front end"),
+    "lora_config": (object(), "LoRA"),
+    "speculative_config": (object(), "drafts"),
+    "kv_transfer_config": (object(), "leave kv_transfer_config"),
+    "parallel_config__worker_extension_cls": ("other.Extension", "worker_extension_cls"),
+    "model_config__logprobs_mode": ("processed_logprobs", "logprobs_mode"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_the_edit_would_be_wrong_with_is_refused(field):
+    require_supported(vllm_config())
+    value, reason = REFUSED[field]
+    with pytest.raises(I2CLError, match=reason):
+        require_supported(vllm_config(**{field: value}))
+
+
+def test_the_version_stands_in_the_key_of_compiled_graphs():
+    assert settings_of(vllm_config()) == {"slots": SLOTS, "version": __version__}
+    given = vllm_config(additional_config={"i2cl": {"slots": 5, "version": "old"}, "other": 1})
+    assert settings_of(given) == {"slots": 5, "version": __version__}
+
+
+@pytest.mark.parametrize("given", [{"slots": 1}, {"slots": "8"}, {"slots": True}, {"slot": 8}, 8])
+def test_settings_that_are_none_are_refused(given):
+    with pytest.raises(I2CLError, match="additional_config"):
+        settings_of(vllm_config(additional_config={"i2cl": given}))
