@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from i2cl import Example, I2CLError, Task, Template
-from i2cl.core import anchored
-from i2cl.core.anchored import AnchoredConfig, Problem, Step, anchor, columns_kept, stepped
+from i2cl.core import problem as module
+from i2cl.core.anchored import AnchoredConfig, Step, anchor, stepped
 from i2cl.core.edits import LinearEdit
-from i2cl.core.tangent import Tangent, columns, directions, optimum, summed_loss
+from i2cl.core.problem import Problem, columns_kept
+from i2cl.core.tangent import Tangent, columns, directions, optimum, rivals_of, summed_loss
 from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, score
@@ -43,7 +44,7 @@ def problem(decoder, asked, shown=SHOWN, writers="both"):
 def started(decoder, asked, config, shown=SHOWN):
     """A problem with its scale and first point, and the strength of the prior."""
     fit = problem(decoder, asked, shown)
-    point, variance = fit.first()
+    point, _, variance = fit.first()
     return fit, point, variance / config.reach**2
 
 
@@ -56,7 +57,7 @@ def objective(fit, u, tau):
 
 
 def stationary(fit, u, tau):
-    point = fit.point(u)
+    point, _ = fit.point(u)
     chances = torch.nn.functional.pad(point.values, (1, 0)).softmax(-1)[:, 1:].flatten().float()
     return (point.jacobian.T @ chances + tau * u).norm().item()
 
@@ -71,16 +72,14 @@ KEPT = pytest.mark.parametrize("kept", [1, 2], ids=["others together", "each lab
 def test_derivatives_are_those_of_finite_differences(model_type, full, kept, monkeypatch):
     if full and kept == 1:
         pytest.skip("whole sequences have a column each")
-    monkeypatch.setattr(anchored, "columns_kept", lambda *_: kept)
+    monkeypatch.setattr(module, "columns_kept", lambda *_: kept)
     fit = problem(made(model_type), task(full))
     generator = torch.Generator().manual_seed(0)
     u = 0.02 * torch.randn(fit.scale.numel(), generator=generator)
     along = torch.randn(fit.scale.numel(), generator=generator)
-    point = fit.point(u)
-    torch.testing.assert_close(
-        point.scores.log_softmax(-1), fit.scores(u).log_softmax(-1), atol=1e-4, rtol=1e-4
-    )
-    step, order = 2e-3, point.scores
+    point, order = fit.point(u)
+    torch.testing.assert_close(order.log_softmax(-1), fit.scores(u).log_softmax(-1), atol=1e-4, rtol=1e-4)
+    step = 2e-3
 
     def values(at):  # the columns chosen at u, elsewhere: a sum of scores, or their logsumexp
         scores = fit.scores(at).double()
@@ -101,11 +100,12 @@ def test_columns_hold_the_whole_loss_however_few_they_are(kept):
     generator = torch.Generator().manual_seed(kept)
     scores = 3 * torch.randn(7, 5, generator=generator)
     gold = torch.randint(5, (7,), generator=generator)
-    found = columns(scores, gold, kept)
+    rivals = rivals_of(scores, gold, kept)
+    found = columns(scores, gold, rivals)
     assert found.shape == (7, kept)
     expected = torch.nn.functional.cross_entropy(scores.double(), gold, reduction="sum")
     assert summed_loss(found) == pytest.approx(expected.item())
-    slopes = directions(scores, gold, kept)
+    slopes = directions(scores, gold, rivals)
     torch.testing.assert_close(slopes.sum(-1), torch.zeros(7, kept))  # what all labels share counts nothing
     gradient = scores.double().softmax(-1) - torch.nn.functional.one_hot(gold, 5)
     chances = torch.nn.functional.pad(found, (1, 0)).softmax(-1)[:, 1:]
@@ -115,8 +115,8 @@ def test_columns_hold_the_whole_loss_however_few_they_are(kept):
 def test_columns_are_as_many_as_labels_until_demonstrations_are_many():
     assert columns_kept(20, 4) == 3
     assert columns_kept(24, 12) == 11
-    assert columns_kept(77, 77) == anchored.MOST_COLUMNS // 77
-    assert columns_kept(4000, 77) == anchored.FEWEST
+    assert columns_kept(77, 77) == module.MOST_COLUMNS // 77
+    assert columns_kept(4000, 77) == module.FEWEST
     assert columns_kept(4000, 2) == 1
 
 
@@ -138,7 +138,7 @@ def test_the_optimum_is_that_of_a_minimiser_of_scipy(shape):
 
 
 def test_it_ends_where_the_objective_is_smallest():
-    decoder, config = made(), AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, say_label=False)
+    decoder, config = made(), AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False)
     fit, _, tau = started(decoder, task(), config)
     injection = anchor(decoder, task(), SHOWN, config)
     assert injection.settings["tau"] == pytest.approx(tau)
@@ -153,11 +153,37 @@ def test_it_ends_where_the_objective_is_smallest():
     assert stationary(fit, u, tau) < 0.1 * stationary(fit, torch.zeros_like(u), tau)
 
 
+@FULL
+@pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
+@KEPT
+def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full, kept, monkeypatch):
+    if full and kept == 1:
+        pytest.skip("whole sequences have a column each")
+    monkeypatch.setattr(module, "columns_kept", lambda *_: kept)
+    fit = problem(made(), task(full))
+    point, _ = fit.point(torch.zeros(fit.scale.numel()))
+    generator = torch.Generator().manual_seed(0)
+    u = 0.05 * torch.randn(fit.scale.numel(), generator=generator)
+    anew, scores = fit.point(u)
+    losses = torch.nn.functional.cross_entropy(scores, fit.gold, reduction="none")
+    settled = losses < losses.median()
+    assert 0 < settled.sum() < len(SHOWN)
+    before = point.jacobian.clone().view(*point.values.shape, -1)
+    after = fit.moved(point, u, scores, losses.median().item())
+    now = after.jacobian.view(*after.values.shape, -1)
+    assert torch.equal(now[settled], before[settled])
+    torch.testing.assert_close(now[~settled], anew.jacobian.view_as(now)[~settled], atol=1e-5, rtol=1e-4)
+    assert torch.equal(after.rivals[settled], point.rivals[settled])
+    torch.testing.assert_close(after.values[~settled], anew.values[~settled], atol=1e-4, rtol=1e-4)
+    wanted = torch.nn.functional.cross_entropy(scores.double(), fit.gold, reduction="sum")
+    assert summed_loss(after.values) == pytest.approx(wanted.item(), rel=1e-5)
+
+
 def test_few_columns_end_where_all_of_them_do(monkeypatch):
-    decoder, config = made(), AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, say_label=False)
+    decoder, config = made(), AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False)
     fit, _, tau = started(decoder, task(), config)
     every = anchor(decoder, task(), SHOWN, config)
-    monkeypatch.setattr(anchored, "columns_kept", lambda *_: 1)
+    monkeypatch.setattr(module, "columns_kept", lambda *_: 1)
     grouped = anchor(decoder, task(), SHOWN, config)
     ends = [objective(fit, (one.context.values / fit.scale).flatten(), tau) for one in (every, grouped)]
     # The scale is estimated otherwise, so the prior differs a little; the loss is the same function.
@@ -169,7 +195,7 @@ def test_few_columns_end_where_all_of_them_do(monkeypatch):
 def test_a_step_that_brings_less_than_its_share_is_damped():
     fit, point, tau = started(made(), task(), AnchoredConfig(reach=30.0))
     u = torch.zeros(fit.scale.numel())
-    at = Step(u, float(objective(fit, u, tau)), 1.0, 0.0)
+    at = Step(u, fit.scores(u), float(objective(fit, u, tau)), 1.0, 0.0)
 
     def share(step):
         straight = point.values + (point.jacobian @ step.u).double().view_as(point.values)
@@ -223,7 +249,7 @@ def test_under_an_infinite_prior_it_is_the_plain_model(config):
 def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
     """A site has one number, and what is left out stays so."""
     fit = problem(made(), task(full), writers="mlp")
-    point, variance = fit.first()
+    point, _, variance = fit.first()
     assert (fit.scale == fit.scale[..., :1]).all()
     assert (fit.scale[:, 0] == 0).all()
     assert (fit.scale[:, 1] > 0).all()
@@ -238,10 +264,10 @@ def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
 def test_the_scale_of_few_columns_is_near_that_of_all(monkeypatch):
     shown = SHOWN[:2] + SHOWN[3:]  # classes equally frequent
     every = problem(made(), task(), shown)
-    _, variance = every.first()
-    monkeypatch.setattr(anchored, "columns_kept", lambda *_: 1)
+    _, _, variance = every.first()
+    monkeypatch.setattr(module, "columns_kept", lambda *_: 1)
     grouped = problem(made(), task(), shown)
-    _, estimated = grouped.first()
+    _, _, estimated = grouped.first()
     assert estimated == pytest.approx(variance, rel=0.5)
     assert torch.corrcoef(torch.stack([every.scale.flatten(), grouped.scale.flatten()]))[0, 1] > 0.8
 
@@ -250,7 +276,8 @@ def test_the_scale_of_few_columns_is_near_that_of_all(monkeypatch):
 def test_reach_is_the_spread_of_label_scores_under_the_prior_whatever_the_model(size):
     generator = torch.Generator().manual_seed(0)
     jacobian = size * torch.randn(4 * 2, 50, generator=generator)
-    point = Tangent(torch.zeros(4, 3), torch.zeros(4, 2, dtype=torch.float64), jacobian, whole=True)
+    rivals = torch.tensor([[1, 2]] * 4)
+    point = Tangent(torch.zeros(4, 2, dtype=torch.float64), jacobian, rivals, whole=True)
     tau = point.spread().sum().item() / 2.0**2
     drawn = torch.randn(50, 20_000, generator=generator) / tau**0.5
     moved = torch.nn.functional.pad((jacobian @ drawn).view(4, 2, -1), (0, 0, 1, 0))
@@ -273,14 +300,14 @@ def test_the_model_is_left_as_found():
 
 def test_a_step_that_overflows_is_damped(monkeypatch):
     decoder = made()
-    scores, calls = anchored.Problem.scores, []
+    scores, calls = Problem.scores, []
 
     def overflowing(fit, u):
         calls.append(u)
         found = scores(fit, u)
         return found * float("nan") if len(calls) == 1 else found
 
-    monkeypatch.setattr(anchored.Problem, "scores", overflowing)
+    monkeypatch.setattr(Problem, "scores", overflowing)
     injection = anchor(decoder, task(), SHOWN, AnchoredConfig(reach=3.0, steps=1))
     assert len(calls) > 1
     assert injection.history[1] < injection.history[0]

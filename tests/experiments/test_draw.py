@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from i2cl import I2CLError
-from i2cl.core.anchored import MOST_COLUMNS, MOST_DEMONSTRATIONS, columns_kept
+from i2cl.core.anchored import MOST_DEMONSTRATIONS
+from i2cl.core.problem import MOST_COLUMNS, columns_kept
 from i2cl.experiments import draw as module
 from i2cl.experiments.draw import MOST_SHOTS, draw, fitting, up_to
 from i2cl.methods import make_methods

@@ -24,40 +24,36 @@ The last vector makes the model say a label by itself: see `i2cl.core.label_mass
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy
 
 from i2cl.core.context import ContextVector, ExtractConfig, Writers, require_demonstrations
-from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.injection import Injection
 from i2cl.core.label_mass import raise_label_mass
-from i2cl.core.tangent import Tangent, balanced, columns, directions, optimum, summed_loss
+from i2cl.core.problem import MOST_COLUMNS, Problem
+from i2cl.core.tangent import Tangent, optimum, summed_loss
 from i2cl.errors import I2CLError
-from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
-from i2cl.models.scoring import Questions, labelled_batch, score, sequence_log_probabilities
-from i2cl.models.training import Backward, StepProgress
+from i2cl.models.scoring import Questions
+from i2cl.models.training import StepProgress
 from i2cl.tasks import Example, Task
-
-MOST_COLUMNS = 1024
-"""Rows of the kernel, as long as each demonstration keeps `FEWEST` columns; then those."""
-
-FEWEST = 2
-"""Columns of a demonstration: the label that competes most, and all others together."""
 
 MOST_SEQUENCES = 4096
 """Whole label sequences, of all demonstrations: each has a row in the kernel, whoever asks for them."""
 
 MOST_DEMONSTRATIONS = 4096
 """The kernel has `FEWEST` rows for each, and is solved as a whole."""
+
+DAMPING = 8.0
+"""Proximal factor of every step but the first, in units of the prior, and of a step that is tried again."""
 
 STRONGEST = 1e6
 """Proximal factor beyond which no step pays."""
@@ -86,6 +82,7 @@ class AnchoredConfig(BaseModel):
     steps: int = Field(4, ge=0)
     tolerance: float = Field(0.02, ge=0)
     trust: float = Field(0.25, ge=0, lt=1)
+    settled: float = Field(0.1, ge=0)
     say_label: bool = True
 
 
@@ -164,188 +161,20 @@ def require_few(demonstrations: Sequence[Example]) -> None:
         )
 
 
-def columns_kept(demonstrations: int, labels: int) -> int:
-    """How many columns each demonstration keeps: one for every label but its own where they are few."""
-    return min(labels - 1, max(FEWEST, MOST_COLUMNS // max(1, demonstrations)))
-
-
-@dataclass(eq=False)
-class Problem:
-    """Label scores of the demonstrations as a function of u, theta in units of the scale.
-
-    Attributes:
-        questions: the task asked of the model.
-        demonstrations: labelled examples.
-        writers: which sites have a vector.
-        scale: units of theta at each site; `first` sets it.
-    """
-
-    questions: Questions
-    demonstrations: tuple[Example, ...]
-    writers: Writers
-
-    def __post_init__(self) -> None:
-        decoder = self.questions.decoder
-        self.queries = self.questions.queries([example.text for example in self.demonstrations])
-        self.gold = torch.tensor([example.label for example in self.demonstrations])
-        self.site = ExtractConfig(writers=self.writers).site
-        active = torch.ones(decoder.layers, 1 if self.site == "hidden" else 2, 1)
-        if self.writers in ("mha", "mlp"):
-            active[:, 1 if self.writers == "mha" else 0] = 0
-        self.scale = active.expand(-1, -1, decoder.d_model)
-
-    @property
-    def ends_free(self) -> bool:
-        """Whether the last writer has a vector, with only the final norm and the LM head behind it."""
-        single = not self.questions.labels.full
-        return single and self.site == "writers" and bool(self.scale[-1, -1].any())
-
-    @property
-    def columns(self) -> int:
-        """Of each demonstration; of whole sequences one for every label but its own."""
-        labels = len(self.questions.labels.ids)
-        return labels - 1 if self.questions.labels.full else columns_kept(len(self.queries), labels)
-
-    def theta(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sites d"]:
-        """The vectors at a place in units of their scale."""
-        return self.scale * u.view_as(self.scale)
-
-    def edit(self, u: Float[Tensor, " parameters"]) -> LinearEdit:
-        """The injection of u."""
-        vectors = self.theta(u)
-        return LinearEdit(vectors, torch.ones(*vectors.shape[:2], 2), self.site)
-
-    def scores(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
-        """Label scores at u."""
-        questions = self.questions
-        return score(questions.decoder, self.queries, questions.labels, edit=self.edit(u))
-
-    def first(self) -> tuple[Tangent, float]:
-        """The tangent at the plain model, once it has set the scale; and the variance it gives label scores.
-
-        Where not all labels have a column, the variance over labels is that of the gold label around the
-        mean of all, over the demonstrations: the same for classes equally frequent.
-        """
-        nothing = torch.zeros(self.scale.numel())
-        point = self.point(nothing)
-        if point.whole:
-            spread = point.spread()
-        else:
-            labels = len(self.questions.labels.ids)
-            own = one_hot(self.gold, labels).float() - 1 / labels
-            _, slopes = self._derivatives(nothing, lambda _, rows: own[rows][:, None])
-            spread = slopes[:, 0].square().mean(0)
-        even = balanced(spread, self.scale.shape[-1])
-        self.scale = self.scale * even.view_as(self.scale)
-        point = replace(point, jacobian=point.jacobian.mul_(even))
-        return point, float((spread * even.square()).sum())
-
-    def point(self, u: Float[Tensor, " parameters"]) -> Tangent:
-        """Label scores at u, and how the columns of each demonstration change there.
-
-        Raises:
-            I2CLError: on scores or derivatives that are not finite.
-        """
-        kept = self.columns
-        if self.questions.labels.full:
-            scores, slopes = self._sequence_derivatives(u)
-        else:
-            scores, slopes = self._derivatives(
-                u, lambda values, rows: directions(values, self.gold[rows], kept)
-            )
-        if not (scores.isfinite().all() and slopes.isfinite().all()):
-            raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
-        values = columns(scores, self.gold, kept)
-        return Tangent(scores, values, slopes.flatten(0, 1), whole=kept == scores.shape[1] - 1)
-
-    def _derivatives(
-        self,
-        u: Float[Tensor, " parameters"],
-        of: Callable[[Float[Tensor, "batch labels"], Sequence[int]], Float[Tensor, "batch columns labels"]],
-    ) -> tuple[Float[Tensor, "n labels"], Float[Tensor, "n columns parameters"]]:
-        """Scores, and the derivative of each of some sums of them: one backward pass for all rows each."""
-        decoder, first = self.questions.decoder, list(self.questions.labels.first)
-
-        def run(batch: Batch) -> tuple[Tensor, Tensor]:
-            rows = list(batch.rows)
-            leaf, edit = self._rows_edit(u, rows, len(self.queries))
-            backward = Backward([leaf], decoder.model.dtype)
-            with torch.enable_grad():
-                values = decoder.forward(batch, edit=edit)[:, 0].float()[:, first]
-                weights = of(values.detach().cpu(), rows).to(values)
-                found = []
-                for column in range(weights.shape[1]):
-                    decoder.pause()
-                    found += backward.gradients((values * weights[:, column]).sum())
-            return values.detach().cpu(), torch.stack([self._in_units(one) for one in found], dim=1)
-
-        return self._gathered(decoder.run_batches(self.queries, run), len(self.queries))
-
-    def _sequence_derivatives(
-        self, u: Float[Tensor, " parameters"]
-    ) -> tuple[Float[Tensor, "n labels"], Float[Tensor, "n columns parameters"]]:
-        """Scores of whole sequences and their derivatives, less the gold label's; its own row is left out."""
-        decoder, labels = self.questions.decoder, self.questions.labels.ids
-        pairs = [(row, label) for row in range(len(self.queries)) for label in range(len(labels))]
-        ids = [self.queries[row] + labels[label][:-1] for row, label in pairs]
-
-        def run(batch: Batch) -> tuple[Tensor, Tensor]:
-            leaf, edit = self._rows_edit(u, list(batch.rows), len(pairs))
-            backward = Backward([leaf], decoder.model.dtype)
-            with torch.enable_grad():
-                own = [pairs[place] for place in batch.rows]
-                targets = [labels[label] for _, label in own]
-                asked = [self.queries[row] for row, _ in own]
-                whole = replace(labelled_batch(asked, targets, decoder.device), rows=batch.rows)
-                values = sequence_log_probabilities(decoder, whole, targets, edit)
-                decoder.pause()
-                (found,) = backward.gradients(values.sum())
-            return values.detach().cpu()[:, None], self._in_units(found)[:, None]
-
-        flat, slopes = self._gathered(decoder.run_batches(ids, run), len(ids))
-        scores = flat.view(len(self.queries), len(labels))
-        order = directions(scores, self.gold, len(labels) - 1)  # of all labels: one of them less the gold one
-        return scores, torch.einsum("nkc,ncp->nkp", order, slopes.view(*scores.shape, -1))
-
-    def _rows_edit(
-        self, u: Float[Tensor, " parameters"], rows: Sequence[int], count: int
-    ) -> tuple[torch.nn.Parameter, RowsEdit]:
-        """Vectors of its own for every row, so that one backward pass tells the derivatives of all rows."""
-        device = self.questions.decoder.device
-        leaf = torch.nn.Parameter(self.theta(u).to(device).repeat(len(rows), 1, 1, 1))
-        place = torch.zeros(count, dtype=torch.long, device=device)
-        place[list(rows)] = torch.arange(len(rows), device=device)
-        return leaf, RowsEdit(leaf, torch.ones(leaf.shape[:-1], device=device), place, self.site)
-
-    def _in_units(self, found: Tensor | None) -> Float[Tensor, "batch parameters"]:
-        if found is None:
-            raise I2CLError("the label scores do not depend on the writers: is this the right model?")
-        return (self.scale * found.cpu()).flatten(1)
-
-    def _gathered(
-        self, parts: Iterator[tuple[Batch, tuple[Tensor, Tensor]]], count: int
-    ) -> tuple[Tensor, Tensor]:
-        """Values and derivatives of all batches, each written once into its place among so many rows."""
-        values = slopes = torch.empty(0)
-        for batch, (some, more) in parts:
-            if not len(values):
-                values, slopes = torch.empty(count, *some.shape[1:]), torch.empty(count, *more.shape[1:])
-            values[list(batch.rows)], slopes[list(batch.rows)] = some, more
-        return values, slopes
-
-
 @dataclass(frozen=True, eq=False)
 class Step:
     """A step that pays.
 
     Attributes:
         u: where it ends.
+        scores: of the labels there.
         objective: summed loss there, with the prior.
         factor: how much stronger than the prior the proximal term had to be.
         loss: mean cross-entropy among the labels, in nats.
     """
 
     u: Float[Tensor, " parameters"]
+    scores: Float[Tensor, "n labels"]
     objective: float
     factor: float
     loss: float
@@ -358,31 +187,33 @@ def solved(
 
     tau is None where the reach is 0 or no site moves the scores.
     """
-    point, variance = problem.first()
-    loss = cross_entropy(point.scores.double(), problem.gold).item()
+    point, scores, variance = problem.first()
+    loss = cross_entropy(scores.double(), problem.gold).item()
     tau = variance / config.reach**2 if config.reach > 0 else math.inf
-    at = Step(torch.zeros(problem.scale.numel()), loss * len(problem.gold), 1.0, loss)
+    at = Step(torch.zeros(problem.scale.numel()), scores, loss * len(problem.gold), 1.0, loss)
     history = [loss]
     most = config.steps if 0 < tau < math.inf else 0
     for step in range(most):
-        found = stepped(problem, point, at, tau, config.trust)
-        if found is None:
+        if step:
+            point = problem.moved(point, at.u, at.scores, config.settled)
+        after = stepped(problem, point, at, tau, config.trust, factor=DAMPING if step else 1.0)
+        if after is None:
             break
-        gain = (at.objective - found.objective) / at.objective
-        at = found
+        gain = (at.objective - after.objective) / at.objective
+        at = after
         history.append(at.loss)
         if progress is not None:
             progress(step + 1, most, at.loss)
-        settled = gain < config.tolerance and at.factor == 1  # a damped step gains little by itself
-        if settled or step == most - 1:
+        if gain * at.factor < config.tolerance:  # a damped step gains so much less
             break
-        point = problem.point(at.u)
     return at.u, tau if math.isfinite(tau) else None, tuple(history)
 
 
-def stepped(problem: Problem, point: Tangent, at: Step, tau: float, trust: float) -> Step | None:
+def stepped(
+    problem: Problem, point: Tangent, at: Step, tau: float, trust: float, factor: float = 1.0
+) -> Step | None:
     """The next step, damped until it brings its share of what it promises; None where none does."""
-    factor, u = max(1.0, at.factor / 8), at.u
+    u = at.u
     along = (point.jacobian @ u).double().view_as(point.values)
     while factor <= STRONGEST:
         pull = 1 / factor  # of the prior, whose mean is the plain model, against the step's length
@@ -391,9 +222,10 @@ def stepped(problem: Problem, point: Tangent, at: Step, tau: float, trust: float
         prior = tau / 2 * moved.double().square().sum().item()
         straight = point.values + (point.jacobian @ (moved - u)).double().view_as(point.values)
         promised = max(0.0, at.objective - summed_loss(straight) - prior)  # rounding may say less
-        loss = cross_entropy(problem.scores(moved).double(), problem.gold).item()
+        scores = problem.scores(moved)
+        loss = cross_entropy(scores.double(), problem.gold).item()
         objective = loss * len(problem.gold) + prior
         if objective < at.objective - trust * promised:  # which no value that is not finite is
-            return Step(moved, objective, factor, loss)
-        factor *= 8
+            return Step(moved, scores, objective, factor, loss)
+        factor *= DAMPING
     return None

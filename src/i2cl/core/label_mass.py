@@ -9,13 +9,13 @@ LayerNorm it is as near as the norm's bias is small; the answers on the demonstr
 rest of the space the vector makes the labels' total probability large behind the demonstrations' queries, and
 a ridge keeps it short.
 
-The price is one forward pass over the demonstrations, and some thirty of one token each.
+The price is one forward pass over the demonstrations, and some thirty of the final norm and the LM head.
 """
 
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,7 @@ from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import Batch, Ids, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
+from i2cl.models.hooks import Replay
 from i2cl.models.training import Backward
 
 RIDGE = 0.01
@@ -148,16 +149,21 @@ class _Ending(Edit):
 class _Tail:
     """The final norm and the LM head of a model, whatever they are, and the labels' first tokens.
 
-    Rows of one token run, and the states take the place of the last block's output.
+    Rows of one token run, and the states take the place of the last block's output. So the blocks need not
+    run a second time.
     """
 
     decoder: Decoder
     labels: Ids
+    replay: Replay = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replay", Replay(self.decoder.blocks))
 
     def logits(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, "rows vocab"]:
         """Next-token logits of streams behind the last block, in float32; gradients flow if on."""
         batch = make_batch([(self.labels[0],)] * len(states), self.decoder.device)
-        logits = self.decoder.forward(batch, edit=_Ending(self.decoder, states))
+        logits = self.decoder.forward(batch, edit=_Ending(self.decoder, states), replay=self.replay)
         return logits[:, 0].float().to(states.device)
 
     def losses(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:

@@ -29,15 +29,15 @@ class Tangent:
     """The columns at some theta, and how they change with it.
 
     Attributes:
-        scores: of each label after each demonstration, in nats, up to a constant a row.
         values: of each column, in nats.
         jacobian: derivatives of the columns in theta / s.
-        whole: whether every label but the gold one has a column.
+        rivals: the labels of each demonstration that have a column of their own.
+        whole: whether that is every label but the gold one.
     """
 
-    scores: Float[Tensor, "n labels"]
     values: Float[Tensor, "n columns"]
     jacobian: Float[Tensor, "n_columns parameters"]
+    rivals: Int[Tensor, "n rivals"]
     whole: bool
 
     @cached_property
@@ -62,45 +62,47 @@ class Tangent:
         return torch.cat([(squares - mean.square()).mean(0) for mean, squares in means])
 
 
-def order_of(
+def rivals_of(
     scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], kept: int
-) -> tuple[Int[Tensor, "n own"], Float[Tensor, "n labels"]]:
-    """Labels with a column of their own, the most probable first, and the shares of the others in the last.
+) -> Int[Tensor, "n rivals"]:
+    """The labels that get a column of their own, the most probable first.
 
     Args:
         scores: of all labels.
         gold: right label of each row.
-        kept: columns, fewer than labels; all of them one label's where that is every label but the gold one.
+        kept: columns, fewer than labels. The last one is all other labels together, unless every label but
+            the gold one has a column.
     """
-    n, labels = scores.shape
     others = scores.scatter(1, gold[:, None], -torch.inf)
-    own = others.argsort(dim=1, descending=True, stable=True)[:, : kept if kept == labels - 1 else kept - 1]
-    rest = others.scatter(1, own, -torch.inf)
-    shares = rest.softmax(1) if kept < labels - 1 else torch.zeros(n, labels)
-    return own, shares
+    count = kept if kept == scores.shape[1] - 1 else kept - 1
+    return others.argsort(dim=1, descending=True, stable=True)[:, :count]
 
 
 def directions(
-    scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], kept: int
-) -> Float[Tensor, "n kept labels"]:
-    """How each column changes with the label scores; see `order_of`."""
-    own, shares = order_of(scores, gold, kept)
+    scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], rivals: Int[Tensor, "n rivals"]
+) -> Float[Tensor, "n columns labels"]:
+    """How each column changes with the label scores."""
     labels = scores.shape[1]
-    found = one_hot(own, labels).to(scores.dtype)
-    if own.shape[1] < kept:
-        found = torch.cat([found, shares[:, None]], dim=1)
-    return found - one_hot(gold, labels).to(scores.dtype)[:, None]
+    each = one_hot(rivals, labels).to(scores.dtype)
+    if rivals.shape[1] < labels - 1:
+        each = torch.cat([each, _rest(scores, gold, rivals).softmax(1)[:, None]], dim=1)
+    return each - one_hot(gold, labels).to(scores.dtype)[:, None]
 
 
-def columns(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], kept: int) -> Float[Tensor, "n kept"]:
-    """Values of the columns, in float64; see `order_of`."""
-    own, shares = order_of(scores, gold, kept)
+def columns(
+    scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], rivals: Int[Tensor, "n rivals"]
+) -> Float[Tensor, "n columns"]:
+    """Values of the columns, in float64."""
     wide = scores.double()
-    found = wide.gather(1, own)
-    if own.shape[1] < kept:
-        rest = wide.masked_fill(shares == 0, -torch.inf).logsumexp(1, keepdim=True)
-        found = torch.cat([found, rest], dim=1)
-    return found - wide.gather(1, gold[:, None])
+    each = wide.gather(1, rivals)
+    if rivals.shape[1] < scores.shape[1] - 1:
+        each = torch.cat([each, _rest(wide, gold, rivals).logsumexp(1, keepdim=True)], dim=1)
+    return each - wide.gather(1, gold[:, None])
+
+
+def _rest(scores: Tensor, gold: Tensor, rivals: Tensor) -> Float[Tensor, "n labels"]:
+    """Scores of the labels without a column of their own; -inf for the others."""
+    return scores.scatter(1, torch.cat([gold[:, None], rivals], dim=1), -torch.inf)
 
 
 def balanced(spread: Float[Tensor, " parameters"], together: int) -> Float[Tensor, " parameters"]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median_low
 
-from i2cl.core.anchored import columns_kept, require_few
+from i2cl.core.anchored import require_few
+from i2cl.core.problem import columns_kept
 from i2cl.errors import I2CLError
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored

@@ -20,6 +20,7 @@ from i2cl.methods.base import Cost
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
+from i2cl.models.hooks import Replay
 from i2cl.models.prefix import Prefix
 from i2cl.models.restore import uninterrupted
 from i2cl.models.scoring import Progress, Questions
@@ -91,10 +92,13 @@ class AdaptedDecoder(Decoder):
         prefix: Prefix | None = None,
         states: list[Tensor] | None = None,
         caches: list[Cache] | None = None,
+        replay: Replay | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
         """See `Decoder.forward`; positions count the query's own tokens."""
         places = (batch.last[:, None] if at is None else at) + self.virtual_tokens
-        return super().forward(batch, at=places, edit=edit, prefix=prefix, states=states, caches=caches)
+        return super().forward(
+            batch, at=places, edit=edit, prefix=prefix, states=states, caches=caches, replay=replay
+        )
 
 
 def fit_adapter(

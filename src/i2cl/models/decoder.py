@@ -37,7 +37,7 @@ from i2cl.models.fingerprint import (
     told_config,
     weights_fingerprint,
 )
-from i2cl.models.hooks import edit_inputs
+from i2cl.models.hooks import Replay, edit_inputs
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit
 from i2cl.models.prefix import Prefix, holds_keys_alone, keys_at, window_of
@@ -277,6 +277,7 @@ class Decoder:
         prefix: Prefix | None = None,
         states: list[Tensor] | None = None,
         caches: list[Cache] | None = None,
+        replay: Replay | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
         """Next-token logits after the tokens at ``at`` (default: each row's last query token).
 
@@ -306,7 +307,8 @@ class Decoder:
             if prefix.kept is not None:
                 placed = keys_at(self.model, self.blocks, keys)
         at_head = edit_inputs([(self.model.get_output_embeddings(), look)])
-        with lock_of(self.model), placed, at_head, self._editing(edit, batch):
+        again = nullcontext() if replay is None else replay.during(batch)
+        with lock_of(self.model), placed, at_head, again, self._editing(edit, batch):
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
         if caches is not None:
             caches.append(arguments["past_key_values"])

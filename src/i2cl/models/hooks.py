@@ -1,16 +1,19 @@
-"""Out-of-place edits of module outputs and inputs, the only place that registers hooks.
+"""Out-of-place edits of module outputs and inputs, and passes that skip blocks: the only place with hooks.
 
 Every hook lives inside a ``with`` block and is removed on success and on error alike
 (`torch.nn.Module.register_forward_hook`,
 https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
+from i2cl.models.batching import Batch
 from i2cl.models.restore import uninterrupted
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -65,6 +68,55 @@ def edit_keywords(changes: Iterable[tuple[nn.Module, KeywordChange]]) -> Iterato
             handle = module.register_forward_pre_hook(_keyword_hook(change), with_kwargs=True)
             stack.callback(handle.remove)
         yield
+
+
+class Replay:
+    """What a decoder's lower blocks put out, kept batch by batch, so that later passes need not run them.
+
+    Beyond the paper: what a fit does at the upper end of a model takes many passes over the same
+    demonstrations. Its owner answers for it that nothing below changes from pass to pass, and that passes
+    fill no caches.
+
+    Attributes:
+        blocks: the lower ones; none of them where somebody, such as Accelerate, has replaced a ``forward``.
+        kept: the stream behind the last of them, for each batch.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = [] if any("forward" in block.__dict__ for block in blocks) else list(blocks)
+        self.kept: dict[tuple[Any, ...], Float[Tensor, "lines tokens d"]] = {}
+        self._tuples: dict[int, int] = {}
+
+    @uninterrupted
+    def during(self, batch: Batch) -> Iterator[None]:
+        """Keep what the blocks put out in a pass over this batch, or give what is kept in their place."""
+        key = (batch.rows, tuple(batch.input_ids.shape))
+        with ExitStack() as stack:
+            if key in self.kept:
+                for place, block in enumerate(self.blocks):
+                    given = self.kept[key] if place == len(self.blocks) - 1 else None
+                    block.__dict__["forward"] = partial(self._skipped, place, given)
+                    stack.callback(block.__dict__.pop, "forward")
+            else:
+                for place, block in enumerate(self.blocks):
+                    handle = block.register_forward_hook(self._hook(place, key))
+                    stack.callback(handle.remove)
+            yield
+
+    def _skipped(self, place: int, given: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        """The residual stream as it came in, or as it was kept, in the form that the block gives it."""
+        stream = given if given is not None else args[0] if args else kwargs["hidden_states"]
+        length = self._tuples[place]
+        return (stream, *[None] * (length - 1)) if length else stream
+
+    def _hook(self, place: int, key: tuple[Any, ...]) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._tuples[place] = len(output) if isinstance(output, tuple) else 0
+            if place == len(self.blocks) - 1:
+                stream: Tensor = output[0] if isinstance(output, tuple) else output
+                self.kept[key] = stream.detach().clone()  # some blocks add in place
+
+        return hook
 
 
 def _adding_hook(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:

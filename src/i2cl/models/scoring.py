@@ -358,8 +358,8 @@ def sequence_log_probabilities(
     steps = torch.arange(length, device=device)
     at = (batch.last[:, None] + steps).clamp(max=batch.input_ids.shape[1] - 1)
     logits = decoder.forward(batch, at=at, edit=edit, prefix=prefix)
-    padded = padded.to(logits.device)
-    chosen = logits.float().log_softmax(-1).gather(-1, padded.clamp(min=0)[..., None])[..., 0]
+    padded, wide = padded.to(logits.device), logits.float()
+    chosen = wide.gather(-1, padded.clamp(min=0)[..., None])[..., 0] - wide.logsumexp(-1)
     return chosen.where(padded >= 0, 0.0).sum(-1)
 
 

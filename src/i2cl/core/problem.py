@@ -1,0 +1,238 @@
+"""Label scores of demonstrations as a function of a vector for every writer, and their derivatives.
+
+Beyond the paper: what anchored calibration minimises a loss of. A vector of its own for every row of a batch
+gives the derivatives of all rows by one backward pass a column.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy, one_hot
+
+from i2cl.core.context import ExtractConfig, Writers
+from i2cl.core.edits import LinearEdit, RowsEdit
+from i2cl.core.tangent import Tangent, balanced, columns, directions, rivals_of
+from i2cl.errors import I2CLError
+from i2cl.models.batching import Batch
+from i2cl.models.scoring import Questions, labelled_batch, score, sequence_log_probabilities
+from i2cl.models.training import Backward
+from i2cl.tasks import Example
+
+MOST_COLUMNS = 1024
+"""Rows of the kernel, as long as each demonstration keeps `FEWEST` columns; then those."""
+
+FEWEST = 2
+"""Columns of a demonstration: the label that competes most, and all others together."""
+
+
+def columns_kept(demonstrations: int, labels: int) -> int:
+    """How many columns each demonstration keeps: one for every label but its own where they are few."""
+    return min(labels - 1, max(FEWEST, MOST_COLUMNS // max(1, demonstrations)))
+
+
+@dataclass(eq=False)
+class Problem:
+    """Label scores of the demonstrations as a function of u, theta in units of the scale.
+
+    Attributes:
+        questions: the task asked of the model.
+        demonstrations: labelled examples.
+        writers: which sites have a vector.
+        scale: units of theta at each site; `first` sets it.
+    """
+
+    questions: Questions
+    demonstrations: tuple[Example, ...]
+    writers: Writers
+
+    def __post_init__(self) -> None:
+        decoder = self.questions.decoder
+        self.queries = self.questions.queries([example.text for example in self.demonstrations])
+        self.gold = torch.tensor([example.label for example in self.demonstrations])
+        self.site = ExtractConfig(writers=self.writers).site
+        active = torch.ones(decoder.layers, 1 if self.site == "hidden" else 2, 1)
+        if self.writers in ("mha", "mlp"):
+            active[:, 1 if self.writers == "mha" else 0] = 0
+        self.scale = active.expand(-1, -1, decoder.d_model)
+
+    @property
+    def ends_free(self) -> bool:
+        """Whether the last writer has a vector, with only the final norm and the LM head behind it."""
+        single = not self.questions.labels.full
+        return single and self.site == "writers" and bool(self.scale[-1, -1].any())
+
+    @property
+    def columns(self) -> int:
+        """Of each demonstration; of whole sequences one for every label but its own."""
+        labels = len(self.questions.labels.ids)
+        return labels - 1 if self.questions.labels.full else columns_kept(len(self.queries), labels)
+
+    def theta(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sites d"]:
+        """The vectors at a place in units of their scale."""
+        return self.scale * u.view_as(self.scale)
+
+    def edit(self, u: Float[Tensor, " parameters"]) -> LinearEdit:
+        """The injection of u."""
+        vectors = self.theta(u)
+        return LinearEdit(vectors, torch.ones(*vectors.shape[:2], 2), self.site)
+
+    def scores(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
+        """Label scores at u."""
+        questions = self.questions
+        return score(questions.decoder, self.queries, questions.labels, edit=self.edit(u))
+
+    def first(self) -> tuple[Tangent, Float[Tensor, "n labels"], float]:
+        """The tangent at the plain model, once it has set the scale; scores; and the variance it gives them.
+
+        Where not all labels have a column, the variance over labels is that of the gold label around the
+        mean of all, over the demonstrations: the same for classes equally frequent.
+        """
+        nothing = torch.zeros(self.scale.numel())
+        point, scores = self.point(nothing)
+        if point.whole:
+            spread = point.spread()
+        else:
+            labels = len(self.questions.labels.ids)
+            own = one_hot(self.gold, labels).float() - 1 / labels
+            _, slopes = self._derivatives(nothing, self.every, lambda _, rows: own[rows][:, None])
+            spread = slopes[:, 0].square().mean(0)
+        even = balanced(spread, self.scale.shape[-1])
+        self.scale = self.scale * even.view_as(self.scale)
+        point = replace(point, jacobian=point.jacobian.mul_(even))
+        return point, scores, float((spread * even.square()).sum())
+
+    def point(self, u: Float[Tensor, " parameters"]) -> tuple[Tangent, Float[Tensor, "n labels"]]:
+        """The tangent at u, and the label scores there.
+
+        Raises:
+            I2CLError: on scores or derivatives that are not finite.
+        """
+        scores, rivals, slopes = self._slopes(u, self.every)
+        whole = rivals.shape[1] == scores.shape[1] - 1
+        return Tangent(columns(scores, self.gold, rivals), slopes.flatten(0, 1), rivals, whole), scores
+
+    def moved(
+        self,
+        point: Tangent,
+        u: Float[Tensor, " parameters"],
+        scores: Float[Tensor, "n labels"],
+        settled: float,
+    ) -> Tangent:
+        """The tangent at u, where the label scores are known.
+
+        A demonstration whose loss is below ``settled`` keeps the columns and the derivatives that it has.
+        They are written over where it does not, so ``point`` is used up.
+        """
+        losses = cross_entropy(scores, self.gold, reduction="none")
+        rows = (losses >= settled).nonzero()[:, 0].tolist()
+        rivals = point.rivals.clone()
+        if rows:
+            _, rivals[rows], slopes = self._slopes(u, rows)
+            point.jacobian.view(*point.values.shape, -1)[rows] = slopes
+        return Tangent(columns(scores, self.gold, rivals), point.jacobian, rivals, point.whole)
+
+    @property
+    def every(self) -> Sequence[int]:
+        """Places of all demonstrations."""
+        return range(len(self.queries))
+
+    def _slopes(
+        self, u: Float[Tensor, " parameters"], chosen: Sequence[int]
+    ) -> tuple[
+        Float[Tensor, "rows labels"], Int[Tensor, "rows rivals"], Float[Tensor, "rows columns parameters"]
+    ]:
+        """Scores of some demonstrations, their labels with a column, and the derivatives of their columns."""
+        kept, gold = self.columns, self.gold[list(chosen)]
+        if self.questions.labels.full:
+            scores, of_labels = self._sequence_derivatives(u, chosen)
+            rivals = rivals_of(scores, gold, kept)
+            slopes = torch.einsum("nkc,ncp->nkp", directions(scores, gold, rivals), of_labels)
+        else:
+
+            def of(values: Tensor, rows: Sequence[int]) -> Tensor:
+                right = self.gold[rows]
+                return directions(values, right, rivals_of(values, right, kept))
+
+            scores, slopes = self._derivatives(u, chosen, of)
+            rivals = rivals_of(scores, gold, kept)
+        if not (scores.isfinite().all() and slopes.isfinite().all()):
+            raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
+        return scores, rivals, slopes
+
+    def _derivatives(
+        self,
+        u: Float[Tensor, " parameters"],
+        chosen: Sequence[int],
+        of: Callable[[Float[Tensor, "batch labels"], Sequence[int]], Float[Tensor, "batch columns labels"]],
+    ) -> tuple[Float[Tensor, "rows labels"], Float[Tensor, "rows columns parameters"]]:
+        """Scores, and the derivative of each of some sums of them: one backward pass for all rows each."""
+        decoder, first = self.questions.decoder, list(self.questions.labels.first)
+
+        def run(batch: Batch) -> tuple[Tensor, Tensor]:
+            rows = [chosen[place] for place in batch.rows]
+            leaf, edit = self._rows_edit(u, batch.rows, len(chosen))
+            backward = Backward([leaf], decoder.model.dtype)
+            with torch.enable_grad():
+                values = decoder.forward(batch, edit=edit)[:, 0].float()[:, first]
+                weights = of(values.detach().cpu(), rows).to(values)
+                found = []
+                for column in range(weights.shape[1]):
+                    decoder.pause()
+                    found += backward.gradients((values * weights[:, column]).sum())
+            return values.detach().cpu(), torch.stack([self._in_units(one) for one in found], dim=1)
+
+        return self._gathered(decoder.run_batches([self.queries[row] for row in chosen], run), len(chosen))
+
+    def _sequence_derivatives(
+        self, u: Float[Tensor, " parameters"], chosen: Sequence[int]
+    ) -> tuple[Float[Tensor, "rows labels"], Float[Tensor, "rows labels parameters"]]:
+        """Scores of whole sequences and their derivatives."""
+        decoder, labels = self.questions.decoder, self.questions.labels.ids
+        pairs = [(row, label) for row in chosen for label in range(len(labels))]
+        ids = [self.queries[row] + labels[label][:-1] for row, label in pairs]
+
+        def run(batch: Batch) -> tuple[Tensor, Tensor]:
+            leaf, edit = self._rows_edit(u, batch.rows, len(pairs))
+            backward = Backward([leaf], decoder.model.dtype)
+            with torch.enable_grad():
+                own = [pairs[place] for place in batch.rows]
+                targets = [labels[label] for _, label in own]
+                asked = [self.queries[row] for row, _ in own]
+                whole = replace(labelled_batch(asked, targets, decoder.device), rows=batch.rows)
+                values = sequence_log_probabilities(decoder, whole, targets, edit)
+                decoder.pause()
+                (found,) = backward.gradients(values.sum())
+            return values.detach().cpu()[:, None], self._in_units(found)[:, None]
+
+        flat, slopes = self._gathered(decoder.run_batches(ids, run), len(ids))
+        scores = flat.view(len(chosen), len(labels))
+        return scores, slopes.view(*scores.shape, -1)
+
+    def _rows_edit(
+        self, u: Float[Tensor, " parameters"], rows: Sequence[int], count: int
+    ) -> tuple[torch.nn.Parameter, RowsEdit]:
+        """Vectors of its own for every row, so that one backward pass tells the derivatives of all rows."""
+        device = self.questions.decoder.device
+        leaf = torch.nn.Parameter(self.theta(u).to(device).repeat(len(rows), 1, 1, 1))
+        place = torch.zeros(count, dtype=torch.long, device=device)
+        place[list(rows)] = torch.arange(len(rows), device=device)
+        return leaf, RowsEdit(leaf, torch.ones(leaf.shape[:-1], device=device), place, self.site)
+
+    def _in_units(self, found: Tensor | None) -> Float[Tensor, "batch parameters"]:
+        if found is None:
+            raise I2CLError("the label scores do not depend on the writers: is this the right model?")
+        return (self.scale * found.cpu()).flatten(1)
+
+    def _gathered(
+        self, parts: Iterator[tuple[Batch, tuple[Tensor, Tensor]]], count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Values and derivatives of all batches, each written once into its place among so many rows."""
+        values = slopes = torch.empty(0)
+        for batch, (some, more) in parts:
+            if not len(values):
+                values, slopes = torch.empty(count, *some.shape[1:]), torch.empty(count, *more.shape[1:])
+            values[list(batch.rows)], slopes[list(batch.rows)] = some, more
+        return values, slopes
