@@ -77,16 +77,16 @@ def test_derivatives_are_those_of_finite_differences(model_type, full, kept, mon
     generator = torch.Generator().manual_seed(0)
     u = 0.02 * torch.randn(fit.scale.numel(), generator=generator)
     along = torch.randn(fit.scale.numel(), generator=generator)
-    point, order = fit.point(u)
-    torch.testing.assert_close(order.log_softmax(-1), fit.scores(u).log_softmax(-1), atol=1e-4, rtol=1e-4)
+    point, found = fit.point(u)
+    torch.testing.assert_close(found.log_softmax(-1), fit.scores(u).log_softmax(-1), atol=1e-4, rtol=1e-4)
     step = 2e-3
 
     def values(at):  # the columns chosen at u, elsewhere: a sum of scores, or their logsumexp
         scores = fit.scores(at).double()
         gold = scores.gather(1, fit.gold[:, None])
         if kept == 2:
-            picked = order.scatter(1, fit.gold[:, None], -torch.inf).argsort(dim=1, descending=True)[:, :2]
-            return scores.gather(1, picked) - gold
+            others = torch.nn.functional.one_hot(fit.gold, 3) == 0
+            return scores[others].view(-1, 2) - gold
         return scores.scatter(1, fit.gold[:, None], -torch.inf).logsumexp(1, keepdim=True) - gold
 
     torch.testing.assert_close(point.values, values(u), atol=1e-4, rtol=1e-4)
@@ -319,6 +319,19 @@ def test_a_model_that_overflows_by_itself_is_told():
         decoder.model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(I2CLError, match="not finite: load the model in float32"):
         anchor(decoder, task(), SHOWN)
+
+
+def test_a_fit_without_a_step_says_so(monkeypatch):
+    monkeypatch.setattr(anchored, "stepped", lambda *_, **__: None)
+    with pytest.warns(UserWarning, match="this is the plain model: lower the reach"):
+        injection = anchor(made(), task(), SHOWN)
+    assert not injection.context.values.any()
+
+
+@pytest.mark.parametrize("reach", [300.0, 10_000.0])
+def test_a_wide_prior_takes_damped_steps(reach):
+    injection = anchor(made(), task(), SHOWN, AnchoredConfig(reach=reach))
+    assert injection.history[-1] < 0.5 * injection.history[0]
 
 
 def test_more_examples_than_a_kernel_holds_are_refused():

@@ -13,17 +13,19 @@ prior lets the label scores of a query move apart, as a standard deviation in na
 every model. It is wide: what keeps a fit of few examples near the plain model is that it starts there and
 stops early. A narrow one leaves accuracy behind (docs/results.md).
 
-A step linearises the label scores in theta (one forward pass over the demonstrations, and a backward pass for
-each column of `i2cl.core.tangent.Tangent`). What is left is kernel logistic regression, where the kernel
-J s^2 J' has as few rows as all demonstrations have columns, however wide the model is. It is solved to its
-optimum, with a proximal term that grows where the step does not pay (Gauss-Newton and
-Levenberg-Marquardt for a loss that is not squared). One step is regression with the model's tangent kernel
-(https://arxiv.org/abs/2210.05643).
+A step linearises the label scores in theta: one forward pass over the demonstrations, and a backward pass for
+each column of `i2cl.core.tangent.Tangent`. After the first step only those demonstrations are differentiated
+anew that are not settled yet; the others keep the derivatives that they have. What is left is kernel logistic
+regression, where the kernel J s^2 J' has as few rows as all demonstrations have columns, however wide the
+model is. It is solved to its optimum, with a proximal term that grows where the step does not pay
+(Gauss-Newton and Levenberg-Marquardt for a loss that is not squared). One step is regression with the model's
+tangent kernel (https://arxiv.org/abs/2210.05643).
 
 The last vector makes the model say a label by itself: see `i2cl.core.label_mass`.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -55,8 +57,10 @@ MOST_DEMONSTRATIONS = 4096
 DAMPING = 8.0
 """Proximal factor of every step but the first, in units of the prior, and of a step that is tried again."""
 
-STRONGEST = 1e6
+STRONGEST = 1e9
 """Proximal factor beyond which no step pays."""
+
+NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain model: lower the reach"
 
 
 class AnchoredConfig(BaseModel):
@@ -70,6 +74,8 @@ class AnchoredConfig(BaseModel):
         tolerance: relative gain of the objective by an undamped step below which it ends.
         trust: share of the gain that its linearisation promises which a step has to bring; one that brings
             less is damped. At 0 any gain will do, and one that is small ends the fit.
+        settled: loss in nats below which a demonstration keeps the derivatives that it has; at 0 all are
+            differentiated anew at each step.
         say_label: end with one more vector at the last writer that makes the model say a label by itself, and
             leaves the answer among the labels as it is (`i2cl.core.label_mass`). Only where labels are told
             apart by single tokens: of whole sequences every token would need a vector of its own.
@@ -129,6 +135,8 @@ def anchor(
     problem = Problem(questions, tuple(demonstrations), config.writers)
     with decoder.frozen():
         u, tau, history = solved(problem, config, progress)
+    if not u.any() and config.steps and config.reach:
+        warnings.warn(NO_STEP, UserWarning, stacklevel=2)
     vectors = problem.theta(u)
     settings = config.model_dump(mode="json") | {"method": "anchored", "tau": tau}
     if config.say_label and problem.ends_free and u.any():

@@ -146,21 +146,18 @@ class Problem:
     ]:
         """Scores of some demonstrations, their labels with a column, and the derivatives of their columns."""
         kept, gold = self.columns, self.gold[list(chosen)]
+
+        def of(values: Tensor, rows: Sequence[int]) -> Tensor:
+            right = self.gold[rows]
+            return directions(values, right, rivals_of(values, right, kept))
+
         if self.questions.labels.full:
-            scores, of_labels = self._sequence_derivatives(u, chosen)
-            rivals = rivals_of(scores, gold, kept)
-            slopes = torch.einsum("nkc,ncp->nkp", directions(scores, gold, rivals), of_labels)
+            scores, slopes = self._sequence_derivatives(u, chosen)
         else:
-
-            def of(values: Tensor, rows: Sequence[int]) -> Tensor:
-                right = self.gold[rows]
-                return directions(values, right, rivals_of(values, right, kept))
-
             scores, slopes = self._derivatives(u, chosen, of)
-            rivals = rivals_of(scores, gold, kept)
         if not (scores.isfinite().all() and slopes.isfinite().all()):
             raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
-        return scores, rivals, slopes
+        return scores, rivals_of(scores, gold, kept), slopes
 
     def _derivatives(
         self,
@@ -188,28 +185,40 @@ class Problem:
 
     def _sequence_derivatives(
         self, u: Float[Tensor, " parameters"], chosen: Sequence[int]
-    ) -> tuple[Float[Tensor, "rows labels"], Float[Tensor, "rows labels parameters"]]:
-        """Scores of whole sequences and their derivatives."""
+    ) -> tuple[Float[Tensor, "rows labels"], Float[Tensor, "rows others parameters"]]:
+        """Scores of whole sequences; and derivatives of each label's but the gold one's, less that one's."""
+        labels = len(self.questions.labels.ids)
+        right: list[int] = self.gold[list(chosen)].tolist()
+        pairs = [(row, label) for row in chosen for label in range(labels) if label != self.gold[row]]
+        values, own = self._of_pairs(u, list(zip(chosen, right, strict=True)))
+        others, slopes = self._of_pairs(u, pairs)
+        slopes = slopes.view(len(chosen), labels - 1, -1).sub_(own[:, None])
+        scores = torch.empty(len(chosen), labels)
+        gold = one_hot(self.gold[list(chosen)], labels).bool()
+        scores[gold], scores[~gold] = values, others
+        return scores, slopes
+
+    def _of_pairs(
+        self, u: Float[Tensor, " parameters"], pairs: Sequence[tuple[int, int]]
+    ) -> tuple[Float[Tensor, " pairs"], Float[Tensor, "pairs parameters"]]:
+        """Scores of some labels, each after a demonstration, and their derivatives."""
         decoder, labels = self.questions.decoder, self.questions.labels.ids
-        pairs = [(row, label) for row in chosen for label in range(len(labels))]
         ids = [self.queries[row] + labels[label][:-1] for row, label in pairs]
 
         def run(batch: Batch) -> tuple[Tensor, Tensor]:
             leaf, edit = self._rows_edit(u, batch.rows, len(pairs))
             backward = Backward([leaf], decoder.model.dtype)
             with torch.enable_grad():
-                own = [pairs[place] for place in batch.rows]
-                targets = [labels[label] for _, label in own]
-                asked = [self.queries[row] for row, _ in own]
-                whole = replace(labelled_batch(asked, targets, decoder.device), rows=batch.rows)
+                asked = [pairs[place] for place in batch.rows]
+                targets = [labels[label] for _, label in asked]
+                queries = [self.queries[row] for row, _ in asked]
+                whole = replace(labelled_batch(queries, targets, decoder.device), rows=batch.rows)
                 values = sequence_log_probabilities(decoder, whole, targets, edit)
                 decoder.pause()
-                (found,) = backward.gradients(values.sum())
-            return values.detach().cpu()[:, None], self._in_units(found)[:, None]
+                (slopes,) = backward.gradients(values.sum())
+            return values.detach().cpu(), self._in_units(slopes)
 
-        flat, slopes = self._gathered(decoder.run_batches(ids, run), len(ids))
-        scores = flat.view(len(chosen), len(labels))
-        return scores, slopes.view(*scores.shape, -1)
+        return self._gathered(decoder.run_batches(ids, run), len(ids))
 
     def _rows_edit(
         self, u: Float[Tensor, " parameters"], rows: Sequence[int], count: int

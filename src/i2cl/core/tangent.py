@@ -65,7 +65,7 @@ class Tangent:
 def rivals_of(
     scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], kept: int
 ) -> Int[Tensor, "n rivals"]:
-    """The labels that get a column of their own, the most probable first.
+    """The labels that get a column of their own: those that compete most with the gold one, in their order.
 
     Args:
         scores: of all labels.
@@ -75,7 +75,7 @@ def rivals_of(
     """
     others = scores.scatter(1, gold[:, None], -torch.inf)
     count = kept if kept == scores.shape[1] - 1 else kept - 1
-    return others.argsort(dim=1, descending=True, stable=True)[:, :count]
+    return others.topk(count, dim=1).indices.sort(dim=1).values
 
 
 def directions(
