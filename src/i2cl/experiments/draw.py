@@ -7,7 +7,7 @@ from math import ceil
 from statistics import median_low
 
 from i2cl.core.anchored import require_few
-from i2cl.core.problem import columns_kept
+from i2cl.core.problem import MOST_COLUMNS, columns_kept
 from i2cl.errors import I2CLError
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
@@ -28,8 +28,14 @@ KEPT_BACK = 5
 ENOUGH = 10
 """Rows of a class from which on some are kept back."""
 
-PASSES = 1.4
-"""Forward passes that a step of a fit takes, over one more than the number of labels."""
+FORWARD, BACKWARD = 1.5, 1.3
+"""Passes of the plain model that a forward pass with gradients takes, and a backward pass."""
+
+AGAIN = 1.0
+"""What all later steps differentiate, over what the first does: settled demonstrations are left out."""
+
+SHARED = 4
+"""Whole labels behind one query that cost as much as one of them alone."""
 
 TIMED = 8
 """Texts of the batch that is timed."""
@@ -188,12 +194,15 @@ class _Pace:
         return cls(questions, seconds / sum(map(len, queries)), steps)
 
     def seconds(self, shown: Sequence[Example]) -> float:
-        """Estimate of a fit: each step reads all tokens once and goes back through them for each column.
+        """Estimate of a fit: a forward pass a step, and a backward pass a column where it differentiates.
 
-        `benchmarks/fits.py` counts the passes. Labels that are scored as whole sequences are read one by one,
-        which comes to the same. A fit skips steps that it does not need; other work on the machine slows it.
+        `benchmarks/fits.py` measures it. A fit skips steps that it does not need; other work on the machine
+        slows it.
         """
         tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
         labels = len(self.questions.task.labels)
-        columns = labels - 1 if self.questions.labels.full else columns_kept(len(shown), labels)
-        return self.seconds_a_token * tokens * self.steps * PASSES * (columns + 2)
+        whole = self.questions.labels.full and len(shown) * labels <= MOST_COLUMNS
+        columns = (labels - 1) / SHARED if whole else columns_kept(len(shown), labels)
+        once = FORWARD + BACKWARD * columns
+        passes = once * (1 + AGAIN * (self.steps > 1)) + self.steps + FORWARD
+        return self.seconds_a_token * tokens * passes
