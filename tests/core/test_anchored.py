@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from i2cl import Example, I2CLError, Task, Template
+from i2cl.core import anchored
 from i2cl.core import problem as module
 from i2cl.core.anchored import AnchoredConfig, Step, anchor, stepped
 from i2cl.core.edits import LinearEdit

@@ -4,7 +4,7 @@ Beyond the paper: what anchored calibration minimises a loss of. A vector of its
 gives the derivatives of all rows by one backward pass a column.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,8 +97,9 @@ class Problem:
         else:
             labels = len(self.questions.labels.ids)
             own = one_hot(self.gold, labels).float() - 1 / labels
-            _, slopes = self._derivatives(nothing, self.every, lambda _, rows: own[rows][:, None])
-            spread = slopes[:, 0].square().mean(0)
+            slopes = torch.empty(len(own), 1, nothing.numel())
+            self._derive(slopes, nothing, self.every, lambda _, rows: own[rows][:, None])
+            spread = slopes[:, 0].square_().mean(0)
         even = balanced(spread, self.scale.shape[-1])
         self.scale = self.scale * even.view_as(self.scale)
         point = replace(point, jacobian=point.jacobian.mul_(even))
@@ -110,7 +111,8 @@ class Problem:
         Raises:
             I2CLError: on scores or derivatives that are not finite.
         """
-        scores, rivals, slopes = self._slopes(u, self.every)
+        slopes = torch.empty(len(self.queries), self.columns, u.numel())
+        scores, rivals = self._slopes(slopes, u, self.every)
         whole = rivals.shape[1] == scores.shape[1] - 1
         return Tangent(columns(scores, self.gold, rivals), slopes.flatten(0, 1), rivals, whole), scores
 
@@ -130,8 +132,7 @@ class Problem:
         rows = (losses >= settled).nonzero()[:, 0].tolist()
         rivals = point.rivals.clone()
         if rows:
-            _, rivals[rows], slopes = self._slopes(u, rows)
-            point.jacobian.view(*point.values.shape, -1)[rows] = slopes
+            _, rivals[rows] = self._slopes(point.jacobian.view(*point.values.shape, -1), u, rows)
         return Tangent(columns(scores, self.gold, rivals), point.jacobian, rivals, point.whole)
 
     @property
@@ -140,108 +141,110 @@ class Problem:
         return range(len(self.queries))
 
     def _slopes(
-        self, u: Float[Tensor, " parameters"], chosen: Sequence[int]
-    ) -> tuple[
-        Float[Tensor, "rows labels"], Int[Tensor, "rows rivals"], Float[Tensor, "rows columns parameters"]
-    ]:
-        """Scores of some demonstrations, their labels with a column, and the derivatives of their columns."""
-        kept, gold = self.columns, self.gold[list(chosen)]
+        self,
+        into: Float[Tensor, "n columns parameters"],
+        u: Float[Tensor, " parameters"],
+        chosen: Sequence[int],
+    ) -> tuple[Float[Tensor, "rows labels"], Int[Tensor, "rows rivals"]]:
+        """Scores of some demonstrations, and their labels with a column; writes the columns' derivatives."""
+        kept = self.columns
 
         def of(values: Tensor, rows: Sequence[int]) -> Tensor:
             right = self.gold[rows]
             return directions(values, right, rivals_of(values, right, kept))
 
         if self.questions.labels.full:
-            scores, slopes = self._sequence_derivatives(u, chosen)
+            scores = self._derive_sequences(into, u, chosen)
         else:
-            scores, slopes = self._derivatives(u, chosen, of)
-        if not (scores.isfinite().all() and slopes.isfinite().all()):
+            scores = self._derive(into, u, chosen, of)
+        if not (scores.isfinite().all() and all(into[row].isfinite().all() for row in chosen)):
             raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
-        return scores, rivals_of(scores, gold, kept), slopes
+        return scores, rivals_of(scores, self.gold[list(chosen)], kept)
 
-    def _derivatives(
+    def _derive(
         self,
+        into: Float[Tensor, "n columns parameters"],
         u: Float[Tensor, " parameters"],
         chosen: Sequence[int],
         of: Callable[[Float[Tensor, "batch labels"], Sequence[int]], Float[Tensor, "batch columns labels"]],
-    ) -> tuple[Float[Tensor, "rows labels"], Float[Tensor, "rows columns parameters"]]:
-        """Scores, and the derivative of each of some sums of them: one backward pass for all rows each."""
+    ) -> Float[Tensor, "rows labels"]:
+        """Scores; writes the derivative of each of some sums of them: a backward pass for all rows each."""
         decoder, first = self.questions.decoder, list(self.questions.labels.first)
 
-        def run(batch: Batch) -> tuple[Tensor, Tensor]:
+        def run(batch: Batch) -> Tensor:
             rows = [chosen[place] for place in batch.rows]
             leaf, edit = self._rows_edit(u, batch.rows, len(chosen))
             backward = Backward([leaf], decoder.model.dtype)
             with torch.enable_grad():
                 values = decoder.forward(batch, edit=edit)[:, 0].float()[:, first]
                 weights = of(values.detach().cpu(), rows).to(values)
-                found = []
                 for column in range(weights.shape[1]):
                     decoder.pause()
-                    found += backward.gradients((values * weights[:, column]).sum())
-            return values.detach().cpu(), torch.stack([self._in_units(one) for one in found], dim=1)
+                    (slopes,) = backward.gradients((values * weights[:, column]).sum())
+                    into[rows, column] = self._in_units(slopes)
+            return values.detach().cpu()
 
-        return self._gathered(decoder.run_batches([self.queries[row] for row in chosen], run), len(chosen))
+        scores = torch.empty(len(chosen), len(first))
+        for batch, values in decoder.run_batches([self.queries[row] for row in chosen], run):
+            scores[list(batch.rows)] = values
+        return scores
 
-    def _sequence_derivatives(
-        self, u: Float[Tensor, " parameters"], chosen: Sequence[int]
-    ) -> tuple[Float[Tensor, "rows labels"], Float[Tensor, "rows others parameters"]]:
-        """Scores of whole sequences; and derivatives of each label's but the gold one's, less that one's."""
-        labels = len(self.questions.labels.ids)
-        right: list[int] = self.gold[list(chosen)].tolist()
-        pairs = [(row, label) for row in chosen for label in range(labels) if label != self.gold[row]]
-        values, own = self._of_pairs(u, list(zip(chosen, right, strict=True)))
-        others, slopes = self._of_pairs(u, pairs)
-        slopes = slopes.view(len(chosen), labels - 1, -1).sub_(own[:, None])
-        scores = torch.empty(len(chosen), labels)
-        gold = one_hot(self.gold[list(chosen)], labels).bool()
-        scores[gold], scores[~gold] = values, others
-        return scores, slopes
+    def _derive_sequences(
+        self,
+        into: Float[Tensor, "n others parameters"],
+        u: Float[Tensor, " parameters"],
+        chosen: Sequence[int],
+    ) -> Float[Tensor, "rows labels"]:
+        """Scores of whole sequences; writes derivatives of the labels but the gold one, less its own."""
+        gold: list[int] = self.gold.tolist()
+        scores = torch.empty(len(gold), len(self.questions.labels.ids))
+        own = torch.empty(len(gold), 1, u.numel())
+        self._derive_pairs(own, scores, u, [(row, gold[row], 0) for row in chosen])
+        others = [(row, label) for row in chosen for label in range(scores.shape[1]) if label != gold[row]]
+        self._derive_pairs(
+            into, scores, u, [(row, label, label - (label > gold[row])) for row, label in others]
+        )
+        for row in chosen:
+            into[row] -= own[row]
+        return scores[list(chosen)]
 
-    def _of_pairs(
-        self, u: Float[Tensor, " parameters"], pairs: Sequence[tuple[int, int]]
-    ) -> tuple[Float[Tensor, " pairs"], Float[Tensor, "pairs parameters"]]:
-        """Scores of some labels, each after a demonstration, and their derivatives."""
+    def _derive_pairs(
+        self,
+        into: Float[Tensor, "n columns parameters"],
+        scores: Float[Tensor, "n labels"],
+        u: Float[Tensor, " parameters"],
+        asked: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Write scores and derivatives of some labels: of each a row, the label and its column are asked."""
         decoder, labels = self.questions.decoder, self.questions.labels.ids
-        ids = [self.queries[row] + labels[label][:-1] for row, label in pairs]
 
-        def run(batch: Batch) -> tuple[Tensor, Tensor]:
-            leaf, edit = self._rows_edit(u, batch.rows, len(pairs))
-            backward = Backward([leaf], decoder.model.dtype)
+        def run(batch: Batch) -> None:
+            rows, chosen, columns = zip(*[asked[place] for place in batch.rows], strict=True)
+            leaf, edit = self._rows_edit(u, batch.rows, len(asked))
+            targets = [labels[label] for label in chosen]
+            whole = labelled_batch([self.queries[row] for row in rows], targets, decoder.device)
             with torch.enable_grad():
-                asked = [pairs[place] for place in batch.rows]
-                targets = [labels[label] for _, label in asked]
-                queries = [self.queries[row] for row, _ in asked]
-                whole = replace(labelled_batch(queries, targets, decoder.device), rows=batch.rows)
-                values = sequence_log_probabilities(decoder, whole, targets, edit)
+                values = sequence_log_probabilities(decoder, replace(whole, rows=batch.rows), targets, edit)
                 decoder.pause()
-                (slopes,) = backward.gradients(values.sum())
-            return values.detach().cpu(), self._in_units(slopes)
+                (slopes,) = Backward([leaf], decoder.model.dtype).gradients(values.sum())
+            scores[rows, chosen], into[rows, columns] = values.detach().cpu(), self._in_units(slopes)
 
-        return self._gathered(decoder.run_batches(ids, run), len(ids))
+        for _ in decoder.run_batches(
+            [self.queries[row] + labels[label][:-1] for row, label, _ in asked], run
+        ):
+            pass
 
     def _rows_edit(
         self, u: Float[Tensor, " parameters"], rows: Sequence[int], count: int
     ) -> tuple[torch.nn.Parameter, RowsEdit]:
-        """Vectors of its own for every row, so that one backward pass tells the derivatives of all rows."""
+        """A vector of its own at every writer for every row of a batch, among so many rows."""
         device = self.questions.decoder.device
         leaf = torch.nn.Parameter(self.theta(u).to(device).repeat(len(rows), 1, 1, 1))
         place = torch.zeros(count, dtype=torch.long, device=device)
         place[list(rows)] = torch.arange(len(rows), device=device)
         return leaf, RowsEdit(leaf, torch.ones(leaf.shape[:-1], device=device), place, self.site)
 
-    def _in_units(self, found: Tensor | None) -> Float[Tensor, "batch parameters"]:
-        if found is None:
+    def _in_units(self, slopes: Tensor | None) -> Float[Tensor, "batch parameters"]:
+        if slopes is None:
             raise I2CLError("the label scores do not depend on the writers: is this the right model?")
-        return (self.scale * found.cpu()).flatten(1)
-
-    def _gathered(
-        self, parts: Iterator[tuple[Batch, tuple[Tensor, Tensor]]], count: int
-    ) -> tuple[Tensor, Tensor]:
-        """Values and derivatives of all batches, each written once into its place among so many rows."""
-        values = slopes = torch.empty(0)
-        for batch, (some, more) in parts:
-            if not len(values):
-                values, slopes = torch.empty(count, *some.shape[1:]), torch.empty(count, *more.shape[1:])
-            values[list(batch.rows)], slopes[list(batch.rows)] = some, more
-        return values, slopes
+        return (self.scale * slopes.cpu()).flatten(1)
