@@ -14,8 +14,8 @@ every model. It is wide: what keeps a fit of few examples near the plain model i
 stops early. A narrow one leaves accuracy behind (docs/results.md).
 
 A step linearises the label scores in theta: one forward pass over the demonstrations, and a backward pass for
-each column of `i2cl.core.tangent.Tangent`. After the first step only those demonstrations are differentiated
-anew that are not settled yet; the others keep the derivatives that they have. What is left is kernel logistic
+each column of `i2cl.core.tangent.Tangent`. From the third step on only demonstrations that are not settled yet
+are differentiated anew; the others keep the derivatives that they have. What is left is kernel logistic
 regression, where the kernel J s^2 J' has as few rows as all demonstrations have columns, however wide the
 model is. It is solved to its optimum, with a proximal term that grows where the step does not pay
 (Gauss-Newton and Levenberg-Marquardt for a loss that is not squared). One step is regression with the model's
@@ -57,7 +57,7 @@ MOST_DEMONSTRATIONS = 4096
 DAMPING = 8.0
 """Proximal factor of every step but the first, in units of the prior, and of a step that is tried again."""
 
-STRONGEST = 1e9
+STRONGEST = 1e6
 """Proximal factor beyond which no step pays."""
 
 NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain model: lower the reach"
@@ -74,8 +74,8 @@ class AnchoredConfig(BaseModel):
         tolerance: relative gain of the objective by an undamped step below which it ends.
         trust: share of the gain that its linearisation promises which a step has to bring; one that brings
             less is damped. At 0 any gain will do, and one that is small ends the fit.
-        settled: loss in nats below which a demonstration keeps the derivatives that it has; at 0 all are
-            differentiated anew at each step.
+        settled: loss in nats below which a demonstration keeps its derivatives from the third step on; at 0
+            all are differentiated anew at each step.
         say_label: end with one more vector at the last writer that makes the model say a label by itself, and
             leaves the answer among the labels as it is (`i2cl.core.label_mass`). Only where labels are told
             apart by single tokens: of whole sequences every token would need a vector of its own.
@@ -202,9 +202,13 @@ def solved(
     history = [loss]
     most = config.steps if 0 < tau < math.inf else 0
     for step in range(most):
+        factor, strongest = 1.0, STRONGEST
         if step:
-            point = problem.moved(point, at.u, at.scores, config.settled)
-        after = stepped(problem, point, at, tau, config.trust, factor=DAMPING if step else 1.0)
+            losses = cross_entropy(at.scores, problem.gold, reduction="none")
+            anew = (losses >= (config.settled if step > 1 else 0.0)).nonzero()[:, 0].tolist()
+            point = problem.moved(point, at.u, at.scores, anew)
+            factor, strongest = DAMPING, STRONGEST if anew else DAMPING
+        after = stepped(problem, point, at, tau, config.trust, factor, strongest)
         if after is None:
             break
         gain = (at.objective - after.objective) / at.objective
@@ -218,12 +222,18 @@ def solved(
 
 
 def stepped(
-    problem: Problem, point: Tangent, at: Step, tau: float, trust: float, factor: float = 1.0
+    problem: Problem,
+    point: Tangent,
+    at: Step,
+    tau: float,
+    trust: float,
+    factor: float = 1.0,
+    strongest: float = STRONGEST,
 ) -> Step | None:
     """The next step, damped until it brings its share of what it promises; None where none does."""
     u = at.u
     along = (point.jacobian @ u).double().view_as(point.values)
-    while factor <= STRONGEST:
+    while factor <= strongest:
         pull = 1 / factor  # of the prior, whose mean is the plain model, against the step's length
         weights = optimum(point.values - pull * along, point.kernel, tau * factor)
         moved = (1 - pull) * u + point.jacobian.T @ weights.float()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import one_hot
 
 from i2cl.core.context import ExtractConfig, Writers
 from i2cl.core.edits import LinearEdit, RowsEdit
@@ -121,18 +121,16 @@ class Problem:
         point: Tangent,
         u: Float[Tensor, " parameters"],
         scores: Float[Tensor, "n labels"],
-        settled: float,
+        anew: Sequence[int],
     ) -> Tangent:
         """The tangent at u, where the label scores are known.
 
-        A demonstration whose loss is below ``settled`` keeps the columns and the derivatives that it has.
-        They are written over where it does not, so ``point`` is used up.
+        Some demonstrations are differentiated anew; the others keep the columns and the derivatives that they
+        have. Those are written over, so ``point`` is used up.
         """
-        losses = cross_entropy(scores, self.gold, reduction="none")
-        rows = (losses >= settled).nonzero()[:, 0].tolist()
         rivals = point.rivals.clone()
-        if rows:
-            _, rivals[rows] = self._slopes(point.jacobian.view(*point.values.shape, -1), u, rows)
+        if anew:
+            _, rivals[list(anew)] = self._slopes(point.jacobian.view(*point.values.shape, -1), u, anew)
         return Tangent(columns(scores, self.gold, rivals), point.jacobian, rivals, point.whole)
 
     @property
