@@ -14,7 +14,7 @@ every model. It is wide: what keeps a fit of few examples near the plain model i
 stops early. A narrow one leaves accuracy behind (docs/results.md).
 
 A step linearises the label scores in theta: one forward pass over the demonstrations, and a backward pass for
-each column of `i2cl.core.tangent.Tangent`. From the third step on only demonstrations that are not settled yet
+each column of `i2cl.core.tangent.Tangent`. From the third step on only demonstrations that are not settled
 are differentiated anew; the others keep the derivatives that they have. What is left is kernel logistic
 regression, where the kernel J s^2 J' has as few rows as all demonstrations have columns, however wide the
 model is. It is solved to its optimum, with a proximal term that grows where the step does not pay
