@@ -1,0 +1,162 @@
+"""How much memory and how many passes a fit by anchored calibration takes, without running or allocating it.
+
+    python benchmarks/memory.py --layers 32 --width 4096 --keys 1024 --inner 14336 --vocab 128256 --rows 40
+    python benchmarks/memory.py --check        three small models, predicted and measured
+
+Counts are those of Llama's blocks: gated MLPs, fused attention. A backward pass needs what the forward pass
+leaves behind in each block: the stream before both norms, queries, keys, values and their mix, and three
+numbers for each of the MLP's inner ones.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from i2cl import Decoder, Example, Task, Template, anchor
+from i2cl.core.anchored import AnchoredConfig
+from i2cl.core.problem import MOST_COLUMNS, columns_kept
+from i2cl.core.tangent import SLICE
+from i2cl.experiments.draw import AGAIN, BACKWARD, FORWARD
+from i2cl.models.batching import peak_memory
+
+GB = 1e9
+KERNELS = 5
+"""Square matrices of double precision that the solver of a step holds at once."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of Llama's kind, and what is fitted on it.
+
+    Attributes:
+        layers: blocks.
+        width: of the residual stream.
+        keys: width of all keys, or of all values, of a layer.
+        inner: width of the MLP.
+        vocab: tokens of the vocabulary.
+        rows: demonstrations.
+        labels: of the task.
+        tokens: of a query.
+        budget: padded tokens of a batch.
+        size: bytes of a number in the model.
+    """
+
+    layers: int
+    width: int
+    keys: int
+    inner: int
+    vocab: int
+    rows: int
+    labels: int
+    tokens: int
+    budget: int
+    size: int
+
+    @property
+    def columns(self) -> int:
+        """Of each demonstration, where a token tells the labels apart."""
+        return columns_kept(self.rows, self.labels)
+
+    def weights(self) -> float:
+        """Bytes of the model, its LM head apart from the embedding."""
+        block = 2 * self.width * (self.width + self.keys) + 3 * self.width * self.inner
+        return self.size * (self.layers * block + 2 * self.vocab * self.width)
+
+    def activations(self) -> float:
+        """Bytes that the forward pass of the largest batch leaves behind for the backward passes."""
+        batch = min(self.rows, max(1, self.budget // self.tokens)) * self.tokens
+        token = 4 * self.width + 2 * self.keys + 3 * self.inner
+        return self.size * self.layers * batch * token
+
+    def gradients(self) -> float:
+        """Bytes of the derivatives that stay on the host, and of a batch's own vectors and theirs."""
+        numbers = 2 * self.layers * self.width
+        batch = min(self.rows, max(1, self.budget // self.tokens))
+        return 4 * numbers * (self.rows * self.columns + 3 * batch)
+
+    def solver(self) -> float:
+        """Bytes of a step's kernel and its solution."""
+        kernel = self.rows * self.columns
+        return 8 * (KERNELS * kernel**2 + kernel * min(SLICE, 2 * self.layers * self.width))
+
+    def passes(self, steps: int = 4) -> float:
+        """Forward passes over all demonstrations that take as long as the fit, about."""
+        once = FORWARD + BACKWARD * self.columns
+        return once * (1 + AGAIN * (steps > 1)) + steps + FORWARD
+
+
+def measured(shape: Shape, shots: int) -> tuple[float, float]:
+    """Predicted and measured bytes beside the weights, on a model of random weights."""
+    torch.manual_seed(0)
+    tokenizer = Decoder.from_pretrained("reference").tokenizer
+    config = LlamaConfig(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.width,
+        intermediate_size=shape.inner,
+        vocab_size=len(tokenizer),
+        num_attention_heads=8,
+        num_key_value_heads=shape.keys * 8 // shape.width,
+        max_position_embeddings=1024,
+    )
+    decoder = Decoder(LlamaForCausalLM(config).eval(), tokenizer, token_budget=shape.budget)
+    words = tuple("ABCDEF")[: shape.labels]
+    task = Task("memory", words, Template("{text}\nLabel: {label}"))
+    filler = [f"{row} " * shape.tokens for row in range(shots)]
+    shown = [Example(text, row % shape.labels) for row, text in enumerate(filler)]
+    anchor(decoder, task, shown[: shape.labels], AnchoredConfig(steps=1, say_label=False))  # warm
+    lengths = [len(ids) for ids in decoder.encoder([task.template.query(one.text) for one in shown])]
+    exact = Shape(**{**vars(shape), "rows": shots, "tokens": max(lengths)})
+    with peak_memory(decoder.device) as peak:
+        anchor(decoder, task, shown, AnchoredConfig(steps=2, say_label=False))
+    return exact.activations() + exact.gradients() + exact.solver(), peak.added
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("layers", 30),
+        ("width", 576),
+        ("keys", 192),
+        ("inner", 1536),
+        ("vocab", 49152),
+        ("rows", 20),
+        ("labels", 4),
+        ("tokens", 60),
+        ("budget", 1024),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--check", action="store_true")
+    given = vars(parser.parse_args())
+    size = torch.finfo(getattr(torch, given.pop("dtype"))).bits // 8
+    if given.pop("check"):
+        table = Table("model", "rows x columns", "predicted", "measured", "ratio")
+        for layers, width, inner, rows in ((4, 512, 2048, 60), (8, 768, 2048, 120), (12, 384, 1024, 240)):
+            shape = Shape(layers, width, width // 2, inner, 600, rows, 6, 60, 1024, 4)
+            told, seen = measured(shape, rows)
+            name = f"{layers} x {width}, inner {inner}"
+            cells = (name, f"{rows} x {shape.columns}", f"{told / GB:.2f} GB", f"{seen / GB:.2f} GB")
+            table.add_row(*cells, f"{told / seen:.2f}")
+    else:
+        shape = Shape(**given, size=size)
+        table = Table("what", "how much")
+        table.add_row("weights", f"{shape.weights() / GB:.1f} GB")
+        table.add_row("activations of the largest batch", f"{shape.activations() / GB:.2f} GB")
+        table.add_row(
+            f"derivatives, {shape.rows} x {shape.columns} columns of at most {MOST_COLUMNS}",
+            f"{shape.gradients() / GB:.2f} GB",
+        )
+        table.add_row("kernel and solver", f"{shape.solver() / GB:.2f} GB")
+        table.add_row("passes over the demonstrations", f"{shape.passes():.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
