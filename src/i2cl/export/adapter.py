@@ -222,10 +222,8 @@ def _split(name: str) -> tuple[str, str]:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Say what is lacking where a name of PEFT cannot be imported.
-
-    Raises:
-        I2CLError: naming the command that installs it.
+    """Say what is lacking where a name of PEFT cannot be imported. Raises I2CLError, naming the command that
+    installs it.
     """
     needs("a PEFT adapter", "peft", "peft")
     try:

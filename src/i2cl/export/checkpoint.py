@@ -94,10 +94,8 @@ def export_hf(
 
 
 def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
-    """A generation config that also adds a label prior, and what makes `generate` say a label.
-
-    Raises:
-        I2CLError: if no token's logit holds the prior, or the base has a bias of its own in its place.
+    """A generation config that also adds a label prior, and what makes `generate` say a label. Raises
+    I2CLError if no token's logit holds the prior, or the base has a bias of its own in its place.
     """
     if golden.sequences and golden.label_bias:
         raise I2CLError(
@@ -123,10 +121,8 @@ def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
 def opened(
     source: Decoder | str | Path, injection: Injection, revision: str | None, temperature: float = 1.0
 ) -> tuple[Source, Folding]:
-    """A base model in memory or on disk, and what its folded weights are.
-
-    Raises:
-        I2CLError: if it cannot be read, or the family or the injection cannot be folded.
+    """A base model in memory or on disk, and what its folded weights are. Raises I2CLError if it cannot be
+    read, or the family or the injection cannot be folded.
     """
     found = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
     return found, Folding(found.config, found.tensors, injection, temperature)

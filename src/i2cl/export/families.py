@@ -125,11 +125,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The row of a model.
-
-    Raises:
-        I2CLError: if it cannot be folded, saying why and what to do instead.
-    """
+    """The row of a model. Raises I2CLError if it cannot be folded, saying why and what to do instead."""
     kind = config.model_type
     reason = REFUSED.get(kind) or _obstacle(config)
     if reason is None and kind not in FAMILIES:

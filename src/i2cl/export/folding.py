@@ -140,11 +140,7 @@ class Folding:
         return self.source.read(name)
 
     def _divide_head(self, empty: PreTrainedModel, temperature: float) -> None:
-        """Divide the head's weight, and its bias where it has one.
-
-        Raises:
-            I2CLError: where the class ties its head to the embedding whatever its config says.
-        """
+        """Divide the head's weight, and its bias where it has one."""
         head = next(name for name, one in empty.named_modules() if one is empty.get_output_embeddings())
         if f"{head}.weight" not in self.shapes:
             raise I2CLError(
@@ -155,11 +151,7 @@ class Folding:
         self.scales |= {name: 1 / temperature for name in names if name in self.shapes}
 
     def _place(self, injection: Injection, layers: str) -> None:
-        """Fill `constants` and `scales`.
-
-        Raises:
-            I2CLError: if the injection is of another size, or the class has no bias where one is needed.
-        """
+        """Fill `constants` and `scales`."""
         values, pairs = injection.context.values.float().cpu(), injection.coefficients.float().cpu()
         shape = (self.config.num_hidden_layers, self.config.hidden_size)
         if (values.shape[0], values.shape[2]) != shape:
@@ -192,11 +184,8 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
     """A plain transformers model that computes what the injected one does, without hooks.
 
     The result is a new model in evaluation mode on the same device; some families become another that
-    computes the same. The source is not changed. Arithmetic is in float32, the result has the source's
-    dtype.
-
-    Raises:
-        I2CLError: if the family or the injection cannot be folded, saying why and what to do instead.
+    computes the same. The source is not changed. Arithmetic is in float32, the result has the source's dtype.
+    Raises I2CLError if the family or the injection cannot be folded, saying why and what to do instead.
     """
     if isinstance(model, Decoder):
         require_known(model)
@@ -227,21 +216,15 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def require_known(decoder: Decoder) -> None:
-    """Refuse a decoder whose writers are not those of the table.
-
-    Raises:
-        I2CLError: saying so.
-    """
+    """Refuse a decoder whose writers are not those of the table. Raises I2CLError, saying so."""
     row = ARCHITECTURES.get(decoder.architecture.model_type)
     if decoder.architecture != row:
         raise I2CLError(f"an Architecture of your own cannot be folded into weights: {HOOKED}")
 
 
 def require_unquantized(config: PreTrainedConfig) -> None:
-    """Refuse weights that are no plain numbers: beta would have to be folded into their codes.
-
-    Raises:
-        I2CLError: naming the cure.
+    """Refuse weights that are no plain numbers: beta would have to be folded into their codes. Raises
+    I2CLError, naming the cure.
     """
     method = quantization_of(config)
     if method is not None:
@@ -252,11 +235,7 @@ def require_unquantized(config: PreTrainedConfig) -> None:
 
 
 def require_plain(injection: Injection) -> None:
-    """Refuse an injection that is no bias of the residual writers.
-
-    Raises:
-        I2CLError: saying what else to do.
-    """
+    """Refuse an injection that is no bias of the residual writers. Raises I2CLError with a cure."""
     if injection.context.config.site != "writers":
         raise I2CLError(
             "an injection into block outputs (writers 'hidden') is no bias of a writer: fit one with "
@@ -270,11 +249,7 @@ def require_plain(injection: Injection) -> None:
 
 
 def require_unbiased(injection: Injection) -> None:
-    """Refuse a label prior where nothing can hold one.
-
-    Raises:
-        I2CLError: saying what else to do.
-    """
+    """Refuse a label prior where nothing can hold one. Raises I2CLError, saying what else to do."""
     if injection.label_bias is not None:
         raise I2CLError(
             "a label prior is added to label scores, which weights do not hold: leave it out with "

@@ -166,10 +166,8 @@ class Weights:
             writer.add_rope_scaling_attn_factors(self.scaling)
 
     def write(self, writer: Any) -> None:
-        """Finish the file: its head, and then the tensors one by one.
-
-        Raises:
-            I2CLError: if a value is too large for the dtype.
+        """Finish the file: its head, and then the tensors one by one. Raises I2CLError if a value is too
+        large for the dtype.
         """
         shapes = {name: self.folding.shapes[old] for name, old in self.names.items()}
         if self.rotary is not None:

@@ -15,38 +15,26 @@ GOLDEN_FIELD = "i2cl.golden"
 
 
 def gguf_package() -> Any:
-    """The package gguf.
-
-    Raises:
-        I2CLError: if it is not installed.
-    """
+    """The package gguf. Raises I2CLError if it is not installed."""
     return imported("gguf")
 
 
 def imported(name: str) -> Any:
-    """A package of the extra gguf or llama-cpp.
-
-    Raises:
-        I2CLError: if it is not installed.
-    """
+    """A package of the extra gguf or llama-cpp. Raises I2CLError if it is not installed."""
     needs("GGUF", "llama-cpp" if name == "llama_cpp" else "gguf", name)
     return importlib.import_module(name)
 
 
 def reader(path: Path) -> Any:
-    """A ``gguf.GGUFReader``, which maps the file into memory.
-
-    Raises:
-        I2CLError: if it is no GGUF file, or a damaged one.
+    """A ``gguf.GGUFReader``, which maps the file into memory. Raises I2CLError if it is no GGUF file, or a
+    damaged one.
     """
     return gguf_reader(path, "export it again")
 
 
 def read_field(path: Path, key: str) -> str | None:
-    """One string of a GGUF file, None where it has none.
-
-    Raises:
-        I2CLError: if it is no GGUF file, or a damaged one.
+    """One string of a GGUF file, None where it has none. Raises I2CLError if it is no GGUF file, or a damaged
+    one.
     """
     found = reader(path).get_field(key)
     return None if found is None else str(found.contents())

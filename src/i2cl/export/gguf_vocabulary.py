@@ -66,10 +66,8 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, size: int) -> "Vocabulary":
-        """That of a tokenizer, filled up to the number of rows of the embedding.
-
-        Raises:
-            I2CLError: if llama.cpp would encode otherwise, saying what it does not do.
+        """That of a tokenizer, filled up to the number of rows of the embedding. Raises I2CLError if
+        llama.cpp would encode otherwise, saying what it does not do.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:

@@ -210,19 +210,13 @@ class Golden(pydantic.BaseModel):
         return "" if place is None else self.labels[place]
 
     def require_prior_of(self, injection: Injection) -> None:
-        """Refuse to stand beside an injection with another label prior.
-
-        Raises:
-            I2CLError: saying so.
-        """
+        """Refuse to stand beside an injection with another label prior. Raises I2CLError, saying so."""
         if self.label_bias != list(injection.label_bias or ()):
             raise I2CLError("the golden values have another label prior than the injection: make them of it")
 
     def require_bias_in(self, generation: GenerationConfig, where: str) -> None:
-        """Refuse a generation config that has lost the label prior, or what makes it say a label.
-
-        Raises:
-            I2CLError: naming the cure.
+        """Refuse a generation config that has lost the label prior, or what makes it say a label. Raises
+        I2CLError, naming the cure.
         """
         what = None
         if not self.sequence_bias.items() <= biases_of(generation).items():
@@ -255,10 +249,8 @@ class Golden(pydantic.BaseModel):
 
     @classmethod
     def from_export(cls, export: str | Path) -> "Golden":
-        """Read that of an export: a folder, or a GGUF file.
-
-        Raises:
-            I2CLError: if it has none, or a damaged one.
+        """Read that of an export: a folder, or a GGUF file. Raises I2CLError if it has none, or a damaged
+        one.
         """
         path = Path(export)
         try:
@@ -284,11 +276,9 @@ class Golden(pydantic.BaseModel):
 def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: bool = False) -> Golden:
     """Run the injected model on a few prompts, in float32.
 
-    One in another dtype is not copied: its weights are brought to float32 one at a time.
-    ``fold_temperature`` is that of `export_hf`.
-
-    Raises:
-        I2CLError: if the injection's task does not fit the decoder, or the model is quantized.
+    One in another dtype is not copied: its weights are brought to float32 one at a time. ``fold_temperature``
+    is that of `export_hf`. Raises I2CLError if the injection's task does not fit the decoder, or the model is
+    quantized.
     """
     require_unquantized(decoder.model.config)
     require_plain(injection)

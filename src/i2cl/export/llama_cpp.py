@@ -67,11 +67,7 @@ class LlamaCpp:
         return found
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
-        """Of the token after these, in float32.
-
-        Raises:
-            I2CLError: if llama.cpp cannot run them.
-        """
+        """Of the token after these, in float32. Raises I2CLError if llama.cpp cannot run them."""
         self._model.reset()
         try:
             self._model.eval(list(ids))
@@ -81,10 +77,8 @@ class LlamaCpp:
         return torch.from_numpy(np.ctypeslib.as_array(found, shape=(self._model.n_vocab(),)).copy())
 
     def complete(self, prompt: str | Sequence[int], golden: Golden) -> str:
-        """What it completes a text or tokens with, greedily and as an export's calls tell to ask.
-
-        Raises:
-            I2CLError: if llama.cpp cannot run them.
+        """What it completes a text or tokens with, greedily and as an export's calls tell to ask. Raises
+        I2CLError if llama.cpp cannot run them.
         """
         asked: dict[str, Any] = {"max_tokens": golden.longest, "temperature": 0}
         if golden.forced:

@@ -41,10 +41,8 @@ class Source:
 
 
 def from_memory(decoder: Decoder) -> Source:
-    """A model that is loaded.
-
-    Raises:
-        I2CLError: if its writers are not those of the table, it is quantized, or parts are offloaded.
+    """A model that is loaded. Raises I2CLError if its writers are not those of the table, it is quantized, or
+    parts are offloaded.
     """
     require_known(decoder)
     model = decoder.model
@@ -54,9 +52,7 @@ def from_memory(decoder: Decoder) -> Source:
 
 def from_files(name: str, revision: str | None = None) -> Source:
     """A model by its name. Weights of a folder or a hub id stay on disk; a GGUF file is loaded in float32.
-
-    Raises:
-        I2CLError: if it cannot be found or read, or its family cannot be folded.
+    Raises I2CLError if it cannot be found or read, or its family cannot be folded.
     """
     if is_gguf(Path(located(name))):
         model, tokens = load_model_and_tokenizer(name, dtype="float32", device="cpu", revision=revision)
@@ -77,10 +73,8 @@ def from_files(name: str, revision: str | None = None) -> Source:
 
 
 def checkpoint_folder(name: str, revision: str | None = None) -> Path:
-    """Where the files of a model are: bundled, a folder, or the hub's snapshot.
-
-    Raises:
-        I2CLError: if there is none.
+    """Where the files of a model are: bundled, a folder, or the hub's snapshot. Raises I2CLError if there is
+    none.
     """
     folder = Path(located(name))
     if not folder.is_dir():

@@ -129,10 +129,8 @@ class InjectionPool:
         )
 
     def drop(self, name: str) -> None:
-        """Forget an injection; batches that run with it end as they began.
-
-        Raises:
-            I2CLError: if there is none of that name.
+        """Forget an injection; batches that run with it end as they began. Raises I2CLError if there is none
+        of that name.
         """
         if self._loaded.pop(name, None) is None:
             raise self._unknown(name)
@@ -165,22 +163,14 @@ class InjectionPool:
         return self.answers(self._asked(texts, task_ids), progress=progress)
 
     def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
-        """The most probable label word of each text.
-
-        Raises:
-            I2CLError: as `scores`.
-        """
+        """The most probable label word of each text. Raises I2CLError as `scores`."""
         asked = self._asked(texts, task_ids)
         scores = self.answers(asked)
         each = zip(asked, scores, strict=True)
         return [one.task.questions.task.labels[int(row.argmax())] for one, row in each]
 
     def task(self, name: str) -> Loaded:
-        """A task as it is loaded now.
-
-        Raises:
-            I2CLError: if there is none of that name.
-        """
+        """A task as it is loaded now. Raises I2CLError if there is none of that name."""
         found = self._loaded.get(name)
         if found is None:
             raise self._unknown(name)
@@ -189,10 +179,8 @@ class InjectionPool:
     def answers(
         self, asked: Sequence[Asked], *, progress: Progress | None = None
     ) -> list[Float[Tensor, " labels"]]:
-        """`scores` of what was asked of tasks of this pool's model, loaded still or not.
-
-        Raises:
-            I2CLError: if one row alone does not fit into memory, or a score is not a number.
+        """`scores` of what was asked of tasks of this pool's model, loaded still or not. Raises I2CLError if
+        one row alone does not fit into memory, or a score is not a number.
         """
         found: list[Tensor] = [torch.empty(0)] * len(asked)
         by_kind = defaultdict(list)

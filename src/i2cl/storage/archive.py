@@ -53,11 +53,7 @@ def unpacked(archive: Path, name: str) -> Path:
 
 
 def _checked(archive: Path, members: Iterable[zipfile.ZipInfo]) -> list[zipfile.ZipInfo]:
-    """The files among the members.
-
-    Raises:
-        I2CLError: naming the first that is not to be unpacked.
-    """
+    """The files among the members."""
     files = [member for member in members if not member.is_dir()]
     for member in files:
         path = PurePosixPath(member.filename)

@@ -52,10 +52,8 @@ def system_cause(error: Exception) -> str | None:
 
 
 def require_writable(path: Path, owned: AbstractSet[str]) -> None:
-    """Fail early where `new_folder` would fail later.
-
-    Raises:
-        I2CLError: if the parent cannot be made or written, or ``path`` is a file or holds other files.
+    """Fail early where `new_folder` would fail later. Raises I2CLError if the parent cannot be made or
+    written, or ``path`` is a file or holds other files.
     """
     if path.is_file():
         raise I2CLError(f"{str(path)!r} is a file: give a folder")
@@ -66,10 +64,8 @@ def require_writable(path: Path, owned: AbstractSet[str]) -> None:
 
 
 def require_new_file(path: Path) -> None:
-    """Fail early where `new_file` would fail later.
-
-    Raises:
-        I2CLError: if ``path`` is there already, or its parent cannot be made or written.
+    """Fail early where `new_file` would fail later. Raises I2CLError if ``path`` is there already, or its
+    parent cannot be made or written.
     """
     if path.is_dir():
         raise I2CLError(f"{str(path)!r} is a folder: give the name of a new file")
@@ -142,10 +138,8 @@ def _replace(path: Path, fresh: Path, owned: Owned) -> None:
 
 
 def follow_umask(folder: Path) -> None:
-    """Let others read the files of a folder as they may the folder: safetensors makes them private.
-
-    Raises:
-        OSError: if it cannot be done.
+    """Let others read the files of a folder as they may the folder: safetensors makes them private. Raises
+    OSError if it cannot be done.
     """
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
@@ -162,10 +156,8 @@ def public_name(name: str) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A temporary file that gets the name ``path`` when the block ends without an error.
-
-    Raises:
-        I2CLError: if ``path`` is there already or cannot be written.
+    """A temporary file that gets the name ``path`` when the block ends without an error. Raises I2CLError if
+    ``path`` is there already or cannot be written.
     """
     path = path.resolve()
     require_new_file(path)
@@ -189,11 +181,7 @@ def _scratch(path: Path) -> Iterator[Path]:
 
 
 def synced(*paths: Path) -> None:
-    """Return when files and folders, the names in them, are on the disk.
-
-    Raises:
-        OSError: if they cannot be.
-    """
+    """Return when files and folders, the names in them, are on the disk. Raises OSError if they cannot be."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -203,10 +191,8 @@ def synced(*paths: Path) -> None:
 
 
 def replaced_file(path: Path, text: str) -> None:
-    """Write a file that has its old content or all of this one; it is on the disk when this returns.
-
-    Raises:
-        I2CLError: if it cannot be written.
+    """Write a file that has its old content or all of this one; it is on the disk when this returns. Raises
+    I2CLError if it cannot be written.
     """
     with write_errors(repr(str(path))), _scratch(path) as scratch:
         fresh = scratch / path.name

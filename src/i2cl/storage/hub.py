@@ -35,10 +35,8 @@ _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
-    """The folder of a repository's snapshot, with these files of it.
-
-    Raises:
-        I2CLError: if there is no such repository or revision, or the hub cannot be reached.
+    """The folder of a repository's snapshot, with these files of it. Raises I2CLError if there is no such
+    repository or revision, or the hub cannot be reached.
     """
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=sorted(files)))
@@ -51,10 +49,8 @@ def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
 
 
 def download_file(name: str) -> Path:
-    """One file of a repository, as owner/repository/file.
-
-    Raises:
-        I2CLError: if there is no such file, or the hub cannot be reached.
+    """One file of a repository, as owner/repository/file. Raises I2CLError if there is no such file, or the
+    hub cannot be reached.
     """
     owner, repository, file = (*name.split("/", 2), "", "")[:3]
     try:

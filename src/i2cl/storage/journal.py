@@ -46,10 +46,8 @@ class Journal:
             yield cls(file, kept)
 
     def append(self, lines: bytes) -> None:
-        """Add whole lines; they are on the disk when this returns.
-
-        Raises:
-            OSError: if it cannot be done; what was written of them is cut off when the file is opened next.
+        """Add whole lines; they are on the disk when this returns. Raises OSError if it cannot be done; what
+        was written of them is cut off when the file is opened next.
         """
         rest = memoryview(lines)
         while rest:

@@ -51,10 +51,8 @@ class Output:
         self.resumes = resumes
 
     def write(self, lines: str, rows: int) -> None:
-        """Add the lines of some rows, the header before the first, and pass them on at once.
-
-        Raises:
-            I2CLError: if a file cannot be written.
+        """Add the lines of some rows, the header before the first, and pass them on at once. Raises I2CLError
+        if a file cannot be written.
         """
         with _told(self._path):
             self._add(lines if self.rows else self._header + lines)
@@ -157,11 +155,7 @@ def _finished(rows_file: Path, path: Path, finish: Finish) -> str:
 
 
 def require_other(output: Path | None, *sources: str) -> None:
-    """Refuse an output that is also read, by whatever name; ``-`` is stdin.
-
-    Raises:
-        I2CLError: if it is.
-    """
+    """Refuse an output that is also read, by whatever name; ``-`` is stdin. Raises I2CLError if it is."""
     if output is None or not output.is_file():
         return
     for source in sources:

@@ -41,10 +41,8 @@ _NO_BREAKS = str.maketrans("\t\r\n", "   ")
 
 
 def output_format(path: Path | None, named: OutputFormat | None, *, as_json: bool) -> OutputFormat:
-    """What OUT is written as: what is named, or what its ending says, else tab-separated.
-
-    Raises:
-        I2CLError: if ``--json`` says something else, or Parquet has no file to go to.
+    """What OUT is written as: what is named, or what its ending says, else tab-separated. Raises I2CLError if
+    ``--json`` says something else, or Parquet has no file to go to.
     """
     meant = named or (ENDINGS.get(path.suffix.lower()) if path is not None else None)
     if as_json and meant not in {None, "jsonl"}:

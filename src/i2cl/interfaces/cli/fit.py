@@ -178,11 +178,7 @@ def _fitted(
 def _queries(
     task: "Task", demonstrations: "Sequence[Example]", limit: int, target: float | None
 ) -> "Sequence[Example]":
-    """Rows to score on.
-
-    Raises:
-        I2CLError: where they are too few for the accuracy that is asked for.
-    """
+    """Rows to score on."""
     from i2cl.experiments.evidence.selective import require_target
     from i2cl.experiments.evidence.worth import labelled_rows
 
@@ -195,11 +191,7 @@ def _queries(
 def _prior_of(
     source: Path | None, prior: str | None, column: str, task: "Task"
 ) -> tuple[list[str], list[float] | None]:
-    """The texts of a label prior, and the shares that are asked for.
-
-    Raises:
-        I2CLError: on texts that cannot be read, shares without texts, or shares that are none of the labels.
-    """
+    """The texts of a label prior, and the shares that are asked for."""
     from i2cl.injections.label_prior import require_shares
     from i2cl.tasks.rows import read_queries
 

@@ -56,11 +56,7 @@ def libraries() -> None:
 
 
 def _device_map(typed: str | None) -> str | dict[str, Any] | None:
-    """A name such as ``auto``, or what JSON says of each module.
-
-    Raises:
-        I2CLError: on JSON that is no map from modules to devices.
-    """
+    """A name such as ``auto``, or what JSON says of each module."""
     if typed is None or not typed.lstrip().startswith(("{", "[", '"')):
         return typed
     try:
@@ -81,10 +77,8 @@ def of_artefact(options: ModelOptions, injection: "Injection", model: str | None
 
 
 def artefact_decoder(injection: "Injection", model: str | None, options: ModelOptions) -> "Decoder":
-    """Load the model that an injection was made on, or the one that is named instead.
-
-    Raises:
-        I2CLError: if the first is not found where it was, naming the option that says where it is.
+    """Load the model that an injection was made on, or the one that is named instead. Raises I2CLError if the
+    first is not found where it was, naming the option that says where it is.
     """
     if model is not None:
         return decoder(model, options)
@@ -169,10 +163,8 @@ def split(names: str) -> list[str]:
 
 
 def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -> "list[Method]":
-    """Methods under a recipe and what ``--set`` says.
-
-    Raises:
-        I2CLError: as `options`, or on an option or a method that is not known.
+    """Methods under a recipe and what ``--set`` says. Raises I2CLError as `options`, or on an option or a
+    method that is not known.
     """
     from i2cl.core.recipe import RECIPES
     from i2cl.methods import make_methods
@@ -181,11 +173,7 @@ def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -
 
 
 def options(settings: Sequence[str] | None) -> dict[str, str]:
-    """What ``--set`` says, by name.
-
-    Raises:
-        I2CLError: on something that is not NAME=VALUE.
-    """
+    """What ``--set`` says, by name. Raises I2CLError on something that is not NAME=VALUE."""
     found: dict[str, str] = {}
     for setting in settings or []:
         name, equals, value = setting.partition("=")

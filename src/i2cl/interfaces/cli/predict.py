@@ -128,11 +128,7 @@ def _files(artefact: str) -> list[str]:
 
 
 def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:
-    """Write what comes, with a bar unless it goes to stdout.
-
-    Raises:
-        typer.Abort: on Ctrl-C after rows that are kept, saying so.
-    """
+    """Write what comes, with a bar unless it goes to stdout."""
     try:
         with closing(scored), console.progress(None, "predicting, rows", shown=shown) as bar:
             bar.advance(out.rows)

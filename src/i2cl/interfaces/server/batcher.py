@@ -122,10 +122,8 @@ class Batcher:
         return self._stops
 
     def require_room(self, tokens: int = 0) -> None:
-        """Refuse what exceeds the bound, at no cost.
-
-        Raises:
-            RefusalError: 413 if it never has room, 429 if it has none now, 503 if nothing new is taken.
+        """Refuse what exceeds the bound, at no cost. Raises RefusalError: 413 if it never has room, 429 if it
+        has none now, 503 if nothing new is taken.
         """
         if self._stops:
             raise stopping()
@@ -199,9 +197,7 @@ class Batcher:
 
     def pause(self) -> None:
         """Called by what `run` runs: answer those that wait, for as long as it ran since its last pause.
-
-        Raises:
-            FitStoppedError: if the server stops.
+        Raises FitStoppedError if the server stops.
         """
         began = time.monotonic()
         ends = began + began - self._resumed

@@ -80,10 +80,8 @@ class Client:
     def classify(
         self, task: str, texts: Sequence[str], *, min_confidence: float | None = None
     ) -> list[Prediction]:
-        """The labels of texts; empty where the highest probability is below ``min_confidence``.
-
-        Raises:
-            ServerError: if the server refuses them.
+        """The labels of texts; empty where the highest probability is below ``min_confidence``. Raises
+        ServerError if the server refuses them.
         """
         body: dict[str, Any] = {"model": task, "input": list(texts)}
         body |= {} if min_confidence is None else {"min_confidence": min_confidence}
@@ -116,10 +114,8 @@ class Client:
         return str(self._asked("POST", "/v1/tasks", body)[0]["id"])
 
     def upload(self, name: str, folder: str | Path) -> str:
-        """Send an artefact's folder, and return its digest.
-
-        Raises:
-            ServerError: if it is none of the server's model.
+        """Send an artefact's folder, and return its digest. Raises ServerError if it is none of the server's
+        model.
         """
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as tar:
@@ -132,29 +128,19 @@ class Client:
         )
 
     def delete(self, name: str) -> None:
-        """Remove a task.
-
-        Raises:
-            ServerError: if there is none.
-        """
+        """Remove a task. Raises ServerError if there is none."""
         self._asked("DELETE", f"/v1/tasks/{quote(name)}")
 
     def batch(self, lines: Sequence[Mapping[str, Any]], model: str | None = None) -> str:
         """Begin to classify a file's lines (``input``, ``model``, ``custom_id``), and return its job's id.
-
-        Raises:
-            ServerError: naming lines that cannot be used.
+        Raises ServerError, naming lines that cannot be used.
         """
         body = b"".join(json.dumps(dict(line)).encode() + b"\n" for line in lines)
         query = f"?{urlencode({'model': model})}" if model is not None else ""
         return str(self._asked("POST", f"/v1/batches{query}", body, "application/jsonl")[0]["id"])
 
     def answers(self, job: str) -> list[dict[str, Any]]:
-        """The answers for a file, in the order of its lines.
-
-        Raises:
-            ServerError: if it has not been done.
-        """
+        """The answers for a file, in the order of its lines. Raises ServerError if it has not been done."""
         found: bytes = self._asked("GET", f"/v1/batches/{quote(job)}")[0]
         return [json.loads(line) for line in found.splitlines()]
 
@@ -173,11 +159,7 @@ class Client:
         self._asked("DELETE", f"/v1/jobs/{quote(job)}")
 
     def wait(self, job: str, look: float = 0.5) -> dict[str, Any]:
-        """Wait for a job's end, and return its last event.
-
-        Raises:
-            ServerError: if it failed or was cancelled.
-        """
+        """Wait for a job's end; its last event. Raises ServerError if it failed or was cancelled."""
         while (told := self.job(job))["status"] not in {"done", "failed", "cancelled"}:
             time.sleep(look)
         last: dict[str, Any] = told["last"]
@@ -189,11 +171,7 @@ class Client:
         return last
 
     def events(self, job: str) -> Iterator[dict[str, Any]]:
-        """What happens to a job, as it happens.
-
-        Raises:
-            ServerError: if the server cannot be reached.
-        """
+        """What happens to a job, as it happens. Raises ServerError if the server cannot be reached."""
         connection = self._connection()
         try:
             connection.request("GET", f"{self._url.path}/v1/jobs/{quote(job)}/events", headers=self._headers)

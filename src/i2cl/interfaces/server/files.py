@@ -96,10 +96,8 @@ def _line(text: bytes, model: str | None) -> tuple[Line, str]:
 def answered(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
     """Do the job of a file: what its last event tells. Goes on behind the last chunk that is on the disk.
 
-    A line that cannot be answered has its reason in the place of a label.
-
-    Raises:
-        FitStoppedError: if it is cancelled.
+    A line that cannot be answered has its reason in the place of a label. Raises FitStoppedError if it is
+    cancelled.
     """
     digests, rows, out = job.told["digests"], job.told["rows"], job.folder / OUTPUT
     with Journal.opened(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:

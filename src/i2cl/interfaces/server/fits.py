@@ -143,11 +143,9 @@ def _read(told: Mapping[str, Any], folder: Path) -> Task:
 def fitted(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
     """Do the job of a fit: what its last event tells.
 
-    It begins anew after a kill and comes to the same vectors: nothing in it is random but by its seed.
-
-    Raises:
-        I2CLError: on examples that cannot be fitted, such as scores that are not finite.
-        FitStoppedError: if it is cancelled, or the server stops.
+    It begins anew after a kill and comes to the same vectors: nothing in it is random but by its seed. Raises
+    I2CLError on examples that cannot be fitted, such as scores that are not finite; FitStoppedError if it is
+    cancelled, or the server stops.
     """
     told = job.told
     decoder = SharedDecoder(batcher, job)

@@ -74,10 +74,8 @@ class Access:
     hosts: frozenset[str] = frozenset()
 
     def require_host(self, host: str) -> None:
-        """Refuse a name that is not this server's: a page elsewhere may have bound it to this address.
-
-        Raises:
-            RefusalError: 421.
+        """Refuse a name that is not this server's: a page elsewhere may have bound it to this address. Raises
+        RefusalError: 421.
         """
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if self.hosts and name.lower() not in self.hosts:
@@ -100,10 +98,8 @@ class Access:
 
 
 def read_tokens(path: Path) -> dict[str, Role]:
-    """Tokens of a file: a role and a token in each line; lines that begin with # are notes.
-
-    Raises:
-        I2CLError: naming the line, and never a token.
+    """Tokens of a file: a role and a token in each line; lines that begin with # are notes. Raises I2CLError,
+    naming the line, and never a token.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

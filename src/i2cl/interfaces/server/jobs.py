@@ -88,11 +88,8 @@ class Job:
 
     @classmethod
     def stored(cls, folder: Path) -> "Job":
-        """The job of a folder; what cannot be read of its events is left out.
-
-        Raises:
-            OSError: if there is none.
-            ValueError: if it cannot be read.
+        """The job of a folder; what cannot be read of its events is left out. Raises OSError if there is none
+        or ValueError if it cannot be read.
         """
         head = Head.model_validate_json((folder / "job.json").read_bytes())
         found = cls(folder, head.kind, head.told, head.created, owner=head.owner)
@@ -144,11 +141,7 @@ class Job:
         return max(round(time.time(), 3), self.soonest)  # a clock may be set back
 
     def require_wanted(self) -> None:
-        """Go on only if it is not cancelled.
-
-        Raises:
-            FitStoppedError: otherwise.
-        """
+        """Go on only if it is not cancelled. Raises FitStoppedError if it is."""
         if self.cancelled:
             raise FitStoppedError
 
@@ -205,10 +198,8 @@ class Jobs:
             thread.start()
 
     def require_room(self, kind: Kind, owner: str | None = None) -> None:
-        """Go on only if another job may wait.
-
-        Raises:
-            RefusalError: 429 if too many do, 503 if nothing new is taken.
+        """Go on only if another job may wait. Raises RefusalError: 429 if too many do, 503 if nothing new is
+        taken.
         """
         with self._changed:
             if self._stops:
@@ -221,11 +212,7 @@ class Jobs:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder for files of a job to be, which goes with the block.
-
-        Raises:
-            OSError: if it cannot be made.
-        """
+        """A folder for files of a job to be, which goes with the block. Raises OSError if it cannot be made."""
         with tempfile.TemporaryDirectory(dir=self._root, prefix=".") as folder:
             yield Path(folder)
 
@@ -277,11 +264,7 @@ class Jobs:
         return job
 
     def get(self, identity: str) -> Job:
-        """A job by its id.
-
-        Raises:
-            RefusalError: 404 if there is none.
-        """
+        """A job by its id. Raises RefusalError: 404 if there is none."""
         found = self._jobs.get(identity)
         if found is None:
             raise unknown_job(identity)
@@ -292,10 +275,8 @@ class Jobs:
         return sorted(self._jobs.values(), key=lambda job: -job.created)
 
     def cancel(self, job: Job) -> None:
-        """End a job that waits or runs; of one that has ended, remove what it left.
-
-        Raises:
-            OSError: if that cannot be written.
+        """End a job that waits or runs; of one that has ended, remove what it left. Raises OSError if that
+        cannot be written.
         """
         with self._changed:
             if job.ended:

@@ -30,11 +30,7 @@ MOST_CONNECTIONS = 800
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 takes a free one.
-
-    Raises:
-        I2CLError: if that address cannot be had.
-    """
+    """A socket that listens; port 0 takes a free one. Raises I2CLError if that address cannot be had."""
     listener = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET,
         socket.SOCK_STREAM,

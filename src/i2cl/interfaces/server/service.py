@@ -184,10 +184,8 @@ class Service:
         return Answer(entry, [row.softmax(-1).tolist() for row in scores], [len(row.ids) for row in rows])
 
     async def parsed(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do something long with a body, on a thread that is no request's for texts.
-
-        Raises:
-            RefusalError: 503 if nothing new is taken.
+        """Do something long with a body, on a thread that is no request's for texts. Raises RefusalError: 503
+        if nothing new is taken.
         """
         if self.batcher.stops:
             raise stopping()
@@ -234,10 +232,8 @@ class Service:
 async def answered(
     service: Service, request: Any, name: str, texts: Sequence[str], timeout: float | None
 ) -> Answer:
-    """`Service.answered` for a request of Starlette's, until its client goes.
-
-    Raises:
-        RefusalError: as that, and on the name of the base model.
+    """`Service.answered` for a request of Starlette's, until its client goes. Raises RefusalError as that,
+    and on the name of the base model.
     """
     if name == service.base:
         raise RefusalError(

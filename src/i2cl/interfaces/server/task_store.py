@@ -93,11 +93,7 @@ class TaskFolder:
         self._named = {} if read_only else {entry.name: entry for entry in self._stored_entries()}
 
     def entry(self, name: str) -> Entry:
-        """What a name stands for now.
-
-        Raises:
-            RefusalError: 404 if there is none.
-        """
+        """What a name stands for now. Raises RefusalError: 404 if there is none."""
         try:
             return _read(self._alias(name)) if self.read_only else self._named[name]
         except (OSError, LookupError, TypeError, ValueError):
@@ -109,11 +105,9 @@ class TaskFolder:
         return sorted(found, key=lambda entry: entry.name)
 
     def put(self, name: str, injection: Injection) -> Entry:
-        """Give a name to an artefact, which replaces what had it. It is on the disk when this returns.
-
-        Raises:
-            RefusalError: 422 on a name or artefact that cannot be used, 403 where nothing is written.
-            OSError: if it cannot be written; or a `WriteError`.
+        """Give a name to an artefact, which replaces what had it. It is on the disk when this returns. Raises
+        RefusalError: 422 on a name or artefact that cannot be used, 403 where nothing is written; OSError if
+        it cannot be written; or a `WriteError`.
         """
         require_name(name)
         self.require_writable()
@@ -129,11 +123,8 @@ class TaskFolder:
         return entry
 
     def delete(self, name: str) -> None:
-        """Take a name away; what was asked of its task before is answered.
-
-        Raises:
-            RefusalError: 404 if there is none, 403 where nothing is written.
-            OSError: if it cannot be.
+        """Take a name away; what was asked of its task before is answered. Raises RefusalError: 404 if there
+        is none, 403 where nothing is written; OSError if it cannot be.
         """
         self.require_writable()
         with self._writing:
@@ -144,20 +135,16 @@ class TaskFolder:
             self._sweep(digest)
 
     def loaded(self, injection: Injection) -> Loaded:
-        """An injection as this model would use it, beside those that have a name.
-
-        Raises:
-            RefusalError: 422 if it cannot be used.
+        """An injection as this model would use it, beside those that have a name. Raises RefusalError: 422 if
+        it cannot be used.
         """
         with refused_artefact():
             require_moderate(injection, self.pool.decoder)
             return InjectionPool(self.pool.decoder, {"": injection}).task("")
 
     def injection(self, digest: str) -> Injection:
-        """An artefact, read and held against its digest.
-
-        Raises:
-            RefusalError: 404 if it is gone, 500 if it is damaged.
+        """An artefact, read and held against its digest. Raises RefusalError: 404 if it is gone, 500 if it is
+        damaged.
         """
         folder = self._artefacts / digest
         if not folder.is_dir():
@@ -171,11 +158,8 @@ class TaskFolder:
         return Injection.from_pretrained(folder)
 
     def asked(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[Asked]]:
-        """Texts, to be asked of the version that a name stands for now.
-
-        Raises:
-            RefusalError: 404 if there is none of that name, 413 on a text that exceeds the context.
-            I2CLError: on an empty text.
+        """Texts, to be asked of the version that a name stands for now. Raises RefusalError: 404 if there is
+        none of that name, 413 on a text that exceeds the context; I2CLError on an empty text.
         """
         while True:
             entry = self.entry(name)
@@ -186,11 +170,8 @@ class TaskFolder:
                     raise
 
     def of_version(self, digest: str, texts: Sequence[str]) -> list[Asked]:
-        """Texts, to be asked of one version.
-
-        Raises:
-            RefusalError: 404 if it is gone, 500 if it cannot be used.
-            I2CLError: on an empty text; a `TooLongError` on one that exceeds the context.
+        """Texts, to be asked of one version. Raises RefusalError: 404 if it is gone, 500 if it cannot be
+        used; I2CLError on an empty text; a `TooLongError` on one that exceeds the context.
         """
         with self._loading:
             if digest not in self._used:
@@ -215,10 +196,8 @@ class TaskFolder:
 
     @contextmanager
     def kept(self, names: Iterable[str]) -> Iterator[dict[str, str]]:
-        """The versions that names stand for now, which stay while the block runs.
-
-        Raises:
-            RefusalError: 404 if there is none.
+        """The versions that names stand for now, which stay while the block runs. Raises RefusalError: 404 if
+        there is none.
         """
         with self._writing:
             digests = {name: self.entry(name).digest for name in names}
@@ -239,11 +218,7 @@ class TaskFolder:
                 self._sweep(folder.name)
 
     def require_writable(self) -> None:
-        """Go on only where tasks may be changed.
-
-        Raises:
-            RefusalError: 403 otherwise.
-        """
+        """Go on only where tasks may be changed. Raises RefusalError: 403 otherwise."""
         if self.read_only:
             raise RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
 
@@ -304,11 +279,7 @@ def content_digest(folder: Path) -> str:
 
 
 def require_name(name: str) -> None:
-    """Refuse what cannot stand in an address or a table.
-
-    Raises:
-        RefusalError: 422, saying why.
-    """
+    """Refuse what cannot stand in an address or a table. Raises RefusalError: 422, saying why."""
     if (
         not 0 < len(name) <= LONGEST_NAME
         or name != name.strip()

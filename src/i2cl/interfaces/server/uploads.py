@@ -33,11 +33,7 @@ MOST_LABELS = 2048
 
 @contextmanager
 def refused_artefact() -> Iterator[None]:
-    """What is wrong with an artefact, as a refusal.
-
-    Raises:
-        RefusalError: 422 in place of an I2CLError.
-    """
+    """What is wrong with an artefact, as a refusal. Raises RefusalError: 422 in place of an I2CLError."""
     try:
         yield
     except RefusalError:
@@ -52,10 +48,8 @@ def most_bytes(decoder: Decoder) -> int:
 
 
 def require_moderate(injection: Injection, decoder: Decoder) -> None:
-    """Refuse numbers whose squares, or they themselves in the model's precision, are infinite.
-
-    Raises:
-        RefusalError: 422 saying so.
+    """Refuse numbers whose squares, or they themselves in the model's precision, are infinite. Raises
+    RefusalError: 422 saying so.
     """
     amount, keep = injection.coefficients.float().unbind(-1)
     scaled = amount[..., None] * injection.context.values.float()
@@ -75,11 +69,8 @@ def unpacked(body: bytes) -> Injection:
 
     Only its own files are taken, plain and whole, flat or behind ``./``; none is written under a name that
     the tar gives. Headers are read one by one: `tarfile.open` follows sparse maps and chains of headers as
-    far as they go.
-
-    Raises:
-        RefusalError: 422 on anything else in it, or an artefact that cannot be read.
-        OSError: where there is no room for it.
+    far as they go. Raises RefusalError: 422 on anything else in it, or an artefact that cannot be read;
+    OSError where there is no room for it.
     """
     found = dict(_members(memoryview(body)))
     if len(found.get(DESCRIPTION, b"")) > MOST_TOLD:

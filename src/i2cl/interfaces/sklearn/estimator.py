@@ -162,19 +162,15 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     @property
     def report_(self) -> dict[str, Any] | None:
         """Whether it pays: fields of `i2cl.experiments.evidence.worth.Worth`; None without texts to score.
-
-        Raises:
-            NotFittedError: before `fit`.
+        Raises NotFittedError before `fit`.
         """
         check_is_fitted(self)
         return self.injection_.worth or None
 
     def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
-        """The most probable class of each text; see ``min_confidence`` for those that get none.
-
-        Raises:
-            I2CLError: on input that is no list of texts, a model that is not the one fitted on, or a
-                ``min_confidence`` that is none, or whose answer for no class is the name of a class.
+        """The most probable class of each text; see ``min_confidence`` for those that get none. Raises
+        I2CLError on input that is no list of texts, a model that is not the one fitted on, or a
+        ``min_confidence`` that is none, or whose answer for no class is the name of a class.
         """
         check_is_fitted(self)
         require_confidence(self.min_confidence)
@@ -203,18 +199,14 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         """Log-odds of the second class, in nats; of more than two, each label's log-probability.
 
         The latter is among all that the model could say, so it also tells how well a text fits the task; of
-        an injection with a label bias it is among the labels.
-        Raises as `predict`.
+        an injection with a label bias it is among the labels. Raises as `predict`.
         """
         scores = self._scores(X)
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the injection, see `Injection.save_pretrained`; `i2cl predict` reads it too.
-
-        Raises:
-            I2CLError: if the folder cannot be written or holds something else.
-            NotFittedError: before `fit`.
+        """Write the injection, see `Injection.save_pretrained`; `i2cl predict` reads it too. Raises I2CLError
+        if the folder cannot be written or holds something else or NotFittedError before `fit`.
         """
         check_is_fitted(self)
         self.injection_.save_pretrained(folder)
@@ -274,11 +266,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return scores
 
     def _checked(self) -> int | None:
-        """Shots, once all parameters are of a kind that can be used.
-
-        Raises:
-            I2CLError: naming the first that is not.
-        """
+        """Shots, once all parameters are of a kind that can be used."""
         shots, most = self.shots, 2**63
         if shots is not None and (isinstance(shots, bool) or not isinstance(shots, int | np.integer)):
             raise I2CLError(f"shots is {shots!r}: give a whole number, or None for all texts")

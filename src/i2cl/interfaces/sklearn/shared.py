@@ -21,10 +21,8 @@ _LOADING = Lock()
 
 
 def find_decoder(source: ModelSource, *, dtype: str | None, device: str | None) -> Decoder:
-    """The model that is meant, loaded if need be and checked against its fingerprint if it has one.
-
-    Raises:
-        I2CLError: if it cannot be loaded, or is another one by now.
+    """The model that is meant, loaded if need be and checked against its fingerprint if it has one. Raises
+    I2CLError if it cannot be loaded, or is another one by now.
     """
     if isinstance(source, Decoder):
         return source
@@ -49,11 +47,8 @@ def shared_decoder(
 ) -> Decoder:
     """`Decoder.from_pretrained`, once a process for as long as somebody holds the model.
 
-    The last one asked for is also held here, so that cross-validation, which drops every fold's
-    classifier, loads it once. A folder or file that has changed is loaded anew.
-
-    Raises:
-        I2CLError: if it cannot be loaded.
+    The last one asked for is also held here, so that cross-validation, which drops every fold's classifier,
+    loads it once. A folder or file that has changed is loaded anew. Raises I2CLError if it cannot be loaded.
     """
     here = Path(name).expanduser()
     files: tuple[Any, ...] = ()

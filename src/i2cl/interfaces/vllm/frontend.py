@@ -106,11 +106,7 @@ class Tasks:
     _gone: dict[str, None] = field(default_factory=dict)
 
     def get(self, name: Any) -> Served:
-        """A task by what a request calls it.
-
-        Raises:
-            I2CLError: if there is none of that name.
-        """
+        """A task by what a request calls it. Raises I2CLError if there is none of that name."""
         if not isinstance(name, str):
             raise I2CLError(f"the task has to be a name, not {name!r}: send the name of a loaded task")
         if name not in self.served:
@@ -122,9 +118,7 @@ class Tasks:
         """Write the digest of a request's task into its parameters, a ``SamplingParams``.
 
         The parameters are the caller's, who may use them again: what they hold is not changed in place.
-
-        Raises:
-            I2CLError: if its task is not loaded, or no name.
+        Raises I2CLError if its task is not loaded, or no name.
         """
         extra = params.extra_args or {}
         named = extra.get(NAME)
@@ -170,11 +164,7 @@ class Tasks:
             self._gone[before.packed.digest] = None
 
     def remove(self, name: str) -> None:
-        """Let no more requests in that name a task.
-
-        Raises:
-            I2CLError: if there is none of that name.
-        """
+        """Let no more requests in that name a task. Raises I2CLError if there is none of that name."""
         self._gone[self.get(name).packed.digest] = None
         del self.served[name]
 
@@ -284,10 +274,8 @@ def load(llm: Any, name: str, injection: Injection, *, force: bool = False) -> N
 
 
 def drop(llm: Any, name: str) -> None:
-    """Let no more requests name a task; those that run end as they began.
-
-    Raises:
-        I2CLError: if there is none of that name.
+    """Let no more requests name a task; those that run end as they began. Raises I2CLError if there is none
+    of that name.
     """
     TASKS.remove(name)
     _forget(llm)

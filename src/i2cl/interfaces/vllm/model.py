@@ -37,10 +37,8 @@ class Hooked:
 
 
 def found_writers(model: Any, architecture: str) -> list[nn.Module]:
-    """The residual writers of a model of vLLM, in the order of [layer, (mha, mlp)].
-
-    Raises:
-        I2CLError: if what they put out is not yet the sum over all ranks.
+    """The residual writers of a model of vLLM, in the order of [layer, (mha, mlp)]. Raises I2CLError if what
+    they put out is not yet the sum over all ranks.
     """
     row = WRITERS[architecture]
     blocks = model.get_submodule(row.blocks)

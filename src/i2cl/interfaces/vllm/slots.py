@@ -50,11 +50,7 @@ class Packed:
 
     @classmethod
     def of_injection(cls, injection: Injection) -> "Packed":
-        """Pack an injection.
-
-        Raises:
-            I2CLError: if it acts on other than all tokens of the writers' outputs.
-        """
+        """Pack an injection. Raises I2CLError if it acts on other than all tokens of the writers' outputs."""
         if injection.context.config.site != "writers":
             raise I2CLError("this injection edits block outputs: vLLM takes those into the residual writers")
         if injection.positions != "all":
@@ -154,10 +150,8 @@ class Ledger:
                 self._dropped[digest] = None
 
     def admit(self, digest: str, request: Any) -> None:
-        """Note that a request needs an edit until nothing refers to the request any more.
-
-        Raises:
-            I2CLError: if the edit is in no slot; the slot of a dropped one still has it.
+        """Note that a request needs an edit until nothing refers to the request any more. Raises I2CLError if
+        the edit is in no slot; the slot of a dropped one still has it.
         """
         with self._lock:
             if digest not in self._places:

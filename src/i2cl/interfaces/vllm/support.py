@@ -66,10 +66,8 @@ WRITERS: Mapping[str, Writers] = MappingProxyType(
 
 
 def require_version(version: str) -> None:
-    """Refuse a version of vLLM that nothing was tested with.
-
-    Raises:
-        I2CLError: naming the tested ones, and how to go on in spite of that.
+    """Refuse a version of vLLM that nothing was tested with. Raises I2CLError, naming the tested ones, and
+    how to go on in spite of that.
     """
     minor = ".".join(version.split(".")[:2])
     if minor not in TESTED and os.environ.get(ANY) != "1":

@@ -36,10 +36,8 @@ class Tables:
             writer.register_forward_hook(edited)
 
     def write(self, slot: int, digest: str, packed: Packed) -> None:
-        """Put an edit into a slot that no running request has.
-
-        Raises:
-            I2CLError: if it has another number of writers than the model.
+        """Put an edit into a slot that no running request has. Raises I2CLError if it has another number of
+        writers than the model.
         """
         first: Any = self.writers[0]
         rows, scales = packed.tensors(first.i2cl_rows.shape[1])
@@ -55,10 +53,8 @@ class Tables:
         self.places[digest] = slot
 
     def place(self, digest: str | None) -> int:
-        """The slot of a request's edit.
-
-        Raises:
-            I2CLError: if it was not written, which the engine core's ledger rules out.
+        """The slot of a request's edit. Raises I2CLError if it was not written, which the engine core's
+        ledger rules out.
         """
         if digest is None:
             return PLAIN
