@@ -26,10 +26,9 @@ from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_peft, verify
-from i2cl.export.adapter import make_adapter
 from i2cl.export.families import LAST_MAPS, REFUSED
 from i2cl.export.golden import GOLDEN
-from i2cl.export.peft import CONFIG, WEIGHTS
+from i2cl.export.peft import CONFIG, WEIGHTS, make_adapter
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example
 from tiny import CASES

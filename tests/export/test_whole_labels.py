@@ -12,7 +12,6 @@ from export.test_export import decoder_of, injection_for, run, saved
 from export.test_export_server import serving
 from i2cl.core.injection import Injection
 from i2cl.export import Golden, export_gguf, export_hf, golden, make_golden, verify, verify_gguf
-from i2cl.export.golden import GOLDEN
 from i2cl.export.greedy import labels
 from i2cl.tasks import Task, Template
 
@@ -87,15 +86,6 @@ def test_a_change_that_only_later_tokens_show_is_found(export):
     assert not outcome.passed
     firsts = [pytest.approx(prompt.labels, rel=1e-4) for prompt in told.prompts]
     assert [list(answer.labels) for answer in outcome.answers] == firsts
-
-
-def test_golden_values_of_first_tokens_alone_are_still_checked(export):
-    kept = json.loads((export / GOLDEN).read_text(encoding="utf-8"))
-    del kept["sequences"], kept["sequence_texts"]
-    for prompt in kept["prompts"]:
-        del prompt["whole"]
-    (export / GOLDEN).write_text(json.dumps(kept), encoding="utf-8")
-    assert verify(export, device="cpu").passed
 
 
 def test_an_adapter_holds(tmp_path, capsys):

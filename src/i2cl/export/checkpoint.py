@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,14 +141,44 @@ def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) ->
         )
     except ValueError:
         raise I2CLError(f"shard size {max_shard_size!r} is no size: give one such as 500MB or 5GB") from None
-    total = 0
-    for file, chosen in plan.filename_to_tensors.items():
-        shard = {stored: folding.tensor(names[stored]).cpu().contiguous() for stored in chosen}
-        total += sum(tensor.nbytes for tensor in shard.values())
-        save_file(_unshared(shard), folder / file, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": {"total_size": total}, "weight_map": plan.tensor_to_filename}
+    write_shards(
+        folder,
+        (
+            (file, {stored: folding.tensor(names[stored]).cpu() for stored in chosen})
+            for file, chosen in plan.filename_to_tensors.items()
+        ),
+    )
+
+
+def write_shards(folder: Path, shards: Iterable[tuple[str, dict[str, Tensor]]]) -> list[str]:
+    """Write files of safetensors, one in memory at a time, and their index where they are several.
+
+    Tensors that share memory are written each by itself: safetensors refuses them otherwise.
+
+    Args:
+        folder: where they go.
+        shards: name and tensors of each file.
+
+    Returns:
+        The files' names.
+    """
+    homes: dict[str, str] = {}
+    size = 0
+    for file, tensors in shards:
+        seen: set[int] = set()
+        for name, tensor in tensors.items():
+            place = tensor.untyped_storage().data_ptr()
+            tensors[name] = tensor.contiguous().clone() if place in seen else tensor.contiguous()
+            seen.add(place)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        homes |= dict.fromkeys(tensors, file)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        tensors.clear()  # before the next ones are made
+    files = list(dict.fromkeys(homes.values()))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": homes}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return files
 
 
 def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
@@ -159,16 +189,6 @@ def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
     source.tokenizer.save_pretrained(folder)
     if source.generation is not None:
         source.generation.save_pretrained(folder)
-
-
-def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, none of which shares its memory with another."""
-    seen: set[int] = set()
-    for name, tensor in shard.items():
-        if tensor.data_ptr() in seen:
-            shard[name] = tensor.clone()
-        seen.add(tensor.data_ptr())
-    return shard
 
 
 def base_of(
@@ -183,7 +203,7 @@ def base_of(
         model_type=found.config.model_type,
         layers=found.config.num_hidden_layers,
         d_model=found.config.hidden_size,
-        weights=folding.fingerprint(sampled=like.sampled),
-        tokenizer=tokenizer_fingerprint(found.tokenizer, sampled=like.sampled),
-        config=None if like.sampled else told_config(found.config),
+        weights=folding.fingerprint(),
+        tokenizer=tokenizer_fingerprint(found.tokenizer),
+        config=told_config(found.config),
     )

@@ -24,7 +24,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.checkpoint import base_of, opened
 from i2cl.export.folding import Folding, require_unbiased
-from i2cl.export.gguf_fields import GOLDEN_FIELD, gguf_package
+from i2cl.export.gguf_fields import GOLDEN_FIELD, imported
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.export.golden import Golden
 from i2cl.export.greedy.calls import usage
@@ -74,7 +74,7 @@ def export_gguf(
             the file cannot be written, or the package gguf is not installed; and as
             `i2cl.export.export_hf` does.
     """
-    package, path = gguf_package(), Path(output)
+    package, path = imported("gguf"), Path(output)
     require_new_file(path)
     require_unbiased(injection)
     found, folding = opened(source, injection, revision)

@@ -14,11 +14,6 @@ GOLDEN_FIELD = "i2cl.golden"
 """Key of the golden values, as JSON."""
 
 
-def gguf_package() -> Any:
-    """The package gguf. Raises I2CLError if it is not installed."""
-    return imported("gguf")
-
-
 def imported(name: str) -> Any:
     """A package of the extra gguf or llama-cpp. Raises I2CLError if it is not installed."""
     needs("GGUF", "llama-cpp" if name == "llama_cpp" else "gguf", name)

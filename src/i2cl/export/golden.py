@@ -66,8 +66,8 @@ class GoldenPrompt(pydantic.BaseModel):
         top_logits: those logits.
         prediction: the most probable label, by whole sequences where these were scored, with the prior.
         whole: log-probability of each label's whole sequence; empty where first tokens decide.
-        query: what was encoded to ``ids``; None where it was cut, or in exports of older versions.
-        greedy: what plain greedy decoding answers with the prior, a label long; empty in older exports.
+        query: what was encoded to ``ids``; None where it was cut.
+        greedy: what plain greedy decoding answers with the prior, a label long.
     """
 
     text: str
@@ -79,7 +79,7 @@ class GoldenPrompt(pydantic.BaseModel):
     prediction: str
     whole: list[float] = []
     query: str | None = None
-    greedy: list[int] = []
+    greedy: list[int]
 
 
 class Golden(pydantic.BaseModel):
@@ -100,12 +100,12 @@ class Golden(pydantic.BaseModel):
         dtype: of its weights.
         tolerance: largest relative difference.
         biases: L2 norm of every bias that holds a part of the injection.
-        prompt: what every prompt is, ``{text}`` for the text; empty in exports of older versions.
+        prompt: what every prompt is, ``{text}`` for the text.
         tail: tokens that end every prompt, whatever its text.
         spoken: tokens of each label to its end, whichever of them are scored.
         words: those tokens as text, without what ends a text.
         end: token that ends a text.
-        beams: with which transformers' `generate` compares whole labels; 0 where it cannot (older exports).
+        beams: with which transformers' `generate` compares whole labels; 0 where it cannot.
     """
 
     format_version: int = FORMAT_VERSION
@@ -122,12 +122,12 @@ class Golden(pydantic.BaseModel):
     dtype: str = "float32"
     tolerance: float = TOLERANCES["float32"]
     biases: dict[str, float] = {}
-    prompt: str = ""
-    tail: list[int] = []
-    spoken: list[list[int]] = []
-    words: list[str] = []
-    end: int | None = None
-    beams: int = 0
+    prompt: str
+    tail: list[int]
+    spoken: list[list[int]]
+    words: list[str]
+    end: int | None
+    beams: int
 
     def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
         """The same, with what only the folded checkpoint knows (see the attributes)."""
@@ -146,17 +146,14 @@ class Golden(pydantic.BaseModel):
         return self.sequences or [[token] for token in self.label_ids]
 
     @property
-    def greedy(self) -> list[bool] | None:
-        """Whether plain greedy decoding of the injected model says the label expected; None if not known."""
-        if not all(prompt.greedy for prompt in self.prompts):
-            return None
+    def greedy(self) -> list[bool]:
+        """Whether plain greedy decoding of the injected model says the label expected, prompt by prompt."""
         return [self.said(prompt.greedy) == prompt.prediction for prompt in self.prompts]
 
     @property
     def forced(self) -> bool:
         """Whether a program has to be made to say a label, since the model does not say it by itself."""
-        found = self.greedy
-        return found is not None and not enough(found)
+        return not enough(self.greedy)
 
     @property
     def compared(self) -> bool:

@@ -118,7 +118,7 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
     """
     golden = Golden.from_export(path)
     there = {tensor.name for tensor in reader(Path(path)).tensors if tensor.data.any()}
-    room = max(map(len, golden.sequences or golden.spoken), default=0) + 1
+    room = max(map(len, golden.sequences or golden.spoken)) + 1
     with LlamaCpp(path, room + max(len(prompt.ids) for prompt in golden.prompts)) as model:
         answers = [
             answered(golden, prompt, model.logits, lambda prompt: model.said(prompt, golden))

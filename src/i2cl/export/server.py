@@ -104,11 +104,9 @@ class _Server:
             return answer
         return replace(answer, whole=_whole(golden, prompt, answer, echoes))
 
-    def said(self, query: list[int] | str | None, first: Any) -> str | None:
+    def said(self, query: list[int] | str | None, first: Any) -> str:
         """The label that greedy decoding says; ``first`` is the reply of one token."""
         golden = self.golden
-        if golden.greedy is None:
-            return None
         more = sent_to_servers(golden)
         if more or golden.length > 1:
             first = self.complete(query, max_tokens=golden.length, logprobs=None, **more)

@@ -35,14 +35,14 @@ class Answer:
         floor: no token that was not told is more probable than this; None where all were.
         top_logits: of the golden prompt's top tokens, where logits are told.
         whole: log-probability of each label's whole sequence; empty where they were not told or asked.
-        said: the label that greedy decoding says, empty where it says none; None where it was not asked.
+        said: the label that greedy decoding says, empty where it says none.
     """
 
     labels: tuple[float | None, ...]
     floor: float | None = None
     top_logits: tuple[float, ...] = ()
     whole: tuple[float, ...] = ()
-    said: str | None = None
+    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,15 @@ class Verification:
         return max(self.differences)
 
     @property
-    def greedy(self) -> list[bool] | None:
-        """Whether greedy decoding says the label expected, prompt by prompt; None where it was not asked."""
-        pairs = list(zip(self.golden.prompts, self.answers, strict=True))
-        if self.golden.greedy is None or any(answer.said is None for _, answer in pairs):
-            return None
+    def greedy(self) -> list[bool]:
+        """Whether greedy decoding says the label expected, prompt by prompt."""
+        pairs = zip(self.golden.prompts, self.answers, strict=True)
         return [answer.said == prompt.prediction for prompt, answer in pairs]
 
     @property
     def says_labels(self) -> bool:
-        """Whether enough of greedy decoding's answers are right, as far as it was asked."""
-        return self.greedy is None or enough(self.greedy)
+        """Whether enough of greedy decoding's answers are right."""
+        return enough(self.greedy)
 
     @property
     def passed(self) -> bool:
@@ -112,7 +110,7 @@ class Verification:
                 "prompt": shorten(prompt.text.splitlines()[0], SHOWN, placeholder=" ..."),
                 "expected": prompt.prediction,
                 "found": self._found(answer),
-                "greedy": "-" if self.greedy is None else answer.said or "no label",
+                "greedy": answer.said or "no label",
                 "difference": f"{difference:.1e}",
             }
             for prompt, answer, difference in zip(
@@ -196,7 +194,7 @@ def answered(
         golden: which labels to ask for.
         prompt: what to ask.
         logits: of the token after some ids, in float32.
-        said: the label that greedy decoding says; asked where the golden values know what is expected of it.
+        said: the label that greedy decoding says.
     """
     after, start = cache(logits), tuple(prompt.ids)  # labels that begin alike are run once
 
@@ -209,7 +207,7 @@ def answered(
         tuple(first.log_softmax(-1)[golden.label_ids].tolist()),
         top_logits=tuple(first[prompt.top_ids].tolist()),
         whole=tuple(map(whole, golden.sequences)),
-        said=None if golden.greedy is None else said(prompt),
+        said=said(prompt),
     )
 
 

@@ -211,7 +211,7 @@ def _as_json(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> 
     """What greedy decoding says, and how programs are asked."""
     from i2cl.export.greedy.calls import calls_of
 
-    right = golden.greedy or []
+    right = golden.greedy
     record: dict[str, Any] = {"greedy": {"right": sum(right), "of": len(right)}, "forced": golden.forced}
     record["calls"] = {call.program: call.code for call in calls_of(golden, name, to)}
     if golden.forced:
@@ -222,7 +222,7 @@ def _as_json(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> 
 def _say_greedy(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> None:
     from i2cl.export.greedy.calls import calls_of
 
-    right = golden.greedy or []
+    right = golden.greedy
     console.say(
         f"Plain greedy decoding answers {sum(right)} of {len(right)} prompts with the expected label."
     )

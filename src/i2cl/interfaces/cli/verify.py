@@ -105,7 +105,7 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
             "dropped": outcome.dropped,
             "retokenized": outcome.retokenized,
             "unchecked": outcome.unchecked,
-            "greedy": _counted(outcome),
+            "greedy": {"right": sum(outcome.greedy), "of": len(outcome.greedy)},
             "prompts": outcome.rows(),
         } | ({"logit_bias": tokens} if tokens else {})
         console.print_json(record)
@@ -136,17 +136,9 @@ def _right(row: Mapping[str, object]) -> bool:
     return {row["found"], row["greedy"]} <= {row["expected"], "-"}
 
 
-def _counted(outcome: "Verification") -> dict[str, int] | None:
-    return None if outcome.greedy is None else {"right": sum(outcome.greedy), "of": len(outcome.greedy)}
-
-
 def _say_greedy(outcome: "Verification") -> None:
     """How many prompts greedy decoding answers with the expected label, and what to do if too few."""
     golden = outcome.golden
-    if outcome.greedy is None:
-        why = "its golden values are of an older i2cl, export it again"
-        console.say(f"What greedy decoding says was not checked: {why}.")
-        return
     how = "Greedy decoding, made to say a label," if golden.forced else "Plain greedy decoding"
     if outcome.searched:
         how = f"A search over whole labels ({golden.beams} beams)"

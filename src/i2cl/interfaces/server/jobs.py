@@ -212,7 +212,7 @@ class Jobs:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder for files of a job to be, which goes with the block. Raises OSError if it cannot be made."""
+        """A folder for files of a job to be, gone with the block. Raises OSError if it cannot be made."""
         with tempfile.TemporaryDirectory(dir=self._root, prefix=".") as folder:
             yield Path(folder)
 
