@@ -13,8 +13,8 @@ from i2cl.storage.atomic import new_folder
 
 PICKLES = "pytorch_model.bin"
 PICKLE_INDEX = f"{PICKLES}.index.json"
+# Endings of what is copied: configuration, tokenizer, model card. No code is.
 BESIDE = {".json", ".txt", ".model", ".jinja", ".md"}
-"""Endings of what is copied: configuration, tokenizer, model card. No code is."""
 
 
 def convert(source: str | Path, output: str | Path) -> list[Path]:

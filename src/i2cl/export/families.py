@@ -19,20 +19,16 @@ from i2cl.errors import I2CLError
 HOOKED = "predict with hooks instead (`i2cl predict`)"
 
 
+# Path from a block to a linear map; or the names of its weights, and behind them that of its bias.
 Linear = str | tuple[str, ...]
-"""Path from a block to a linear map; or the names of its weights, and behind them that of its bias."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of the source and what becomes of it.
+    """One tensor of the source and what becomes of it."""
 
-    Attributes:
-        source: its name there.
-        change: applied to it, in its own dtype; None leaves it as it is.
-    """
-
-    source: str
+    source: str  # its name there
+    # applied to it, in its own dtype; None leaves it as it is
     change: Callable[[Tensor], Tensor] | None = None
 
 
@@ -87,27 +83,18 @@ def _halves(rows: Float[Tensor, "rows ..."], head: int) -> Float[Tensor, "rows .
 
 @dataclass(frozen=True)
 class Family:
-    """How one model type is folded.
+    """How one model type is folded."""
 
-    Attributes:
-        model_type: ``config.model_type`` of the source.
-        attention: the last linear map of the attention, from a block of the result.
-        mlp: that of the MLP.
-        switches: config fields that turn the biases on; other biases that come with them are zero.
-        joint: the writer whose bias takes both constants, where a parallel block has but one bias.
-        target: model type of the result where it is another one.
-        head: what files call ``lm_head``.
-        piece: where each tensor of the result comes from.
-    """
-
-    model_type: str
-    attention: Linear
-    mlp: Linear
+    model_type: str  # ``config.model_type`` of the source
+    attention: Linear  # the last linear map of the attention, from a block of the result
+    mlp: Linear  # that of the MLP
+    # config fields that turn the biases on; other biases that come with them are zero
     switches: tuple[str, ...] = ()
+    # the writer whose bias takes both constants, where a parallel block has but one bias
     joint: Literal["", "attention", "mlp"] = ""
-    target: str = ""
-    head: str = "lm_head"
-    piece: Callable[[str, PreTrainedConfig], Piece] = same
+    target: str = ""  # model type of the result where it is another one
+    head: str = "lm_head"  # what files call ``lm_head``
+    piece: Callable[[str, PreTrainedConfig], Piece] = same  # where each tensor of the result comes from
 
     def config(self, source: PreTrainedConfig) -> PreTrainedConfig:
         """The config of the result. The source's is left as it is."""
@@ -158,10 +145,10 @@ _CONVERTED = (
     (Family("", *_LLAMA, target="hy_v3"), "qwen3"),  # without experts: Llama with norms of queries and keys
 )
 
+# Every model type that can be folded. Read-only.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {name: replace(row, model_type=name) for row, names in _IN_PLACE + _CONVERTED for name in names.split()}
 )
-"""Every model type that can be folded. Read-only."""
 
 _REASONS = {
     "its blocks normalise what a writer puts out, so no weight can add a constant behind that": """
@@ -181,10 +168,10 @@ _REASONS = {
     "its MLP has no bias, and no class with one has the same activation": "apertus nanochat",
     "its writers have no biases, and no class with both rotates part of each head as it does": "glm",
 }
+# Every model type of `i2cl.models.architectures.ARCHITECTURES` that cannot be folded, and why. Read-only.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {name: reason for reason, names in _REASONS.items() for name in names.split()}
 )
-"""Every model type of `i2cl.models.architectures.ARCHITECTURES` that cannot be folded, and why. Read-only."""
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -258,10 +245,10 @@ def _module(path: Linear) -> str:
     return path if isinstance(path, str) else ""  # experts' weights are no modules
 
 
+# Paths from a block to the last linear maps of attention and MLP; "" where there is none. Read-only.
 LAST_MAPS: Mapping[str, tuple[str, str]] = MappingProxyType(
     dict.fromkeys(_UNBIASED.split(), _LLAMA)
     | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _EXPERTS)
     | {"mpt": ("attn.out_proj", "ffn.down_proj"), "nanochat": ("self_attn.o_proj", "mlp.fc2")}
     | {name: (_module(row.attention), _module(row.mlp)) for name, row in FAMILIES.items()}
 )
-"""Paths from a block to the last linear maps of attention and MLP; "" where there is none. Read-only."""

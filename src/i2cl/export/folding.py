@@ -93,12 +93,8 @@ class Folding:
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of the result, a new one where it is not the source's own.
 
-        Args:
-            name: in the state dict of the result.
-            dtype: what it is rounded to, once; default: the source's own.
-
-        Raises:
-            I2CLError: if the source lacks a tensor.
+        ``name``: in the state dict of the result; ``dtype``: what it is rounded to, once; default: the
+        source's own. Raises I2CLError if the source lacks a tensor.
         """
         piece = self.family.piece(name, self._source_config)
         if piece.source in self._source_names:

@@ -31,16 +31,12 @@ from i2cl.export.greedy.calls import usage
 from i2cl.models.decoder import Decoder
 from i2cl.storage.atomic import new_file, public_name, require_new_file
 
+# Names of ``gguf.GGMLQuantizationType``, by dtype.
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""Names of ``gguf.GGMLQuantizationType``, by dtype."""
 
 ROTARY = "rope_freqs.weight"
-
-CLASS = "granite"
-"""Which of llama.cpp's classes runs the file."""
-
-USAGE_FIELD = "i2cl.usage"
-"""Key of how the file is asked, in Markdown."""
+CLASS = "granite"  # which of llama.cpp's classes runs the file
+USAGE_FIELD = "i2cl.usage"  # key of how the file is asked, in Markdown
 
 
 def export_gguf(

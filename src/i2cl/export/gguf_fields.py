@@ -10,8 +10,7 @@ from typing import Any
 from i2cl.errors import needs
 from i2cl.models.loading import gguf_reader
 
-GOLDEN_FIELD = "i2cl.golden"
-"""Key of the golden values, as JSON."""
+GOLDEN_FIELD = "i2cl.golden"  # key of the golden values, as JSON
 
 
 def imported(name: str) -> Any:

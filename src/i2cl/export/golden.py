@@ -40,17 +40,14 @@ from i2cl.version import __version__
 
 GOLDEN = "i2cl_golden.json"
 FORMAT_VERSION = 1
-TOP = 20
-"""How many of the largest logits are kept for each prompt."""
+TOP = 20  # how many of the largest logits are kept for each prompt
+DIAGNOSED = 6  # how many prompts also say what the labels' probabilities are without some constants
 
-DIAGNOSED = 6
-"""How many prompts also say what the labels' probabilities are without some constants."""
-
+# Largest relative difference of an export, by the dtype that its weights are stored in.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""Largest relative difference of an export, by the dtype that its weights are stored in."""
 
+# Which writers' constants a runtime may have dropped.
 DROPPED = {"attention": (0,), "mlp": (1,), "attention and mlp": (0, 1)}
-"""Which writers' constants a runtime may have dropped."""
 
 
 class GoldenPrompt(pydantic.BaseModel):

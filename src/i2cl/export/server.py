@@ -17,11 +17,10 @@ from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.greedy.calls import sent_to_servers
 from i2cl.export.verify import Answer
 
-TOLERANCE = 0.05
-"""Servers run in lower precision."""
+TOLERANCE = 0.05  # servers run in lower precision
 
+# Environment variable of the key that is sent, by the name that vLLM's own server reads it from.
 KEY = "VLLM_API_KEY"
-"""Environment variable of the key that is sent, by the name that vLLM's own server reads it from."""
 
 
 def ask_server(

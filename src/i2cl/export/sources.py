@@ -25,19 +25,12 @@ UNWANTED = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class Source:
-    """What a checkpoint is made from.
+    """What a checkpoint is made from."""
 
-    Attributes:
-        config: of the model.
-        tensors: its weights.
-        tokenizer: saved beside the result.
-        generation: its generation settings, if any.
-    """
-
-    config: PreTrainedConfig
-    tensors: Tensors
-    tokenizer: PreTrainedTokenizerBase
-    generation: GenerationConfig | None
+    config: PreTrainedConfig  # of the model
+    tensors: Tensors  # its weights
+    tokenizer: PreTrainedTokenizerBase  # saved beside the result
+    generation: GenerationConfig | None  # its generation settings, if any
 
 
 def from_memory(decoder: Decoder) -> Source:

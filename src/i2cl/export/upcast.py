@@ -15,9 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 LOWER = (torch.bfloat16, torch.float16)
-
-ROWS = 8192
-"""Rows of a weight that are in float32 at one time: of a large head, not all."""
+ROWS = 8192  # rows of a weight that are in float32 at one time: of a large head, not all
 
 
 class Upcast(TorchFunctionMode):

@@ -19,11 +19,8 @@ from i2cl.export.greedy.labels import enough
 from i2cl.export.peft import generation_of, is_adapter, load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
 
-SHOWN = 32
-"""Characters of a prompt in the outcome's rows, at most."""
-
-CLOSER = 4
-"""A wrong answer is told to be that without biases if it is this many times closer to it."""
+SHOWN = 32  # characters of a prompt in the outcome's rows, at most
+CLOSER = 4  # a wrong answer is told to be that without biases if it is this many times closer to it
 
 
 @dataclass(frozen=True)
@@ -190,11 +187,8 @@ def answered(
 ) -> Answer:
     """What a target that can be run here says after one prompt.
 
-    Args:
-        golden: which labels to ask for.
-        prompt: what to ask.
-        logits: of the token after some ids, in float32.
-        said: the label that greedy decoding says.
+    ``golden``: which labels to ask for; ``prompt``: what to ask; ``logits``: of the token after some ids, in
+    float32; ``said``: the label that greedy decoding says.
     """
     after, start = cache(logits), tuple(prompt.ids)  # labels that begin alike are run once
 
@@ -216,14 +210,9 @@ def judged(
 ) -> Verification:
     """Compare answers with what was expected, and look for dropped biases if they differ.
 
-    Args:
-        golden: what was expected.
-        answers: what a target said, prompt by prompt.
-        tolerance: largest relative difference; default: the export's own.
-        lost: names of biases that are known to be dropped.
-
-    Raises:
-        I2CLError: if a target told nothing about any label.
+    ``golden``: what was expected; ``answers``: what a target said, prompt by prompt; ``tolerance``: largest
+    relative difference; default: the export's own; ``lost``: names of biases that are known to be dropped.
+    Raises I2CLError if a target told nothing about any label.
     """
     if all(value is None for answer in answers for value in answer.labels):
         raise I2CLError("the target told no label's probability: ask for more with --logprobs")

@@ -18,11 +18,8 @@ from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
 
-FEWEST_UNLABELLED = 32
-"""With fewer, the mean is little more than chance."""
-
-ROUNDED = 0.01
-"""How far the shares of a prior may be from a sum of 1."""
+FEWEST_UNLABELLED = 32  # with fewer, the mean is little more than chance
+ROUNDED = 0.01  # how far the shares of a prior may be from a sum of 1
 
 
 class FewTextsWarning(UserWarning):
@@ -80,9 +77,8 @@ def bias_towards(
 ) -> Float[Tensor, " labels"]:
     """What `i2cl.models.scoring.biased` is to add to such scores, in nats; 0 where a mean is as the prior.
 
-    Args:
-        prior: share of each label; None: all equal.
-        scores: log-probabilities of the labels, up to a constant a text.
+    ``prior``: share of each label; None: all equal; ``scores``: log-probabilities of the labels, up to a
+    constant a text.
     """
     prior = torch.full_like(scores[0], 1 / scores.shape[1]) if prior is None else prior
     return prior.log() - log_mean(scores)

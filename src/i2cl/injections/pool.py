@@ -23,27 +23,16 @@ from i2cl.models.scoring import Progress, Questions, among, require_finite, requ
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """What a batch needs of a task; never changed, so what was asked of it is not disturbed by a drop.
+    """What a batch needs of a task; never changed, so what was asked of it is not disturbed by a drop."""
 
-    Attributes:
-        questions: the task, as it is asked and read.
-        scaled: context vector times lambda, axes [layer, (mha, mlp), d].
-        keep: beta, axes [layer, (mha, mlp)].
-        site: where it is injected.
-        positions: at which query tokens.
-        seed: of ``positions="random"``.
-        bias: a number for each label, in nats; None for none.
-        temperature: what scores are divided by behind it.
-    """
-
-    questions: Questions
-    scaled: Float[Tensor, "layers sites d"]
-    keep: Float[Tensor, "layers sites"]
-    site: Site
-    positions: Positions
-    seed: int
-    bias: Float[Tensor, " labels"] | None
-    temperature: float
+    questions: Questions  # the task, as it is asked and read
+    scaled: Float[Tensor, "layers sites d"]  # context vector times lambda, axes [layer, (mha, mlp), d]
+    keep: Float[Tensor, "layers sites"]  # beta, axes [layer, (mha, mlp)]
+    site: Site  # where it is injected
+    positions: Positions  # at which query tokens
+    seed: int  # of ``positions="random"``
+    bias: Float[Tensor, " labels"] | None  # a number for each label, in nats; None for none
+    temperature: float  # what scores are divided by behind it
 
     @property
     def kind(self) -> tuple[Site, bool, Positions, int]:
@@ -58,27 +47,18 @@ class Loaded:
     def asked(self, texts: Sequence[str], *, cut: bool = True) -> "list[Asked]":
         """Texts as they will be asked, each a row of any batch.
 
-        Args:
-            texts: what to classify.
-            cut: shorten what exceeds the context, with a warning, instead of refusing it.
-
-        Raises:
-            I2CLError: on an empty text; a `TooLongError` on one that is to be refused.
+        ``texts``: what to classify; ``cut``: shorten what exceeds the context, with a warning, instead of
+        refusing it. Raises I2CLError on an empty text; a `TooLongError` on one that is to be refused.
         """
         return [Asked(self, ids) for ids in self.questions.queries(texts, cut=cut)]
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A text of a task that was loaded when it came: an answer is of that one, whatever is loaded by then.
+    """A text of a task that was loaded when it came: an answer is of that one, whatever is loaded by then."""
 
-    Attributes:
-        task: as it was loaded.
-        ids: token ids of the query.
-    """
-
-    task: Loaded
-    ids: Ids
+    task: Loaded  # as it was loaded
+    ids: Ids  # token ids of the query
 
     @property
     def tokens(self) -> int:

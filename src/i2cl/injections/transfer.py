@@ -24,8 +24,8 @@ from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.training import StepProgress
 from i2cl.tasks import Example, Task
 
+# Index of each related anchor, ascending, with its weight. The weights sum to one.
 AnchorWeights = tuple[tuple[int, float], ...]
-"""Index of each related anchor, ascending, with its weight. The weights sum to one."""
 
 
 class TransferConfig(BaseModel):

@@ -31,8 +31,7 @@ except I2CLError as error:
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-NAME = "i2cl"
-"""What ``--model`` calls it."""
+NAME = "i2cl"  # what ``--model`` calls it
 
 
 @register_model(NAME)

@@ -13,11 +13,10 @@ from huggingface_hub import cached_assets_path
 from i2cl.errors import I2CLError
 from i2cl.storage.atomic import new_folder, write_errors
 
-MOST_BYTES = 2**30
-"""Of all members together: more is no model that this package unpacks."""
+MOST_BYTES = 2**30  # of all members together: more is no model that this package unpacks
 
+# Ends of the names that are unpacked. Pickles, which can run code when loaded, are none.
 KINDS = (".json", ".md", ".safetensors", ".txt")
-"""Ends of the names that are unpacked. Pickles, which can run code when loaded, are none."""
 
 
 def unpacked(archive: Path, name: str) -> Path:
@@ -26,13 +25,9 @@ def unpacked(archive: Path, name: str) -> Path:
     It lies where the hub's client keeps the files of other libraries (``HF_ASSETS_CACHE``), under a name that
     changes with the archive's contents.
 
-    Args:
-        archive: the file.
-        name: what it holds, as a part of the folder's name.
-
-    Raises:
-        I2CLError: if it is no zip archive or a damaged one, or holds a member that leaves the folder, is of
-            a kind that is not unpacked, or is too large; or if the folder cannot be written.
+    ``archive``: the file; ``name``: what it holds, as a part of the folder's name. Raises I2CLError if it is
+    no zip archive or a damaged one, or holds a member that leaves the folder, is of a kind that is not
+    unpacked, or is too large; or if the folder cannot be written.
     """
     try:
         with zipfile.ZipFile(archive) as opened:

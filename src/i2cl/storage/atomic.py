@@ -22,12 +22,8 @@ class WriteError(I2CLError):
 def write_errors(what: str, cure: str = "free space or choose another place") -> Iterator[None]:
     """Say in one line what could not be written.
 
-    Args:
-        what: such as ``to 'folder'``.
-        cure: what to do then.
-
-    Raises:
-        WriteError: in place of any error of the block that `system_cause` knows.
+    ``what``: such as ``to 'folder'``; ``cure``: what to do then. Raises WriteError in place of any error of
+    the block that `system_cause` knows.
     """
     try:
         yield
@@ -82,8 +78,8 @@ def _require_parent(path: Path) -> None:
             pass
 
 
+# Names of files in a folder that may be replaced; a function says so of the folder as it then is.
 Owned = AbstractSet[str] | Callable[[Path], AbstractSet[str]]
-"""Names of files in a folder that may be replaced; a function says so of the folder as it then is."""
 
 
 @contextmanager
@@ -92,12 +88,8 @@ def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
 
     Of several writers each comes after another: the later replaces what the earlier wrote, or is refused.
 
-    Args:
-        path: where the folder goes.
-        owned: an existing folder is only replaced if it holds nothing else.
-
-    Raises:
-        I2CLError: if ``path`` holds something else or cannot be written.
+    ``path``: where the folder goes; ``owned``: an existing folder is only replaced if it holds nothing else.
+    Raises I2CLError if ``path`` holds something else or cannot be written.
     """
     path = path.resolve()
     _require_owned(path, owned)

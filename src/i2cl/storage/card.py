@@ -20,20 +20,19 @@ CARD = "README.md"
 BUNDLED = {"reference", "smollm2"}  # names of this package, which the hub may give to other models
 TAGS = ["i2cl", "implicit-in-context-learning", "activation-steering", "few-shot"]
 TASK_TYPE = "text-classification"
+# Measured values of `Injection.metrics`, by what the hub calls them: type and name.
 METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
-"""Measured values of `Injection.metrics`, by what the hub calls them: type and name."""
+# What has to be known of a method that `Injection.worth` compares with.
 TOGETHER = "zero_shot+batch_calibration answers all rows together: it subtracts their mean scores."
-"""What has to be known of a method that `Injection.worth` compares with."""
 
+# What `Injection.worth` was measured on, by its split.
 SCORED = {
     "test": "test rows",
     "train": "training rows that are no demonstrations",
     "demonstrations": "demonstrations, each answered by a refit that has not seen it",
 }
-"""What `Injection.worth` was measured on, by its split."""
 
-SHOWN = ("name", "labels", "template", "separator", "opening")
-"""What a card tells of a task."""
+SHOWN = ("name", "labels", "template", "separator", "opening")  # what a card tells of a task
 
 TEMPLATE = """---
 {{ card_data }}
@@ -99,10 +98,8 @@ Learning](https://arxiv.org/abs/2405.14660); made with i2cl {{ version }}. It so
 def export_card(description: Mapping[str, Any], usage: str, library: str) -> str:
     """The text of an export's README.md.
 
-    Args:
-        description: of the artefact, with the base model's public name.
-        usage: how it is asked.
-        library: what loads it, by the hub's name.
+    ``description``: of the artefact, with the base model's public name; ``usage``: how it is asked;
+    ``library``: what loads it, by the hub's name.
     """
     task, base = description["task"], description["base_model"]["name"]
     data = _metadata({**description, "metrics": {}}, base)
@@ -126,9 +123,8 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
 
     Paths are shortened to their last part, so that the card tells nothing about the machine it was made on.
 
-    Args:
-        description: of an artefact, as `i2cl.Injection.description` gives it.
-        name: hub id or folder that the artefact will be loaded from.
+    ``description``: of an artefact, as `i2cl.Injection.description` gives it; ``name``: hub id or folder that
+    the artefact will be loaded from.
     """
     base = description["base_model"]
     shown = public_name(base["name"])

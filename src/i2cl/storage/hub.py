@@ -20,16 +20,12 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from i2cl.errors import I2CLError, did_you_mean
 
+# The base error of the client's HTTP library, which depends on the client's version.
 _HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
-"""The base error of the client's HTTP library, which depends on the client's version."""
 
 _FAILURES = (OSError, ValueError, _HTTP_ERROR)
-
-CONFIG = "config.json"
-"""Name of the file that every model has."""
-
-SECONDS = 10
-"""That the hub has to answer."""
+CONFIG = "config.json"  # name of the file that every model has
+SECONDS = 10  # that the hub has to answer
 
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
@@ -122,14 +118,8 @@ def require_reachable(
 
     To load it without an answer would take a minute, in which the client tries again and again.
 
-    Args:
-        name: hub id.
-        revision: branch, tag or commit.
-        others: names that mean a model without the hub.
-        kinds: what else can be given.
-
-    Raises:
-        I2CLError: if it does not answer.
+    ``name``: hub id; ``revision``: branch, tag or commit; ``others``: names that mean a model without the
+    hub; ``kinds``: what else can be given. Raises I2CLError if it does not answer.
     """
     try:
         if isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):

@@ -32,13 +32,9 @@ class Journal:
     def opened(cls, path: Path, header: bytes = b"", group: int = 1) -> Iterator["Journal"]:
         """Open a file for adding to it, or make it.
 
-        Args:
-            path: the file.
-            header: what it begins with once it has lines; with none of them it is cut to nothing.
-            group: lines that belong together: what follows the last whole group is cut off. 0 keeps none.
-
-        Raises:
-            OSError: if it cannot be written.
+        ``path``: the file; ``header``: what it begins with once it has lines; with none of them it is cut to
+        nothing; ``group``: lines that belong together: what follows the last whole group is cut off. 0 keeps
+        none. Raises OSError if it cannot be written.
         """
         with path.open("ab", buffering=0) as file:
             kept, size = _whole(path, header, group) if group else (0, 0)
@@ -76,13 +72,8 @@ def readable_lines(path: Path) -> list[dict[str, Any]]:
 def only_writer(lock: Path, busy: str) -> Iterator[None]:
     """Hold a lock while the block runs. Nobody waits for it.
 
-    Args:
-        lock: a file that stands for what is written.
-        busy: what to say if another process, or another block of this one, holds it.
-
-    Raises:
-        I2CLError: saying so.
-        OSError: if the lock cannot be made.
+    ``lock``: a file that stands for what is written; ``busy``: what to say if another process, or another
+    block of this one, holds it. Raises I2CLError, saying so; OSError if the lock cannot be made.
     """
     lock.parent.resolve(strict=True)  # FileLock would make the folder
     held = FileLock(lock, timeout=0)

@@ -63,15 +63,11 @@ def test_texts_are_classified_in_every_shape(client, service):
     ]
     alone = client.post("/v1/classify", json={"model": "films", "input": TEXT}).json()
     best = alone["data"][0]["label"]
-    for path, body in (("/predict", {}), ("/models/films", {}), ("/predict", {"model": "films"})):
-        ((first, second),) = client.post(path, json={"inputs": TEXT, **body}).json()
-        assert (first["label"], first["score"] + second["score"]) == (best, pytest.approx(1))
-        assert first["score"] > second["score"]
+    ((first, second),) = client.post("/models/films", json={"inputs": TEXT}).json()
+    assert (first["label"], first["score"] + second["score"]) == (best, pytest.approx(1))
+    assert first["score"] > second["score"]
     top = {"inputs": list(TEXTS), "parameters": {"top_k": 1, "function_to_apply": "softmax"}}
     assert [len(one) for one in client.post("/models/films", json=top).json()] == [1] * len(TEXTS)
-    told = client.post("/v1/completions", json={"model": "films", "prompt": [TEXT], "max_tokens": 5}).json()
-    assert (told["choices"][0]["text"], told["object"]) == (best, "text_completion")
-    assert told["choices"][0]["logprobs"]["top_logprobs"][0].keys() == set(entry.labels)
     messages = [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]
     chat = {"model": "films", "messages": messages, "logprobs": True, "top_logprobs": 2, "temperature": 0}
     told = client.post("/v1/chat/completions", json=chat).json()
@@ -176,7 +172,8 @@ def test_a_temperature_acts_in_answers_and_changes_no_label(client, service):
         torch.testing.assert_close(torch.tensor(after["probs"]), roots / roots.sum(), rtol=0, atol=1e-5)
 
 
-CLASSIFY = "/v1/classify"
+CLASSIFY, CHAT = "/v1/classify", "/v1/chat/completions"
+SAID = {"model": "films", "messages": [{"role": "user", "content": TEXT}]}
 REFUSED = [
     (CLASSIFY, {"model": "none", "input": TEXT}, 404, "unknown_task"),
     (CLASSIFY, {"model": "tiny-llama", "input": TEXT}, 400, "base_model"),
@@ -192,30 +189,12 @@ REFUSED = [
     (CLASSIFY, {"model": "films", "input": "long " * 3000}, 413, "text_too_long"),
     (CLASSIFY, {"model": "films", "input": ["so " * 100] * 500}, 413, "request_too_long"),
     (CLASSIFY, {"model": "films", "input": ["a"] * 2049}, 413, "too_many_texts"),
-    ("/predict", {"inputs": ["a"] * 2049}, 413, "too_many_texts"),
-    ("/v1/completions", {"model": "films", "prompt": ["a"] * 2049}, 413, "too_many_texts"),
+    ("/models/films", {"inputs": ["a"] * 2049}, 413, "too_many_texts"),
     ("/models/none", {"inputs": TEXT}, 404, "unknown_task"),
-    ("/predict", {"inputs": TEXT, "parameters": {"function_to_apply": "sigmoid"}}, 422, "bad_request"),
-    ("/v1/completions", {"model": "films", "prompt": TEXT, "stream": True}, 400, "label_alone"),
-    ("/v1/completions", {"model": "films", "prompt": TEXT, "n": 2}, 400, "label_alone"),
-    ("/v1/completions", {"model": "films", "prompt": TEXT, "echo": True}, 400, "label_alone"),
-    ("/v1/completions", {"model": "films", "prompt": TEXT, "best_of": 2}, 400, "label_alone"),
-    ("/v1/chat/completions", {"model": "films", "messages": [], "stream": True}, 422, "bad_request"),
-    (
-        "/v1/chat/completions",
-        {
-            "model": "films",
-            "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
-        },
-        400,
-        "label_alone",
-    ),
-    (
-        "/v1/chat/completions",
-        {"model": "films", "messages": [{"role": "user", "content": "b"}], "tools": [{}]},
-        400,
-        "label_alone",
-    ),
+    ("/models/films", {"inputs": TEXT, "parameters": {"function_to_apply": "sigmoid"}}, 422, "bad_request"),
+    (CHAT, {"model": "films", "messages": [], "stream": True}, 422, "bad_request"),
+    (CHAT, {**SAID, "messages": [{"role": "system", "content": "a"}, *SAID["messages"]]}, 400, "label_alone"),
+    *((CHAT, SAID | more, 400, "label_alone") for more in ({"stream": True}, {"n": 2}, {"tools": [{}]})),
 ]
 
 
@@ -375,9 +354,8 @@ def test_a_deadline_that_has_passed(client, service, monkeypatch):
     ("path", "body"),
     [
         (CLASSIFY, {"model": "films", "input": TEXT}),
-        ("/predict", {"inputs": TEXT}),
-        ("/v1/completions", {"model": "films", "prompt": TEXT, "seed": 5.0}),  # JSON's 5.0 is a whole number
-        ("/v1/chat/completions", {"model": "films", "messages": [{"role": "user", "content": TEXT}]}),
+        ("/models/films", {"inputs": TEXT}),
+        (CHAT, SAID | {"seed": 5.0}),  # JSON's 5.0 is a whole number
     ],
 )
 def test_each_way_of_asking_takes_a_deadline(client, monkeypatch, path, body):

@@ -57,16 +57,15 @@ def test_openai(served):
         assert reply.choices[0].message.content == label
         told = {one.token: exp(one.logprob) for one in reply.choices[0].logprobs.content[0].top_logprobs}
         assert [told["positive"], told["negative"]] == pytest.approx(probs, abs=1e-5)
-    reply = client.completions.create(model="a/films", prompt=TEXTS, logprobs=2, max_tokens=1)
-    assert [choice.text for choice in reply.choices] == best
-    assert reply.usage.prompt_tokens > 0
+        assert reply.usage.prompt_tokens > 0
     for wrong, options in (
         (openai.BadRequestError, {"stream": True}),
         (openai.NotFoundError, {"model": "none"}),
-        (openai.UnprocessableEntityError, {"prompt": ""}),
+        (openai.UnprocessableEntityError, {"messages": []}),
     ):
+        said = {"model": "a/films", "messages": [{"role": "user", "content": TEXTS[0]}]}
         with pytest.raises(wrong):
-            client.completions.create(**{"model": "a/films", "prompt": TEXTS[0]} | options)
+            client.chat.completions.create(**said | options)
     if token:
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
@@ -75,7 +74,7 @@ def test_openai(served):
 def test_huggingface_hub(served):
     hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
     url, token, right = served
-    for options in ({"model": f"{url}/models/a/films"}, {"base_url": f"{url}/predict"}):
+    for options in ({"model": f"{url}/models/a/films"}, {"base_url": f"{url}/models/a/films"}):
         client = hub.InferenceClient(token=token, **options)
         for text, probs in zip(TEXTS, right, strict=True):
             found = client.text_classification(text)
@@ -87,7 +86,7 @@ def test_huggingface_hub(served):
             client.text_classification(TEXTS[0], function_to_apply="sigmoid")
     if token:
         with pytest.raises(hub.errors.HfHubHTTPError, match="401"):
-            hub.InferenceClient(base_url=f"{url}/predict", token="wrong").text_classification(TEXTS[0])
+            hub.InferenceClient(model=f"{url}/models/a/films", token="wrong").text_classification(TEXTS[0])
 
 
 def test_curl(served):

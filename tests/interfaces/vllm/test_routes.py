@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved):
         long = "film " * 100
         return engine, [
             await classify(app, "mood", texts)
-            for texts in (["good", long, long], ["good"] * (routes.MOST_TEXTS + 1), [], "good")
+            for texts in (["good", long, long], ["good"] * 2049, [], "good")
         ]
 
     engine, (long, many, none, fine) = asyncio.run(played())
@@ -203,8 +203,8 @@ def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved):
     assert error["cure"] == "shorten it"
     error = many[1]["error"]
     assert (many[0], error["code"], error["cure"]) == (413, "too_many_texts", "send them in parts")
-    assert error["message"] == "2049 texts came, and 2048 fit into a request: send them in parts"
-    assert (none[0], fine[0]) == (400, 200)
+    assert error["message"] == "the request has 2049 texts, and 2048 may come at once: send them in parts"
+    assert (none[0], fine[0]) == (422, 200)
     assert 0 < len(engine.digests) < 10  # those of one text
 
 

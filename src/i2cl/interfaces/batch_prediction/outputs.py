@@ -20,8 +20,8 @@ from i2cl.storage.journal import Journal, only_writer
 from i2cl.tasks.files import RowError
 from i2cl.tasks.formats import STDIN
 
+# Makes the second file of the rows in the first, and says what somebody should know of it.
 Finish = Callable[[Path, Path], str]
-"""Makes the second file of the rows in the first, and says what somebody should know of it."""
 
 
 class Output:

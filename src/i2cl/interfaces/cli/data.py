@@ -11,11 +11,8 @@ if TYPE_CHECKING:
     from i2cl.tasks import Task
     from i2cl.tasks.survey import Survey
 
-SHOWN = 5
-"""Texts with several labels that are shown."""
-
-SNIPPET = 50
-"""Characters of such a text."""
+SHOWN = 5  # texts with several labels that are shown
+SNIPPET = 50  # characters of such a text
 
 
 class Block:
@@ -32,11 +29,8 @@ class Block:
     def of(cls, task: "Task", decoder: "Decoder", draw: "Draw", queries: Sequence[Any]) -> "Block":
         """Of a task's training rows.
 
-        Args:
-            task: with its rows.
-            decoder: whose tokens are counted.
-            draw: the demonstrations.
-            queries: rows to score on.
+        ``task``: with its rows; ``decoder``: whose tokens are counted; ``draw``: the demonstrations;
+        ``queries``: rows to score on.
         """
         from i2cl.tasks.survey import Survey
 

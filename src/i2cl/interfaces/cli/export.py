@@ -51,7 +51,6 @@ def export(
         bool, typer.Option(help="gguf: carry the tokenizer; without it the file takes token ids alone.")
     ] = True,
     loading: Annotated[ModelOptions, ("device", "device_map", "revision")],
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Put a task into a checkpoint, an adapter or a GGUF file, for other programs.

@@ -20,13 +20,10 @@ if TYPE_CHECKING:
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Example, Task
 
-PATIENCE = 120.0
-"""Seconds of calibration left from which on a faster recipe is named."""
+PATIENCE = 120.0  # seconds of calibration left from which on a faster recipe is named
 
 ACCURACY = "accuracy (95 %)"
-
-_NAMES = ("model", "task")
-"""Arguments that may be paths beside those that always are."""
+_NAMES = ("model", "task")  # arguments that may be paths beside those that always are
 
 
 @options.expanded
@@ -340,9 +337,8 @@ def command_line(context: typer.Context, **resolved: object) -> str:
 
     Paths keep their last part. What only says how to print is left out.
 
-    Args:
-        context: of the command that runs.
-        resolved: values of options that are named in any case, typed or not.
+    ``context``: of the command that runs; ``resolved``: values of options that are named in any case, typed
+    or not.
     """
     words, named = context.command_path.split(), []
     for parameter in context.command.params:

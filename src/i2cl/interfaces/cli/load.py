@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
 
-UNWORDED = "{text} {label}"
-"""Stands where a chat's template will."""
+UNWORDED = "{text} {label}"  # stands where a chat's template will
 
 
 def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":

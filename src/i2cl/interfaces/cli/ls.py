@@ -11,7 +11,6 @@ from i2cl.interfaces.cli import console, options
 
 def ls(
     what: Annotated[Literal["tasks", "architectures", "methods"], typer.Argument(help="What to list.")],
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """List what is known: tasks, model types (architectures) or methods.

@@ -61,7 +61,6 @@ def predict(
     ] = None,
     address: options.Address = None,
     loading: ModelOptions,
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Classify texts of a file or of stdin: label and probabilities, line by line.

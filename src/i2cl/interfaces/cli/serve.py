@@ -64,7 +64,6 @@ def serve(
         bool, typer.Option("--task-metrics", help="Name tasks in /metrics.", rich_help_panel=LIMITS)
     ] = False,
     loading: ModelOptions,
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Serve one model with thousands of tasks over HTTP, with a page for people.

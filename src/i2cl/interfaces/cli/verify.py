@@ -14,8 +14,7 @@ from i2cl.interfaces.cli.options import ModelOptions
 if TYPE_CHECKING:
     from i2cl.export import Verification
 
-SHOWN = 6
-"""Prompts in the table, at most."""
+SHOWN = 6  # prompts in the table, at most
 
 
 @options.expanded
@@ -41,7 +40,6 @@ def verify(
         str | None, typer.Option(help="Base model of a PEFT adapter; default: the one it was made on.")
     ] = None,
     loading: Annotated[ModelOptions, ("device",)],
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Check that an export, or a server that runs it, answers as it should.

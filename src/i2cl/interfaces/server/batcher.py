@@ -24,17 +24,10 @@ from i2cl.interfaces.server.refusals import RefusalError, failed, no_memory, sto
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.scoring import NotFiniteError
 
-SLICES = 32
-"""Slices of a large job that are as long as a full batch: what a request may have to wait for."""
-
-LARGE = 4
-"""A request of more than so many parts of a full batch is a large job."""
-
-PATIENCE = 60.0
-"""Seconds after which rows without a deadline go before requests that have to begin later."""
-
-QUIET = 60.0
-"""Seconds without a request after which large jobs run in full batches."""
+SLICES = 32  # slices of a large job that are as long as a full batch: what a request may have to wait for
+LARGE = 4  # a request of more than so many parts of a full batch is a large job
+PATIENCE = 60.0  # seconds after which rows without a deadline go before requests that have to begin later
+QUIET = 60.0  # seconds without a request after which large jobs run in full batches
 
 
 class FitStoppedError(Exception):
@@ -48,26 +41,19 @@ class Observer(Protocol):
         """A batch has run; ``waited``: seconds of each of its requests until their first row began."""
 
 
-Outcome = Float[Tensor, " labels"] | RefusalError
-"""Of one row."""
+Outcome = Float[Tensor, " labels"] | RefusalError  # of one row
 
 
 @dataclass(eq=False)
 class Ticket:
-    """Rows that are answered together.
+    """Rows that are answered together."""
 
-    Attributes:
-        rows: what is asked.
-        deadline: on `time.monotonic`, before which they have to begin.
-        done: log-probabilities of each row's labels, in the order of the rows; of a row of a file that
-            cannot run, why.
-        large: whether they run in slices.
-    """
-
-    rows: Sequence[Asked]
-    deadline: float
-    large: bool
+    rows: Sequence[Asked]  # what is asked
+    deadline: float  # on `time.monotonic`, before which they have to begin
+    large: bool  # whether they run in slices
     since: float = field(default_factory=time.monotonic)
+    # log-probabilities of each row's labels, in the order of the rows; of a row of a file that cannot run,
+    # why
     done: "Future[list[Outcome]]" = field(default_factory=Future)
     begun: int = 0
     found: "list[Outcome]" = field(default_factory=list)
@@ -146,12 +132,8 @@ class Batcher:
     def submit(self, rows: Sequence[Asked], deadline: float) -> Ticket:
         """Let a request wait for its turn.
 
-        Args:
-            rows: at least one.
-            deadline: on `time.monotonic`, before which it has to begin.
-
-        Raises:
-            RefusalError: see `require_room`.
+        ``rows``: at least one; ``deadline``: on `time.monotonic`, before which it has to begin. Raises
+        RefusalError, see `require_room`.
         """
         with self._changed:
             tokens = sum(row.tokens for row in rows)
@@ -165,12 +147,8 @@ class Batcher:
     def submit_slices(self, rows: Sequence[Asked], *, large: bool = True) -> Ticket:
         """Let rows of a file run between requests; they do not count towards the bound.
 
-        Args:
-            rows: at least one.
-            large: whether they wait for a slice; False for few rows that a person waits for.
-
-        Raises:
-            RefusalError: 503 if nothing new is taken.
+        ``rows``: at least one; ``large``: whether they wait for a slice; False for few rows that a person
+        waits for. Raises RefusalError: 503 if nothing new is taken.
         """
         with self._changed:
             if self._stops:

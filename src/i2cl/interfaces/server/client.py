@@ -22,11 +22,10 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from i2cl.errors import I2CLError
 
-AGAIN = (429, 503)
-"""Answers after which the same request may be sent again."""
+AGAIN = (429, 503)  # answers after which the same request may be sent again
 
+# What is not the server's own answer: that of a proxy, such as Ray Serve's for a replica that was killed.
 UNKNOWN = "unknown"
-"""What is not the server's own answer: that of a proxy, such as Ray Serve's for a replica that was killed."""
 
 
 class ServerError(I2CLError):
@@ -44,17 +43,11 @@ class ServerError(I2CLError):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer for one text.
+    """The answer for one text."""
 
-    Attributes:
-        label: the most probable one.
-        probabilities: of every label.
-        digest: of the task's version that answered.
-    """
-
-    label: str
-    probabilities: dict[str, float]
-    digest: str
+    label: str  # the most probable one
+    probabilities: dict[str, float]  # of every label
+    digest: str  # of the task's version that answered
 
 
 class Client:

@@ -19,15 +19,9 @@ from i2cl.models.scoring import require_texts
 from i2cl.storage.journal import Journal
 
 INPUT, OUTPUT = "input.jsonl", "output.jsonl"
-
-CHUNK = 64
-"""Lines that are asked, answered and written together; a kill loses at most those."""
-
-LONGEST_LINE = 2**20
-"""Bytes, which is more than any context holds."""
-
-MOST_REFUSED = 1000
-"""Lines that cannot be used, behind which no more are looked for."""
+CHUNK = 64  # lines that are asked, answered and written together; a kill loses at most those
+LONGEST_LINE = 2**20  # bytes, which is more than any context holds
+MOST_REFUSED = 1000  # lines that cannot be used, behind which no more are looked for
 
 
 class Line(pydantic.BaseModel):
@@ -47,14 +41,9 @@ def checked(
 
     One line is in memory at a time.
 
-    Args:
-        body: the file.
-        model: the task of lines that name none.
-        known: refuses the name of a task that is not here.
-        rows: to be written.
-
-    Raises:
-        RefusalError: 422 naming every line that cannot be used, 404 on an unknown task.
+    ``body``: the file; ``model``: the task of lines that name none; ``known``: refuses the name of a task
+    that is not here; ``rows``: to be written. Raises RefusalError: 422 naming every line that cannot be used,
+    404 on an unknown task.
     """
     count, names, refused = 0, set(), []
     read = partial(body.readline, LONGEST_LINE + 1)

@@ -30,17 +30,10 @@ from i2cl.tasks.rows import refused_rows
 from i2cl.tasks.sampling import group_by_label
 from i2cl.tasks.survey import Survey
 
-SHOTS = 5
-"""Demonstrations a class where nobody says how many and each class has as many."""
-
-SEVERAL = 5
-"""Texts with several labels that are shown."""
-
-SNIPPET = 60
-"""Characters of such a text."""
-
-LOOK = 0.1
-"""Seconds between two steps that are told of: a small model takes hundreds a second."""
+SHOTS = 5  # demonstrations a class where nobody says how many and each class has as many
+SEVERAL = 5  # texts with several labels that are shown
+SNIPPET = 60  # characters of such a text
+LOOK = 0.1  # seconds between two steps that are told of: a small model takes hundreds a second
 
 
 class SharedDecoder(Decoder):

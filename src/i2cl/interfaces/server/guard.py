@@ -22,30 +22,20 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Role = Literal["read", "admin"]
 
+# What needs no token: nothing there is a task's.
 OPEN = ("/", "/healthz", "/readyz", "/openapi.json", "/page.css", "/page.js", "/example.csv")
-"""What needs no token: nothing there is a task's."""
 
 SHORTEST_TOKEN = 16
-
-BODY_SECONDS = 30.0
-"""For which a body may come in, and longer by `BODY_RATE`."""
-
-BODY_RATE = 2**18
-"""Bytes that give a body another second once they are there."""
-
-IN_MEMORY = 2**20
-"""Bytes of a body beyond which it lies on the disk."""
-
-MOST_HELD = 2**29
-"""Bytes of all bodies at once; those of up to `SMALL` are taken in any case."""
+BODY_SECONDS = 30.0  # for which a body may come in, and longer by `BODY_RATE`
+BODY_RATE = 2**18  # bytes that give a body another second once they are there
+IN_MEMORY = 2**20  # bytes of a body beyond which it lies on the disk
+MOST_HELD = 2**29  # bytes of all bodies at once; those of up to `SMALL` are taken in any case
 
 SMALL = 2**16
+MOST_RUNNING = 512  # requests at once, those aside that need no token
 
-MOST_RUNNING = 512
-"""Requests at once, those aside that need no token."""
-
+# In a scope: the body as a file that closes with the request; whose reading token it was.
 BODY, READER = "i2cl.body", "i2cl.reader"
-"""In a scope: the body as a file that closes with the request; whose reading token it was."""
 
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
 POLICY += "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -63,15 +53,11 @@ _log = logging.getLogger("i2cl.server")
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask.
+    """Who may ask."""
 
-    Attributes:
-        tokens: of each role; none at all means that everybody may do everything.
-        hosts: names under which this server is asked for; empty for any.
-    """
-
+    # of each role; none at all means that everybody may do everything
     tokens: Mapping[str, Role] = field(default_factory=dict)
-    hosts: frozenset[str] = frozenset()
+    hosts: frozenset[str] = frozenset()  # names under which this server is asked for; empty for any
 
     def require_host(self, host: str) -> None:
         """Refuse a name that is not this server's: a page elsewhere may have bound it to this address. Raises
@@ -131,25 +117,16 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(eq=False)
 class Guard:
-    """An ASGI program around another one, which sees only what may come in, with its whole body.
+    """An ASGI program around another one, which sees only what may come in, with its whole body."""
 
-    Attributes:
-        app: the program inside.
-        access: who may ask.
-        limit: the longest body in bytes of a method and a path.
-        metrics: counts requests and refusals.
-        types: of bodies that a method and a path take; none where a body is not read.
-        held: bytes of bodies that are here now.
-        running: requests that are here now.
-    """
-
-    app: Any
-    access: Access
-    limit: Callable[[str, str], int]
+    app: Any  # the program inside
+    access: Access  # who may ask
+    limit: Callable[[str, str], int]  # the longest body in bytes of a method and a path
+    # of bodies that a method and a path take; none where a body is not read
     types: Callable[[str, str], Sequence[str]]
-    metrics: Metrics
-    held: int = 0
-    running: int = 0
+    metrics: Metrics  # counts requests and refusals
+    held: int = 0  # bytes of bodies that are here now
+    running: int = 0  # requests that are here now
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Serve one connection; see https://asgi.readthedocs.io."""

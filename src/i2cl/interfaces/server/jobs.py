@@ -33,20 +33,11 @@ from i2cl.storage.journal import Journal, readable_lines
 
 Kind = Literal["fit", "batch"]
 ENDS = ("done", "failed", "cancelled")
-TOLD = ("queued", "started", "resumed", *ENDS)
-"""Events that are on the disk."""
-
-MOST_QUEUED = 100
-"""Jobs of a kind that may wait."""
-
-MOST_OWN = 10
-"""Of those, the ones of a token that only reads."""
-
-MOST_KEPT = 1000
-"""Jobs whose end is told of; the oldest of more are removed when the server starts."""
-
-MOST_SHOWN = 100
-"""Events of a job that are in memory alone."""
+TOLD = ("queued", "started", "resumed", *ENDS)  # events that are on the disk
+MOST_QUEUED = 100  # jobs of a kind that may wait
+MOST_OWN = 10  # of those, the ones of a token that only reads
+MOST_KEPT = 1000  # jobs whose end is told of; the oldest of more are removed when the server starts
+MOST_SHOWN = 100  # events of a job that are in memory alone
 
 CANCELLED = "cancelled"
 
@@ -64,26 +55,18 @@ class Head(pydantic.BaseModel):
 
 @dataclass(eq=False)
 class Job:
-    """One piece of long work.
+    """One piece of long work."""
 
-    Attributes:
-        folder: of its files; its name is the job's id.
-        kind: what is done.
-        told: what is to be done, JSON-able, as the kind knows it.
-        created: seconds since 1970.
-        events: what has happened by now, each with its name under ``event``, and under ``at`` a time that
-            no other one has. Of those that are not on the disk these are the last `MOST_SHOWN`, and only the
-            last one has a map of the model.
-        cancelled: whether it is to end.
-        owner: the reading token that sent it, if one did; see `i2cl.interfaces.server.guard.Access.reader`.
-    """
-
-    folder: Path
-    kind: Kind
-    told: dict[str, Any]
-    created: float
+    folder: Path  # of its files; its name is the job's id
+    kind: Kind  # what is done
+    told: dict[str, Any]  # what is to be done, JSON-able, as the kind knows it
+    created: float  # seconds since 1970
+    # what has happened by now, each with its name under ``event``, and under ``at`` a time that no other one
+    # has. Of those that are not on the disk these are the last `MOST_SHOWN`, and only the last one has a map
+    # of the model
     events: list[dict[str, Any]] = field(default_factory=list)
-    cancelled: bool = False
+    cancelled: bool = False  # whether it is to end
+    # the reading token that sent it, if one did; see `i2cl.interfaces.server.guard.Access.reader`
     owner: str | None = None
 
     @classmethod
@@ -158,8 +141,8 @@ def _without_map(event: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in event.items() if name not in {"coefficients", "sizes"}}
 
 
+# Does a job and returns what its end tells; begins where an earlier run of it stood.
 Worker = Callable[[Job], dict[str, Any]]
-"""Does a job and returns what its end tells; begins where an earlier run of it stood."""
 
 
 class Jobs:
@@ -172,9 +155,7 @@ class Jobs:
     def __init__(self, root: Path, workers: Mapping[Kind, Worker]) -> None:
         """Take up what an earlier process left.
 
-        Args:
-            root: their folder, made if it is not there.
-            workers: what does the jobs of each kind.
+        ``root``: their folder, made if it is not there; ``workers``: what does the jobs of each kind.
         """
         self._root = root
         self._workers = workers
@@ -225,15 +206,9 @@ class Jobs:
     ) -> Job:
         """Queue a job, which is on the disk when this returns.
 
-        Args:
-            kind: what is to be done.
-            told: see `Job`.
-            files: what its folder holds; a path, which is in a `scratch` folder, is moved there.
-            owner: see `Job`.
-
-        Raises:
-            RefusalError: see `require_room`.
-            OSError: if it cannot be written.
+        ``kind``: what is to be done; ``told``: see `Job`; ``files``: what its folder holds; a path, which is
+        in a `scratch` folder, is moved there; ``owner``: see `Job`. Raises RefusalError, see `require_room`;
+        OSError if it cannot be written.
         """
         self.require_room(kind, owner)
         folder = self._root / f"{kind}-{secrets.token_hex(8)}"

@@ -12,21 +12,16 @@ import uvicorn
 
 from i2cl.errors import I2CLError
 
-DRAIN_SECONDS = 30
-"""For which what runs may still be answered after SIGTERM."""
+DRAIN_SECONDS = 30  # for which what runs may still be answered after SIGTERM
+BACKLOG = 2048  # connections that may wait to be taken
 
 
-BACKLOG = 2048
-"""Connections that may wait to be taken."""
-
-
+# For which a connection stays open that brings no whole header, or that takes nothing of its answer: longer
+# than proxies and clients keep one.
 IDLE_SECONDS = 75
-"""For which a connection stays open that brings no whole header, or that takes nothing of its answer: longer
-than proxies and clients keep one."""
 
 
-MOST_CONNECTIONS = 800
-"""At once; of more, those go that were without a request for longest."""
+MOST_CONNECTIONS = 800  # at once; of more, those go that were without a request for longest
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -51,11 +46,8 @@ def bound(host: str, port: int) -> socket.socket:
 def served(app: Any, listener: socket.socket, ready: Callable[[], None], ending: Callable[[], None]) -> None:
     """Serve until SIGTERM or Ctrl-C; then take no new work, answer what runs, and return.
 
-    Args:
-        app: an ASGI program.
-        listener: see `bound`.
-        ready: called when requests are taken.
-        ending: called when the end begins.
+    ``app``: an ASGI program; ``listener``: see `bound`; ``ready``: called when requests are taken;
+    ``ending``: called when the end begins.
     """
     config = uvicorn.Config(
         app,

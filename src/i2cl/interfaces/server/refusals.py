@@ -8,11 +8,11 @@ from i2cl.errors import I2CLError
 from i2cl.models.encoding import TooLongError
 from i2cl.storage.atomic import WriteError, system_cause
 
+# A message up to its last colon, and the cure behind it, whose quotations may have colons of their own.
 CURE = re.compile(r".*?: ((?:(?<!\w)'[^']*'(?!\w)|(?!: ).)*+)", re.DOTALL)
-"""A message up to its last colon, and the cure behind it, whose quotations may have colons of their own."""
 
+# Characters of a message beyond which quotations are not looked for, which takes time by their square.
 LONG = 2000
-"""Characters of a message beyond which quotations are not looked for, which takes time by their square."""
 
 
 class RefusalError(I2CLError):

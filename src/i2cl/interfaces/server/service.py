@@ -18,23 +18,16 @@ from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job, Jobs
 from i2cl.interfaces.server.metrics import Metrics
 from i2cl.interfaces.server.refusals import RefusalError, stopping, too_late
-from i2cl.interfaces.server.routes.schemas import MOST_TEXTS
+from i2cl.interfaces.server.routes.schemas import require_number
 from i2cl.interfaces.server.task_store import Entry, TaskFolder
 from i2cl.interfaces.server.uploads import unpacked, unusable
 from i2cl.models.decoder import Decoder
 from i2cl.storage.journal import only_writer
 
-WAITING_BATCHES = 16
-"""Full batches that may wait where nobody says how many tokens."""
-
-RESIDENT = 1000
-"""Tasks on the model's device where nobody says how many."""
-
-TIMEOUT = 60.0
-"""Seconds before which a request has to begin to run, where it does not say."""
-
-READERS = 2
-"""Bodies that are parsed at once."""
+WAITING_BATCHES = 16  # full batches that may wait where nobody says how many tokens
+RESIDENT = 1000  # tasks on the model's device where nobody says how many
+TIMEOUT = 60.0  # seconds before which a request has to begin to run, where it does not say
+READERS = 2  # bodies that are parsed at once
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -159,9 +152,7 @@ class Service:
             RefusalError: 413 on too many texts; see `TaskFolder.asked` and `Batcher.submit`.
             I2CLError: on an empty text.
         """
-        if len(texts) > MOST_TEXTS:
-            message = f"the request has {len(texts)} texts, and {MOST_TEXTS} may come at once"
-            raise RefusalError(413, "too_many_texts", f"{message}: send fewer, or a file to /v1/batches")
+        require_number(texts, "send fewer, or a file to /v1/batches")
         deadline = time.monotonic() + timeout
         self.batcher.require_room()
         entry, rows = await asyncio.to_thread(self.tasks.asked, name, texts)
@@ -194,12 +185,8 @@ class Service:
     async def upload(self, name: str, body: bytes) -> Entry:
         """Give a name to an artefact, once it has answered a text.
 
-        Args:
-            name: of the task.
-            body: see `i2cl.interfaces.server.uploads.unpacked`.
-
-        Raises:
-            RefusalError: 422 on an artefact that cannot be used; see `TaskFolder.put`.
+        ``name``: of the task; ``body``: see `i2cl.interfaces.server.uploads.unpacked`. Raises RefusalError:
+        422 on an artefact that cannot be used; see `TaskFolder.put`.
         """
         injection = await self.parsed(unpacked, body)
         rows = await self.parsed(lambda: self.tasks.loaded(injection).asked(["a"], cut=False))

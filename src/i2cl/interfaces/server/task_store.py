@@ -36,19 +36,12 @@ _log = logging.getLogger("i2cl.server")
 
 @dataclass(frozen=True)
 class Entry:
-    """What a name stands for.
+    """What a name stands for."""
 
-    Attributes:
-        name: as users say it.
-        digest: SHA-256 of the artefact's files.
-        created: seconds since 1970.
-        labels: in the order of probabilities.
-    """
-
-    name: str
-    digest: str
-    created: int
-    labels: tuple[str, ...]
+    name: str  # as users say it
+    digest: str  # SHA-256 of the artefact's files
+    created: int  # seconds since 1970
+    labels: tuple[str, ...]  # in the order of probabilities
 
 
 class TaskFolder:

@@ -16,17 +16,10 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.models.decoder import Decoder
 from i2cl.storage.card import CARD, model_card
 
-ROOM = 16 * 2**20
-"""Bytes of an artefact beside its vectors: description, card, what tar adds."""
-
-MOST_TOLD = 2**20
-"""Bytes of a description, which takes thirty times as many while it is read."""
-
-MOST_HEADER = 2**16
-"""Bytes in which the file of tensors says what it holds."""
-
-MOST_MEMBERS = 32
-"""Of a tar, with what it tells of files beside them."""
+ROOM = 16 * 2**20  # bytes of an artefact beside its vectors: description, card, what tar adds
+MOST_TOLD = 2**20  # bytes of a description, which takes thirty times as many while it is read
+MOST_HEADER = 2**16  # bytes in which the file of tensors says what it holds
+MOST_MEMBERS = 32  # of a tar, with what it tells of files beside them
 
 MOST_LABELS = 2048
 

@@ -31,11 +31,10 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.tasks import Example, Task, Template
 
+# The prompt format where none is given; words of the task itself serve a large model better.
 TEMPLATE = "{text}\nAnswer: {label}"
-"""The prompt format where none is given; words of the task itself serve a large model better."""
 
-STORED = "classifier"
-"""Where an injection's settings keep what only the classifier knows."""
+STORED = "classifier"  # where an injection's settings keep what only the classifier knows
 
 
 class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types

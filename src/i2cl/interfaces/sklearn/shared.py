@@ -11,8 +11,8 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.loading import NAMES
 
+# A name or folder; one with the fingerprint that it has to have; or the model itself.
 ModelSource = str | Path | ModelIdentity | Decoder
-"""A name or folder; one with the fingerprint that it has to have; or the model itself."""
 
 _Key = tuple[str, str | None, str | None, str | None, tuple[Any, ...]]
 

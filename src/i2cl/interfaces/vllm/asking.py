@@ -11,34 +11,23 @@ from typing import Any
 
 from i2cl.models.batching import Ids
 
-MOST_TOKENS = 128
-"""That vLLM tells log-probabilities of behind one prompt."""
+MOST_TOKENS = 128  # that vLLM tells log-probabilities of behind one prompt
 
+# Tokens of a prompt that may be told in any case, each a row as wide as the vocabulary for a moment.
 ROWS = 256
-"""Tokens of a prompt that may be told in any case, each a row as wide as the vocabulary for a moment."""
 
-SHARE = 4
-"""One of so many parts of vLLM's batch is the most that all of `classify` has in the engine at once."""
-
-Edge = tuple[Ids, int]
-"""A token of a label, and what stands between the query and it."""
+SHARE = 4  # one of so many parts of vLLM's batch is the most that all of `classify` has in the engine at once
+Edge = tuple[Ids, int]  # a token of a label, and what stands between the query and it
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, and the edges whose log-probabilities are wanted.
+    """A prompt, and the edges whose log-probabilities are wanted."""
 
-    Attributes:
-        query: what the prompt begins with.
-        before: what it ends with: how a label begins.
-        tokens: wanted behind it.
-        along: whether the edges of ``before`` are wanted too.
-    """
-
-    query: Ids
-    before: Ids
-    tokens: tuple[int, ...]
-    along: bool = False
+    query: Ids  # what the prompt begins with
+    before: Ids  # what it ends with: how a label begins
+    tokens: tuple[int, ...]  # wanted behind it
+    along: bool = False  # whether the edges of ``before`` are wanted too
 
     @property
     def prompt(self) -> Ids:
@@ -57,19 +46,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Reach:
-    """What an engine's batches and cache are like.
+    """What an engine's batches and cache are like."""
 
-    Attributes:
-        block: tokens of a block that prompts of one beginning share; 0: they share none.
-        rows: longest prompt whose own tokens are told: vLLM keeps memory for a row for each of its sequences.
-        prompts: that all of `classify` may have in the engine.
-        tokens: of these prompts.
-    """
-
-    block: int
+    block: int  # tokens of a block that prompts of one beginning share; 0: they share none
+    # longest prompt whose own tokens are told: vLLM keeps memory for a row for each of its sequences
     rows: int
-    prompts: int
-    tokens: int
+    prompts: int  # that all of `classify` may have in the engine
+    tokens: int  # of these prompts
 
     @classmethod
     def of(cls, config: Any) -> "Reach":
@@ -85,13 +68,9 @@ class Reach:
 
 @dataclass(frozen=True)
 class Trie:
-    """Labels as token sequences, none of which is how another one begins.
+    """Labels as token sequences, none of which is how another one begins."""
 
-    Attributes:
-        labels: of a task.
-    """
-
-    labels: tuple[Ids, ...]
+    labels: tuple[Ids, ...]  # of a task
 
     @cached_property
     def _behind(self) -> dict[Ids, tuple[int, ...]]:

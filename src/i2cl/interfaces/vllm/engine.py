@@ -14,11 +14,11 @@ from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.slots import DIGEST, Ledger, Packed, Salts, digest_of
 from i2cl.interfaces.vllm.support import NAME, WORKER, require_supported, settings_of
 
+# Names of calls: to the engine core, which books a slot, and from there to the workers.
 LOAD, DROP, WRITE = "i2cl_load", "i2cl_drop", "i2cl_write"
-"""Names of calls: to the engine core, which books a slot, and from there to the workers."""
 
+# Of the change that the canary's tasks make: how far their answers may be apart, since they are rounded.
 SHARE = 0.05
-"""Of the change that the canary's tasks make: how far their answers may be apart, since they are rounded."""
 
 MOST_STEPS = 1000
 
@@ -149,11 +149,8 @@ def canaries(layers: int, d: int) -> tuple[Packed, Packed]:
 def try_canary(core: Any) -> None:
     """Ask the plain model and both canaries one prompt, through the whole engine.
 
-    Args:
-        core: an ``EngineCore`` that has just started.
-
-    Raises:
-        I2CLError: if the answers come back unedited, or edited in part.
+    ``core``: an ``EngineCore`` that has just started. Raises I2CLError if the answers come back unedited, or
+    edited in part.
     """
     config = core.vllm_config.model_config
     pair = canaries(config.get_total_num_hidden_layers(), config.get_hidden_size())
@@ -170,13 +167,8 @@ def try_canary(core: Any) -> None:
 def require_edited(plain: Float[Tensor, " n"], one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> None:
     """Refuse answers that show no edit, or not that of every writer.
 
-    Args:
-        plain: log-probabilities of some tokens without a task.
-        one: the same with the first canary.
-        other: with the second one.
-
-    Raises:
-        I2CLError: saying which of the two.
+    ``plain``: log-probabilities of some tokens without a task; ``one``: the same with the first canary;
+    ``other``: with the second one. Raises I2CLError, saying which of the two.
     """
     change, apart = float((one - plain).abs().max()), float((one - other).abs().max())
     if not change > 1e-3:

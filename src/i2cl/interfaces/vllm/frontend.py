@@ -49,21 +49,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Served:
-    """A task that is loaded.
+    """A task that is loaded."""
 
-    Attributes:
-        name: as requests call it.
-        packed: what the workers were given.
-        questions: how it is asked.
-        bias: of its labels, if any.
-        temperature: of its labels.
-    """
-
-    name: str
-    packed: Packed
-    questions: Questions
-    bias: tuple[float, ...] | None
-    temperature: float
+    name: str  # as requests call it
+    packed: Packed  # what the workers were given
+    questions: Questions  # how it is asked
+    bias: tuple[float, ...] | None  # of its labels, if any
+    temperature: float  # of its labels
 
     @cached_property
     def trie(self) -> Trie:
@@ -94,13 +86,9 @@ class Bound:
 
 @dataclass
 class Tasks:
-    """The tasks of a front end by name. One process serves one engine.
+    """The tasks of a front end by name. One process serves one engine."""
 
-    Attributes:
-        served: by name.
-    """
-
-    served: dict[str, Served] = field(default_factory=dict)
+    served: dict[str, Served] = field(default_factory=dict)  # by name
     _bases: dict[str, ModelIdentity] = field(default_factory=dict)
     _held: Counter[str] = field(default_factory=Counter)
     _gone: dict[str, None] = field(default_factory=dict)
@@ -189,16 +177,13 @@ class Tasks:
         return free
 
 
-TASKS = Tasks()
-"""Those of this process."""
+TASKS = Tasks()  # those of this process
 
 
 def verified(original: Callable[..., None], refusal: type[I2CLError] = I2CLError) -> Callable[..., None]:
     """``SamplingParams.verify``: a task that is not loaded is its request's error, in the front end.
 
-    Args:
-        original: vLLM's.
-        refusal: what is raised, of which vLLM's server makes a 400.
+    ``original``: vLLM's; ``refusal``: what is raised, of which vLLM's server makes a 400.
     """
 
     def verify(params: Any, *args: Any, **more: Any) -> None:
@@ -214,9 +199,7 @@ def verified(original: Callable[..., None], refusal: type[I2CLError] = I2CLError
 def searched(original: Callable[..., Any], refusal: type[I2CLError] = I2CLError) -> Callable[..., Any]:
     """``to_beam_search_params`` of a request of the server: beam search would forget the task.
 
-    Args:
-        original: vLLM's.
-        refusal: what is raised, of which vLLM's server makes a 400.
+    ``original``: vLLM's; ``refusal``: what is raised, of which vLLM's server makes a 400.
     """
 
     def beams(request: Any, *args: Any, **more: Any) -> Any:
@@ -230,12 +213,8 @@ def searched(original: Callable[..., Any], refusal: type[I2CLError] = I2CLError)
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
     """Which model an engine runs, from its files, which are read once.
 
-    Args:
-        config: the engine's ``ModelConfig``.
-        tokenizer: the engine's.
-
-    Raises:
-        I2CLError: if its files cannot be found or read.
+    ``config``: the engine's ``ModelConfig``; ``tokenizer``: the engine's. Raises I2CLError if its files
+    cannot be found or read.
     """
     folder = checkpoint_folder(config.model, config.revision)
     empty = skeleton(config.hf_config)

@@ -13,13 +13,9 @@ from i2cl.interfaces.vllm.tables import Tables
 
 
 class Hooked:
-    """What is put in front of a class of vLLM.
+    """What is put in front of a class of vLLM."""
 
-    Attributes:
-        i2cl_tables: what a runner fills before every forward pass.
-    """
-
-    i2cl_tables: Tables
+    i2cl_tables: Tables  # what a runner fills before every forward pass
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **more: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **more)  # type: ignore[call-arg]

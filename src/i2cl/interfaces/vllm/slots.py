@@ -22,26 +22,19 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.support import NAME
 
+# In a request's extra arguments: what the front end found its task to be, which nobody else may set.
 DIGEST = "i2cl_digest"
-"""In a request's extra arguments: what the front end found its task to be, which nobody else may set."""
 
 _OURS = f"{NAME}:"
-
-PLAIN = 0
-"""The slot of tokens without a task, and of padding: it adds nothing and scales by one."""
+PLAIN = 0  # the slot of tokens without a task, and of padding: it adds nothing and scales by one
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """What a worker needs of a task, in a form that any channel between processes carries.
+    """What a worker needs of a task, in a form that any channel between processes carries."""
 
-    Attributes:
-        rows: ``lambda v`` of every layer, attention and then MLP, as bytes of float32.
-        scales: beta of the same.
-    """
-
-    rows: bytes
-    scales: bytes
+    rows: bytes  # ``lambda v`` of every layer, attention and then MLP, as bytes of float32
+    scales: bytes  # beta of the same
 
     @classmethod
     def of(cls, rows: Float[Tensor, "layers 2 d"], scales: Float[Tensor, "layers 2"]) -> "Packed":
@@ -175,10 +168,9 @@ def token_slots(
 ) -> NDArray[np.int32]:
     """The slot of every token of a batch.
 
-    Args:
-        slots: of each request, in the batch's order.
-        starts: place of each request's first token, and then of what is behind the last one.
-        size: tokens of the batch with padding, which gets the slot of plain requests.
+    ``slots``: of each request, in the batch's order; ``starts``: place of each request's first token, and
+    then of what is behind the last one; ``size``: tokens of the batch with padding, which gets the slot of
+    plain requests.
     """
     found = np.full(size, PLAIN, dtype=np.int32)
     found[: starts[-1]] = np.repeat(np.asarray(slots, dtype=np.int32), np.diff(starts))

@@ -11,40 +11,28 @@ from typing import Any, NamedTuple
 from i2cl.errors import I2CLError
 from i2cl.version import __version__
 
-NAME = "i2cl"
-"""Of the plugin in ``VLLM_PLUGINS``, and of the task in a request's extra arguments."""
+NAME = "i2cl"  # of the plugin in ``VLLM_PLUGINS``, and of the task in a request's extra arguments
 
+# Minor versions that the tests ran with. What it hooks is internal to vLLM and may move in any other.
 TESTED = ("0.32",)
-"""Minor versions that the tests ran with. What it hooks is internal to vLLM and may move in any other."""
 
-ANY = "I2CL_VLLM_ANY"
-"""Set to 1, the environment variable that goes on with another version."""
-
-WORKER = "i2cl.interfaces.vllm.engine.Worker"
-"""The class that vLLM adds to its workers."""
-
-SLOTS = 64
-"""How many tasks can be in the tables unless ``additional_config`` says otherwise."""
+ANY = "I2CL_VLLM_ANY"  # set to 1, the environment variable that goes on with another version
+WORKER = "i2cl.interfaces.vllm.engine.Worker"  # the class that vLLM adds to its workers
+SLOTS = 64  # how many tasks can be in the tables unless ``additional_config`` says otherwise
 
 
 class Writers(NamedTuple):
-    """Where a model class of vLLM is, and its residual writers.
+    """Where a model class of vLLM is, and its residual writers."""
 
-    Attributes:
-        module: below ``vllm.model_executor.models``.
-        name: of the class.
-        blocks: path from the model to the list of blocks.
-        attention: path from a block to the linear layer that writes the attention output.
-        mlp: path from a block to the one that writes the MLP output.
-    """
-
-    module: str
-    name: str
-    blocks: str = "model.layers"
+    module: str  # below ``vllm.model_executor.models``
+    name: str  # of the class
+    blocks: str = "model.layers"  # path from the model to the list of blocks
+    # path from a block to the linear layer that writes the attention output
     attention: str = "self_attn.o_proj"
-    mlp: str = "mlp.down_proj"
+    mlp: str = "mlp.down_proj"  # path from a block to the one that writes the MLP output
 
 
+# By the architecture in a model's config.json. Read-only.
 WRITERS: Mapping[str, Writers] = MappingProxyType(
     {
         "GPT2LMHeadModel": Writers("gpt2", "GPT2LMHeadModel", "transformer.h", "attn.c_proj", "mlp.c_proj"),
@@ -62,7 +50,6 @@ WRITERS: Mapping[str, Writers] = MappingProxyType(
         "StableLmForCausalLM": Writers("stablelm", "StablelmForCausalLM"),
     }
 )
-"""By the architecture in a model's config.json. Read-only."""
 
 
 def require_version(version: str) -> None:
@@ -81,11 +68,7 @@ def require_version(version: str) -> None:
 def settings_of(config: Any) -> dict[str, Any]:
     """The plugin's own part of ``additional_config``, whole, with the version that compiled graphs depend on.
 
-    Args:
-        config: a ``VllmConfig``.
-
-    Raises:
-        I2CLError: on an unknown field, or a number of slots that is none.
+    ``config``: a ``VllmConfig``. Raises I2CLError on an unknown field, or a number of slots that is none.
     """
     whole = config.additional_config
     given = whole.get(NAME, {}) if isinstance(whole, dict) else None
@@ -148,11 +131,7 @@ _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
 def require_supported(config: Any) -> None:
     """Refuse what the edit would be wrong with.
 
-    Args:
-        config: a ``VllmConfig``.
-
-    Raises:
-        I2CLError: with the first reason found.
+    ``config``: a ``VllmConfig``. Raises I2CLError, with the first reason found.
     """
     for refused, reason in _REFUSED:
         if refused(config):

@@ -19,11 +19,10 @@ from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry, require_name
 
-LOOK = 0.2
-"""Seconds between two looks for new events."""
+LOOK = 0.2  # seconds between two looks for new events
 
+# Seconds without an event after which clients, and proxies between, are shown that somebody is there.
 QUIET = 15.0
-"""Seconds without an event after which clients, and proxies between, are shown that somebody is there."""
 
 _BODIES: dict[str, Any] = {
     "requestBody": {
