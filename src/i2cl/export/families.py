@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -72,13 +71,13 @@ def from_helium(name: str, config: PreTrainedConfig) -> Piece:
     """Rotary pairs that lie side by side; Llama's lie half a head apart."""
     if name.rsplit(".", 2)[-2] not in {"q_proj", "k_proj"}:
         return Piece(name)
-    head: int = config.head_dim
-    return Piece(name, lambda rows: _halves(rows, head))
+    half: int = config.head_dim // 2
 
+    def halves(rows: Tensor) -> Tensor:
+        pairs = rows.reshape(-1, half, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape).contiguous()
 
-def _halves(rows: Float[Tensor, "rows ..."], head: int) -> Float[Tensor, "rows ..."]:
-    pairs = rows.reshape(-1, head // 2, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape).contiguous()
+    return Piece(name, halves)
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,8 @@ def _left_behind(config: PreTrainedConfig, target: str) -> str | None:
     """What a config says that the class of the result cannot do, or None."""
     window, length = getattr(config, "sliding_window", None), config.max_position_embeddings
     rope: dict[str, Any] = config.rope_parameters or {}
-    if window is not None and window < length and "sliding_attention" in _layer_types(config):
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window is not None and window < length and "sliding_attention" in kinds:
         shorter = f"its sliding window of {window} tokens is shorter than its context of {length}"
         return f"{shorter}, {target} has none"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -209,10 +209,6 @@ def _left_behind(config: PreTrainedConfig, target: str) -> str | None:
     if target == "llama" and config.hidden_size % config.num_attention_heads:
         return "its width is no multiple of its number of heads, as that of llama has to be"
     return None
-
-
-def _layer_types(config: PreTrainedConfig) -> list[str]:
-    return getattr(config, "layer_types", None) or ["sliding_attention"]
 
 
 _COPIED = """attention_dropout bos_token_id dtype eos_token_id hidden_act hidden_size initializer_range
@@ -241,11 +237,11 @@ youtu"""
 _EXPERTS = ("self_attn.o_proj", "")
 
 
+# Paths from a block to the last linear maps of attention and MLP; "" where there is none. Read-only.
 def _module(path: Linear) -> str:
     return path if isinstance(path, str) else ""  # experts' weights are no modules
 
 
-# Paths from a block to the last linear maps of attention and MLP; "" where there is none. Read-only.
 LAST_MAPS: Mapping[str, tuple[str, str]] = MappingProxyType(
     dict.fromkeys(_UNBIASED.split(), _LLAMA)
     | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _EXPERTS)

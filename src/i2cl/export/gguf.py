@@ -128,7 +128,8 @@ class Weights:
         self.names = {
             table.get_name(name, try_suffixes=(".weight", ".bias")): name
             for name in folding.shapes
-            if not self._is_nothing(name)
+            # a bias of zeros came with the switches of the class
+            if not name.endswith(".bias") or name in folding.constants or folding.tensor(name).any()
         }
 
     @property
@@ -194,14 +195,6 @@ class Weights:
         return (
             self.dtype if len(shape) > 1 else torch.float32
         )  # llama.cpp adds and multiplies these in float32
-
-    def _is_nothing(self, name: str) -> bool:
-        """Whether it is a bias of zeros, which came with the switches of the class."""
-        return (
-            name.endswith(".bias")
-            and name not in self.folding.constants
-            and not self.folding.tensor(name).any()
-        )
 
 
 def neighbours(rows: Float[Tensor, "rows ..."], head: int) -> Float[Tensor, "rows ..."]:

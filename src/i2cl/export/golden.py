@@ -297,8 +297,10 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
     end = end_of(decoder)
     tail = shared_end(decoder.encoder([questions.prompt(text) for text in (*TEXTS, *ENDS)]))
     behind = [text_behind(decoder, queries[0], ids) for ids in labels.ids]
+    described = injection.description()
+    base = described["base_model"]
     made = Golden(
-        artefact=_published(injection),
+        artefact=described | {"base_model": base | {"name": public_name(base["name"])}},
         labels=list(task.labels),
         label_ids=first,
         label_texts=[decoder.tokenizer.decode([token]) for token in first],
@@ -325,13 +327,6 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
     return made.model_copy(update={"prompts": prompts})
 
 
-def _published(injection: Injection) -> dict[str, Any]:
-    """Its description, without a path of this machine."""
-    described = injection.description()
-    base = described["base_model"]
-    return {**described, "base_model": base | {"name": public_name(base["name"])}}
-
-
 def _prompt(
     decoder: Decoder,
     injection: Injection,
@@ -344,10 +339,12 @@ def _prompt(
     logits, labels = _logits(decoder, ids, injection), golden.label_ids
     values = logits.log_softmax(-1)[labels].tolist()
     top = logits.topk(min(TOP, len(logits)))
-    dropped = {
-        name: _logits(decoder, ids, _without(injection, sites)).log_softmax(-1)[labels].tolist()
-        for name, sites in (DROPPED.items() if diagnosed else ())
-    }
+    dropped = {}
+    for name, sites in DROPPED.items() if diagnosed else ():
+        coefficients = injection.coefficients.clone()
+        coefficients[:, list(sites), 0] = 0
+        without = replace(injection, coefficients=coefficients)
+        dropped[name] = _logits(decoder, ids, without).log_softmax(-1)[labels].tolist()
     return GoldenPrompt(
         text=decoder.tokenizer.decode(list(ids)),
         ids=list(ids),
@@ -376,9 +373,3 @@ def _logits(decoder: Decoder, ids: Ids, injection: Injection) -> Tensor:
     batch = make_batch([ids], decoder.device)
     with decoder.frozen(), torch.no_grad(), Upcast():
         return decoder.forward(batch, edit=injection.edit())[0, 0].float().cpu()
-
-
-def _without(injection: Injection, sites: tuple[int, ...]) -> Injection:
-    coefficients = injection.coefficients.clone()
-    coefficients[:, list(sites), 0] = 0
-    return replace(injection, coefficients=coefficients)

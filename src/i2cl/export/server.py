@@ -145,7 +145,9 @@ def _whole(golden: Golden, prompt: GoldenPrompt, answer: Answer, echoes: list[An
             values = [float(value) for value in told[end - len(ids) : end]]
         except (KeyError, IndexError, TypeError, ValueError):
             return ()
-        if not fits or len(values) < len(ids) or (first is not None and not _close(values[0], first)):
+        if not fits or len(values) < len(ids):
+            return ()
+        if first is not None and not math.isclose(values[0], first, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
             return ()
         found.append(math.fsum(values))
     return tuple(found)
@@ -154,10 +156,6 @@ def _whole(golden: Golden, prompt: GoldenPrompt, answer: Answer, echoes: list[An
 def _all_or_none(answers: list[Answer]) -> list[Answer]:
     """Without whole sequences where one prompt's do not fit: the others' may do so by chance."""
     return answers if all(answer.whole for answer in answers) else [replace(one, whole=()) for one in answers]
-
-
-def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def _told(logprobs: Any) -> dict[int | str, float]:

@@ -219,7 +219,8 @@ def judged(
     found = Verification(golden, tuple(answers), golden.tolerance if tolerance is None else tolerance)
     if found.passed:
         return found
-    dropped = f"the bias {_some(lost)} is dropped" if lost else _as_if_dropped(found)
+    more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+    dropped = f"the bias {lost[0]}{more} is dropped" if lost else _as_if_dropped(found)
     return replace(found, dropped=dropped)
 
 
@@ -249,24 +250,12 @@ def _difference(prompt: GoldenPrompt, answer: Answer) -> float:
 
 def _label_difference(expected: Sequence[float], answer: Answer) -> float:
     """The same of the labels' first tokens alone."""
-    pairs = [
-        (wanted, _least(wanted, answer.floor) if value is None else value)
-        for wanted, value in zip(expected, answer.labels, strict=True)
-    ]
-    return _relative(pairs)
+    floor = math.inf if answer.floor is None else answer.floor  # below it, the closest value counts
+    pairs = zip(expected, answer.labels, strict=True)
+    return _relative([(wanted, min(wanted, floor) if value is None else value) for wanted, value in pairs])
 
 
 def _relative(pairs: Sequence[tuple[float, float]]) -> float:
     size = max(1.0, *(abs(wanted) for wanted, _ in pairs))
     worst = [abs(wanted - value) / size for wanted, value in pairs]
     return max(worst) if all(map(math.isfinite, worst)) else math.inf
-
-
-def _least(wanted: float, floor: float | None) -> float:
-    """The value below the floor that is closest to what was expected."""
-    return wanted if floor is None else min(wanted, floor)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{names[0]}{more}"

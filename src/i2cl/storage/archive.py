@@ -32,7 +32,8 @@ def unpacked(archive: Path, name: str) -> Path:
     try:
         with zipfile.ZipFile(archive) as opened:
             members = _checked(archive, opened.infolist())
-            place = f"{name}-{_digest(members)}"
+            listed = "\n".join(f"{one.filename} {one.file_size} {one.CRC}" for one in members)
+            place = f"{name}-{hashlib.sha256(listed.encode()).hexdigest()[:16]}"
             with write_errors("to the cache of the hub", "free space or set HF_ASSETS_CACHE"):
                 parent = cached_assets_path("i2cl", namespace="archives", subfolder=place)
                 with FileLock(parent / ".lock"):
@@ -63,9 +64,3 @@ def _checked(archive: Path, members: Iterable[zipfile.ZipInfo]) -> list[zipfile.
     if sum(member.file_size for member in files) > MOST_BYTES:
         raise I2CLError(f"{str(archive)!r} is not unpacked: its members take more than {MOST_BYTES:,} bytes")
     return files
-
-
-def _digest(members: Iterable[zipfile.ZipInfo]) -> str:
-    """Of names, sizes and checksums, which need no look at the contents."""
-    told = "\n".join(f"{one.filename} {one.file_size} {one.CRC}" for one in members)
-    return hashlib.sha256(told.encode()).hexdigest()[:16]

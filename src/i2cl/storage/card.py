@@ -271,13 +271,14 @@ def _worth(description: Mapping[str, Any], worth: Mapping[str, Any]) -> Iterator
     """Verdict and table."""
     yield f"Whether it pays: {worth['verdict']}."
     yield f"Accuracy on {worth['rows']} {SCORED[worth['split']]}:"
+    ms = "milliseconds_per_query"  # which a server that does other work meanwhile does not measure
     lines = [
         "| method | accuracy | 95 % interval | fit s | ms/query | bytes |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     lines += [
         f"| {name} | {one['accuracy']:.3f} | {one['low']:.3f} to {one['high']:.3f} "
-        f"| {one['fit_seconds']:.1f} | {_milliseconds(one)} | {one['cached_bytes']} |"
+        f"| {one['fit_seconds']:.1f} | {f'{one[ms]:.2f}' if ms in one else ''} | {one['cached_bytes']} |"
         for name, one in worth["methods"].items()
     ]
     lines += [f"| {name} | not run: {why} | | | | |" for name, why in worth["not_run"].items()]
@@ -288,12 +289,6 @@ def _worth(description: Mapping[str, Any], worth: Mapping[str, Any]) -> Iterator
         yield f"Confidence: {confidence_words(description.get('temperature', 1.0), worth['confidence'])}."
     if worth.get("selection"):
         yield f"Answers that are sure enough: {selection_words(worth['selection'])}."
-
-
-def _milliseconds(score: Mapping[str, Any]) -> str:
-    """A server that does other work meanwhile measures none."""
-    found = score.get("milliseconds_per_query")
-    return "" if found is None else f"{found:.2f}"
 
 
 def _again(description: Mapping[str, Any]) -> str:

@@ -348,7 +348,10 @@ def command_line(context: typer.Context, **resolved: object) -> str:
         typed = source is not None and source.name != "DEFAULT"
         if name == "json" or value is None or not (typed or name in resolved):
             continue
-        told = [_public(name, one) for one in (value if isinstance(value, list | tuple) else [value])]
+        told = [
+            public_name(str(one)) if isinstance(one, Path) or name in _NAMES else str(one)
+            for one in (value if isinstance(value, list | tuple) else [value])
+        ]
         if parameter.param_type_name == "argument":
             words += told
         elif isinstance(value, bool):
@@ -356,8 +359,3 @@ def command_line(context: typer.Context, **resolved: object) -> str:
         else:
             named += [word for one in told for word in (parameter.opts[0], one)]
     return shlex.join([*words, *named]).encode(errors="backslashreplace").decode()
-
-
-def _public(name: str, value: object) -> str:
-    path = isinstance(value, Path) or name in _NAMES
-    return public_name(str(value)) if path else str(value)

@@ -68,6 +68,7 @@ def predict(
     With -o, the same command again goes on where a killed run was.
     """
     load.libraries()
+    from i2cl.core.artefact import FILES
     from i2cl.core.injection import Injection
     from i2cl.interfaces.batch_prediction.prediction import Texts, digest, predict_here, predict_on_ray
 
@@ -77,7 +78,7 @@ def predict(
         raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
     require_confidence(min_confidence)
     kind = chosen_format(output, output_format, as_json=json)
-    require_other(output, source, *_files(artefact))
+    require_other(output, source, *(str(Path(artefact) / name) for name in FILES))
     started = time.perf_counter()
     injection = Injection.from_pretrained(artefact)
     loading = load.of_artefact(loading, injection, model)
@@ -117,13 +118,6 @@ def predict(
         console.note(f"Saved {output}: {out.rows} rows in {time.perf_counter() - started:.1f} s{before}.")
         if out.note:
             console.note(out.note)
-
-
-def _files(artefact: str) -> list[str]:
-    """What is read of an artefact in a folder."""
-    from i2cl.core.artefact import FILES
-
-    return [str(Path(artefact) / name) for name in FILES]
 
 
 def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:

@@ -22,6 +22,7 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.evidence.worth import labelled_rows, with_folds, with_worth
 from i2cl.injections.confidence import require_confidence
 from i2cl.injections.label_prior import with_label_prior
+from i2cl.injections.temperature import normalised
 from i2cl.interfaces.sklearn.inputs import as_classes, as_texts, label_words
 from i2cl.interfaces.sklearn.shared import ModelSource, find_decoder
 from i2cl.methods import METHODS, calibrating_method
@@ -183,7 +184,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             raise I2CLError(
                 f"{none!r} is a class and what min_confidence answers: fit with another name for it"
             )
-        unsure = np.exp(_normalised(scores)).max(-1) < self.min_confidence
+        unsure = np.exp(normalised(scores)).max(-1) < self.min_confidence
         return np.where(unsure, none, found)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
@@ -192,7 +193,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
         """Log-probability of each class among the classes, in nats. Raises as `predict`."""
-        return _normalised(self._scores(X))
+        return normalised(self._scores(X))
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """Log-odds of the second class, in nats; of more than two, each label's log-probability.
@@ -321,10 +322,3 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         tags.input_tags.two_d_array = False
         tags.input_tags.string = True
         return tags
-
-
-def _normalised(scores: Float[np.ndarray, "n classes"]) -> Float[np.ndarray, "n classes"]:
-    """Log-probabilities among the classes."""
-    top = scores - scores.max(-1, keepdims=True)
-    normal: Float[np.ndarray, "n classes"] = top - np.log(np.exp(top).sum(-1, keepdims=True))
-    return normal

@@ -61,12 +61,10 @@ class Packed:
 
     def tensors(self, d: int) -> tuple[Float[Tensor, "writers d"], Float[Tensor, " writers"]]:
         """Unpack it for a model of width ``d``."""
-        rows, scales = (torch.frombuffer(bytearray(one), dtype=torch.float32) for one in self._parts)
+        rows, scales = (
+            torch.frombuffer(bytearray(one), dtype=torch.float32) for one in (self.rows, self.scales)
+        )
         return rows.view(-1, d), scales
-
-    @property
-    def _parts(self) -> tuple[bytes, bytes]:
-        return self.rows, self.scales
 
 
 def digest_of(params: Any) -> str | None:
