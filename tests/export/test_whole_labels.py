@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from export.test_export import decoder_of, injection_for, run, saved
+from export.test_export import decoder_of, injection_for, run
 from export.test_export_server import serving
-from i2cl.core.injection import Injection
 from i2cl.export import Golden, export_gguf, export_hf, golden, make_golden, verify, verify_gguf
 from i2cl.export.greedy import labels
 from i2cl.tasks import Task, Template
@@ -86,18 +85,6 @@ def test_a_change_that_only_later_tokens_show_is_found(export):
     assert not outcome.passed
     firsts = [pytest.approx(prompt.labels, rel=1e-4) for prompt in told.prompts]
     assert [list(answer.labels) for answer in outcome.answers] == firsts
-
-
-def test_an_adapter_holds(tmp_path, capsys):
-    pytest.importorskip("peft", reason="peft is not installed (pip install 'i2cl[peft]')")
-    _, artefact = saved(decoder_of("phi"), tmp_path)
-    replace(Injection.from_pretrained(artefact), task=SHARED).save_pretrained(artefact)
-    assert run("export", artefact, tmp_path / "out", "--to", "peft", "--device", "cpu") == 0
-    capsys.readouterr()
-    assert run("verify", tmp_path / "out", "--device", "cpu", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["worst"] < 1e-5
-    assert all(row["found"] == row["expected"] for row in told["prompts"])
 
 
 def test_llama_cpp_holds(tmp_path):

@@ -69,13 +69,6 @@ def test_it_is_exported_and_verified_as_a_chat(home, capsys):
     assert any(SAY in path.read_text() for path in (home / "folded").glob("*golden*.json"))
 
 
-def test_it_predicts(home, capsys):
-    (home / "texts.txt").write_text("film 90 is good")
-    capsys.readouterr()
-    assert run("predict", home / "out", home / "texts.txt") == 0
-    assert capsys.readouterr().out.splitlines()[1].split("\t")[0] in {"yes", "no"}
-
-
 def test_the_classifier_asks_in_the_same_way(home):
     texts, labels = zip(*ROWS, strict=True)
     model = str(home / "model")

@@ -284,6 +284,15 @@ def wrong(x=None, y=None, **parameters):
         ({"template": "{text}"}, r"\{label\} 0 times"),
         ({"model": "no/such/folder/here"}, r"does not exist.*set_params\(model=...\)"),
         ({"model": 3}, "model is a int: give a name, a folder or a Decoder"),
+        ({"shots": 2.0}, "shots is 2.0: give a whole number, or None"),
+        ({"shots": "2"}, "shots is '2'"),
+        ({"scoring": "nope"}, "scoring is 'nope': choose one of auto, first_token, full"),
+        ({"template": None}, "template is None: give a string with {text} and {label}"),
+        ({"settings": [1]}, "settings is a list: give a dict"),
+        ({"random_state": 2**70}, "random_state is .*63 bits"),
+        ({"labels": dict.fromkeys(Y, 3)}, "labels has 3, which is no word"),
+        ({"unlabelled": []}, "unlabelled holds no texts"),
+        ({"unlabelled": "text"}, "unlabelled is one string"),
     ],
 )
 def test_bad_input_is_one_line(arguments, named):
@@ -414,11 +423,6 @@ def test_a_grid_search_over_processes_in_a_pipeline():
     assert here[1]
 
 
-def test_a_grid_over_models_shares_them_too():
-    search = GridSearchCV(quick(), {"model": [reference()]}, cv=2).fit(X, Y)
-    assert search.best_estimator_.model is reference()
-
-
 # Kept and carried
 
 
@@ -541,16 +545,6 @@ def test_a_label_bias_follows_its_labels(tmp_path):
     assert set(found.predict(QUERIES)) == {"red"} != set(fitted().predict(QUERIES))
 
 
-def test_a_temperature_changes_probabilities_and_no_answer(tmp_path):
-    warm = with_temperature(fitted().injection_, 3 * fitted().injection_.temperature)
-    warm.save_pretrained(tmp_path / "warm")
-    found = I2CLClassifier.from_pretrained(tmp_path / "warm", model=reference())
-    assert found.predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
-    roots = fitted().predict_proba(QUERIES) ** (1 / 3)
-    wanted = roots / roots.sum(-1, keepdims=True)
-    np.testing.assert_allclose(found.predict_proba(QUERIES), wanted, rtol=1e-5)
-
-
 @pytest.mark.parametrize(("classes", "none"), [(None, ""), ([3, 1, 4, 2], -1), ([3.0, 1.0, 4.0, 2.0], -1)])
 def test_below_min_confidence_predict_gives_no_class(classes, none):
     labels, y = None, Y
@@ -614,22 +608,3 @@ def test_a_grid_search_over_numpy_numbers_can_be_saved(tmp_path):
     best.save_pretrained(tmp_path / "best")
     stored = json.loads((tmp_path / "best" / "injection.json").read_text())
     assert '"shots": 1' in json.dumps(stored)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"shots": 2.0}, "shots is 2.0: give a whole number, or None"),
-        ({"shots": "2"}, "shots is '2'"),
-        ({"scoring": "nope"}, "scoring is 'nope': choose one of auto, first_token, full"),
-        ({"template": None}, "template is None: give a string with {text} and {label}"),
-        ({"settings": [1]}, "settings is a list: give a dict"),
-        ({"random_state": 2**70}, "random_state is .*63 bits"),
-        ({"labels": dict.fromkeys(Y, 3)}, "labels has 3, which is no word"),
-        ({"unlabelled": []}, "unlabelled holds no texts"),
-        ({"unlabelled": "text"}, "unlabelled is one string"),
-    ],
-)
-def test_parameters_that_cannot_be_used_are_named(parameters, message):
-    with pytest.raises(I2CLError, match=message):
-        quick(**parameters).fit(X, Y)

@@ -205,18 +205,6 @@ def test_a_readme_of_the_users_own_is_not_replaced(tmp_path):
     assert '"seed": 4' in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
 
 
-def test_artefacts_from_before_there_were_cards_load(tmp_path):
-    made(command="i2cl fit", metrics=METRICS, worth=WORTH).save_pretrained(tmp_path / "out")
-    (tmp_path / "out" / CARD).unlink()
-    description = json.loads((tmp_path / "out" / DESCRIPTION).read_text(encoding="utf-8"))
-    del description["metrics"], description["command"], description["worth"]
-    (tmp_path / "out" / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
-    loaded = Injection.from_pretrained(tmp_path / "out")
-    assert (loaded.metrics, loaded.worth) == ({}, {})
-    assert loaded.command == ""
-    assert "metrics" not in made().description()  # so that older versions read what has none
-
-
 # The command that makes it again
 
 

@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from i2cl import with_temperature
 from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.guard import Access, read_tokens
 from i2cl.interfaces.server.jobs import Job
@@ -157,21 +156,6 @@ def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(client, 
         assert after == before | {"label": before["label"] if kept else ""}
 
 
-def test_a_temperature_acts_in_answers_and_changes_no_label(client, service):
-    warm = with_temperature(made(service.decoder, 0), 3.0)
-    service.tasks.put("warm", warm)
-    plain, found = (
-        client.post("/v1/classify", json={"model": name, "input": list(TEXTS)}).json()["data"]
-        for name in ("films", "warm")
-    )
-    assert client.get("/v1/tasks/warm").json()["temperature"] == 3
-    assert client.delete("/v1/tasks/warm").status_code == 200
-    assert [one["label"] for one in found] == [one["label"] for one in plain]
-    for before, after in zip(plain, found, strict=True):
-        roots = torch.tensor(before["probs"]) ** (1 / 3)
-        torch.testing.assert_close(torch.tensor(after["probs"]), roots / roots.sum(), rtol=0, atol=1e-5)
-
-
 CLASSIFY, CHAT = "/v1/classify", "/v1/chat/completions"
 SAID = {"model": "films", "messages": [{"role": "user", "content": TEXT}]}
 REFUSED = [
@@ -274,12 +258,6 @@ def test_what_is_too_long_or_too_much_is_told_with_its_place_limit_and_cure(refu
     assert re.match("the request has 3000 texts, and 2048 may come at once: send fewer", told["message"])
     described = refusing.get("/openapi.json").json()["components"]["schemas"]["Classify"]
     assert [one.get("maxItems") for one in described["properties"]["input"]["anyOf"]] == [None, 2048]
-
-
-def test_a_cure_is_told_with_the_colons_in_its_quotations(refusing):
-    rows = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
-    told = refusing.post("/v1/tasks", json={**NAMED, "template": "none", "examples": rows}).json()["error"]
-    assert told["cure"].startswith("write it like 'Review: {text}")
 
 
 def test_a_text_that_cannot_be_used_is_named_in_its_list(refusing):

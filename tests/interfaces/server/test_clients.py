@@ -1,10 +1,7 @@
 """Clients that others have written, unchanged, over loopback, with a token and without."""
 
-import json
 import os
-import shutil
 import signal
-import subprocess
 
 import pytest
 
@@ -87,24 +84,3 @@ def test_huggingface_hub(served):
     if token:
         with pytest.raises(hub.errors.HfHubHTTPError, match="401"):
             hub.InferenceClient(model=f"{url}/models/a/films", token="wrong").text_classification(TEXTS[0])
-
-
-def test_curl(served):
-    if shutil.which("curl") is None:
-        pytest.skip("needs curl")
-    url, token, right = served
-    key = ["-H", f"Authorization: Bearer {token}"] if token else []
-
-    def curl(path, *options):
-        command = ["curl", "-sS", "--noproxy", "*", *key, *options, url + path]
-        return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-
-    body = ("-H", "Content-Type: application/json", "-d", json.dumps({"model": "a/films", "input": TEXTS}))
-    told = curl("/v1/classify", *body)
-    assert told["labels"] == ["positive", "negative"]
-    for one, probs in zip(told["data"], right, strict=True):
-        assert one["probs"] == pytest.approx(probs, abs=1e-5)
-    assert [one["id"] for one in curl("/v1/tasks")["data"]] == ["a/films"]
-    assert curl("/v1/classify", "-d", "{}")["error"]["code"] == "content_type"
-    key.clear()
-    assert ("error" in curl("/v1/tasks")) == (token is not None)

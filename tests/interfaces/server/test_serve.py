@@ -97,18 +97,3 @@ def test_a_port_that_is_taken(call, tmp_path):
         port = taken.getsockname()[1]
         code, _, err = call("serve", "reference", "--tasks", tmp_path / "tasks", "--port", port)
     assert (code, "choose another --host or --port" in err) == (2, True)
-
-
-def test_every_option_is_explained(call):
-    code, out, _ = call("serve", "--help")
-    options = (
-        "--tasks",
-        "--host",
-        "--port",
-        "--token-file",
-        "--max-waiting-tokens",
-        "--no-page",
-        "--read-only",
-    )
-    assert code == 0
-    assert all(option in out for option in (*options, "--json", "--device", "--allowed-host"))

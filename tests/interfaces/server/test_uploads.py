@@ -81,14 +81,36 @@ def test_holes_are_not_filled(files, kind):
     assert peak < 2**22
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.CONTTYPE],
+LINKS = (
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.FIFOTYPE,
+    tarfile.CONTTYPE,
 )
-def test_links_and_devices_are_refused(files, kind):
-    body = member("injection.json", files["injection.json"]) + member(TENSORS, kind=kind)
+OTHERS = [*((TENSORS, kind) for kind in LINKS), ("other.txt", tarfile.REGTYPE)]
+OTHERS += [(f"{way}{TENSORS}", tarfile.REGTYPE) for way in ("../", "/", "a/")]
+
+
+@pytest.mark.parametrize(("name", "kind"), OTHERS)
+def test_other_files_links_devices_and_ways_out_are_refused(files, name, kind):
+    body = member("injection.json", files["injection.json"]) + member(name, kind=kind)
     with pytest.raises(RefusalError, match="which is none of"):
         unpacked(body)
+
+
+def test_what_is_no_tar_or_holds_no_artefact_is_refused(files):
+    good, told = tar(files), json.loads(files["injection.json"])
+    assert unpacked(good).task.name == "films"
+    bodies = [b"", b"PK\x03\x04 a zip", good[:700], tar({}), tar({"injection.json": b"{}"})]
+    changes = [told | {"format_version": 99}, told | {"more": 1}, told]
+    bodies += [tar({"injection.json": json.dumps(one).encode()}) for one in changes]
+    for body in bodies:
+        with pytest.raises(RefusalError, match="no artefact") as refused:
+            unpacked(body)
+        assert refused.value.status == 422
+        assert "/tmp" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.XHDTYPE])
