@@ -53,34 +53,28 @@ class StateDict:
 
 
 class Folding:
-    """What every tensor of the folded checkpoint is.
-
-    Attributes:
-        config: of the result.
-        source: the weights it is made from.
-        shapes: of the tensors of the result, without those that are tied to another.
-        constants: what each writer's bias gains, ``lambda * v`` in float32, by the name of the bias.
-        scales: beta by the names of the tensors that it multiplies.
-    """
+    """What every tensor of the folded checkpoint is."""
 
     def __init__(
         self, config: PreTrainedConfig, source: Tensors, injection: Injection, temperature: float = 1.0
     ) -> None:
         require_plain(injection)
         self.family = family_of(config)
-        self.config = self.family.config(config)
+        self.config = self.family.config(config)  # of the result
         if temperature != 1:
             self.config.tie_word_embeddings = False  # the head is divided, and the embedding is not
-        self.source = source
+        self.source = source  # the weights it is made from
         self._source_config = config
         empty = skeleton(self.config)
         self._nothing = skeleton(config)
         self._source_names = self._nothing.state_dict().keys()
         self._source_tied = self._nothing.all_tied_weights_keys
         tied = empty.all_tied_weights_keys
+        # of the tensors of the result, without those that are tied to another
         self.shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if name not in tied}
+        # what each writer's bias gains, ``lambda * v`` in float32, by the name of the bias
         self.constants: dict[str, Float[Tensor, " d"]] = {}
-        self.scales: dict[str, float] = {}
+        self.scales: dict[str, float] = {}  # beta by the names of the tensors that it multiplies
         self._place(injection, f"{empty.base_model_prefix}.{ARCHITECTURES[config.model_type].layers}")
         if temperature != 1:
             self._divide_head(empty, temperature)
@@ -219,9 +213,7 @@ def require_known(decoder: Decoder) -> None:
 
 
 def require_unquantized(config: PreTrainedConfig) -> None:
-    """Refuse weights that are no plain numbers: beta would have to be folded into their codes. Raises
-    I2CLError, naming the cure.
-    """
+    """Refuse (I2CLError) weights that are no plain numbers: beta would have to be folded into their codes."""
     method = quantization_of(config)
     if method is not None:
         raise I2CLError(

@@ -104,8 +104,6 @@ class Weights:
     """The tensors of a GGUF file, in its order, each made when it is written.
 
     Attributes:
-        folding: what they are made from.
-        dtype: of matrices.
         names: in the folded model, by their name in the file.
         rotary: divisors of the rotary frequencies, None where they are those of the base.
         scaling: what cosine and sine are multiplied by.
@@ -119,8 +117,8 @@ class Weights:
             raise I2CLError(f"a GGUF file does not hold {dtype}: choose float32, float16 or bfloat16")
         config: Any = folding.config
         _require_llama(config, folding.family.model_type)
-        self.folding = folding
-        self.dtype = dtype
+        self.folding = folding  # what they are made from
+        self.dtype = dtype  # of matrices
         self._package = package
         self.head: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.rotary, self.scaling = _rotary(config, self.head)

@@ -20,15 +20,11 @@ def imported(name: str) -> Any:
 
 
 def reader(path: Path) -> Any:
-    """A ``gguf.GGUFReader``, which maps the file into memory. Raises I2CLError if it is no GGUF file, or a
-    damaged one.
-    """
+    """A ``gguf.GGUFReader``, which maps the file into memory. Raises I2CLError on a damaged or other file."""
     return gguf_reader(path, "export it again")
 
 
 def read_field(path: Path, key: str) -> str | None:
-    """One string of a GGUF file, None where it has none. Raises I2CLError if it is no GGUF file, or a damaged
-    one.
-    """
+    """One string of a GGUF file, None where it has none. Raises I2CLError on a damaged or other file."""
     found = reader(path).get_field(key)
     return None if found is None else str(found.contents())

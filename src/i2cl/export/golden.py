@@ -209,9 +209,7 @@ class Golden(pydantic.BaseModel):
             raise I2CLError("the golden values have another label prior than the injection: make them of it")
 
     def require_bias_in(self, generation: GenerationConfig, where: str) -> None:
-        """Refuse a generation config that has lost the label prior, or what makes it say a label. Raises
-        I2CLError, naming the cure.
-        """
+        """Refuse (I2CLError) a generation config that lost the label prior, or what makes it say a label."""
         what = None
         if not self.sequence_bias.items() <= biases_of(generation).items():
             what = "the label prior's sequence_bias" if self.label_bias else "the labels' sequence_bias"
@@ -243,9 +241,7 @@ class Golden(pydantic.BaseModel):
 
     @classmethod
     def from_export(cls, export: str | Path) -> "Golden":
-        """Read that of an export: a folder, or a GGUF file. Raises I2CLError if it has none, or a damaged
-        one.
-        """
+        """That of an export, a folder or a GGUF file. Raises I2CLError if it has none, or a damaged one."""
         path = Path(export)
         try:
             if is_gguf(path):

@@ -77,9 +77,7 @@ class LlamaCpp:
         return torch.from_numpy(np.ctypeslib.as_array(found, shape=(self._model.n_vocab(),)).copy())
 
     def complete(self, prompt: str | Sequence[int], golden: Golden) -> str:
-        """What it completes a text or tokens with, greedily and as an export's calls tell to ask. Raises
-        I2CLError if llama.cpp cannot run them.
-        """
+        """What it completes greedily, asked as an export's calls tell. Raises I2CLError if it cannot."""
         asked: dict[str, Any] = {"max_tokens": golden.longest, "temperature": 0}
         if golden.forced:
             asked["grammar"] = self._library.LlamaGrammar.from_string(golden.grammar, verbose=False)

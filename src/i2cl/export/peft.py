@@ -232,9 +232,7 @@ def _split(name: str) -> tuple[str, str]:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Say what is lacking where a name of PEFT cannot be imported. Raises I2CLError, naming the command that
-    installs it.
-    """
+    """Raise an I2CLError that names what to install where a name of PEFT cannot be imported."""
     needs("a PEFT adapter", "peft", "peft")
     try:
         yield

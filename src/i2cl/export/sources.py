@@ -66,9 +66,7 @@ def from_files(name: str, revision: str | None = None) -> Source:
 
 
 def checkpoint_folder(name: str, revision: str | None = None) -> Path:
-    """Where the files of a model are: bundled, a folder, or the hub's snapshot. Raises I2CLError if there is
-    none.
-    """
+    """A model's files: bundled, a folder, or the hub's snapshot. Raises I2CLError if there are none."""
     folder = Path(located(name))
     if not folder.is_dir():
         try:

@@ -90,9 +90,7 @@ def log_mean(scores: Float[Tensor, "texts labels"]) -> Float[Tensor, " labels"]:
 
 
 def require_shares(prior: Sequence[float], labels: Sequence[str]) -> Float[Tensor, " labels"]:
-    """A prior as shares that sum to 1. Raises I2CLError if it is not one number above 0 for each label, or
-    their sum is not 1 to `ROUNDED`.
-    """
+    """Shares that sum to 1. Raises I2CLError unless one above 0 a label, with a sum of 1 to `ROUNDED`."""
     named = f"the prior {', '.join(f'{share:g}' for share in prior)}"
     if len(prior) != len(labels):
         words = ", ".join(labels)

@@ -109,9 +109,7 @@ class InjectionPool:
         )
 
     def drop(self, name: str) -> None:
-        """Forget an injection; batches that run with it end as they began. Raises I2CLError if there is none
-        of that name.
-        """
+        """Forget an injection; running batches end as they began. Raises I2CLError if there is none of it."""
         if self._loaded.pop(name, None) is None:
             raise self._unknown(name)
 

@@ -60,9 +60,7 @@ def require_writable(path: Path, owned: AbstractSet[str]) -> None:
 
 
 def require_new_file(path: Path) -> None:
-    """Fail early where `new_file` would fail later. Raises I2CLError if ``path`` is there already, or its
-    parent cannot be made or written.
-    """
+    """Raise I2CLError where `new_file` would: the file is there, or its parent cannot be made or written."""
     if path.is_dir():
         raise I2CLError(f"{str(path)!r} is a folder: give the name of a new file")
     if path.exists():
@@ -130,9 +128,7 @@ def _replace(path: Path, fresh: Path, owned: Owned) -> None:
 
 
 def follow_umask(folder: Path) -> None:
-    """Let others read the files of a folder as they may the folder: safetensors makes them private. Raises
-    OSError if it cannot be done.
-    """
+    """Let others read files as they may the folder: safetensors makes them private. Raises OSError."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file():
@@ -183,9 +179,7 @@ def synced(*paths: Path) -> None:
 
 
 def replaced_file(path: Path, text: str) -> None:
-    """Write a file that has its old content or all of this one; it is on the disk when this returns. Raises
-    I2CLError if it cannot be written.
-    """
+    """Write a file that has its old or all of its new content, synced. Raises I2CLError if it cannot."""
     with write_errors(repr(str(path))), _scratch(path) as scratch:
         fresh = scratch / path.name
         fresh.write_text(text, encoding="utf-8")

@@ -17,15 +17,11 @@ from i2cl.errors import I2CLError
 
 
 class Journal:
-    """A file to which lines are added for good.
-
-    Attributes:
-        kept: lines that were there and whole, the header aside.
-    """
+    """A file to which lines are added for good."""
 
     def __init__(self, file: IO[bytes], kept: int) -> None:
         self._file = file
-        self.kept = kept
+        self.kept = kept  # lines that were there and whole, the header aside
 
     @classmethod
     @contextmanager

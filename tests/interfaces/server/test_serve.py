@@ -47,7 +47,6 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
     job = client.fit(
         "mood", examples(task, 40), task.template.format, settings={"steps": 1}, evaluate=0, shots=2
     )
-    assert [one["event"] for one in client.events(job)][-1] == "done"
     assert client.wait(job)["name"] == "mood"
     texts = [row.text for row in task.test[:3]]
     found = client.classify("mood", texts)

@@ -29,9 +29,7 @@ class Output:
 
     Attributes:
         kept: rows of an earlier run.
-        note: what somebody should know of the file that was made.
         rows: rows that are there, those kept included.
-        resumes: whether they survive the end of this process.
     """
 
     def __init__(
@@ -47,8 +45,8 @@ class Output:
         self._header = header
         self._path = path
         self.kept = self.rows = kept
-        self.note = ""
-        self.resumes = resumes
+        self.note = ""  # what somebody should know of the file that was made
+        self.resumes = resumes  # whether they survive the end of this process
 
     def write(self, lines: str, rows: int) -> None:
         """Add the lines of some rows, the header before the first, and pass them on at once. Raises I2CLError

@@ -106,9 +106,7 @@ def digest(injection: Injection) -> str:
 
 
 def predict_here(source: ScorerSource, texts: Iterable[list[Query]]) -> ScoredStream:
-    """Score chunks in this process. Raises I2CLError on a model that cannot be loaded, or texts that cannot
-    be used.
-    """
+    """Score chunks here. Raises I2CLError on a model that cannot be loaded, or texts that cannot be used."""
     score = source()
     for chunk in texts:
         yield Scored(score(chunk), len(chunk))

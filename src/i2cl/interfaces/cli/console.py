@@ -163,16 +163,12 @@ def waiting(what: str) -> Iterator[None]:
 
 
 class Bar:
-    """One line of progress.
-
-    Attributes:
-        what: what it says is going on.
-    """
+    """One line of progress."""
 
     def __init__(self, shown: Progress, task: TaskID, what: str) -> None:
         self._shown = shown
         self._task = task
-        self.what = what
+        self.what = what  # what it says is going on
 
     def advance(self, amount: float = 1) -> None:
         """Move on by so much."""

@@ -162,9 +162,7 @@ def split(names: str) -> list[str]:
 
 
 def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -> "list[Method]":
-    """Methods under a recipe and what ``--set`` says. Raises I2CLError as `options`, or on an option or a
-    method that is not known.
-    """
+    """Methods under a recipe and what ``--set`` says. Raises I2CLError on an option or a method not known."""
     from i2cl.core.recipe import RECIPES
     from i2cl.methods import make_methods
 

@@ -60,9 +60,6 @@ def serve(
     max_resident_tasks: Annotated[
         int, typer.Option(min=1, help="Tasks on the model's device at once.", rich_help_panel=LIMITS)
     ] = 1000,
-    task_metrics: Annotated[
-        bool, typer.Option("--task-metrics", help="Name tasks in /metrics.", rich_help_panel=LIMITS)
-    ] = False,
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
@@ -83,7 +80,6 @@ def serve(
     hosts = frozenset(name.lower() for name in (*(allowed_host or ()), *names))
     load.libraries()
     from i2cl.interfaces.server.app import make_app
-    from i2cl.interfaces.server.metrics import Metrics
     from i2cl.interfaces.server.process import bound, served
     from i2cl.interfaces.server.service import Service
 
@@ -98,7 +94,6 @@ def serve(
             read_only=read_only,
             most_waiting=max_waiting_tokens,
             most_resident=max_resident_tasks,
-            metrics=Metrics(of_tasks=task_metrics),
         )
     app = make_app(service, Access(tokens, hosts), page=page, origins=allow_origin or ())
 

@@ -70,18 +70,12 @@ class Ticket:
 
 
 class Batcher:
-    """Answers rows of many tasks, in batches that mix them.
-
-    Attributes:
-        pool: scores them.
-        bound: tokens of requests that may wait or run at once.
-        waiting: tokens of requests that wait or run now.
-    """
+    """Answers rows of many tasks, in batches that mix them."""
 
     def __init__(self, pool: InjectionPool, bound: int, observer: Observer | None = None) -> None:
-        self.pool = pool
-        self.bound = bound
-        self.waiting = 0
+        self.pool = pool  # scores them
+        self.bound = bound  # tokens of requests that may wait or run at once
+        self.waiting = 0  # tokens of requests that wait or run now
         self._observer = observer
         self._changed = threading.Condition()
         self._single: list[tuple[float, int, Ticket]] = []

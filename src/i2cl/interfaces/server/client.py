@@ -13,7 +13,7 @@ import json
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,9 +73,7 @@ class Client:
     def classify(
         self, task: str, texts: Sequence[str], *, min_confidence: float | None = None
     ) -> list[Prediction]:
-        """The labels of texts; empty where the highest probability is below ``min_confidence``. Raises
-        ServerError if the server refuses them.
-        """
+        """The labels of texts; empty where the highest probability is below ``min_confidence``."""
         body: dict[str, Any] = {"model": task, "input": list(texts)}
         body |= {} if min_confidence is None else {"min_confidence": min_confidence}
         told, headers = self._asked("POST", "/v1/classify", body)
@@ -107,9 +105,7 @@ class Client:
         return str(self._asked("POST", "/v1/tasks", body)[0]["id"])
 
     def upload(self, name: str, folder: str | Path) -> str:
-        """Send an artefact's folder, and return its digest. Raises ServerError if it is none of the server's
-        model.
-        """
+        """Send an artefact's folder; its digest. Raises ServerError if it is none of the server's model."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as tar:
             for file in ("injection.json", "injection.safetensors"):
@@ -163,22 +159,6 @@ class Client:
             raise ServerError(0, error["code"], error["message"])
         return last
 
-    def events(self, job: str) -> Iterator[dict[str, Any]]:
-        """What happens to a job, as it happens. Raises ServerError if the server cannot be reached."""
-        connection = self._connection()
-        try:
-            connection.request("GET", f"{self._url.path}/v1/jobs/{quote(job)}/events", headers=self._headers)
-            reply = connection.getresponse()
-            if reply.status != 200:
-                raise _refused(reply.status, reply.read())
-            for line in reply:
-                if line.startswith(b"data: "):
-                    yield json.loads(line[6:])
-        except OSError as error:
-            raise self._lost(error) from None
-        finally:
-            connection.close()
-
     def _asked(
         self, method: str, path: str, body: Any = None, kind: str = "application/json"
     ) -> tuple[Any, dict[str, str]]:
@@ -217,7 +197,9 @@ class Client:
     def _kept(self) -> http.client.HTTPConnection:
         found: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
         if found is None:
-            found = self._own.connection = self._connection()
+            kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+            found = kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
+            self._own.connection = found
         return found
 
     def _drop(self) -> None:
@@ -225,24 +207,20 @@ class Client:
             found.close()
         self._own.connection = None
 
-    def _connection(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        return kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
-
     def _lost(self, error: Exception, also: str = "") -> ServerError:
         told = f"no answer from {self._url.geturl()} ({error}): check that it serves{also}"
         return ServerError(0, "unreachable", told)
 
 
 class AsyncClient:
-    """`Client` for coroutines: the same methods, each to be awaited (``events`` aside)."""
+    """`Client` for coroutines: the same methods, each to be awaited."""
 
     def __init__(self, url: str, **options: Any) -> None:
         """As that of `Client`."""
         self._client = Client(url, **options)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or name == "events":
+        if name.startswith("_"):
             raise AttributeError(name)
         return partial(asyncio.to_thread, getattr(self._client, name))
 

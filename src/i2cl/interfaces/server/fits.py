@@ -37,13 +37,7 @@ LOOK = 0.1  # seconds between two steps that are told of: a small model takes hu
 
 
 class SharedDecoder(Decoder):
-    """The server's model, as a fit has it: in short passes, with requests let in between them.
-
-    Attributes:
-        job: that it is used for.
-        seen: what was injected last.
-        elsewhere: seconds that went to requests meanwhile.
-    """
+    """The server's model, as a fit has it: in short passes, with requests let in between them."""
 
     def __init__(self, batcher: Batcher, job: Job) -> None:
         whole = batcher.pool.decoder
@@ -56,9 +50,9 @@ class SharedDecoder(Decoder):
             token_budget=batcher.slice,
         )
         vars(self).update(base=whole.base, identity=whole.identity)  # read once for all fits
-        self.job = job
-        self.seen: Edit | None = None
-        self.elsewhere = 0.0
+        self.job = job  # that it is used for
+        self.seen: Edit | None = None  # what was injected last
+        self.elsewhere = 0.0  # seconds that went to requests meanwhile
         self._batcher = batcher
 
     def pause(self) -> None:

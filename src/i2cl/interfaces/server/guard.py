@@ -84,9 +84,7 @@ class Access:
 
 
 def read_tokens(path: Path) -> dict[str, Role]:
-    """Tokens of a file: a role and a token in each line; lines that begin with # are notes. Raises I2CLError,
-    naming the line, and never a token.
-    """
+    """Tokens of a file, a role and a token a line. Raises I2CLError, naming the line and never a token."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -71,9 +71,7 @@ class Job:
 
     @classmethod
     def stored(cls, folder: Path) -> "Job":
-        """The job of a folder; what cannot be read of its events is left out. Raises OSError if there is none
-        or ValueError if it cannot be read.
-        """
+        """A folder's job; unreadable events are left out. Raises OSError or ValueError if there is none."""
         head = Head.model_validate_json((folder / "job.json").read_bytes())
         found = cls(folder, head.kind, head.told, head.created, owner=head.owner)
         found.cancelled = (folder / CANCELLED).exists()
@@ -146,11 +144,7 @@ Worker = Callable[[Job], dict[str, Any]]
 
 
 class Jobs:
-    """All jobs of a server. Of each kind one runs at a time, in the order they came.
-
-    Attributes:
-        whole: whether every folder could be read.
-    """
+    """All jobs of a server. Of each kind one runs at a time, in the order they came."""
 
     def __init__(self, root: Path, workers: Mapping[Kind, Worker]) -> None:
         """Take up what an earlier process left.
@@ -163,7 +157,7 @@ class Jobs:
         self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in workers}
         self._changed = threading.Condition()
         self._stops = False
-        self.whole = True
+        self.whole = True  # whether every folder could be read
         root.mkdir(parents=True, exist_ok=True)
         for left in root.glob(".*"):  # by a kill
             shutil.rmtree(left, ignore_errors=True)
@@ -179,9 +173,7 @@ class Jobs:
             thread.start()
 
     def require_room(self, kind: Kind, owner: str | None = None) -> None:
-        """Go on only if another job may wait. Raises RefusalError: 429 if too many do, 503 if nothing new is
-        taken.
-        """
+        """Refuse another job: 429 if too many wait, 503 if nothing new is taken."""
         with self._changed:
             if self._stops:
                 raise stopping()

@@ -35,17 +35,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known of some texts.
+    """What is known of some texts."""
 
-    Attributes:
-        entry: the task's name, and the version that answered.
-        probabilities: of each text, of each label.
-        tokens: that each text took with its prompt.
-    """
-
-    entry: Entry
-    probabilities: list[list[float]]
-    tokens: list[int]
+    entry: Entry  # the task's name, and the version that answered
+    probabilities: list[list[float]]  # of each text, of each label
+    tokens: list[int]  # that each text took with its prompt
 
     def label(self, row: int, least: float | None = None) -> str:
         """The most probable label of a text; empty where its probability is below ``least``."""
@@ -54,16 +48,7 @@ class Answer:
 
 
 class Service:
-    """One model with its tasks and jobs.
-
-    Attributes:
-        decoder: the model.
-        tasks: the folder of tasks.
-        batcher: runs the model.
-        jobs: fits and files; None where nothing is written.
-        metrics: figures of all of it.
-        base: name of the model.
-    """
+    """One model with its tasks and jobs."""
 
     def __init__(
         self,
@@ -73,7 +58,6 @@ class Service:
         read_only: bool = False,
         most_waiting: int | None = None,
         most_resident: int = RESIDENT,
-        metrics: Metrics | None = None,
     ) -> None:
         """Open a folder of tasks for a model, and take up the jobs that are there.
 
@@ -83,13 +67,12 @@ class Service:
             read_only: write nothing, fit nothing.
             most_waiting: tokens of requests that may wait.
             most_resident: tasks on the device at once.
-            metrics: default: new ones.
 
         Raises:
             I2CLError: if the folder cannot be used, or another process writes to it.
         """
         self.decoder, self.base = decoder, decoder.name
-        self.metrics = metrics or Metrics()
+        self.metrics = Metrics()  # figures of all of it
         self._held = ExitStack()
         if not read_only:
             folder.mkdir(parents=True, exist_ok=True)
@@ -98,12 +81,13 @@ class Service:
             )
             self._held.enter_context(only_writer(folder / ".lock", busy))
         pool = InjectionPool(decoder)
+        # the folder of tasks
         self.tasks = TaskFolder(folder, pool, most_resident=most_resident, read_only=read_only)
         _ = decoder.base, decoder.identity  # read now, and not while the first request waits
         bound = most_waiting or WAITING_BATCHES * decoder.token_budget
-        self.batcher = Batcher(pool, bound, self.metrics)
+        self.batcher = Batcher(pool, bound, self.metrics)  # runs the model
         self._parsing = ThreadPoolExecutor(READERS, "parsing")
-        self.jobs: Jobs | None = None
+        self.jobs: Jobs | None = None  # fits and files; None where nothing is written
         if not read_only:
             workers: dict[Any, Callable[[Job], dict[str, Any]]] = {
                 "fit": partial(fits.fitted, batcher=self.batcher, tasks=self.tasks),
@@ -171,13 +155,10 @@ class Service:
             self.batcher.cancel(ticket)
             if watch is not None:
                 watch.cancel()
-        self.metrics.texts(name, len(texts))
         return Answer(entry, [row.softmax(-1).tolist() for row in scores], [len(row.ids) for row in rows])
 
     async def parsed(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do something long with a body, on a thread that is no request's for texts. Raises RefusalError: 503
-        if nothing new is taken.
-        """
+        """Do something long with a body, on a thread of its own; 503 if nothing new is taken."""
         if self.batcher.stops:
             raise stopping()
         return await asyncio.get_running_loop().run_in_executor(self._parsing, partial(work, *args, **kwargs))

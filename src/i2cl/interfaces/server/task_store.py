@@ -45,14 +45,7 @@ class Entry:
 
 
 class TaskFolder:
-    """Named artefacts on the disk, and those of them that are loaded.
-
-    Attributes:
-        pool: those that are loaded, by digest.
-        read_only: whether nothing may be changed.
-        needed: tells digests that are to stay though no name stands for them.
-        keeps_all: whether every version stays, since not all that may need one could be read.
-    """
+    """Named artefacts on the disk, and those of them that are loaded."""
 
     def __init__(self, root: Path, pool: InjectionPool, *, most_resident: int, read_only: bool) -> None:
         """Open a folder, or make it.
@@ -66,15 +59,16 @@ class TaskFolder:
         Raises:
             I2CLError: if it cannot be written, or is not there and must not be.
         """
-        self.pool = pool
-        self.read_only = read_only
+        self.pool = pool  # those that are loaded, by digest
+        self.read_only = read_only  # whether nothing may be changed
         self._artefacts, self._names = root / "artefacts", root / "names"
         self._most = most_resident
         self._used: OrderedDict[str, None] = OrderedDict()
         self._loading = threading.Lock()
         self._writing = threading.RLock()
         self._kept: Counter[str] = Counter()
-        self.keeps_all = False
+        self.keeps_all = False  # whether every version stays, since not all that may need one could be read
+        # tells digests that are to stay though no name stands for them
         self.needed: Callable[[], AbstractSet[str]] = frozenset
         if not read_only:
             for folder in (self._artefacts, self._names):
@@ -128,17 +122,13 @@ class TaskFolder:
             self._sweep(digest)
 
     def loaded(self, injection: Injection) -> Loaded:
-        """An injection as this model would use it, beside those that have a name. Raises RefusalError: 422 if
-        it cannot be used.
-        """
+        """An injection as this model would use it; a 422 if it cannot be used."""
         with refused_artefact():
             require_moderate(injection, self.pool.decoder)
             return InjectionPool(self.pool.decoder, {"": injection}).task("")
 
     def injection(self, digest: str) -> Injection:
-        """An artefact, read and held against its digest. Raises RefusalError: 404 if it is gone, 500 if it is
-        damaged.
-        """
+        """An artefact, held against its digest. Raises RefusalError: 404 if it is gone, 500 if damaged."""
         folder = self._artefacts / digest
         if not folder.is_dir():
             raise RefusalError(
@@ -189,9 +179,7 @@ class TaskFolder:
 
     @contextmanager
     def kept(self, names: Iterable[str]) -> Iterator[dict[str, str]]:
-        """The versions that names stand for now, which stay while the block runs. Raises RefusalError: 404 if
-        there is none.
-        """
+        """The versions that names stand for now, which stay while the block runs; 404 if there is none."""
         with self._writing:
             digests = {name: self.entry(name).digest for name in names}
             self._kept.update(digests.values())

@@ -41,9 +41,7 @@ def most_bytes(decoder: Decoder) -> int:
 
 
 def require_moderate(injection: Injection, decoder: Decoder) -> None:
-    """Refuse numbers whose squares, or they themselves in the model's precision, are infinite. Raises
-    RefusalError: 422 saying so.
-    """
+    """Refuse (422) numbers whose squares, or they in the model's precision, are infinite."""
     amount, keep = injection.coefficients.float().unbind(-1)
     scaled = amount[..., None] * injection.context.values.float()
     bias = torch.tensor(injection.label_bias or (0.0,))

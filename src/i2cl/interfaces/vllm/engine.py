@@ -24,20 +24,14 @@ MOST_STEPS = 1000
 
 
 class Core:
-    """What the plugin keeps of an engine core. One process has at most one at a time.
-
-    Attributes:
-        ledger: its slots.
-        salts: what keeps its tasks apart in the cache.
-        tried: whether the canary has answered.
-    """
+    """What the plugin keeps of an engine core. One process has at most one at a time."""
 
     current: "Core | None" = None
 
     def __init__(self, slots: int) -> None:
-        self.ledger = Ledger(slots)
-        self.salts = Salts()
-        self.tried = False
+        self.ledger = Ledger(slots)  # its slots
+        self.salts = Salts()  # what keeps its tasks apart in the cache
+        self.tried = False  # whether the canary has answered
 
 
 def executed(original: Callable[..., None]) -> Callable[..., None]:

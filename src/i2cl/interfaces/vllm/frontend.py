@@ -36,15 +36,10 @@ from i2cl.models.scoring import Questions, among, require_texts
 
 @dataclass(frozen=True)
 class Answer:
-    """What a text was classified as.
+    """What a text was classified as."""
 
-    Attributes:
-        label: the most probable label word.
-        scores: log-probability of each label, as `i2cl.Injection.scores` has it.
-    """
-
-    label: str
-    scores: Float[Tensor, " labels"]
+    label: str  # the most probable label word
+    scores: Float[Tensor, " labels"]  # log-probability of each label, as `i2cl.Injection.scores` has it
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,7 @@ class Routes:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, _args: Any) -> None:
-        """Load the tasks of the folder that the environment names. Raises I2CLError if one cannot be loaded:
-        then the server does not start.
-        """
+        """Load the tasks of the folder in the environment. Raises I2CLError, which ends the start."""
         state.i2cl_engine, state.i2cl_lock = engine_client, asyncio.Lock()
         state.i2cl_reach = Reach.of(engine_client.vllm_config)
         state.i2cl_share = Share(state.i2cl_reach)

@@ -18,17 +18,12 @@ class Tables:
     """The buffers of a model's residual writers: one row a slot, and the slot of every token.
 
     They are registered on the writers, where tracing finds them, and in no checkpoint.
-
-    Attributes:
-        writers: in the order of a context vector's [layer, (mha, mlp)].
-        slots: of every token of the batch that runs.
-        places: slot of each edit that was written, by digest.
     """
 
     def __init__(self, writers: list[nn.Module], count: int, d: int, tokens: int) -> None:
-        self.writers = writers
-        self.slots = torch.full((tokens,), PLAIN, dtype=torch.int32)
-        self.places: dict[str, int] = {}
+        self.writers = writers  # in the order of a context vector's [layer, (mha, mlp)]
+        self.slots = torch.full((tokens,), PLAIN, dtype=torch.int32)  # of every token of the batch that runs
+        self.places: dict[str, int] = {}  # slot of each edit that was written, by digest
         for writer in writers:
             writer.register_buffer("i2cl_rows", torch.zeros(count + 1, d), persistent=False)
             writer.register_buffer("i2cl_scales", torch.ones(count + 1), persistent=False)
@@ -53,9 +48,7 @@ class Tables:
         self.places[digest] = slot
 
     def place(self, digest: str | None) -> int:
-        """The slot of a request's edit. Raises I2CLError if it was not written, which the engine core's
-        ledger rules out.
-        """
+        """The slot of a request's edit. Raises I2CLError if it was not written: the ledger rules that out."""
         if digest is None:
             return PLAIN
         if digest not in self.places:
