@@ -395,7 +395,7 @@ def test_the_call_of_llama_cpp_runs_as_printed(tmp_path, monkeypatch, capsys, ta
     record = json.loads(capsys.readouterr().out)
     assert record["grammar"] == Golden.from_export("out.gguf").grammar
     code = record["calls"]["llama.cpp"]
-    assert code in gguf.imported("gguf").GGUFReader("out.gguf").get_field("i2cl.usage").contents()
+    assert code in gguf.import_package("gguf").GGUFReader("out.gguf").get_field("i2cl.usage").contents()
     assert ran(code).strip() in task.labels
 
 

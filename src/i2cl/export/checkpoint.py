@@ -75,7 +75,7 @@ def export_hf(
     temperature = 1.0
     if fold_temperature:
         injection, temperature = at_temperature(injection), injection.temperature
-    found, folding = opened(source, injection, revision, temperature)
+    found, folding = open_base(source, injection, revision, temperature)
     injection.require_base(base_of(source, found, folding, injection.base), force=force)
     expected = golden() if golden is not None else None
     if expected is not None:
@@ -118,7 +118,7 @@ def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
     return made
 
 
-def opened(
+def open_base(
     source: Decoder | str | Path, injection: Injection, revision: str | None, temperature: float = 1.0
 ) -> tuple[Source, Folding]:
     """A base model in memory or on disk, and what its folded weights are. Raises I2CLError if it cannot be

@@ -22,9 +22,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.export.checkpoint import base_of, opened
+from i2cl.export.checkpoint import base_of, open_base
 from i2cl.export.folding import Folding, require_unbiased
-from i2cl.export.gguf_fields import GOLDEN_FIELD, imported
+from i2cl.export.gguf_fields import GOLDEN_FIELD, import_package
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.export.golden import Golden
 from i2cl.export.greedy.calls import usage
@@ -70,10 +70,10 @@ def export_gguf(
             the file cannot be written, or the package gguf is not installed; and as
             `i2cl.export.export_hf` does.
     """
-    package, path = imported("gguf"), Path(output)
+    package, path = import_package("gguf"), Path(output)
     require_new_file(path)
     require_unbiased(injection)
-    found, folding = opened(source, injection, revision)
+    found, folding = open_base(source, injection, revision)
     weights = Weights(package, folding, dtype or folding.dtype)
     vocabulary = Vocabulary.of(found.tokenizer, folding.config.vocab_size) if tokenizer else None
     injection.require_base(base_of(source, found, folding, injection.base), force=force)

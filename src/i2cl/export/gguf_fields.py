@@ -13,7 +13,7 @@ from i2cl.models.loading import gguf_reader
 GOLDEN_FIELD = "i2cl.golden"  # key of the golden values, as JSON
 
 
-def imported(name: str) -> Any:
+def import_package(name: str) -> Any:
     """A package of the extra gguf or llama-cpp. Raises I2CLError if it is not installed."""
     needs("GGUF", "llama-cpp" if name == "llama_cpp" else "gguf", name)
     return importlib.import_module(name)

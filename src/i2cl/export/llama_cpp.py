@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.export.gguf_fields import imported, reader
+from i2cl.export.gguf_fields import import_package, reader
 from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.greedy.calls import lifted
-from i2cl.export.verify import Verification, answered, judged
+from i2cl.export.verify import Verification, answer_of, compare
 
 
 class LlamaCpp:
@@ -35,7 +35,7 @@ class LlamaCpp:
     """
 
     def __init__(self, path: str | Path, length: int) -> None:
-        self._library = imported("llama_cpp")
+        self._library = import_package("llama_cpp")
         reader(Path(path))  # llama.cpp ends the process on some damaged files
         precise: int = self._library.GGML_TYPE_F32
         try:
@@ -119,7 +119,7 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
     room = max(map(len, golden.sequences or golden.spoken)) + 1
     with LlamaCpp(path, room + max(len(prompt.ids) for prompt in golden.prompts)) as model:
         answers = [
-            answered(golden, prompt, model.logits, lambda prompt: model.said(prompt, golden))
+            answer_of(golden, prompt, model.logits, lambda prompt: model.said(prompt, golden))
             for prompt in golden.prompts
         ]
         others = tuple(
@@ -127,4 +127,4 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
             for prompt in golden.prompts
             if prompt.query is not None and model.has_tokenizer and model.tokens(prompt.query) != prompt.ids
         )
-    return replace(judged(golden, answers, tolerance, golden.lost(there)), retokenized=others)
+    return replace(compare(golden, answers, tolerance, golden.lost(there)), retokenized=others)

@@ -162,9 +162,9 @@ def verify(
         )
         return golden.said(made[0, len(prompt.ids) :].tolist())
 
-    answers = [answered(golden, prompt, logits, said) for prompt in golden.prompts]
+    answers = [answer_of(golden, prompt, logits, said) for prompt in golden.prompts]
     lost = golden.lost({name for name in golden.biases if name in state and state[name].any()})
-    return replace(judged(golden, answers, tolerance, lost), searched=golden.compared)
+    return replace(compare(golden, answers, tolerance, lost), searched=golden.compared)
 
 
 def _loaded(
@@ -179,7 +179,7 @@ def _loaded(
     return whole, whole.state_dict()
 
 
-def answered(
+def answer_of(
     golden: Golden,
     prompt: GoldenPrompt,
     logits: Callable[[Sequence[int]], Float[Tensor, " vocab"]],
@@ -205,7 +205,7 @@ def answered(
     )
 
 
-def judged(
+def compare(
     golden: Golden, answers: Sequence[Answer], tolerance: float | None = None, lost: Sequence[str] = ()
 ) -> Verification:
     """Compare answers with what was expected, and look for dropped biases if they differ.

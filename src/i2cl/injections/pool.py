@@ -44,17 +44,17 @@ class Loaded:
             self.seed if self.positions == "random" else 0,
         )
 
-    def asked(self, texts: Sequence[str], *, cut: bool = True) -> "list[Asked]":
+    def queries(self, texts: Sequence[str], *, cut: bool = True) -> "list[TaskQuery]":
         """Texts as they will be asked, each a row of any batch.
 
         ``texts``: what to classify; ``cut``: shorten what exceeds the context, with a warning, instead of
         refusing it. Raises I2CLError on an empty text; a `TooLongError` on one that is to be refused.
         """
-        return [Asked(self, ids) for ids in self.questions.queries(texts, cut=cut)]
+        return [TaskQuery(self, ids) for ids in self.questions.queries(texts, cut=cut)]
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class TaskQuery:
     """A text of a task that was loaded when it came: an answer is of that one, whatever is loaded by then."""
 
     task: Loaded  # as it was loaded
@@ -138,11 +138,11 @@ class InjectionPool:
         Raises:
             I2CLError: on an unknown name, an empty text, or lists of different lengths.
         """
-        return self.answers(self._asked(texts, task_ids), progress=progress)
+        return self.answers(self._queries(texts, task_ids), progress=progress)
 
     def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
         """The most probable label word of each text. Raises I2CLError as `scores`."""
-        asked = self._asked(texts, task_ids)
+        asked = self._queries(texts, task_ids)
         scores = self.answers(asked)
         each = zip(asked, scores, strict=True)
         return [one.task.questions.task.labels[int(row.argmax())] for one, row in each]
@@ -155,7 +155,7 @@ class InjectionPool:
         return found
 
     def answers(
-        self, asked: Sequence[Asked], *, progress: Progress | None = None
+        self, asked: Sequence[TaskQuery], *, progress: Progress | None = None
     ) -> list[Float[Tensor, " labels"]]:
         """`scores` of what was asked of tasks of this pool's model, loaded still or not. Raises I2CLError if
         one row alone does not fit into memory, or a score is not a number.
@@ -179,7 +179,7 @@ class InjectionPool:
                 found[row] = among(own, task.bias, task.temperature)
         return found
 
-    def _asked(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[Asked]:
+    def _queries(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[TaskQuery]:
         if len(texts) != len(task_ids):
             raise I2CLError(f"{len(texts)} texts, but {len(task_ids)} task ids: give every text its own")
         require_texts(texts)
@@ -187,9 +187,9 @@ class InjectionPool:
         for row, name in enumerate(task_ids):
             by_task[name].append(row)
         known = {name: self.task(name) for name in by_task}  # looked up once for all rows
-        found: dict[int, Asked] = {}
+        found: dict[int, TaskQuery] = {}
         for name, rows in by_task.items():
-            found |= zip(rows, known[name].asked([texts[row] for row in rows]), strict=True)
+            found |= zip(rows, known[name].queries([texts[row] for row in rows]), strict=True)
         return [found[row] for row in range(len(texts))]
 
     def _unknown(self, name: str) -> I2CLError:

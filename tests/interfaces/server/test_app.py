@@ -344,7 +344,7 @@ def test_each_way_of_asking_takes_a_deadline(client, monkeypatch, path, body):
     async def answered(self, name, texts, *, timeout, gone):
         seen.append(timeout)
 
-    monkeypatch.setattr(Service, "answered", answered)
+    monkeypatch.setattr(Service, "classify", answered)
     client.post(path, json=body, headers={"X-Request-Timeout": "7"})
     assert seen == [7]
 
@@ -353,7 +353,7 @@ def test_what_nobody_expected_is_told_without_its_words(client, service, monkeyp
     def fails(*_):
         raise KeyError("a user's text")
 
-    monkeypatch.setattr(service.tasks, "asked", fails)
+    monkeypatch.setattr(service.tasks, "queries", fails)
     reply = client.post(CLASSIFY, json={"model": "films", "input": TEXT})
     assert error_of(reply) == (500, "internal")
     assert "a user's text" not in reply.text + caplog.text
@@ -492,7 +492,7 @@ def test_an_answer_that_nobody_waits_for_does_not_run(service):
     begun.wait(20)
 
     async def leaves():
-        return await service.answered("films", [TEXT], gone=lambda: asyncio.sleep(0.05))
+        return await service.classify("films", [TEXT], gone=lambda: asyncio.sleep(0.05))
 
     before = service.metrics.text()
     assert asyncio.run(leaves()) is None

@@ -32,7 +32,7 @@ def examples(task):
 def checked(service, body, model=None):
     """What the job of a file has to know, and its lines."""
     rows = io.BytesIO()
-    count, names = files.checked(io.BytesIO(body), model, service.tasks.entry, rows)
+    count, names = files.read_lines(io.BytesIO(body), model, service.tasks.entry, rows)
     with service.tasks.kept(names) as digests:
         return {"rows": count, "tasks": names, "digests": digests}, rows.getvalue()
 
@@ -170,7 +170,7 @@ def test_a_row_that_fails_costs_its_line_and_not_the_file(service, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 4)
     service.tasks.put("a", made(service.decoder, 0))
     told, rows = checked(service, lines_of(10), "a")
-    answers, seventh = service.batcher.pool.answers, service.tasks.asked("a", [f"{TEXTS[0]} 6"])[1][0].ids
+    answers, seventh = service.batcher.pool.answers, service.tasks.queries("a", [f"{TEXTS[0]} 6"])[1][0].ids
 
     def fails(asked):
         if any(row.ids == seventh for row in asked):

@@ -10,7 +10,7 @@ import torch
 
 from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.task_store import TaskFolder, content_digest
+from i2cl.interfaces.server.task_store import TaskStore, content_digest
 from i2cl.storage import atomic
 
 from .conftest import TEXTS, made, packed
@@ -20,7 +20,7 @@ from .conftest import TEXTS, made, packed
 def opened_folder(decoder, tmp_path):
     def make(**options):
         given = {"most_resident": 10, "read_only": False, **options}
-        return TaskFolder(tmp_path / "tasks", InjectionPool(decoder), **given)
+        return TaskStore(tmp_path / "tasks", InjectionPool(decoder), **given)
 
     return make
 
@@ -47,7 +47,7 @@ def test_a_name_is_an_alias_of_content(folder, decoder, tmp_path):
 def test_what_is_replaced_goes_and_what_was_asked_of_it_is_answered(folder, decoder):
     before = made(decoder, 0)
     old = folder.put("a", before)
-    _, rows = folder.asked("a", TEXTS)
+    _, rows = folder.queries("a", TEXTS)
     new = folder.put("a", made(decoder, 1))
     assert folder.entry("a") == new
     with pytest.raises(RefusalError, match="gone"):
@@ -71,9 +71,9 @@ def test_what_was_not_used_for_longest_leaves_the_device_and_comes_back(opened_f
     folder = opened_folder(most_resident=2)
     digests = [folder.put(name, made(decoder, number)).digest for number, name in enumerate("abc")]
     for name in "abac":
-        folder.asked(name, TEXTS)
+        folder.queries(name, TEXTS)
     assert set(folder.pool) == {digests[0], digests[2]}
-    assert folder.asked("b", TEXTS)[0].digest == digests[1]
+    assert folder.queries("b", TEXTS)[0].digest == digests[1]
 
 
 @pytest.mark.parametrize("at", ["synced", "replaced_file"])
@@ -94,7 +94,7 @@ def test_an_end_before_the_acknowledgement_leaves_all_as_it_was(
     again = opened_folder()
     again.sweep()
     assert files(tmp_path / "tasks") == before
-    assert again.asked("a", TEXTS)[0].labels == made(decoder, 0).task.labels
+    assert again.queries("a", TEXTS)[0].labels == made(decoder, 0).task.labels
 
 
 def test_it_is_synced_before_it_has_its_name(folder, decoder, tmp_path, monkeypatch):
@@ -113,7 +113,7 @@ def test_it_is_synced_before_it_has_its_name(folder, decoder, tmp_path, monkeypa
 def test_a_reader_sees_what_the_writer_does_and_changes_nothing(folder, opened_folder, decoder):
     reader = opened_folder(read_only=True)
     entry = folder.put("a", made(decoder, 0))
-    assert reader.asked("a", TEXTS)[0] == entry
+    assert reader.queries("a", TEXTS)[0] == entry
     for change in (lambda: reader.put("b", made(decoder, 1)), lambda: reader.delete("a")):
         with pytest.raises(RefusalError) as refused:
             change()
@@ -129,7 +129,7 @@ def test_names_that_cannot_be_shown_are_refused(folder, decoder, name):
 @pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", "a/b", "ünïcode 漢字", "..a", "CON"])
 def test_any_other_name_is_fine(folder, decoder, name):
     folder.put(name, made(decoder, 0))
-    assert folder.asked(name, TEXTS)[0].name == name
+    assert folder.queries(name, TEXTS)[0].name == name
 
 
 def test_an_artefact_of_another_model_is_refused(folder, decoder, tmp_path):
@@ -150,7 +150,7 @@ def test_a_name_that_cannot_be_read_is_left_with_its_version(
     again = opened_folder()
     again.sweep()
     assert [entry.name for entry in again.entries()] == ["b"]
-    assert again.asked("b", TEXTS)[0].digest == whole.digest
+    assert again.queries("b", TEXTS)[0].digest == whole.digest
     with pytest.raises(RefusalError, match="no task 'a'"):
         again.entry("a")
     assert folder._alias("a").read_bytes() == content
@@ -175,7 +175,7 @@ def test_one_version_answers_however_often_a_task_is_replaced_meanwhile(
         return of_version(digest, texts)
 
     monkeypatch.setattr(asking, "of_version", meanwhile)
-    entry, rows = asking.asked("a", TEXTS)
+    entry, rows = asking.queries("a", TEXTS)
     assert (entry.digest, len(rows)) == (replaced[-1], len(TEXTS))
 
 

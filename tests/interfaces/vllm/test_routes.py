@@ -70,7 +70,7 @@ def app(base, monkeypatch):
         SimpleNamespace(with_cancellation=cancellable),
     )
     monkeypatch.setattr(plugin, "install_in_server", lambda: None)
-    monkeypatch.setattr(frontend, "TASKS", frontend.Tasks())
+    monkeypatch.setattr(frontend, "TASKS", frontend.ServedTasks())
     monkeypatch.setattr(routes, "TASKS", frontend.TASKS)
     monkeypatch.setattr(routes, "parameters", parameters)
     monkeypatch.setenv(routes.ADMIN, "key")

@@ -80,10 +80,10 @@ def serve(
     hosts = frozenset(name.lower() for name in (*(allowed_host or ()), *names))
     load.libraries()
     from i2cl.interfaces.server.app import make_app
-    from i2cl.interfaces.server.process import bound, served
+    from i2cl.interfaces.server.process import listen, run_server
     from i2cl.interfaces.server.service import Service
 
-    listener = bound(host, port)
+    listener = listen(host, port)
     at = listener.getsockname()[1]
     address = f"http://{f'[{host}]' if ':' in host else host}:{at}"
     decoder = load.decoder(model, loading)
@@ -103,4 +103,4 @@ def serve(
         else:
             console.say(f"Serving {model} at {address}")
 
-    served(app, listener, ready, service.stop)
+    run_server(app, listener, ready, service.stop)

@@ -55,7 +55,7 @@ def verify(
     else:
         if model is not None or device is not None:
             raise I2CLError("--model and --device are for a check without a server: leave out --url")
-        outcome = _asked(folder, url, model_name, task, logprobs or 20, tolerance)
+        outcome = _ask(folder, url, model_name, task, logprobs or 20, tolerance)
     tokens = outcome.golden.logit_bias(outcome.golden.label_bias) if url is not None else {}
     _show(outcome, tokens, json=json)
     if not outcome.passed:
@@ -76,7 +76,7 @@ def _run_here(folder: Path, model: str | None, device: str | None, tolerance: fl
     return verify_gguf(folder, tolerance=tolerance)
 
 
-def _asked(
+def _ask(
     folder: Path,
     url: str,
     model_name: str | None,
@@ -86,11 +86,11 @@ def _asked(
 ) -> "Verification":
     from i2cl.export import Golden, ask_server
     from i2cl.export.server import TOLERANCE
-    from i2cl.export.verify import judged
+    from i2cl.export.verify import compare
 
     golden = Golden.from_export(folder)
     answers = ask_server(golden, url, model=model_name, task=task, logprobs=logprobs)
-    return judged(golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance)
+    return compare(golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance)
 
 
 def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -> None:

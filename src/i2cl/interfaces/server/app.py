@@ -16,7 +16,7 @@ from i2cl.errors import I2CLError
 from i2cl.interfaces.server.guard import Access, Guard
 from i2cl.interfaces.server.refusals import RefusalError, failed
 from i2cl.interfaces.server.routes import completions, management, schemas
-from i2cl.interfaces.server.service import Service, answered
+from i2cl.interfaces.server.service import Service, answer_request
 from i2cl.interfaces.server.uploads import most_bytes
 from i2cl.version import __version__
 
@@ -82,7 +82,7 @@ def _answers(app: FastAPI, service: Service) -> None:
         body: schemas.Classify, request: Request, response: Response, timeout: schemas.Timeout = None
     ) -> schemas.Classification:
         texts = [body.input] if isinstance(body.input, str) else body.input
-        answer = await answered(service, request, body.model, texts, timeout)
+        answer = await answer_request(service, request, body.model, texts, timeout)
         response.headers["X-Task-Digest"] = answer.entry.digest
         return schemas.Classification.of(body, answer.entry.labels, answer.probabilities, answer.tokens)
 
@@ -95,7 +95,7 @@ def _answers(app: FastAPI, service: Service) -> None:
         timeout: schemas.Timeout = None,
     ) -> list[list[schemas.LabelScore]]:
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-        answer = await answered(service, request, name, texts, timeout)
+        answer = await answer_request(service, request, name, texts, timeout)
         response.headers["X-Task-Digest"] = answer.entry.digest
         most = (body.parameters and body.parameters.top_k) or len(answer.entry.labels)
         return [

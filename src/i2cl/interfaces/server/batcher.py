@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.injections.pool import Asked, InjectionPool
+from i2cl.injections.pool import InjectionPool, TaskQuery
 from i2cl.interfaces.server.refusals import RefusalError, failed, no_memory, stopping, too_late
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.scoring import NotFiniteError
@@ -48,7 +48,7 @@ Outcome = Float[Tensor, " labels"] | RefusalError  # of one row
 class Ticket:
     """Rows that are answered together."""
 
-    rows: Sequence[Asked]  # what is asked
+    rows: Sequence[TaskQuery]  # what is asked
     deadline: float  # on `time.monotonic`, before which they have to begin
     large: bool  # whether they run in slices
     since: float = field(default_factory=time.monotonic)
@@ -123,7 +123,7 @@ class Batcher:
                 headers={"Retry-After": str(seconds)},
             )
 
-    def submit(self, rows: Sequence[Asked], deadline: float) -> Ticket:
+    def submit(self, rows: Sequence[TaskQuery], deadline: float) -> Ticket:
         """Let a request wait for its turn.
 
         ``rows``: at least one; ``deadline``: on `time.monotonic`, before which it has to begin. Raises
@@ -138,7 +138,7 @@ class Batcher:
             self._put(ticket)
         return ticket
 
-    def submit_slices(self, rows: Sequence[Asked], *, large: bool = True) -> Ticket:
+    def submit_slices(self, rows: Sequence[TaskQuery], *, large: bool = True) -> Ticket:
         """Let rows of a file run between requests; they do not count towards the bound.
 
         ``rows``: at least one; ``large``: whether they wait for a slice; False for few rows that a person
@@ -266,12 +266,12 @@ class Batcher:
             self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
         return True
 
-    def _taken(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[Ticket, Sequence[Asked]]]:
+    def _taken(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[Ticket, Sequence[TaskQuery]]]:
         """Rows of a batch, by deadline; what is late or cancelled goes."""
         now = time.monotonic()
         full = heap is self._single or not (self._fits or now - self._seen < QUIET)
         budget = self.pool.decoder.token_budget if full else self.slice
-        chosen: list[tuple[Ticket, Sequence[Asked]]] = []
+        chosen: list[tuple[Ticket, Sequence[TaskQuery]]] = []
         longest = rows = 0
         while heap:
             ticket = heap[0][2]
@@ -294,7 +294,7 @@ class Batcher:
             heapq.heappop(heap)
         return chosen
 
-    def _answered(self, rows: Sequence[Asked]) -> list[Outcome]:
+    def _answered(self, rows: Sequence[TaskQuery]) -> list[Outcome]:
         """Scores of each row, or why there are none: rows that cannot run do not take others with them."""
         try:
             return list(self.pool.answers(rows))

@@ -14,7 +14,7 @@ from i2cl.errors import I2CLError, first_problem
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.task_store import TaskFolder
+from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.models.scoring import require_texts
 from i2cl.storage.journal import Journal
 
@@ -34,7 +34,7 @@ class Line(pydantic.BaseModel):
     custom_id: str | int | None = None
 
 
-def checked(
+def read_lines(
     body: IO[bytes], model: str | None, known: Callable[[str], Any], rows: IO[bytes]
 ) -> tuple[int, list[str]]:
     """Write the lines of a file, each with its task, and return how many there are and those tasks.
@@ -82,7 +82,7 @@ def _line(text: bytes, model: str | None) -> tuple[Line, str]:
     return line, name
 
 
-def answered(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
+def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     """Do the job of a file: what its last event tells. Goes on behind the last chunk that is on the disk.
 
     A line that cannot be answered has its reason in the place of a label. Raises FitStoppedError if it is
@@ -112,7 +112,7 @@ def _failures(out: Path) -> int:
 
 
 def _answers(
-    chunk: Sequence[dict[str, Any]], digests: dict[str, str], batcher: Batcher, tasks: TaskFolder
+    chunk: Sequence[dict[str, Any]], digests: dict[str, str], batcher: Batcher, tasks: TaskStore
 ) -> list[dict[str, Any]]:
     """Of each line: its label and probabilities, or why it has none."""
     found: list[dict[str, Any]] = [{} for _ in chunk]

@@ -17,7 +17,7 @@ from i2cl.experiments.evidence.worth import labelled_rows, with_folds, with_wort
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.task_store import TaskFolder
+from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.methods import Injector, calibrating_method
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.calibrated.folds import unmeasurable
@@ -68,7 +68,7 @@ class SharedDecoder(Decoder):
         return super().forward(batch, edit=edit, **options)
 
 
-def checked(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[Task, tuple[Example, ...]]:
+def read_task(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[Task, tuple[Example, ...]]:
     """A task with its rows, and its demonstrations, if it can be fitted.
 
     Args:
@@ -101,7 +101,7 @@ def checked(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[Ta
     return task, demonstrations
 
 
-def surveyed(decoder: Decoder, task: Task) -> dict[str, Any]:
+def survey_of(decoder: Decoder, task: Task) -> dict[str, Any]:
     """What the training rows are, for JSON; texts with several labels: the first few, shortened."""
     survey = Survey.of(task)
     several = [(text[:SNIPPET], list(words)) for text, words in survey.contradictions[:SEVERAL]]
@@ -127,7 +127,7 @@ def _read(told: Mapping[str, Any], folder: Path) -> Task:
     return load_task(path, template=shape, labels=labels, test_path=test_path)
 
 
-def fitted(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
+def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     """Do the job of a fit: what its last event tells.
 
     It begins anew after a kill and comes to the same vectors: nothing in it is random but by its seed. Raises
@@ -136,7 +136,7 @@ def fitted(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
     """
     told = job.told
     decoder = SharedDecoder(batcher, job)
-    task, demonstrations = checked(decoder, told, job.folder)
+    task, demonstrations = read_task(decoder, told, job.folder)
 
     def work() -> Injection:
         started = time.perf_counter()

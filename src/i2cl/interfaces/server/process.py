@@ -24,7 +24,7 @@ IDLE_SECONDS = 75
 MOST_CONNECTIONS = 800  # at once; of more, those go that were without a request for longest
 
 
-def bound(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; port 0 takes a free one. Raises I2CLError if that address cannot be had."""
     listener = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET,
@@ -43,10 +43,12 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def served(app: Any, listener: socket.socket, ready: Callable[[], None], ending: Callable[[], None]) -> None:
+def run_server(
+    app: Any, listener: socket.socket, ready: Callable[[], None], ending: Callable[[], None]
+) -> None:
     """Serve until SIGTERM or Ctrl-C; then take no new work, answer what runs, and return.
 
-    ``app``: an ASGI program; ``listener``: see `bound`; ``ready``: called when requests are taken;
+    ``app``: an ASGI program; ``listener``: see `listen`; ``ready``: called when requests are taken;
     ``ending``: called when the end begins.
     """
     config = uvicorn.Config(

@@ -37,7 +37,7 @@ class Replica:
         """The labels of texts: ``labels``, their ``probabilities`` for each text, the task's ``digest``.
         Raises I2CLError on an unknown task, or texts that cannot be used.
         """
-        answer = await self._service.answered(task, texts, timeout=timeout)
+        answer = await self._service.classify(task, texts, timeout=timeout)
         assert answer is not None  # noqa: S101 - nobody goes who was not watched
         entry = answer.entry
         return {"labels": list(entry.labels), "probabilities": answer.probabilities, "digest": entry.digest}

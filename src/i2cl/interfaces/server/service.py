@@ -19,8 +19,8 @@ from i2cl.interfaces.server.jobs import Job, Jobs
 from i2cl.interfaces.server.metrics import Metrics
 from i2cl.interfaces.server.refusals import RefusalError, stopping, too_late
 from i2cl.interfaces.server.routes.schemas import require_number
-from i2cl.interfaces.server.task_store import Entry, TaskFolder
-from i2cl.interfaces.server.uploads import unpacked, unusable
+from i2cl.interfaces.server.task_store import Entry, TaskStore
+from i2cl.interfaces.server.uploads import unpack, unusable
 from i2cl.models.decoder import Decoder
 from i2cl.storage.journal import only_writer
 
@@ -82,7 +82,7 @@ class Service:
             self._held.enter_context(only_writer(folder / ".lock", busy))
         pool = InjectionPool(decoder)
         # the folder of tasks
-        self.tasks = TaskFolder(folder, pool, most_resident=most_resident, read_only=read_only)
+        self.tasks = TaskStore(folder, pool, most_resident=most_resident, read_only=read_only)
         _ = decoder.base, decoder.identity  # read now, and not while the first request waits
         bound = most_waiting or WAITING_BATCHES * decoder.token_budget
         self.batcher = Batcher(pool, bound, self.metrics)  # runs the model
@@ -90,8 +90,8 @@ class Service:
         self.jobs: Jobs | None = None  # fits and files; None where nothing is written
         if not read_only:
             workers: dict[Any, Callable[[Job], dict[str, Any]]] = {
-                "fit": partial(fits.fitted, batcher=self.batcher, tasks=self.tasks),
-                "batch": partial(files.answered, batcher=self.batcher, tasks=self.tasks),
+                "fit": partial(fits.run, batcher=self.batcher, tasks=self.tasks),
+                "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
             }
             self.jobs = jobs = Jobs(folder / "jobs", workers)
             self.tasks.needed = lambda: {
@@ -111,7 +111,7 @@ class Service:
         """Whether it answers."""
         return self.batcher.alive and not self.batcher.stops
 
-    async def answered(
+    async def classify(
         self,
         name: str,
         texts: Sequence[str],
@@ -133,13 +133,13 @@ class Service:
             None if that is so; then what has not run does not.
 
         Raises:
-            RefusalError: 413 on too many texts; see `TaskFolder.asked` and `Batcher.submit`.
+            RefusalError: 413 on too many texts; see `TaskStore.queries` and `Batcher.submit`.
             I2CLError: on an empty text.
         """
         require_number(texts, "send fewer, or a file to /v1/batches")
         deadline = time.monotonic() + timeout
         self.batcher.require_room()
-        entry, rows = await asyncio.to_thread(self.tasks.asked, name, texts)
+        entry, rows = await asyncio.to_thread(self.tasks.queries, name, texts)
         ticket = self.batcher.submit(rows, deadline)
         waits: asyncio.Future[Any] = asyncio.wrap_future(ticket.done)
         watch = asyncio.ensure_future(gone()) if gone is not None else None
@@ -166,11 +166,11 @@ class Service:
     async def upload(self, name: str, body: bytes) -> Entry:
         """Give a name to an artefact, once it has answered a text.
 
-        ``name``: of the task; ``body``: see `i2cl.interfaces.server.uploads.unpacked`. Raises RefusalError:
-        422 on an artefact that cannot be used; see `TaskFolder.put`.
+        ``name``: of the task; ``body``: see `i2cl.interfaces.server.uploads.unpack`. Raises RefusalError:
+        422 on an artefact that cannot be used; see `TaskStore.put`.
         """
-        injection = await self.parsed(unpacked, body)
-        rows = await self.parsed(lambda: self.tasks.loaded(injection).asked(["a"], cut=False))
+        injection = await self.parsed(unpack, body)
+        rows = await self.parsed(lambda: self.tasks.loaded(injection).queries(["a"], cut=False))
         if rows[0].tokens > self.batcher.bound:
             message = f"a text takes {rows[0].tokens} tokens with all labels, {self.batcher.bound} may run"
             raise RefusalError(422, "bad_artefact", f"{message}: use fewer or shorter labels")
@@ -197,10 +197,10 @@ class Service:
         self._held.close()
 
 
-async def answered(
+async def answer_request(
     service: Service, request: Any, name: str, texts: Sequence[str], timeout: float | None
 ) -> Answer:
-    """`Service.answered` for a request of Starlette's, until its client goes. Raises RefusalError as that,
+    """`Service.classify` for a request of Starlette's, until its client goes. Raises RefusalError as that,
     and on the name of the base model.
     """
     if name == service.base:
@@ -214,7 +214,7 @@ async def answered(
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    found = await service.answered(name, texts, timeout=timeout or TIMEOUT, gone=gone)
+    found = await service.classify(name, texts, timeout=timeout or TIMEOUT, gone=gone)
     if found is None:
         raise RefusalError(499, "gone", "the client went away: its rows did not run")
     return found

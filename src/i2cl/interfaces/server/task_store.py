@@ -24,7 +24,7 @@ from pathlib import Path
 from i2cl.core.artefact import FILES
 from i2cl.core.injection import Injection
 from i2cl.errors import HALF_PAIR, I2CLError
-from i2cl.injections.pool import Asked, InjectionPool, Loaded
+from i2cl.injections.pool import InjectionPool, Loaded, TaskQuery
 from i2cl.interfaces.server.refusals import RefusalError, fault, unknown_task
 from i2cl.interfaces.server.uploads import refused_artefact, require_moderate
 from i2cl.storage.atomic import replaced_file, synced
@@ -44,7 +44,7 @@ class Entry:
     labels: tuple[str, ...]  # in the order of probabilities
 
 
-class TaskFolder:
+class TaskStore:
     """Named artefacts on the disk, and those of them that are loaded."""
 
     def __init__(self, root: Path, pool: InjectionPool, *, most_resident: int, read_only: bool) -> None:
@@ -140,7 +140,7 @@ class TaskFolder:
             )
         return Injection.from_pretrained(folder)
 
-    def asked(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[Asked]]:
+    def queries(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[TaskQuery]]:
         """Texts, to be asked of the version that a name stands for now. Raises RefusalError: 404 if there is
         none of that name, 413 on a text that exceeds the context; I2CLError on an empty text.
         """
@@ -152,7 +152,7 @@ class TaskFolder:
                 if self.entry(name).digest == entry.digest:  # else it was replaced between two looks
                     raise
 
-    def of_version(self, digest: str, texts: Sequence[str]) -> list[Asked]:
+    def of_version(self, digest: str, texts: Sequence[str]) -> list[TaskQuery]:
         """Texts, to be asked of one version. Raises RefusalError: 404 if it is gone, 500 if it cannot be
         used; I2CLError on an empty text; a `TooLongError` on one that exceeds the context.
         """
@@ -164,7 +164,7 @@ class TaskFolder:
             while len(self._used) > self._most:
                 self.pool.drop(self._used.popitem(last=False)[0])
             task = self.pool.task(digest)
-        return task.asked(texts, cut=False)
+        return task.queries(texts, cut=False)
 
     def _load(self, digest: str) -> None:
         try:

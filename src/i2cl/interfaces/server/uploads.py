@@ -55,7 +55,7 @@ def unusable(why: str = "its numbers are not finite when they are used") -> Refu
     return RefusalError(422, "bad_artefact", f"this artefact cannot be used, {why}: fit it again")
 
 
-def unpacked(body: bytes) -> Injection:
+def unpack(body: bytes) -> Injection:
     """The injection in a tar file of an artefact's folder.
 
     Only its own files are taken, plain and whole, flat or behind ``./``; none is written under a name that

@@ -34,7 +34,7 @@ class Core:
         self.tried = False  # whether the canary has answered
 
 
-def executed(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_executor(original: Callable[..., None]) -> Callable[..., None]:
     """``Executor.__init__``, the first thing that a core does: refuse what cannot be served."""
 
     def start(executor: Any, vllm_config: Any, *args: Any, **more: Any) -> None:
@@ -49,7 +49,7 @@ def executed(original: Callable[..., None]) -> Callable[..., None]:
     return start
 
 
-def ready(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_supported_tasks(original: Callable[..., Any]) -> Callable[..., Any]:
     """``EngineCore.get_supported_tasks``, which a front end asks before its first request: try the edit."""
 
     def supported(core: Any) -> Any:
@@ -61,7 +61,7 @@ def ready(original: Callable[..., Any]) -> Callable[..., Any]:
     return supported
 
 
-def called(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     """``EngineCore.collective_rpc``: loading and dropping go by the ledger."""
 
     def call(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +91,7 @@ def _require_written(told: list[str | None]) -> None:
         raise I2CLError(f"{len(faults)} of {len(told)} workers could not write this task, {faults[0]}")
 
 
-def made(original: Any) -> Any:
+def wrap_request(original: Any) -> Any:
     """``Request.from_engine_core_request``: a cache salt of its edit, and the ledger's note."""
 
     def make(cls: Any, request: Any, block_hasher: Any) -> Any:

@@ -18,8 +18,8 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.export.folding import skeleton
 from i2cl.export.sources import checkpoint_folder
-from i2cl.interfaces.vllm.asking import Asked, Edge, Reach, Trie
 from i2cl.interfaces.vllm.engine import DROP, LOAD
+from i2cl.interfaces.vllm.prompts import Edge, Prompt, Reach, Trie
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
 from i2cl.interfaces.vllm.support import NAME
 from i2cl.models.checkpoint import Files
@@ -80,7 +80,7 @@ class Bound:
 
 
 @dataclass
-class Tasks:
+class ServedTasks:
     """The tasks of a front end by name. One process serves one engine."""
 
     served: dict[str, Served] = field(default_factory=dict)  # by name
@@ -172,10 +172,10 @@ class Tasks:
         return free
 
 
-TASKS = Tasks()  # those of this process
+TASKS = ServedTasks()  # those of this process
 
 
-def verified(original: Callable[..., None], refusal: type[I2CLError] = I2CLError) -> Callable[..., None]:
+def wrap_verify(original: Callable[..., None], refusal: type[I2CLError] = I2CLError) -> Callable[..., None]:
     """``SamplingParams.verify``: a task that is not loaded is its request's error, in the front end.
 
     ``original``: vLLM's; ``refusal``: what is raised, of which vLLM's server makes a 400.
@@ -191,7 +191,9 @@ def verified(original: Callable[..., None], refusal: type[I2CLError] = I2CLError
     return verify
 
 
-def searched(original: Callable[..., Any], refusal: type[I2CLError] = I2CLError) -> Callable[..., Any]:
+def wrap_beam_search(
+    original: Callable[..., Any], refusal: type[I2CLError] = I2CLError
+) -> Callable[..., Any]:
     """``to_beam_search_params`` of a request of the server: beam search would forget the task.
 
     ``original``: vLLM's; ``refusal``: what is raised, of which vLLM's server makes a 400.
@@ -276,22 +278,22 @@ def classify(llm: Any, texts: Sequence[str], tasks: Sequence[str]) -> list[Answe
     require_texts(texts)
     served = [TASKS.get(name) for name in tasks]
     reach = Reach.of(llm.llm_engine.vllm_config)
-    asked: list[tuple[int, Asked]] = []
+    asked: list[tuple[int, Prompt]] = []
     for row, (one, text) in enumerate(zip(served, texts, strict=True)):
         (query,) = one.questions.queries([text])
-        asked += [(row, each) for each in one.trie.asked(query, reach)]
+        asked += [(row, each) for each in one.trie.prompts(query, reach)]
     outputs = llm.generate(
-        [{"prompt_token_ids": list(each.prompt)} for _, each in asked],
+        [{"prompt_token_ids": list(each.ids)} for _, each in asked],
         [parameters(served[row], each) for row, each in asked],
         use_tqdm=False,
     )
     told: list[dict[Edge, float]] = [{} for _ in texts]
     for (row, each), output in zip(asked, outputs, strict=True):
-        told[row] |= each.told(output)
+        told[row] |= each.edges(output)
     return [one.answer(values) for one, values in zip(served, told, strict=True)]
 
 
-def parameters(served: Served, asked: Asked) -> Any:
+def parameters(served: Served, asked: Prompt) -> Any:
     """``SamplingParams`` that ask for some edges' log-probabilities under a version of a task."""
     from vllm import SamplingParams
 

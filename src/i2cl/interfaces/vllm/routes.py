@@ -22,9 +22,9 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes.schemas import Classification, Classify, require_number
-from i2cl.interfaces.vllm.asking import Asked, Edge, Reach, Share
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.frontend import TASKS, Answer, Served, parameters
+from i2cl.interfaces.vllm.prompts import Edge, Prompt, Reach, Share
 from i2cl.interfaces.vllm.slots import Packed
 from i2cl.models.batching import Ids
 from i2cl.models.encoding import TooLongError
@@ -177,11 +177,11 @@ async def _booked(engine: Any, packed: Packed) -> None:
 async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[Answer]:
     told: list[dict[Edge, float]] = [{} for _ in queries]
 
-    async def ask(row: int, asked: Asked) -> None:
-        prompt, name = {"prompt_token_ids": list(asked.prompt)}, f"i2cl-{uuid4().hex}"
+    async def ask(row: int, asked: Prompt) -> None:
+        prompt, name = {"prompt_token_ids": list(asked.ids)}, f"i2cl-{uuid4().hex}"
         async for output in state.i2cl_engine.generate(prompt, parameters(served, asked), name):
             last = output
-        told[row] |= asked.told(last)
+        told[row] |= asked.edges(last)
 
     def left(size: int, _task: asyncio.Task[None]) -> None:  # also of a task that was ended before it began
         state.i2cl_share.leave(size)
@@ -189,8 +189,8 @@ async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[A
     try:
         async with asyncio.TaskGroup() as group:  # which ends all of them with the first that fails
             for row, query in enumerate(queries):
-                for asked in served.trie.asked(query, state.i2cl_reach):
-                    size = len(asked.prompt)
+                for asked in served.trie.prompts(query, state.i2cl_reach):
+                    size = len(asked.ids)
                     await state.i2cl_share.enter(size)
                     task = group.create_task(ask(row, asked))
                     task.add_done_callback(partial(left, size))

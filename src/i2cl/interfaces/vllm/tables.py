@@ -28,7 +28,7 @@ class Tables:
             writer.register_buffer("i2cl_rows", torch.zeros(count + 1, d), persistent=False)
             writer.register_buffer("i2cl_scales", torch.ones(count + 1), persistent=False)
             writer.register_buffer("i2cl_slots", self.slots, persistent=False)
-            writer.register_forward_hook(edited)
+            writer.register_forward_hook(edit_hook)
 
     def write(self, slot: int, digest: str, packed: Packed) -> None:
         """Put an edit into a slot that no running request has. Raises I2CLError if it has another number of
@@ -65,7 +65,7 @@ class Tables:
         self.slots[: len(found)].copy_(found, non_blocking=True)
 
 
-def edited(writer: nn.Module, _inputs: Any, output: Any) -> Any:
+def edit_hook(writer: nn.Module, _inputs: Any, output: Any) -> Any:
     """Forward hook of a writer: ``lambda v + beta a`` of each token's slot, in float32."""
     written = output[0] if isinstance(output, tuple) else output
     held: Any = writer

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
-from i2cl.interfaces.server.service import Service, answered, new_id
+from i2cl.interfaces.server.service import Service, answer_request, new_id
 
 
 def router(service: Service) -> APIRouter:
@@ -22,7 +22,7 @@ def router(service: Service) -> APIRouter:
         _require_label_alone(body)
         content = body.messages[0].content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        answer = await answered(service, request, body.model, [text], timeout)
+        answer = await answer_request(service, request, body.model, [text], timeout)
         response.headers["X-Task-Digest"] = answer.entry.digest
         pairs = zip(answer.entry.labels, answer.probabilities[0], strict=True)
         ranked = [

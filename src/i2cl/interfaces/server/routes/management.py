@@ -194,10 +194,10 @@ def _fit(service: Service, request: Request, body: bytes) -> Response:
     with jobs.scratch() as folder:
         for name, content in inputs.items():
             (folder / name).write_bytes(content)
-        task, demonstrations = fits.checked(service.decoder, told, folder)
+        task, demonstrations = fits.read_task(service.decoder, told, folder)
     if options.check:
         rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(demonstrations)}
-        data = fits.surveyed(service.decoder, task)
+        data = fits.survey_of(service.decoder, task)
         return JSONResponse({"object": "check", "labels": list(task.labels), **rows, "data": data})
     return _accepted(jobs.add("fit", told, inputs))
 
@@ -208,7 +208,7 @@ def _batch(service: Service, body: IO[bytes], model: str | None, owner: str | No
     with jobs.scratch() as folder:
         path = folder / files.INPUT
         with path.open("wb") as rows:
-            count, names = files.checked(body, model, service.tasks.entry, rows)
+            count, names = files.read_lines(body, model, service.tasks.entry, rows)
         with service.tasks.kept(names) as digests:
             told = {"rows": count, "tasks": names, "digests": digests}
             return _accepted(jobs.add("batch", told, {files.INPUT: path}, owner))

@@ -21,7 +21,7 @@ Edge = tuple[Ids, int]  # a token of a label, and what stands between the query 
 
 
 @dataclass(frozen=True)
-class Asked:
+class Prompt:
     """A prompt, and the edges whose log-probabilities are wanted."""
 
     query: Ids  # what the prompt begins with
@@ -30,11 +30,11 @@ class Asked:
     along: bool = False  # whether the edges of ``before`` are wanted too
 
     @property
-    def prompt(self) -> Ids:
+    def ids(self) -> Ids:
         """The whole of it."""
         return self.query + self.before
 
-    def told(self, output: Any) -> dict[Edge, float]:
+    def edges(self, output: Any) -> dict[Edge, float]:
         """Log-probabilities by edge, from vLLM's ``RequestOutput``."""
         found = {(self.before, token): one.logprob for token, one in output.outputs[0].logprobs[0].items()}
         if self.along:
@@ -82,7 +82,7 @@ class Trie:
         """The same of labels' last tokens alone."""
         return _grouped([(ids[:-1], ids[-1]) for ids in self.labels])
 
-    def asked(self, query: Ids, reach: Reach) -> list[Asked]:
+    def prompts(self, query: Ids, reach: Reach) -> list[Prompt]:
         """What tells every edge behind a query, in the one of two ways in which the engine reads less.
 
         A prompt for every beginning tells what stands behind that, and the cache shares whole blocks of the
@@ -94,7 +94,7 @@ class Trie:
         by_label = sum(size + len(before) for before in self._last)
         along = by_label < by_beginning and size + max(map(len, self._last)) <= reach.rows
         return [
-            Asked(query, before, tokens[start : start + MOST_TOKENS], along and bool(before) and not start)
+            Prompt(query, before, tokens[start : start + MOST_TOKENS], along and bool(before) and not start)
             for before, tokens in (self._last if along else self._behind).items()
             for start in range(0, len(tokens), MOST_TOKENS)
         ]
