@@ -81,7 +81,7 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
         (("--token-file", "none"), "--token-file .* cannot be read"),
         (("--port", "70000"), "--port"),
         (("--max-waiting-tokens", "0"), "--max-waiting-tokens"),
-        (("--read-only",), "holds no tasks"),
+        (("--read-only", "--port", "0"), "holds no tasks"),
         (("--host", "203.0.113.1"), "token-file"),
     ],
 )

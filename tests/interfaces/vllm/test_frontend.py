@@ -129,7 +129,7 @@ def test_a_request_keeps_the_version_that_its_first_part_ran_with(llm, base, tas
         frontend.load(llm, "a", other)
         frontend.drop(llm, "a")
         each = served.trie.prompts((5, 6, 7), prompts.Reach.of(vllm_config()))[0]
-        assert llm.answer(each.prompt, parameters(served, each))
+        assert llm.answer(each.ids, parameters(served, each))
         assert digest in llm.held
         frontend.load(llm, "a", one)
         frontend.load(llm, "a", other)

@@ -3,9 +3,9 @@
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
@@ -26,6 +26,68 @@ ACCURACY = "accuracy (95 %)"
 _NAMES = ("model", "task")  # arguments that may be paths beside those that always are
 
 
+@dataclass(frozen=True)
+class MethodOptions:
+    """How the examples become a task."""
+
+    PANEL: ClassVar[str] = options.METHOD
+
+    method: Annotated[
+        Literal["anchored", "i2cl"] | None,
+        typer.Option(
+            help="A vector at every writer, fitted around the plain model among the labels; or the paper's "
+            "method; default: anchored, or i2cl where a recipe or an option of its own is given.",
+        ),
+    ] = None
+    recipe: options.OwnRecipe = None
+    settings: options.Settings = None
+    unlabelled: Annotated[
+        Path | None,
+        typer.Option(
+            help="Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
+            "set right on; 32 or more.",
+        ),
+    ] = None
+    prior: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of the labels in those texts, in the labels' order, commas between; default: equal.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What is scored after the fit, and how."""
+
+    PANEL: ClassVar[str] = "Options"
+
+    evaluate: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Score the fit beside zero-shot, few-shot and, where they are installed, sentence "
+            "embeddings, on at most so many test rows or, without any, "
+            "training rows that are no demonstrations; 0: not at all.",
+        ),
+    ] = 160
+    folds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Where no such rows are left, refit so often, each time without one part of the examples, "
+            "and score that part; 0: do not.",
+        ),
+    ] = 3
+    target_accuracy: Annotated[
+        float | None,
+        typer.Option(
+            help="Find the confidence from which on answers are right so often, such as 0.95, on labelled "
+            "rows that the fit does not use (at most --evaluate of them).",
+        ),
+    ] = None
+
+
 @options.expanded
 def fit(
     context: typer.Context,
@@ -43,56 +105,9 @@ def fit(
             "0 for none; default: 5 without --shots and --test.",
         ),
     ] = None,
-    method: Annotated[
-        Literal["anchored", "i2cl"] | None,
-        typer.Option(
-            help="A vector at every writer, fitted around the plain model among the labels; or the paper's "
-            "method; default: anchored, or i2cl where a recipe or an option of its own is given.",
-            rich_help_panel=options.METHOD,
-        ),
-    ] = None,
-    recipe: options.OwnRecipe = None,
-    settings: options.Settings = None,
-    unlabelled: Annotated[
-        Path | None,
-        typer.Option(
-            help="Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
-            "set right on; 32 or more.",
-            rich_help_panel=options.METHOD,
-        ),
-    ] = None,
-    prior: Annotated[
-        str | None,
-        typer.Option(
-            help="Shares of the labels in those texts, in the labels' order, commas between; default: equal.",
-            rich_help_panel=options.METHOD,
-        ),
-    ] = None,
+    way: MethodOptions,
     rows: TaskOptions,
-    evaluate: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Score the fit beside zero-shot, few-shot and, where they are installed, sentence "
-            "embeddings, on at most so many test rows or, without any, "
-            "training rows that are no demonstrations; 0: not at all.",
-        ),
-    ] = 160,
-    folds: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Where no such rows are left, refit so often, each time without one part of the examples, "
-            "and score that part; 0: do not.",
-        ),
-    ] = 3,
-    target_accuracy: Annotated[
-        float | None,
-        typer.Option(
-            help="Find the confidence from which on answers are right so often, such as 0.95, on labelled "
-            "rows that the fit does not use (at most --evaluate of them).",
-        ),
-    ] = None,
+    scoring: ScoreOptions,
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
@@ -109,21 +124,21 @@ def fit(
     from i2cl.tasks.loaders import is_own
 
     require_writable(output, own_files(output))
-    if folds:
-        require_folds(folds)
-    chosen = calibrating_method(method, load.options(settings), recipe)
+    if scoring.folds:
+        require_folds(scoring.folds)
+    chosen = calibrating_method(way.method, load.options(way.settings), way.recipe)
     loaded = load.task(task, rows)
     own = is_own(task)
-    choice: Any = {"keep_back": keep_back, "scored": evaluate > 0 and not loaded.test}
+    choice: Any = {"keep_back": keep_back, "scored": scoring.evaluate > 0 and not loaded.test}
     drawn = draw(loaded, chosen, shots, seed, own=own, **choice)  # sizes are checked before the model is read
-    texts, shares = _prior_of(unlabelled, prior, rows.text_column, loaded)
+    texts, shares = _prior_of(way.unlabelled, way.prior, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
     loaded = load.worded(loaded, rows, decoder.tokenizer)
     if drawn is None:
         with console.waiting("timing the model"):
             drawn = fitting(decoder, loaded, chosen.rounds, seed, **choice)
     demonstrations = drawn.demonstrations
-    queries = _queries(loaded, demonstrations, evaluate, target_accuracy)
+    queries = _queries(loaded, demonstrations, scoring.evaluate, scoring.target_accuracy)
     block = data.Block.of(loaded, decoder, drawn, queries) if own else None
     if block is not None and not json:
         block.show()
@@ -139,12 +154,14 @@ def fit(
         return with_label_prior(again, decoder, texts, shares) if texts else again
 
     unknown = ""
-    if evaluate and not queries:
+    if scoring.evaluate and not queries:
         lacking = "no labelled rows remain to score: fit with fewer --shots"
-        unknown = unmeasurable(loaded, demonstrations, folds, seed) if folds else lacking
-    if evaluate and not unknown:
-        timed: Any = {"method": chosen, "seconds": seconds, "target": target_accuracy}
-        injection = _measured(injection, decoder, loaded, demonstrations, queries, make, folds, **timed)
+        unknown = unmeasurable(loaded, demonstrations, scoring.folds, seed) if scoring.folds else lacking
+    if scoring.evaluate and not unknown:
+        timed: Any = {"method": chosen, "seconds": seconds, "target": scoring.target_accuracy}
+        injection = _measured(
+            injection, decoder, loaded, demonstrations, queries, make, scoring.folds, **timed
+        )
     command = command_line(
         context, shots=drawn.shots, keep_back=drawn.keep_back or None, seed=seed, method=chosen.name
     )
