@@ -20,7 +20,7 @@ from i2cl.core.anchored import AnchoredConfig
 from i2cl.export import export_gguf, export_hf, export_peft, fold, golden, make_golden, verify
 from i2cl.interfaces.cli import main
 from i2cl.models.scoring import Questions
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder
 
 SHOWN = (
     Example("a warm film", 0),
@@ -35,8 +35,7 @@ TEXTS = ["fine", "a lifeless film, by far"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("base") / "model"
-    tiny_model("llama").save_pretrained(made)
-    tiny_tokenizer().save_pretrained(made)
+    tiny_folder(made)
     return made
 
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from commands import listed, run
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_hf, fold, golden, make_golden, sources, upcast, verify
 from i2cl.export.families import FAMILIES, REFUSED
 from i2cl.export.golden import GOLDEN
-from i2cl.interfaces.cli import main
 from i2cl.models.architectures import ARCHITECTURES, Architecture
 from i2cl.models.batching import make_batch
 from i2cl.models.checkpoint import INDEX
@@ -74,18 +74,8 @@ def relative(one, two):
     return float((one - two).abs().max() / two.abs().max())
 
 
-def listed(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
 def weights(folder):
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as done:
-        main([str(argument) for argument in arguments])
-    return done.value.code
 
 
 def saved(decoder, folder):

@@ -1,6 +1,5 @@
 """Bad input: one line that begins with "error:", exit code 2, nothing written."""
 
-import json
 import os
 import pickle
 import shutil
@@ -12,6 +11,7 @@ import pytest
 import torch
 import typer
 
+from commands import jsonl
 from i2cl import Decoder
 from i2cl.interfaces.cli import main
 from processes import Program
@@ -19,11 +19,6 @@ from tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
 GOOD = [{"text": f"film {number}", "label": ("bad", "good")[number % 2]} for number in range(8)]
-
-
-def jsonl(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
 
 
 def saved(model, folder):

@@ -41,6 +41,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from i2cl.interfaces.sklearn import I2CLClassifier, shared
 from i2cl.methods import calibrating_method
+from tiny import tiny_folder
 
 TASK = load_task("mood-colour-1")
 X = [example.text for example in TASK.train[:60]]
@@ -332,8 +333,7 @@ def test_a_fitted_classifier_is_kept_when_a_later_fit_fails():
 
 
 def test_cross_validation_loads_a_named_model_once(tmp_path, monkeypatch):
-    tiny_model("llama").save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_folder(tmp_path)
     loaded = []
     load = Decoder.from_pretrained
 
@@ -350,8 +350,7 @@ def test_cross_validation_loads_a_named_model_once(tmp_path, monkeypatch):
 def test_a_named_model_is_freed_when_nobody_holds_it(tmp_path):
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
-        tiny_model("llama").save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
+        tiny_folder(folder)
     first = shared.shared_decoder(folders[0])
     assert shared.shared_decoder(str(folders[0])) is first
     second = shared.shared_decoder(folders[1])
@@ -369,15 +368,13 @@ def test_a_folder_of_that_name_does_not_hide_the_bundled_model(tmp_path, monkeyp
 
 
 def test_a_folder_with_a_dangling_link_can_be_loaded(tmp_path):
-    tiny_tokenizer().save_pretrained(tmp_path)
-    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_folder(tmp_path)
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     assert shared.shared_decoder(tmp_path).layers == 2
 
 
 def test_a_folder_that_has_changed_is_loaded_anew(tmp_path):
-    tiny_tokenizer().save_pretrained(tmp_path)
-    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_folder(tmp_path)
     before = shared.shared_decoder(tmp_path)
     tiny_model("llama", seed=1).save_pretrained(tmp_path)
     after = shared.shared_decoder(tmp_path)
@@ -455,8 +452,7 @@ def test_a_pickle_works_in_a_fresh_process(tmp_path):
 
 
 def test_precision_travels_with_a_pickle(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_folder(tmp_path)
     half = I2CLClassifier(Decoder.from_pretrained(str(tmp_path), dtype="bfloat16"), shots=1, settings=QUICK)
     half.fit(X, Y)
     found = pickle.loads(pickle.dumps(half))
@@ -465,8 +461,7 @@ def test_precision_travels_with_a_pickle(tmp_path):
 
 
 def test_another_model_under_the_same_name_is_refused(tmp_path):
-    tiny_tokenizer().save_pretrained(tmp_path)
-    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_folder(tmp_path)
     by_name = I2CLClassifier(str(tmp_path), shots=1, settings=QUICK).fit(X, Y)
     by_model = quick(model=Decoder.from_pretrained(str(tmp_path))).fit(X, Y)
     unfitted = quick(model=Decoder.from_pretrained(str(tmp_path)))

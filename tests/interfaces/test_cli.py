@@ -15,6 +15,7 @@ import torch
 import typer
 from rich.console import Console
 
+from commands import jsonl, listed
 from i2cl import Decoder, Injection, with_label_prior, with_temperature
 from i2cl.experiments.confidence import NAMES
 from i2cl.interfaces.cli import app, console, main
@@ -22,15 +23,11 @@ from i2cl.interfaces.cli.options import expanded
 from i2cl.methods import METHODS
 from i2cl.version import __version__
 from processes import COMMAND, FORKED, Program
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder
 
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
 LABELS = ("negative", "positive")
 TEXTS = [f"a{' very' * (number % 4)} long film, number {number}" for number in range(10)]
-
-
-def listed(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def rows(count, start=0):
@@ -41,17 +38,11 @@ def rows(count, start=0):
     ]
 
 
-def jsonl(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with a model, training and test rows, and an artefact fitted by the command line."""
     folder = tmp_path_factory.mktemp("home")
-    tiny_model("llama").save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    tiny_folder(folder / "model")
     jsonl(folder / "films.jsonl", rows(16))
     jsonl(folder / "test.jsonl", rows(12, start=16))
     with pytest.raises(SystemExit) as stop:
@@ -250,8 +241,7 @@ def test_fit_measures_nothing_if_asked_not_to(call, home, tmp_path):
 
 
 def test_fit_goes_on_where_few_shot_exceeds_the_context(call, home, tmp_path):
-    tiny_model("llama", max_position_embeddings=40).save_pretrained(tmp_path / "short")
-    tiny_tokenizer().save_pretrained(tmp_path / "short")
+    tiny_folder(tmp_path / "short", max_position_embeddings=40)
     task = ["fit", tmp_path / "short", home / "films.jsonl", "-o", tmp_path / "new", "--template", TEMPLATE]
     code, out, _ = call(*task, "--shots", "2", "--set", "epochs=1")
     assert code == 0

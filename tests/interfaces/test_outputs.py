@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from commands import listed
 from i2cl import I2CLError
 from i2cl.interfaces.batch_prediction.outputs import require_other, source_state, written
 from i2cl.interfaces.batch_prediction.tables import Table, output_format
 from i2cl.tasks.files import RowError
 
 HEADER = "label\n"
-
-
-def listed(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def writing(path, *, chunk=2, **options):

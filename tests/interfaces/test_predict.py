@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from commands import listed, run
 from i2cl import I2CLError, Injection, load_task, with_temperature
 from i2cl.interfaces.batch_prediction.outputs import written
 from i2cl.interfaces.batch_prediction.prediction import (
@@ -28,16 +29,6 @@ from i2cl.tasks.files import RowError
 from processes import COMMAND, Program, finished
 
 ROWS, CHUNK = 1000, 10
-
-
-def listed(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    return stop.value.code
 
 
 @pytest.fixture(scope="module")

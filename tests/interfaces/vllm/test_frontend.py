@@ -12,7 +12,7 @@ from i2cl.interfaces.vllm import frontend, prompts
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.slots import DIGEST
 from i2cl.models.decoder import Decoder
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder
 
 from .standins import LLM, injection_for, parameters, params, vllm_config
 
@@ -20,8 +20,7 @@ from .standins import LLM, injection_for, parameters, params, vllm_config
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(found)
-    tiny_tokenizer().save_pretrained(found)
+    tiny_folder(found)
     return found
 
 

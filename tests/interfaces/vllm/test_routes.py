@@ -16,7 +16,7 @@ from i2cl import Injection, with_temperature
 from i2cl.interfaces.vllm import frontend, plugin, routes
 from i2cl.interfaces.vllm.slots import DIGEST
 from i2cl.models.decoder import Decoder
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder
 
 from .standins import LLM, injection_for, parameters, vllm_config
 
@@ -24,8 +24,7 @@ from .standins import LLM, injection_for, parameters, vllm_config
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     found = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(found)
-    tiny_tokenizer().save_pretrained(found)
+    tiny_folder(found)
     return Decoder.from_pretrained(str(found), device="cpu")
 
 
