@@ -8,14 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from i2cl import (
-    Decoder,
-    Example,
-    I2CLError,
-    Task,
-    Template,
-    anchor,
-)
+from i2cl import Decoder, Example, I2CLError, Task, Template, anchor
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.export import export_gguf, export_hf, export_peft, fold, golden, make_golden, verify
 from i2cl.interfaces.cli import main

@@ -34,12 +34,11 @@ TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentime
 IDS = tuple((torch.arange(1, 25) * 7 % 300).tolist())
 SLIDING = {"ministral-sliding", "mistral-sliding", "phi3-sliding", "qwen2-sliding"}
 FOLDED = [case for case, (kind, _) in CASES.items() if kind in FAMILIES and case not in SLIDING]
+# A model type for each way to fold.
 ONE_A_ROW = sorted({replace(FAMILIES[kind], model_type=""): kind for kind in FAMILIES}.values())
-"""A model type for each way to fold."""
 ROOT = Path(__file__).parents[2]
 FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
-ROUNDED = 0.02
-"""Largest relative difference in bfloat16, where every folded weight is rounded once more."""
+ROUNDED = 0.02  # largest relative difference in bfloat16, where every folded weight is rounded once more
 
 
 def decoder_of(case, dtype=torch.float32, **overrides):

@@ -28,11 +28,10 @@ llama_cpp = pytest.mark.skipif(
     find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'i2cl[llama-cpp]')"
 )
 
+# Model types that become a Llama which llama.cpp has.
 LLAMAS = {"llama", "ministral", "mistral", "qwen2", "phi3", "helium"}
-"""Model types that become a Llama which llama.cpp has."""
 
-CLOSE = 1e-4
-"""Largest difference of a log-probability between the hooked model and llama.cpp, in float32."""
+CLOSE = 1e-4  # largest difference of a log-probability between the hooked model and llama.cpp, in float32
 
 TEXTS = (
     "Review: a warm and funny film\nSentiment:",
@@ -352,10 +351,7 @@ TOKENIZERS = {
     "gpt-2": (lambda: byte_level(use_regex=True), "gpt-2"),
     "smollm": (lambda: byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True), "smollm"),
     "llama-3": (lambda: byte_level(split(LLAMA3), ignore_merges=True), "llama-bpe"),
-    "qwen2": (
-        lambda: byte_level(split(LLAMA3.replace("{1,3}", "")), normalizer=normalizers.NFC()),
-        "qwen2",
-    ),
+    "qwen2": (lambda: byte_level(split(LLAMA3.replace("{1,3}", "")), normalizer=normalizers.NFC()), "qwen2"),
     "tekken": (lambda: byte_level(split(TEKKEN), ignore_merges=True), "tekken"),
     "sentencepiece": (pieces_of_sentencepiece, "default"),
     "sentencepiece-prepended": (prepended, "default"),

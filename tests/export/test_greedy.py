@@ -372,12 +372,7 @@ def test_labels_are_read_from_text():
     words = [" best\n", " best film\n", " bad"]
     assert [
         label_in(text, words, whole=True) for text in (" best\nA", "best film\n", " best fare", " bad.")
-    ] == [
-        0,
-        1,
-        None,
-        2,
-    ]
+    ] == [0, 1, None, 2]
     assert label_in(" badly", words, whole=True) is None
     assert label_in(" badly", [" bad"], whole=False) is None
     assert label_in("bad", [" bad"], whole=False) == 0

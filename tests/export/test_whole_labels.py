@@ -17,11 +17,10 @@ from i2cl.tasks import Task, Template
 pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 SHARED = Task("films", ("best film", "best ever", "bad film"), Template("Review: {text}\nVerdict:{label}"))
+# A label that begins another one is scored with what ends it.
 BEGUN = replace(SHARED, labels=("best", "best film", "bad"))
-"""A label that begins another one is scored with what ends it."""
 
-TEXTS = ("a warm film", "dull and long", "two hours")
-"""Without the letter that all labels begin with."""
+TEXTS = ("a warm film", "dull and long", "two hours")  # without the letter that all labels begin with
 
 
 @pytest.fixture(autouse=True)

@@ -145,10 +145,7 @@ WRONG = {
     "a name too long for a model": (["check", "x" * 5000], "name too long"),
     "a name too long for an artefact": (["predict", "x" * 5000, "{films}"], "name too long"),
     "a name too long for a store": (["report", "x" * 5000], "name too long"),
-    "a name too long for an output": (
-        ["predict", "{artefact}", "{films}", "-o", "x" * 255],
-        "name too long",
-    ),
+    "a name too long for an output": (["predict", "{artefact}", "{films}", "-o", "x" * 255], "name too long"),
     "a name too long for a folder": ([*fit(Path("{}")), "-o", "x" * 256], "name too long"),
     "a deep grid": (["experiment", "run", "{home}/deep.toml"], "is not valid TOML"),
     "a deep task": (["fit", "{model}", "{home}/deep.toml", "-o", "{new}"], "is not valid TOML"),

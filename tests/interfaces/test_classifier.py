@@ -99,7 +99,7 @@ def spelled(rows):
 WORDS = {0: "red", 1: "blue", 2: "green", 3: "gold", -1: "yellow"}
 NAMES = {word: word for word in ("one", "two", "three")}
 FAILING = {
-    "check_methods_subset_invariance": "other batches round differently: 1e-6 apart where 1e-7 is asked",
+    "check_methods_subset_invariance": "other batches round differently: 1e-6 apart where 1e-7 is asked"
 }
 
 

@@ -86,8 +86,7 @@ def commands(group, *path):
 
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
-RANDOM = {("demo",), ("fit",), ("eval",)}
-"""Commands that take --seed; a grid brings its own seeds."""
+RANDOM = {("demo",), ("fit",), ("eval",)}  # commands that take --seed; a grid brings its own seeds
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

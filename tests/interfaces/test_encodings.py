@@ -12,10 +12,8 @@ from i2cl.interfaces.cli import main
 from tiny import tiny_folder
 
 LABELS = ["sch\u00f6n", "\U0001f600"]
-ODD = os.fsdecode(b"caf\xe9")
-"""A file name that is not UTF-8."""
-HALF = "\ud83d"
-"""Half a surrogate pair."""
+ODD = os.fsdecode(b"caf\xe9")  # a file name that is not UTF-8
+HALF = "\ud83d"  # half a surrogate pair
 
 
 @pytest.fixture(scope="module")

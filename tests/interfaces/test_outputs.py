@@ -58,13 +58,7 @@ def test_the_same_run_goes_on_after_the_last_whole_chunk(tmp_path, error):
 
 @pytest.mark.parametrize(
     ("there", "kept"),
-    [
-        ("lab", 0),
-        (HEADER, 0),
-        (HEADER + "0\n", 0),
-        (HEADER + "0\n1\n2\n3", 2),
-        (HEADER + "0\n1\n2\n3\n", 4),
-    ],
+    [("lab", 0), (HEADER, 0), (HEADER + "0\n", 0), (HEADER + "0\n1\n2\n3", 2), (HEADER + "0\n1\n2\n3\n", 4)],
 )
 def test_torn_lines_and_chunks_are_dropped(tmp_path, there, kept):
     path = tmp_path / "out.tsv"

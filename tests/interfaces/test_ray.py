@@ -29,6 +29,7 @@ rows = [
 ]
 full = { seeds = 2, limit = 12 }
 """
+# Runs several commands, of which the first starts a cluster, the others find it.
 COMMANDS = """
 import json, sys
 import ray
@@ -45,7 +46,6 @@ try:
 finally:
     stop()
 """
-"""Runs several commands, of which the first starts a cluster, the others find it."""
 
 
 def predict(folder, source, output, *more):

@@ -134,10 +134,7 @@ def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) ->
     sizes = {stored: folding.shapes[name].numel() * width for stored, name in names.items()}
     try:
         plan = split_state_dict_into_shards_factory(
-            sizes,
-            get_storage_size=lambda size: size,
-            filename_pattern=PATTERN,
-            max_shard_size=max_shard_size,
+            sizes, get_storage_size=lambda size: size, filename_pattern=PATTERN, max_shard_size=max_shard_size
         )
     except ValueError:
         raise I2CLError(f"shard size {max_shard_size!r} is no size: give one such as 500MB or 5GB") from None

@@ -324,13 +324,7 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
 
 
 def _prompt(
-    decoder: Decoder,
-    injection: Injection,
-    ids: Ids,
-    golden: Golden,
-    whole: list[float],
-    *,
-    diagnosed: bool,
+    decoder: Decoder, injection: Injection, ids: Ids, golden: Golden, whole: list[float], *, diagnosed: bool
 ) -> GoldenPrompt:
     logits, labels = _logits(decoder, ids, injection), golden.label_ids
     values = logits.log_softmax(-1)[labels].tolist()

@@ -120,13 +120,13 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
 def test_a_job_that_waits_shows_that_the_server_is_there(service, monkeypatch):
     import asyncio
 
-    from i2cl.interfaces.server.routes import management
+    from i2cl.interfaces.server.routes import events
 
-    monkeypatch.setattr(management, "QUIET", 0.0)
+    monkeypatch.setattr(events, "QUIET", 0.0)
     job = Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued", "at": 1.0}])
 
     async def first(count):
-        stream = management._events(service, job, 0)
+        stream = events.events(service, job, 0)
         return [await anext(stream) for _ in range(count)]
 
     queued, *quiet = asyncio.run(asyncio.wait_for(first(3), 20))
@@ -391,11 +391,7 @@ def test_a_reading_token_sends_files_and_sees_its_own_jobs(service, asking, monk
     def seen(header):
         return {one["id"] for one in client.get("/v1/jobs", headers=header).json()["data"]}
 
-    assert (seen(admin), seen(first), seen(second)) == (
-        {*jobs.values()},
-        {jobs["first"]},
-        {jobs["second"]},
-    )
+    assert (seen(admin), seen(first), seen(second)) == ({*jobs.values()}, {jobs["first"]}, {jobs["second"]})
     for path in ("/v1/jobs/{}", "/v1/jobs/{}/events", "/v1/batches/{}"):
         assert client.get(path.format(jobs["first"]), headers=first).status_code == 200
         assert client.get(path.format(jobs["first"]), headers=admin).status_code == 200

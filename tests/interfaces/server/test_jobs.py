@@ -102,7 +102,7 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
     def some(rows):
         calls.append(len(rows))
         if len(calls) == 4:
-            service.batcher._stops = True  # what is under way is not told, as in a kill
+            service.batcher.stops = True  # what is under way is not told, as in a kill
             raise jobs.FitStoppedError
         return answers(rows)
 

@@ -20,10 +20,7 @@ def reach(block=0, rows=100, prompts=4, tokens=1000):
 
 def answered(asked):
     """An engine's answer that tells of every edge from where it came: its prompt, by length."""
-    own = [
-        None,
-        *({token: SimpleNamespace(logprob=-place)} for place, token in enumerate(asked.ids[1:], 1)),
-    ]
+    own = [None, *({token: SimpleNamespace(logprob=-place)} for place, token in enumerate(asked.ids[1:], 1))]
     values = dict.fromkeys(asked.tokens, -len(asked.ids))
     logprobs = [told_of(values, asked.tokens)]
     return SimpleNamespace(outputs=[SimpleNamespace(logprobs=logprobs)], prompt_logprobs=own)

@@ -64,9 +64,7 @@ def app(base, monkeypatch):
     for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.serve", "vllm.entrypoints.serve.utils"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
     monkeypatch.setitem(
-        sys.modules,
-        "vllm.entrypoints.serve.utils.api_utils",
-        SimpleNamespace(with_cancellation=cancellable),
+        sys.modules, "vllm.entrypoints.serve.utils.api_utils", SimpleNamespace(with_cancellation=cancellable)
     )
     monkeypatch.setattr(plugin, "install_in_server", lambda: None)
     monkeypatch.setattr(frontend, "TASKS", frontend.ServedTasks())

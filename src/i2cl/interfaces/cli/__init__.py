@@ -77,8 +77,7 @@ for _prefix, _group in (("", app), ("experiment ", experiment.app)):
 
 @app.callback(invoke_without_command=True)
 def top(
-    context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Print the version."),
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")
 ) -> None:
     """Show help where no command is given."""
     if version:

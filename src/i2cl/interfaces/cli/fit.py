@@ -36,7 +36,7 @@ class MethodOptions:
         Literal["anchored", "i2cl"] | None,
         typer.Option(
             help="A vector at every writer, fitted around the plain model among the labels; or the paper's "
-            "method; default: anchored, or i2cl where a recipe or an option of its own is given.",
+            "method; default: anchored, or i2cl where a recipe or an option of its own is given."
         ),
     ] = None
     recipe: options.OwnRecipe = None
@@ -45,13 +45,13 @@ class MethodOptions:
         Path | None,
         typer.Option(
             help="Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
-            "set right on; 32 or more.",
+            "set right on; 32 or more."
         ),
     ] = None
     prior: Annotated[
         str | None,
         typer.Option(
-            help="Shares of the labels in those texts, in the labels' order, commas between; default: equal.",
+            help="Shares of the labels in those texts, in the labels' order, commas between; default: equal."
         ),
     ] = None
 
@@ -83,7 +83,7 @@ class ScoreOptions:
         float | None,
         typer.Option(
             help="Find the confidence from which on answers are right so often, such as 0.95, on labelled "
-            "rows that the fit does not use (at most --evaluate of them).",
+            "rows that the fit does not use (at most --evaluate of them)."
         ),
     ] = None
 

@@ -153,12 +153,7 @@ def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:
 
 
 def _scorer(
-    injection: "Injection",
-    model: str | None,
-    loading: ModelOptions,
-    table: Table,
-    *,
-    force: bool,
+    injection: "Injection", model: str | None, loading: ModelOptions, table: Table, *, force: bool
 ) -> "Scorer":
     """Load the model."""
     from i2cl.interfaces.batch_prediction.prediction import Scorer

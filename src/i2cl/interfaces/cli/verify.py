@@ -77,12 +77,7 @@ def _run_here(folder: Path, model: str | None, device: str | None, tolerance: fl
 
 
 def _ask(
-    folder: Path,
-    url: str,
-    model_name: str | None,
-    task: str | None,
-    logprobs: int,
-    tolerance: float | None,
+    folder: Path, url: str, model_name: str | None, task: str | None, logprobs: int, tolerance: float | None
 ) -> "Verification":
     from i2cl.export import Golden, ask_server
     from i2cl.export.server import TOLERANCE

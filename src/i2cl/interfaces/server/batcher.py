@@ -83,7 +83,7 @@ class Batcher:
         self._numbers = count()
         self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._owed = False  # a slice is next
-        self._stops = False
+        self.stops = False  # whether nothing new is taken
         self._seen = float("-inf")  # when the last small request came
         self._fits = False
         self._resumed = 0.0  # when a fit began, or went on behind its last pause
@@ -96,16 +96,11 @@ class Batcher:
         """Whether the model's thread runs."""
         return self._thread.is_alive()
 
-    @property
-    def stops(self) -> bool:
-        """Whether nothing new is taken."""
-        return self._stops
-
     def require_room(self, tokens: int = 0) -> None:
         """Refuse what exceeds the bound, at no cost. Raises RefusalError: 413 if it never has room, 429 if it
         has none now, 503 if nothing new is taken.
         """
-        if self._stops:
+        if self.stops:
             raise stopping()
         if tokens > self.bound:
             raise RefusalError(
@@ -145,7 +140,7 @@ class Batcher:
         waits for. Raises RefusalError: 503 if nothing new is taken.
         """
         with self._changed:
-            if self._stops:
+            if self.stops:
                 raise stopping()
             ticket = Ticket(rows, deadline=float("inf"), large=large)
             self._put(ticket)
@@ -161,7 +156,7 @@ class Batcher:
         """Run something long on the model's thread, which calls `pause` as often as it can."""
         future: Future[Any] = Future()
         with self._changed:
-            if self._stops:
+            if self.stops:
                 raise stopping()
             self._work.append((work, future))
             self._changed.notify()
@@ -173,18 +168,18 @@ class Batcher:
         """
         began = time.monotonic()
         ends = began + began - self._resumed
-        while not self._stops and (self._single or self._large):
+        while not self.stops and (self._single or self._large):
             self._turn()
             if time.monotonic() >= ends:
                 break
-        if self._stops:
+        if self.stops:
             raise FitStoppedError
         self._resumed = time.monotonic()
 
     def stop(self) -> None:
         """Take nothing new, answer what waits, and end then; files and fits stop where they are."""
         with self._changed:
-            self._stops = True
+            self.stops = True
             for _, _, ticket in self._large:
                 if not ticket.counted:
                     ticket.done.cancel()
@@ -209,10 +204,10 @@ class Batcher:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not (self._single or self._large or self._work or self._stops):
+                while not (self._single or self._large or self._work or self.stops):
                     self._changed.wait()
-                work = self._work.popleft() if self._work and not self._stops else None
-                if self._stops and not (self._single or self._large):
+                work = self._work.popleft() if self._work and not self.stops else None
+                if self.stops and not (self._single or self._large):
                     for _, future in self._work:
                         future.cancel()
                     return
@@ -243,12 +238,12 @@ class Batcher:
         finally:
             self._fits = False
 
-    def _one(self, heap: list[tuple[float, int, Ticket]]) -> bool:
-        """Run a batch of what waits there; False if nothing did."""
+    def _one(self, heap: list[tuple[float, int, Ticket]]) -> None:
+        """Run a batch of what waits there, if anything does."""
         with self._changed:
             chosen = self._taken(heap)
         if not chosen:
-            return False
+            return
         started = time.monotonic()
         rows = [row for _, part in chosen for row in part]
         found = self._answered(rows)
@@ -264,7 +259,6 @@ class Batcher:
             tasks = len({id(row.task) for row in rows})
             waited = [started - ticket.since for ticket, part in chosen if ticket.begun == len(part)]
             self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
-        return True
 
     def _taken(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[Ticket, Sequence[TaskQuery]]]:
         """Rows of a batch, by deadline; what is late or cancelled goes."""

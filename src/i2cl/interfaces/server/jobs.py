@@ -190,11 +190,7 @@ class Jobs:
             yield Path(folder)
 
     def add(
-        self,
-        kind: Kind,
-        told: Mapping[str, Any],
-        files: Mapping[str, bytes | Path],
-        owner: str | None = None,
+        self, kind: Kind, told: Mapping[str, Any], files: Mapping[str, bytes | Path], owner: str | None = None
     ) -> Job:
         """Queue a job, which is on the disk when this returns.
 

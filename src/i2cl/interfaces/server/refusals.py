@@ -68,6 +68,11 @@ def unknown_task(name: str) -> RefusalError:
     return RefusalError(404, "unknown_task", f"no task {name!r} is here: GET /v1/models lists those that are")
 
 
+def read_only() -> RefusalError:
+    """Nothing is written here."""
+    return RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
+
+
 def too_late() -> RefusalError:
     """Its time was over before it ran."""
     return RefusalError(

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from i2cl.injections.confidence import sure_place
 from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.batcher import Batcher
@@ -40,11 +39,6 @@ class Answer:
     entry: Entry  # the task's name, and the version that answered
     probabilities: list[list[float]]  # of each text, of each label
     tokens: list[int]  # that each text took with its prompt
-
-    def label(self, row: int, least: float | None = None) -> str:
-        """The most probable label of a text; empty where its probability is below ``least``."""
-        place = sure_place(self.probabilities[row], least)
-        return "" if place is None else self.entry.labels[place]
 
 
 class Service:

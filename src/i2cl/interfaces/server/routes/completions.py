@@ -40,12 +40,9 @@ def router(service: Service) -> APIRouter:
             "choices": [
                 {
                     "index": 0,
-                    "message": {"role": "assistant", "content": answer.label(0), "refusal": None},
+                    "message": {"role": "assistant", "content": ranked[0]["token"], "refusal": None},
                     "finish_reason": "stop",
-                    "logprobs": {
-                        "content": [{**ranked[0], "top_logprobs": ranked[:most]}],
-                        "refusal": None,
-                    },
+                    "logprobs": {"content": [{**ranked[0], "top_logprobs": ranked[:most]}], "refusal": None},
                 }
             ],
             "usage": {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1},

@@ -20,9 +20,7 @@ Name = Annotated[str, Field(min_length=1, max_length=128, description="Of a task
 # JSON has one kind of number: 5.0 is as whole as 5.
 Int = Annotated[
     int,
-    BeforeValidator(
-        lambda value: int(value) if isinstance(value, float) and value.is_integer() else value,
-    ),
+    BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value),
 ]
 
 Timeout = Annotated[
