@@ -75,17 +75,17 @@ def export_hf(
     temperature = 1.0
     if fold_temperature:
         injection, temperature = at_temperature(injection), injection.temperature
-    found, folding = open_base(source, injection, revision, temperature)
-    injection.require_base(base_of(source, found, folding, injection.base), force=force)
+    base, folding = open_base(source, injection, revision, temperature)
+    injection.require_base(base_of(source, base, folding, injection.base), force=force)
     expected = golden() if golden is not None else None
     if expected is not None:
         expected.require_prior_of(injection)
         if expected.sequence_bias:
-            known = found.generation or GenerationConfig.from_model_config(folding.config)
-            found = replace(found, generation=with_bias(known, expected))
+            known = base.generation or GenerationConfig.from_model_config(folding.config)
+            base = replace(base, generation=with_bias(known, expected))
     with new_folder(path, frozenset()) as fresh:
         _write_weights(folding, fresh, max_shard_size)
-        _write_rest(folding, found, fresh)
+        _write_rest(folding, base, fresh)
         if expected is not None:
             of = folding.config.model_type, folding.dtype, folding.bias_norms()
             known_as = expected.of_export(*of)
@@ -124,8 +124,8 @@ def open_base(
     """A base model in memory or on disk, and what its folded weights are. Raises I2CLError if it cannot be
     read, or the family or the injection cannot be folded.
     """
-    found = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
-    return found, Folding(found.config, found.tensors, injection, temperature)
+    base = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
+    return base, Folding(base.config, base.tensors, injection, temperature)
 
 
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
@@ -189,7 +189,7 @@ def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
 
 
 def base_of(
-    source: Decoder | str | Path, found: Source, folding: Folding, like: ModelIdentity
+    source: Decoder | str | Path, opened: Source, folding: Folding, like: ModelIdentity
 ) -> ModelIdentity:
     """Which model an opened source is, as far as another identity tells (`Decoder.base_like`)."""
     if isinstance(source, Decoder):
@@ -197,10 +197,10 @@ def base_of(
     return ModelIdentity(
         name=str(source),
         revision=None,
-        model_type=found.config.model_type,
-        layers=found.config.num_hidden_layers,
-        d_model=found.config.hidden_size,
+        model_type=opened.config.model_type,
+        layers=opened.config.num_hidden_layers,
+        d_model=opened.config.hidden_size,
         weights=folding.fingerprint(),
-        tokenizer=tokenizer_fingerprint(found.tokenizer),
-        config=told_config(found.config),
+        tokenizer=tokenizer_fingerprint(opened.tokenizer),
+        config=told_config(opened.config),
     )

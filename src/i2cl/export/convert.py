@@ -61,18 +61,18 @@ def _shards(source: Path) -> list[Path]:
             names = set()
         if not names or not all(isinstance(name, str) for name in names):
             raise I2CLError(f"{str(index)!r} is damaged: download or copy it again")
-    found = [source / name for name in sorted(names)]
-    for path in found:
+    paths = [source / name for name in sorted(names)]
+    for path in paths:
         if not path.is_file() or path.parent != source:
             raise I2CLError(
                 f"{str(source)!r} holds no {path.name}: give a folder with all of {PICKLES}'s parts"
             )
-    return found
+    return paths
 
 
 def _tensors(shard: Path) -> dict[str, Tensor]:
     """One file's tensors, by name."""
-    found = {key: one for key, one in unpickled(shard).items() if isinstance(one, Tensor)}
-    if not found:
+    tensors = {key: one for key, one in unpickled(shard).items() if isinstance(one, Tensor)}
+    if not tensors:
         raise I2CLError(f"{str(shard)!r} holds no tensors by name: give a checkpoint of a model")
-    return found
+    return tensors

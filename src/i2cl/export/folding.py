@@ -92,20 +92,20 @@ class Folding:
         """
         piece = self.family.piece(name, self._source_config)
         if piece.source in self._source_names:
-            found = self._source_tensor(piece.source)
+            value = self._source_tensor(piece.source)
         else:
-            found = torch.zeros(self.shapes[name], dtype=self.dtype)
+            value = torch.zeros(self.shapes[name], dtype=self.dtype)
         if piece.change is not None:
-            found = piece.change(found)
-        if found.shape != self.shapes[name]:
-            shapes = f"{tuple(found.shape)}, and not {tuple(self.shapes[name])}"
+            value = piece.change(value)
+        if value.shape != self.shapes[name]:
+            shapes = f"{tuple(value.shape)}, and not {tuple(self.shapes[name])}"
             raise I2CLError(f"the source holds {piece.source} as {shapes}: it is of another model")
         if name not in self.scales:
-            return found.to(dtype or found.dtype)
-        folded = found.float() * self.scales[name]
+            return value.to(dtype or value.dtype)
+        folded = value.float() * self.scales[name]
         if name in self.constants:
             folded += self.constants[name].to(folded.device)
-        return folded.to(dtype or found.dtype)
+        return folded.to(dtype or value.dtype)
 
     def stored(self, name: str) -> str:
         """What files call a tensor of the result."""

@@ -73,10 +73,10 @@ def export_gguf(
     package, path = import_package("gguf"), Path(output)
     require_new_file(path)
     require_unbiased(injection)
-    found, folding = open_base(source, injection, revision)
+    base, folding = open_base(source, injection, revision)
     weights = Weights(package, folding, dtype or folding.dtype)
-    vocabulary = Vocabulary.of(found.tokenizer, folding.config.vocab_size) if tokenizer else None
-    injection.require_base(base_of(source, found, folding, injection.base), force=force)
+    vocabulary = Vocabulary.of(base.tokenizer, folding.config.vocab_size) if tokenizer else None
+    injection.require_base(base_of(source, base, folding, injection.base), force=force)
     expected = golden() if golden is not None else None
     if expected is not None:
         expected.require_prior_of(injection)
@@ -217,12 +217,12 @@ def _rotary(config: Any, head: int) -> tuple[Float[Tensor, " pairs"] | None, flo
     """Divisors of the plain frequencies, as transformers has them for short texts, and the scale."""
     made = LlamaRotaryEmbedding(config)
     plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, head, 2).double() / head)
-    found = made.inv_freq.double().cpu()
-    if found.shape != plain.shape:
+    scaled = made.inv_freq.double().cpu()
+    if scaled.shape != plain.shape:
         raise I2CLError(
             "it rotates part of each head, which llama.cpp's Llama does not: export it with --to hf"
         )
-    factors = plain / found
+    factors = plain / scaled
     return (None if (factors - 1).abs().max() < 1e-5 else factors.float()), float(made.attention_scaling)
 
 

@@ -26,5 +26,5 @@ def reader(path: Path) -> Any:
 
 def read_field(path: Path, key: str) -> str | None:
     """One string of a GGUF file, None where it has none. Raises I2CLError on a damaged or other file."""
-    found = reader(path).get_field(key)
-    return None if found is None else str(found.contents())
+    field = reader(path).get_field(key)
+    return None if field is None else str(field.contents())

@@ -224,12 +224,12 @@ class Golden(pydantic.BaseModel):
     def best(self, values: Sequence[float | None]) -> str:
         """The most probable label of some log-probabilities, with the prior; ``-`` where none was told."""
         bias = self.label_bias or [0.0] * len(self.labels)
-        told = [
+        scores = [
             (value + more, label)
             for value, more, label in zip(values, bias, self.labels, strict=True)
             if value is not None
         ]
-        return max(told, key=itemgetter(0))[1] if told else "-"
+        return max(scores, key=itemgetter(0))[1] if scores else "-"
 
     def write(self, folder: Path) -> None:
         """Store it in an export's folder."""
@@ -253,14 +253,14 @@ class Golden(pydantic.BaseModel):
                 raise I2CLError(
                     f"{str(export)!r} has no {GOLDEN}: give a folder or a GGUF file made by `i2cl export`"
                 )
-            found = cls.model_validate_json(text)
+            golden = cls.model_validate_json(text)
         except (pydantic.ValidationError, UnicodeDecodeError) as error:
             raise I2CLError(
                 f"{str(path)!r} cannot be read ({first_problem(error)}): export it again"
             ) from None
-        if found.format_version > FORMAT_VERSION:
+        if golden.format_version > FORMAT_VERSION:
             raise I2CLError(f"{str(path)!r} is of a newer version: upgrade i2cl")
-        return found
+        return golden
 
 
 def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: bool = False) -> Golden:
@@ -353,10 +353,10 @@ def _greedy(decoder: Decoder, ids: Ids, injection: Injection, golden: Golden, lo
     if golden.label_bias and not golden.sequences:
         logits = logits.clone()
         logits[golden.label_ids] += torch.tensor(golden.label_bias)
-    found = [int(logits.argmax())]
-    while len(found) < golden.length and found[-1] != golden.end:
-        found.append(int(_logits(decoder, (*ids, *found), injection).argmax()))
-    return found
+    tokens = [int(logits.argmax())]
+    while len(tokens) < golden.length and tokens[-1] != golden.end:
+        tokens.append(int(_logits(decoder, (*ids, *tokens), injection).argmax()))
+    return tokens
 
 
 def _logits(decoder: Decoder, ids: Ids, injection: Injection) -> Tensor:

@@ -63,8 +63,8 @@ class LlamaCpp:
 
     def tokens(self, text: str) -> list[int]:
         """What llama.cpp's tokenizer makes of a text, with what it puts in front."""
-        found: list[int] = self._model.tokenize(text.encode(), add_bos=True, special=True)
-        return found
+        ids: list[int] = self._model.tokenize(text.encode(), add_bos=True, special=True)
+        return ids
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Of the token after these, in float32. Raises I2CLError if llama.cpp cannot run them."""
@@ -73,18 +73,18 @@ class LlamaCpp:
             self._model.eval(list(ids))
         except (RuntimeError, ValueError) as error:
             raise I2CLError(f"llama.cpp cannot run {len(ids)} tokens ({error})") from None
-        found = self._library.llama_get_logits_ith(self._model.ctx, -1)
-        return torch.from_numpy(np.ctypeslib.as_array(found, shape=(self._model.n_vocab(),)).copy())
+        values = self._library.llama_get_logits_ith(self._model.ctx, -1)
+        return torch.from_numpy(np.ctypeslib.as_array(values, shape=(self._model.n_vocab(),)).copy())
 
     def complete(self, prompt: str | Sequence[int], golden: Golden) -> str:
         """What it completes greedily, asked as an export's calls tell. Raises I2CLError if it cannot."""
-        asked: dict[str, Any] = {"max_tokens": golden.longest, "temperature": 0}
+        options: dict[str, Any] = {"max_tokens": golden.longest, "temperature": 0}
         if golden.forced:
-            asked["grammar"] = self._library.LlamaGrammar.from_string(golden.grammar, verbose=False)
-            asked["logit_bias"] = lifted(golden)
+            options["grammar"] = self._library.LlamaGrammar.from_string(golden.grammar, verbose=False)
+            options["logit_bias"] = lifted(golden)
         sent = prompt if isinstance(prompt, str) else list(prompt)
         try:
-            reply = self._model.create_completion(sent, **asked)
+            reply = self._model.create_completion(sent, **options)
         except (RuntimeError, ValueError) as error:
             raise I2CLError(f"llama.cpp cannot complete {str(sent)[:40]!r} ({error})") from None
         return str(reply["choices"][0]["text"])
@@ -98,10 +98,10 @@ class LlamaCpp:
         bias = {int(token): value for token, value in golden.logit_bias(golden.label_bias).items()}
         more = torch.zeros(self._model.n_vocab())
         more[list(bias)] = torch.tensor(list(bias.values()))
-        found: list[int] = []
-        while len(found) < golden.length:
-            found.append(int((self.logits((*prompt.ids, *found)) + more).argmax()))
-        return golden.said(found)
+        tokens: list[int] = []
+        while len(tokens) < golden.length:
+            tokens.append(int((self.logits((*prompt.ids, *tokens)) + more).argmax()))
+        return golden.said(tokens)
 
 
 def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verification:

@@ -105,17 +105,17 @@ def _paths(config: PreTrainedConfig, injection: Injection) -> tuple[str, str]:
         raise _refusal(config, reason)
     amounts, scales = injection.coefficients.float().cpu().unbind(-1)
     added = amounts[..., None] * injection.context.values.float().cpu()
-    found = []
+    paths = []
     for site, path in enumerate(LAST_MAPS[kind]):
         alone = bool((scales[:, site] == 1).all()) and not added[:, site].any()
         if not path and not alone:
             cure = f", fit with --set writers=mha{'' if (scales == 1).all() else f' {_ADD}'}"
             cure = cure if LAST_MAPS[kind][0] else ""
             raise _refusal(config, f"its experts are no linear layer{cure}")
-        found.append("" if alone else path)
-    if not any(found):
+        paths.append("" if alone else path)
+    if not any(paths):
         raise _refusal(config, "it changes nothing, as it adds zeros and every beta is 1")
-    return found[0], found[1]
+    return paths[0], paths[1]
 
 
 def _changes(
@@ -321,8 +321,8 @@ def load_adapter(
         from peft import PeftModel
     path = Path(folder)
     try:
-        told = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        name, revision = model or told["base_model_name_or_path"], None if model else told.get("revision")
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        name, revision = model or config["base_model_name_or_path"], None if model else config.get("revision")
         state = load_file(path / WEIGHTS)  # also says that these are no pickles
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise I2CLError(f"{str(path)!r} holds a damaged adapter ({error}): export it again") from None

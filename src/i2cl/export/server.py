@@ -121,8 +121,8 @@ class _RefusedError(I2CLError):
 
 def _answer(golden: Golden, reply: Any) -> Answer:
     try:
-        told = _told(reply["choices"][0]["logprobs"])
-        floor = min(told.values())
+        values = _told(reply["choices"][0]["logprobs"])
+        floor = min(values.values())
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         raise I2CLError(
             "the server tells no log-probabilities: start it so that completions answer logprobs"
@@ -130,27 +130,27 @@ def _answer(golden: Golden, reply: Any) -> Answer:
     labels = []
     for token, text in zip(golden.label_ids, golden.label_texts, strict=True):
         keys: tuple[int | str, ...] = (token, f"token_id:{token}", text)
-        labels.append(next((told[key] for key in keys if key in told), None))
+        labels.append(next((values[key] for key in keys if key in values), None))
     return Answer(tuple(labels), floor=floor)
 
 
 def _whole(golden: Golden, prompt: GoldenPrompt, answer: Answer, echoes: list[Any]) -> tuple[float, ...]:
     """Log-probability of each label's sequence, from replies that echo it; none if one does not fit."""
-    found = []
+    sums = []
     for ids, first, reply in zip(golden.sequences, answer.labels, echoes, strict=True):
         try:
-            told, usage = reply["choices"][0]["logprobs"]["token_logprobs"], reply["usage"]
+            listed, usage = reply["choices"][0]["logprobs"]["token_logprobs"], reply["usage"]
             fits = usage["prompt_tokens"] == len(prompt.ids) + len(ids)
-            end = len(told) - usage["completion_tokens"]  # counted from there: some leave out BOS in front
-            values = [float(value) for value in told[end - len(ids) : end]]
+            end = len(listed) - usage["completion_tokens"]  # counted from there: some leave out BOS in front
+            values = [float(value) for value in listed[end - len(ids) : end]]
         except (KeyError, IndexError, TypeError, ValueError):
             return ()
         if not fits or len(values) < len(ids):
             return ()
         if first is not None and not math.isclose(values[0], first, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
             return ()
-        found.append(math.fsum(values))
-    return tuple(found)
+        sums.append(math.fsum(values))
+    return tuple(sums)
 
 
 def _all_or_none(answers: list[Answer]) -> list[Answer]:

@@ -70,10 +70,10 @@ def checkpoint_folder(name: str, revision: str | None = None) -> Path:
     folder = Path(located(name))
     if not folder.is_dir():
         try:
-            found = snapshot_download(
+            snapshot = snapshot_download(
                 name, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED
             )
-            folder = Path(found)
+            folder = Path(snapshot)
         except (OSError, ValueError) as error:
             raise I2CLError(
                 f"no model at {name!r}: no such folder, and the hub says {type(error).__name__}"

@@ -36,8 +36,8 @@ class Upcast(TorchFunctionMode):
         if func is functional.linear and args[1].dtype in LOWER:
             return _linear(*args, **named)
         if name == "__get__":  # its dtype is told to be float32, since blocks cast activations to it
-            told = func(*args, **named)
-            return torch.float32 if isinstance(told, torch.dtype) and told in LOWER else told
+            value = func(*args, **named)
+            return torch.float32 if isinstance(value, torch.dtype) and value in LOWER else value
         if name in {"__set__", "__setitem__"} or (name.endswith("_") and name[-2:] != "__"):
             return func(*args, **named)
         return func(*tree_map(_raised, args), **tree_map(_raised, named))

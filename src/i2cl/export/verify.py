@@ -149,8 +149,8 @@ def verify(
     def logits(ids: Sequence[int]) -> Tensor:
         with torch.no_grad():
             batch = torch.tensor([ids], device=loaded.device)
-            found: Tensor = loaded(input_ids=batch, use_cache=False).logits[0, -1].float().cpu()
-        return found
+            values: Tensor = loaded(input_ids=batch, use_cache=False).logits[0, -1].float().cpu()
+        return values
 
     def said(prompt: GoldenPrompt) -> str:
         batch = torch.tensor([prompt.ids], device=loaded.device)
@@ -216,23 +216,23 @@ def compare(
     """
     if all(value is None for answer in answers for value in answer.labels):
         raise I2CLError("the target told no label's probability: ask for more with --logprobs")
-    found = Verification(golden, tuple(answers), golden.tolerance if tolerance is None else tolerance)
-    if found.passed:
-        return found
+    outcome = Verification(golden, tuple(answers), golden.tolerance if tolerance is None else tolerance)
+    if outcome.passed:
+        return outcome
     more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-    dropped = f"the bias {lost[0]}{more} is dropped" if lost else _as_if_dropped(found)
-    return replace(found, dropped=dropped)
+    dropped = f"the bias {lost[0]}{more} is dropped" if lost else _as_if_dropped(outcome)
+    return replace(outcome, dropped=dropped)
 
 
-def _as_if_dropped(found: Verification) -> str | None:
+def _as_if_dropped(outcome: Verification) -> str | None:
     pairs = [
         (prompt, answer)
-        for prompt, answer in zip(found.golden.prompts, found.answers, strict=True)
+        for prompt, answer in zip(outcome.golden.prompts, outcome.answers, strict=True)
         if prompt.dropped
     ]
     distances = {
         name: max(_label_difference(prompt.dropped[name], answer) for prompt, answer in pairs)
-        for name in found.golden.prompts[0].dropped
+        for name in outcome.golden.prompts[0].dropped
     }
     name = min(distances, key=lambda name: distances[name])
     distance = max(_label_difference(prompt.labels, answer) for prompt, answer in pairs)
@@ -244,7 +244,7 @@ def _as_if_dropped(found: Verification) -> str | None:
 def _difference(prompt: GoldenPrompt, answer: Answer) -> float:
     """Largest difference of a prompt's values, over the largest of the same kind, at least 1."""
     pairs = [(prompt.top_logits, answer.top_logits), (prompt.whole, answer.whole)]
-    rest = [_relative(list(zip(expected, found, strict=True))) for expected, found in pairs if found]
+    rest = [_relative(list(zip(expected, values, strict=True))) for expected, values in pairs if values]
     return max([_label_difference(prompt.labels, answer), *rest])
 
 

@@ -60,8 +60,8 @@ def with_label_prior(
         warnings.warn(f"{message}: give at least {FEWEST_UNLABELLED}", FewTextsWarning, stacklevel=2)
     scores = injection.scores(decoder, texts, force=force, progress=progress)
     bias = bias_towards(shares, scores)
-    told = {"texts": len(texts), "prior": None if prior is None else list(prior)}
-    return _unmeasured(injection, tuple(bias.tolist()), injection.settings | {LABEL_PRIOR: told})
+    record = {"texts": len(texts), "prior": None if prior is None else list(prior)}
+    return _unmeasured(injection, tuple(bias.tolist()), injection.settings | {LABEL_PRIOR: record})
 
 
 def without_label_prior(injection: Injection) -> Injection:

@@ -142,33 +142,33 @@ class InjectionPool:
 
     def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
         """The most probable label word of each text. Raises I2CLError as `scores`."""
-        asked = self._queries(texts, task_ids)
-        scores = self.answers(asked)
-        each = zip(asked, scores, strict=True)
+        queries = self._queries(texts, task_ids)
+        scores = self.answers(queries)
+        each = zip(queries, scores, strict=True)
         return [one.task.questions.task.labels[int(row.argmax())] for one, row in each]
 
     def task(self, name: str) -> Loaded:
         """A task as it is loaded now. Raises I2CLError if there is none of that name."""
-        found = self._loaded.get(name)
-        if found is None:
+        task = self._loaded.get(name)
+        if task is None:
             raise self._unknown(name)
-        return found
+        return task
 
     def answers(
-        self, asked: Sequence[TaskQuery], *, progress: Progress | None = None
+        self, queries: Sequence[TaskQuery], *, progress: Progress | None = None
     ) -> list[Float[Tensor, " labels"]]:
         """`scores` of what was asked of tasks of this pool's model, loaded still or not. Raises I2CLError if
         one row alone does not fit into memory, or a score is not a number.
         """
-        found: list[Tensor] = [torch.empty(0)] * len(asked)
+        scores: list[Tensor] = [torch.empty(0)] * len(queries)
         by_kind = defaultdict(list)
-        for row, one in enumerate(asked):
+        for row, one in enumerate(queries):
             by_kind[one.task.kind].append(row)
         for rows in by_kind.values():
-            chosen = [asked[row].task for row in rows]
+            chosen = [queries[row].task for row in rows]
             values = score(
                 self.decoder,
-                [asked[row].ids for row in rows],
+                [queries[row].ids for row in rows],
                 [one.questions.labels for one in chosen],
                 edit=_edit(chosen),
                 progress=progress,
@@ -176,8 +176,8 @@ class InjectionPool:
             require_finite(values, self.decoder)
             for row, task, line in zip(rows, chosen, values, strict=True):
                 own = line[: len(task.questions.labels.ids)]
-                found[row] = among(own, task.bias, task.temperature)
-        return found
+                scores[row] = among(own, task.bias, task.temperature)
+        return scores
 
     def _queries(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[TaskQuery]:
         if len(texts) != len(task_ids):
@@ -187,10 +187,10 @@ class InjectionPool:
         for row, name in enumerate(task_ids):
             by_task[name].append(row)
         known = {name: self.task(name) for name in by_task}  # looked up once for all rows
-        found: dict[int, TaskQuery] = {}
+        queries: dict[int, TaskQuery] = {}
         for name, rows in by_task.items():
-            found |= zip(rows, known[name].queries([texts[row] for row in rows]), strict=True)
-        return [found[row] for row in range(len(texts))]
+            queries |= zip(rows, known[name].queries([texts[row] for row in rows]), strict=True)
+        return [queries[row] for row in range(len(texts))]
 
     def _unknown(self, name: str) -> I2CLError:
         return I2CLError(f"no injection {name!r} is loaded (of {len(self)}): load it first")

@@ -107,8 +107,8 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
 
     def loglikelihood(self, *arguments: Any, **options: Any) -> list[tuple[float, bool]]:
         """Log-likelihoods of continuations over the temperature, and whether each is the greedy one."""
-        found = super().loglikelihood(*arguments, **options)
-        return [(value / self._temperature, greedy) for value, greedy in found]
+        pairs = super().loglikelihood(*arguments, **options)
+        return [(value / self._temperature, greedy) for value, greedy in pairs]
 
     def _model_call(self, *arguments: Any, **options: Any) -> Tensor:
         """Logits of right-padded rows, which causal attention makes those of the rows alone."""

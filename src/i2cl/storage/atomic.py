@@ -43,8 +43,8 @@ def system_cause(error: Exception) -> str | None:
         return None
     if isinstance(error, OSError):
         return error.strerror or f"{error}; is the disk full?"  # NumPy says how much it wrote, and not why
-    told = None if isinstance(error, I2CLError) else _TOLD_BY_RUST.search(str(error))
-    return told and told[1].strip()
+    match = None if isinstance(error, I2CLError) else _TOLD_BY_RUST.search(str(error))
+    return match and match[1].strip()
 
 
 def require_writable(path: Path, owned: AbstractSet[str]) -> None:

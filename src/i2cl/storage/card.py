@@ -222,36 +222,36 @@ def _changed_scores(description: Mapping[str, Any]) -> str:
     if "label_bias" not in description:
         return tempered
     said = tempered + "\n\n`label_bias` is added to the log-probabilities among the labels."
-    told = description["calibration"].get("label_prior")
-    return f"{said} {_md(prior_words(description['task']['labels'], told))}" if told else said
+    prior = description["calibration"].get("label_prior")
+    return f"{said} {_md(prior_words(description['task']['labels'], prior))}" if prior else said
 
 
-def prior_words(labels: Sequence[str], told: Mapping[str, Any]) -> str:
+def prior_words(labels: Sequence[str], prior: Mapping[str, Any]) -> str:
     """What a label prior was measured on and takes for granted, from what settings tell of it."""
     frequent = "equally frequent"
-    if told["prior"] is not None:
-        shares = zip(labels, told["prior"], strict=True)
+    if prior["prior"] is not None:
+        shares = zip(labels, prior["prior"], strict=True)
         frequent = "as frequent as " + ", ".join(f"{word} {share:g}" for word, share in shares)
-    return f"Measured on {told['texts']} texts without labels; classes are taken to be {frequent}."
+    return f"Measured on {prior['texts']} texts without labels; classes are taken to be {frequent}."
 
 
-def confidence_words(temperature: float, told: Mapping[str, float]) -> str:
+def confidence_words(temperature: float, scores: Mapping[str, float]) -> str:
     """What temperature was chosen, and the four numbers of `i2cl.experiments.confidence` at it."""
     names = {"log_loss": "log-loss", "brier": "Brier", "ece": "ECE", "aurc": "AURC"}
-    numbers = ", ".join(f"{name} {told[key]:.3f}" for key, name in names.items())
+    numbers = ", ".join(f"{name} {scores[key]:.3f}" for key, name in names.items())
     return f"temperature {temperature:.2f}, chosen on these rows; there {numbers}"
 
 
-def selection_words(told: Mapping[str, Any]) -> str:
+def selection_words(selection: Mapping[str, Any]) -> str:
     """From which confidence on answers are right as often as was asked, or how many rows would show it."""
-    aim, rows = f"{100 * told['target']:g} %", told["rows"]
-    if "threshold" in told:
+    aim, rows = f"{100 * selection['target']:g} %", selection["rows"]
+    if "threshold" in selection:
         return (
-            f"from a probability of {told['threshold']:.6g} on, {aim} or more are right (shown at 90 % "
-            f"confidence on {rows} rows, where {100 * told['accuracy']:.1f} % are); "
-            f"{100 * told['coverage']:.0f} % of the texts get one"
+            f"from a probability of {selection['threshold']:.6g} on, {aim} or more are right (shown at 90 % "
+            f"confidence on {rows} rows, where {100 * selection['accuracy']:.1f} % are); "
+            f"{100 * selection['coverage']:.0f} % of the texts get one"
         )
-    needed = told["needed"]
+    needed = selection["needed"]
     cure = f"about {needed:,} would show one" if needed else "the surest of them are not right so often"
     return f"no threshold for {aim} is shown on {rows} rows; {cure}"
 
@@ -260,10 +260,12 @@ def _results(description: Mapping[str, Any]) -> str:
     metrics, worth = description.get("metrics", {}), description.get("worth", {})
     if not metrics and not worth:
         return "Not measured (`i2cl fit` does where labelled rows remain)."
-    told = ", ".join(f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics)
+    figures = ", ".join(
+        f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics
+    )
     rows = f" on {metrics['n']} {SCORED[worth.get('split', 'test')]}" if "n" in metrics else ""
     return "\n\n".join(
-        [*([f"{told}{rows}."] if told else []), *(_worth(description, worth) if worth else ())]
+        [*([f"{figures}{rows}."] if figures else []), *(_worth(description, worth) if worth else ())]
     )
 
 

@@ -87,11 +87,11 @@ def upload(
         raise I2CLError(f"cannot push to {repo_id!r}: you are not logged in: {_LOGIN}")
     api = HfApi(token=token)
     try:
-        found = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
-            api.create_branch(found, branch=revision, exist_ok=True)
+            api.create_branch(name, branch=revision, exist_ok=True)
         done = api.upload_folder(
-            repo_id=found, folder_path=folder, commit_message=commit_message, revision=revision
+            repo_id=name, folder_path=folder, commit_message=commit_message, revision=revision
         )
     except _FAILURES as error:
         raise I2CLError(f"cannot push to {repo_id!r}: {_reason(error)}") from None

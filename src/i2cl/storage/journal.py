@@ -55,13 +55,13 @@ def whole_lines(path: Path) -> list[bytes]:
 
 def readable_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a journal that are objects of JSON: one that was spoiled takes no other with it."""
-    found = []
+    objects = []
     for line in whole_lines(path):
         with suppress(ValueError, RecursionError):
-            told = json.loads(line)
-            if isinstance(told, dict):
-                found.append(told)
-    return found
+            value = json.loads(line)
+            if isinstance(value, dict):
+                objects.append(value)
+    return objects
 
 
 @contextmanager

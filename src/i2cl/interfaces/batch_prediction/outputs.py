@@ -143,13 +143,13 @@ def _finished(rows_file: Path, path: Path, finish: Finish) -> str:
     """Make the file of the rows, which are there until it is."""
     new = _beside(path, ".part.new")
     try:
-        told = finish(rows_file, new)
+        note = finish(rows_file, new)
         synced(new)
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
     rows_file.unlink()
-    return told
+    return note
 
 
 def require_other(output: Path | None, *sources: str) -> None:
@@ -169,8 +169,8 @@ def source_state(source: str) -> list[Any]:
     path = Path(source).absolute()
     if not path.is_file():
         return [source]
-    found = path.stat()
-    return [str(path), found.st_size, found.st_mtime_ns]
+    state = path.stat()
+    return [str(path), state.st_size, state.st_mtime_ns]
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -99,10 +99,10 @@ def digest(injection: Injection) -> str:
     ]
     said += [injection.context.config.site, injection.seed, injection.label_bias]
     said += [injection.temperature] if injection.temperature != 1 else []  # other digests are as before
-    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    sha = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for tensor in (injection.context.values, injection.coefficients):
-        found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        sha.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()
 
 
 def predict_here(source: ScorerSource, texts: Iterable[list[Query]]) -> ScoredStream:
@@ -185,11 +185,11 @@ class _Worker:
                     lines = self._score(texts)
             except I2CLError as raised:
                 error, of_rows = str(raised), isinstance(raised, RowError)
-        told = json.loads(row["told"]) + json.loads(_ours(caught))
+        messages = json.loads(row["told"]) + json.loads(_ours(caught))
         return {
             "lines": lines,
             "rows": len(texts),
-            "warnings": json.dumps(told),
+            "warnings": json.dumps(messages),
             "error": error,
             "of_rows": of_rows,
         }

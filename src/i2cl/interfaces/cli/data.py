@@ -38,9 +38,9 @@ class Block:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        draw, told = self._draw, self._survey.record()
+        draw, survey = self._draw, self._survey.record()
         used = {"used": len(draw.demonstrations), "shots": draw.shots, "kept_back": self._kept_back}
-        return told | {"longest_tokens": self._tokens} | used | {"estimated_seconds": draw.seconds}
+        return survey | {"longest_tokens": self._tokens} | used | {"estimated_seconds": draw.seconds}
 
     def show(self) -> None:
         """On stdout, lines no wider than the terminal."""
@@ -68,16 +68,16 @@ class Block:
     def _use(self) -> str:
         draw = self._draw
         used = len(draw.demonstrations)
-        told = f"All {used:,} rows used" if used == draw.rows else f"{used:,} of {draw.rows:,} rows used"
+        line = f"All {used:,} rows used" if used == draw.rows else f"{used:,} of {draw.rows:,} rows used"
         if self._kept_back:
-            told += f", {self._kept_back} others to score on"
+            line += f", {self._kept_back} others to score on"
         if draw.seconds is not None:
-            told += f": {_about(draw.seconds)}"
+            line += f": {_about(draw.seconds)}"
         if draw.more is None:
-            return f"{told}."
+            return f"{line}."
         shots, rows, seconds = draw.more
         what = "all" if rows == draw.rows else f"{rows:,}"
-        return f"{told}; --shots {shots} uses {what}, {_about(seconds)}."
+        return f"{line}; --shots {shots} uses {what}, {_about(seconds)}."
 
 
 def _about(seconds: float) -> str:

@@ -181,8 +181,8 @@ def _show_export(
     if kept:
         console.say("Its label prior is in generation_config.json (sequence_bias), which `generate` follows.")
     if prior:
-        told = ", ".join(f"{label} {value:+.4f}" for label, value in prior.items())
-        console.say(f"{'Elsewhere add' if kept else 'Add'} to each label's log-probability: {told}.")
+        numbers = ", ".join(f"{label} {value:+.4f}" for label, value in prior.items())
+        console.say(f"{'Elsewhere add' if kept else 'Add'} to each label's log-probability: {numbers}.")
     if prior and tokens:
         console.say(f"Servers take it with a request: {sent_with(tokens)}.")
     _say_temperature(temperature, form)

@@ -309,18 +309,18 @@ def _show_fit(
         }
         console.print_json(record)
         return
-    told = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
+    summary = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
     what = f"{injection.task.name} by {method}, {count} demonstrations"
-    console.say(f"Saved {output}: {what}, {told}, {seconds:.1f} s.")
+    console.say(f"Saved {output}: {what}, {summary}, {seconds:.1f} s.")
     if injection.label_bias is not None:
         console.say(f"Label prior: {prior_words(injection.task.labels, injection.settings[LABEL_PRIOR])}")
     least = ""
     if injection.worth:
         _show_worth(injection.worth)
         console.say(f"Confidence: {confidence_words(injection.temperature, injection.worth['confidence'])}.")
-        if told := injection.worth["selection"]:
-            console.say(f"Answers that are sure enough: {selection_words(told)}.")
-            least = f" --min-confidence {told['threshold']:.6g}" if "threshold" in told else ""
+        if summary := injection.worth["selection"]:
+            console.say(f"Answers that are sure enough: {selection_words(summary)}.")
+            least = f" --min-confidence {summary['threshold']:.6g}" if "threshold" in summary else ""
     elif unknown:
         console.say(f"Whether it pays is not known: {unknown}, or give other rows with --test FILE.")
     console.say(f"Next: i2cl predict {output} FILE{least}")
@@ -365,14 +365,14 @@ def command_line(context: typer.Context, **resolved: object) -> str:
         typed = source is not None and source.name != "DEFAULT"
         if name == "json" or value is None or not (typed or name in resolved):
             continue
-        told = [
+        values = [
             public_name(str(one)) if isinstance(one, Path) or name in _NAMES else str(one)
             for one in (value if isinstance(value, list | tuple) else [value])
         ]
         if parameter.param_type_name == "argument":
-            words += told
+            words += values
         elif isinstance(value, bool):
             named.append(parameter.opts[0])
         else:
-            named += [word for one in told for word in (parameter.opts[0], one)]
+            named += [word for one in values for word in (parameter.opts[0], one)]
     return shlex.join([*words, *named]).encode(errors="backslashreplace").decode()

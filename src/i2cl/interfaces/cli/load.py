@@ -59,14 +59,14 @@ def _device_map(typed: str | None) -> str | dict[str, Any] | None:
     if typed is None or not typed.lstrip().startswith(("{", "[", '"')):
         return typed
     try:
-        found = json.loads(typed)
+        places = json.loads(typed)
     except (ValueError, RecursionError) as error:
         raise I2CLError(
             f'--device-map {typed!r} is no JSON ({error}): write it like \'{{"": "cpu"}}\''
         ) from None
-    if not isinstance(found, dict) or not all(isinstance(place, str | int) for place in found.values()):
+    if not isinstance(places, dict) or not all(isinstance(place, str | int) for place in places.values()):
         raise I2CLError(f"--device-map {typed!r} is no map: give every module a device, cpu or disk")
-    return found
+    return places
 
 
 def of_artefact(options: ModelOptions, injection: "Injection", model: str | None) -> ModelOptions:
@@ -171,10 +171,10 @@ def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -
 
 def options(settings: Sequence[str] | None) -> dict[str, str]:
     """What ``--set`` says, by name. Raises I2CLError on something that is not NAME=VALUE."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals:
             raise I2CLError(f"--set {setting!r} is not NAME=VALUE: write it like --set formula=add")
-        found[name.strip()] = value.strip()
-    return found
+        values[name.strip()] = value.strip()
+    return values

@@ -108,8 +108,8 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
     if len(rows) > SHOWN:
         console.say(f"{SHOWN} of {len(rows)} prompts are shown, --json has all.")
     word = "holds" if outcome.passed else "does not hold"
-    told = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
-    console.say(f"The export {word}: {told}.")
+    numbers = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
+    console.say(f"The export {word}: {numbers}.")
     if tokens and outcome.golden.label_bias:
         console.say(f"Labels are named with the label prior, which the server adds with {sent_with(tokens)}.")
     _say_greedy(outcome)
@@ -135,8 +135,8 @@ def _say_greedy(outcome: "Verification") -> None:
     how = "Greedy decoding, made to say a label," if golden.forced else "Plain greedy decoding"
     if outcome.searched:
         how = f"A search over whole labels ({golden.beams} beams)"
-    right, asked = sum(outcome.greedy), len(outcome.greedy)
-    console.say(f"{how} answers {right} of {asked} prompts with the expected label.")
+    right, count = sum(outcome.greedy), len(outcome.greedy)
+    console.say(f"{how} answers {right} of {count} prompts with the expected label.")
     if outcome.says_labels or outcome.worst > outcome.tolerance:  # other values say other labels
         return
     if golden.forced and golden.sequences:

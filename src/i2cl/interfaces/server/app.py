@@ -192,5 +192,5 @@ def _types(app: FastAPI, method: str, path: str) -> Sequence[str]:
 
 
 def _takes(app: FastAPI, method: str, path: str) -> bool:
-    asked = {"type": "http", "method": method, "path": path}
-    return any(route.matches(asked)[0] is Match.FULL for route in app.routes)
+    scope = {"type": "http", "method": method, "path": path}
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

@@ -246,14 +246,14 @@ class Batcher:
             return
         started = time.monotonic()
         rows = [row for _, part in chosen for row in part]
-        found = self._answered(rows)
+        outcomes = self._answered(rows)
         seconds = time.monotonic() - started
         with self._changed:
             tokens = sum(row.tokens for row in rows)
             self._rate = tokens / seconds if not self._rate else 0.8 * self._rate + 0.2 * tokens / seconds
             start = 0
             for ticket, part in chosen:
-                self._keep(ticket, found[start : start + len(part)])
+                self._keep(ticket, outcomes[start : start + len(part)])
                 start += len(part)
         if self._observer is not None:
             tasks = len({id(row.task) for row in rows})

@@ -76,18 +76,18 @@ class Client:
         """The labels of texts; empty where the highest probability is below ``min_confidence``."""
         body: dict[str, Any] = {"model": task, "input": list(texts)}
         body |= {} if min_confidence is None else {"min_confidence": min_confidence}
-        told, headers = self._asked("POST", "/v1/classify", body)
+        reply, headers = self._asked("POST", "/v1/classify", body)
         return [
             Prediction(
-                one["label"], dict(zip(told["labels"], one["probs"], strict=True)), headers["x-task-digest"]
+                one["label"], dict(zip(reply["labels"], one["probs"], strict=True)), headers["x-task-digest"]
             )
-            for one in told["data"]
+            for one in reply["data"]
         ]
 
     def tasks(self) -> list[dict[str, Any]]:
         """Every task: ``id``, ``digest``, ``created``, ``labels``."""
-        found: list[dict[str, Any]] = self._asked("GET", "/v1/tasks")[0]["data"]
-        return found
+        entries: list[dict[str, Any]] = self._asked("GET", "/v1/tasks")[0]["data"]
+        return entries
 
     def fit(self, name: str, examples: Sequence[Mapping[str, str]], template: str, **options: Any) -> str:
         """Begin a fit, and return its job's id.
@@ -130,18 +130,18 @@ class Client:
 
     def answers(self, job: str) -> list[dict[str, Any]]:
         """The answers for a file, in the order of its lines. Raises ServerError if it has not been done."""
-        found: bytes = self._asked("GET", f"/v1/batches/{quote(job)}")[0]
-        return [json.loads(line) for line in found.splitlines()]
+        lines: bytes = self._asked("GET", f"/v1/batches/{quote(job)}")[0]
+        return [json.loads(line) for line in lines.splitlines()]
 
     def jobs(self) -> list[dict[str, Any]]:
         """Fits and files, the newest first."""
-        found: list[dict[str, Any]] = self._asked("GET", "/v1/jobs")[0]["data"]
-        return found
+        entries: list[dict[str, Any]] = self._asked("GET", "/v1/jobs")[0]["data"]
+        return entries
 
     def job(self, job: str) -> dict[str, Any]:
         """Where a job stands."""
-        found: dict[str, Any] = self._asked("GET", f"/v1/jobs/{quote(job)}")[0]
-        return found
+        record: dict[str, Any] = self._asked("GET", f"/v1/jobs/{quote(job)}")[0]
+        return record
 
     def cancel(self, job: str) -> None:
         """End a job, or remove one that has ended."""
@@ -149,10 +149,10 @@ class Client:
 
     def wait(self, job: str, look: float = 0.5) -> dict[str, Any]:
         """Wait for a job's end; its last event. Raises ServerError if it failed or was cancelled."""
-        while (told := self.job(job))["status"] not in {"done", "failed", "cancelled"}:
+        while (record := self.job(job))["status"] not in {"done", "failed", "cancelled"}:
             time.sleep(look)
-        last: dict[str, Any] = told["last"]
-        if told["status"] != "done":
+        last: dict[str, Any] = record["last"]
+        if record["status"] != "done":
             error = last.get(
                 "error", {"code": "cancelled", "message": f"job {job} was cancelled: begin it anew"}
             )
@@ -183,33 +183,33 @@ class Client:
                     raise self._lost(error, "" if twice else ", and what it has done") from None
                 time.sleep(min(2.0, 0.1 * 2**attempt))
                 continue
-            told = {name.lower(): value for name, value in reply.getheaders()}
+            fields = {name.lower(): value for name, value in reply.getheaders()}
             refused = _refused(reply.status, found) if reply.status >= 400 else None
             if refused is not None and not last and _again(method, path, refused):
-                time.sleep(_pause(told.get("retry-after", "")))
+                time.sleep(_pause(fields.get("retry-after", "")))
                 continue
             if refused is not None:
                 raise refused
-            is_json = told.get("content-type", "").partition(";")[0] == "application/json"
-            return (json.loads(found) if is_json else found), told
+            is_json = fields.get("content-type", "").partition(";")[0] == "application/json"
+            return (json.loads(found) if is_json else found), fields
         raise AssertionError  # the last attempt returns or raises
 
     def _kept(self) -> http.client.HTTPConnection:
-        found: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
-        if found is None:
+        connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+        if connection is None:
             kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-            found = kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
-            self._own.connection = found
-        return found
+            connection = kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
+            self._own.connection = connection
+        return connection
 
     def _drop(self) -> None:
-        if (found := getattr(self._own, "connection", None)) is not None:
-            found.close()
+        if (connection := getattr(self._own, "connection", None)) is not None:
+            connection.close()
         self._own.connection = None
 
     def _lost(self, error: Exception, also: str = "") -> ServerError:
-        told = f"no answer from {self._url.geturl()} ({error}): check that it serves{also}"
-        return ServerError(0, "unreachable", told)
+        message = f"no answer from {self._url.geturl()} ({error}): check that it serves{also}"
+        return ServerError(0, "unreachable", message)
 
 
 class AsyncClient:

@@ -94,14 +94,14 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
         deque(islice(lines, done), maxlen=0)
         while chunk := [json.loads(line) for line in islice(lines, CHUNK)]:
             job.require_wanted()
-            found = _answers(chunk, digests, batcher, tasks)
-            told = [
+            answers = _answers(chunk, digests, batcher, tasks)
+            records = [
                 {"line": done + place, "custom_id": line["custom_id"], "model": line["model"], **answer}
-                for place, (line, answer) in enumerate(zip(chunk, found, strict=True), start=1)
+                for place, (line, answer) in enumerate(zip(chunk, answers, strict=True), start=1)
             ]
-            journal.append(b"".join(json.dumps(one, ensure_ascii=False).encode() + b"\n" for one in told))
+            journal.append(b"".join(json.dumps(one, ensure_ascii=False).encode() + b"\n" for one in records))
             done += len(chunk)
-            failures += sum("error" in one for one in told)
+            failures += sum("error" in one for one in records)
             job.show("rows", done=done, rows=rows, failed=failures)
     return {"rows": rows, "failed": failures}
 
@@ -115,25 +115,25 @@ def _answers(
     chunk: Sequence[dict[str, Any]], digests: dict[str, str], batcher: Batcher, tasks: TaskStore
 ) -> list[dict[str, Any]]:
     """Of each line: its label and probabilities, or why it has none."""
-    found: list[dict[str, Any]] = [{} for _ in chunk]
+    answers: list[dict[str, Any]] = [{} for _ in chunk]
     rows, places = [], []
     for at, line in enumerate(chunk):
         try:
             rows += tasks.of_version(digests[line["model"]], [line["input"]])
             places.append(at)
         except I2CLError as error:
-            found[at] = RefusalError.of(error).body()
+            answers[at] = RefusalError.of(error).body()
     scored = batcher.submit_slices(rows).done.result() if rows else ()
     for at, row, scores in zip(places, rows, scored, strict=True):
         if isinstance(scores, RefusalError):
-            found[at] = scores.body()
+            answers[at] = scores.body()
             continue
         labels = row.task.questions.task.labels
         probs = scores.softmax(-1).tolist()
-        found[at] = {
+        answers[at] = {
             "digest": digests[chunk[at]["model"]],
             "label": labels[probs.index(max(probs))],
             "labels": labels,
             "probs": probs,
         }
-    return found
+    return answers

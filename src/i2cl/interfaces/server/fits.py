@@ -68,12 +68,12 @@ class SharedDecoder(Decoder):
         return super().forward(batch, edit=edit, **options)
 
 
-def read_task(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[Task, tuple[Example, ...]]:
+def read_task(decoder: Decoder, request: Mapping[str, Any], folder: Path) -> tuple[Task, tuple[Example, ...]]:
     """A task with its rows, and its demonstrations, if it can be fitted.
 
     Args:
         decoder: the model.
-        told: fields of a request for a fit, see `i2cl.interfaces.server.routes.schemas.Fit`.
+        request: fields of a request for a fit, see `i2cl.interfaces.server.routes.schemas.Fit`.
         folder: holds ``input.json`` or ``input.csv``, and ``input.test.json`` where there are test rows.
 
     Raises:
@@ -81,19 +81,19 @@ def read_task(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[
         I2CLError: on labels, a template or options that cannot be used.
     """
     try:
-        task = _read(told, folder)
+        task = _read(request, folder)
     except RefusalError:
         raise
     except I2CLError as error:
         raise RefusalError(422, "bad_input", _short(str(error), folder)) from None
-    task = replace(task, name=told["name"], title=told["name"])
-    if told.get("chat"):
-        task = task.chat(decoder.tokenizer, told.get("instruction"))
-    elif told.get("instruction"):
-        task = task.instructed(told["instruction"])
+    task = replace(task, name=request["name"], title=request["name"])
+    if request.get("chat"):
+        task = task.chat(decoder.tokenizer, request.get("instruction"))
+    elif request.get("instruction"):
+        task = task.instructed(request["instruction"])
     fewest = min(map(len, group_by_label(task.train, len(task.labels))))
-    demonstrations = task.sample(told.get("shots") or max(1, min(SHOTS, fewest)), told["seed"])
-    if isinstance(_method(told), Anchored):
+    demonstrations = task.sample(request.get("shots") or max(1, min(SHOTS, fewest)), request["seed"])
+    if isinstance(_method(request), Anchored):
         require_few(demonstrations)
     questions = Questions(decoder, task)
     for rows in (task.train, task.test):
@@ -113,17 +113,19 @@ def survey_of(decoder: Decoder, task: Task) -> dict[str, Any]:
     }
 
 
-def _read(told: Mapping[str, Any], folder: Path) -> Task:
+def _read(request: Mapping[str, Any], folder: Path) -> Task:
     path = next(folder / name for name in ("input.json", "input.csv") if (folder / name).is_file())
     test = folder / "input.test.json"
     tests = [test] if test.is_file() else []
-    shape = Template(told["template"])
-    if told.get("labels") is not None:
-        Task(told["name"], tuple(told["labels"]), shape)  # what is wrong with these is not told of each row
+    shape = Template(request["template"])
+    if request.get("labels") is not None:
+        Task(
+            request["name"], tuple(request["labels"]), shape
+        )  # what is wrong with these is not told of each row
     for file in (path, *tests):
-        if refused := [_short(why, folder) for why in refused_rows(file, told.get("labels"))]:
+        if refused := [_short(why, folder) for why in refused_rows(file, request.get("labels"))]:
             raise RefusalError(422, "bad_rows", refused[0], rows=refused)
-    labels, test_path = told.get("labels"), test if tests else None
+    labels, test_path = request.get("labels"), test if tests else None
     return load_task(path, template=shape, labels=labels, test_path=test_path)
 
 
@@ -134,13 +136,13 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     I2CLError on examples that cannot be fitted, such as scores that are not finite; FitStoppedError if it is
     cancelled, or the server stops.
     """
-    told = job.told
+    request = job.told
     decoder = SharedDecoder(batcher, job)
-    task, demonstrations = read_task(decoder, told, job.folder)
+    task, demonstrations = read_task(decoder, request, job.folder)
 
     def work() -> Injection:
         started = time.perf_counter()
-        method = _method(told)
+        method = _method(request)
 
         shown = 0.0
 
@@ -150,24 +152,24 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
                 shown = time.monotonic()
                 job.show("step", step=done, steps=of, loss=loss, **_map_of(decoder.seen))
 
-        injection = method.injection(decoder, task, demonstrations, told["seed"], step)
+        injection = method.injection(decoder, task, demonstrations, request["seed"], step)
         seconds = time.perf_counter() - started - decoder.elsewhere
         job.show("fitted", seconds=seconds, loss=injection.history[-1] if injection.history else None)
-        queries = labelled_rows(task, demonstrations, told["evaluate"])
+        queries = labelled_rows(task, demonstrations, request["evaluate"])
         watched: Any = {"seconds": seconds, "watch": lambda name: job.show("scoring", method=name)}
         watched["method"] = method
         if queries:
             return _untimed(with_worth(injection, decoder, task, demonstrations, queries, **watched))
-        if told["evaluate"] and not unmeasurable(task, demonstrations, seed=told["seed"]):
+        if request["evaluate"] and not unmeasurable(task, demonstrations, seed=request["seed"]):
 
             def make(rest: Sequence[Example]) -> Injection:
-                return method.injection(decoder, task, rest, told["seed"])
+                return method.injection(decoder, task, rest, request["seed"])
 
             return _untimed(with_folds(injection, decoder, task, demonstrations, make, **watched))
         return injection
 
     injection: Injection = batcher.run(work).result()
-    entry = tasks.put(told["name"], injection)
+    entry = tasks.put(request["name"], injection)
     return {
         "name": entry.name,
         "digest": entry.digest,
@@ -214,8 +216,8 @@ def _rounded(values: torch.Tensor) -> Any:
     return (values.double() * 1e5).round().div(1e5).tolist()
 
 
-def _method(told: Mapping[str, Any]) -> Injector:
-    return calibrating_method(told.get("method"), told.get("settings"), told.get("recipe"))
+def _method(request: Mapping[str, Any]) -> Injector:
+    return calibrating_method(request.get("method"), request.get("settings"), request.get("recipe"))
 
 
 def _tokens(decoder: Decoder, task: Task, demonstrations: tuple[Example, ...]) -> dict[str, int]:

@@ -72,11 +72,11 @@ class Access:
     def role(self, header: str) -> Role | None:
         """That of a bearer token, in a time that does not depend on it."""
         kind, _, given = header.partition(" ")
-        found: Role | None = None
+        match: Role | None = None
         for token, role in self.tokens.items():
             if hmac.compare_digest(token.encode(), given.strip().encode()) and kind.lower() == "bearer":
-                found = role
-        return found
+                match = role
+        return match
 
     def reader(self, header: str) -> str:
         """What stands for a token where it is not to be told."""
@@ -89,7 +89,7 @@ def read_tokens(path: Path) -> dict[str, Role]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise I2CLError(f"--token-file {str(path)!r} cannot be read ({error}): check the path") from None
-    found: dict[str, Role] = {}
+    roles: dict[str, Role] = {}
     for number, line in enumerate(lines, start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -99,10 +99,10 @@ def read_tokens(path: Path) -> dict[str, Role]:
                 f"--token-file {str(path)!r} line {number} is no role and token: write 'admin TOKEN' or "
                 f"'read TOKEN', with at least {SHORTEST_TOKEN} characters"
             )
-        found[words[1]] = "admin" if words[0] == "admin" else "read"
-    if not found:
+        roles[words[1]] = "admin" if words[0] == "admin" else "read"
+    if not roles:
         raise I2CLError(f"--token-file {str(path)!r} holds no token: write a line 'admin TOKEN'")
-    return found
+    return roles
 
 
 def is_loopback(host: str) -> bool:
@@ -181,9 +181,9 @@ class Guard:
             header = headers.get("authorization", "")
             role = self.access.role(header)
             if role is None:
-                told = {"WWW-Authenticate": "Bearer"}
+                challenge = {"WWW-Authenticate": "Bearer"}
                 message = "no token that is known: send Authorization: Bearer TOKEN"
-                raise RefusalError(401, "no_token", message, headers=told)
+                raise RefusalError(401, "no_token", message, headers=challenge)
             if role == "read" and _changes(method, path):
                 raise RefusalError(403, "read_token", "this token only reads: take an admin's")
             if role == "read":
@@ -209,10 +209,10 @@ class Guard:
 
         return received
 
-    async def _fill(self, body: IO[bytes], receive: Any, told: str, limit: int, ends: ExitStack) -> None:
+    async def _fill(self, body: IO[bytes], receive: Any, length: str, limit: int, ends: ExitStack) -> None:
         """Write what comes in, in a time that grows with it."""
         long = RefusalError(413, "body_too_long", f"the body exceeds {limit} bytes: send less at a time")
-        if told.isdecimal() and int(told[:18]) > limit:
+        if length.isdecimal() and int(length[:18]) > limit:
             raise long
         began = asyncio.get_running_loop().time()
         size = 0
@@ -246,8 +246,8 @@ class Guard:
         self.metrics.refusal(refusal.code)
         body = json.dumps(refusal.body()).encode()
         headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **refusal.headers}
-        told = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": refusal.status, "headers": told})
+        fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": refusal.status, "headers": fields})
         await send({"type": "http.response.body", "body": body})
 
 

@@ -73,15 +73,15 @@ class Job:
     def stored(cls, folder: Path) -> "Job":
         """A folder's job; unreadable events are left out. Raises OSError or ValueError if there is none."""
         head = Head.model_validate_json((folder / "job.json").read_bytes())
-        found = cls(folder, head.kind, head.told, head.created, owner=head.owner)
-        found.cancelled = (folder / CANCELLED).exists()
-        for told in readable_lines(folder / "events.jsonl"):
-            at = told.get("at")
-            if told.get("event") in TOLD and isinstance(at, float | int) and math.isfinite(at):
-                found.events.append(told | {"at": max(at, found.soonest)})
-        if not found.events:
-            found.events.append({"event": "queued", "at": head.created})
-        return found
+        job = cls(folder, head.kind, head.told, head.created, owner=head.owner)
+        job.cancelled = (folder / CANCELLED).exists()
+        for event in readable_lines(folder / "events.jsonl"):
+            at = event.get("at")
+            if event.get("event") in TOLD and isinstance(at, float | int) and math.isfinite(at):
+                job.events.append(event | {"at": max(at, job.soonest)})
+        if not job.events:
+            job.events.append({"event": "queued", "at": head.created})
+        return job
 
     @property
     def id(self) -> str:
@@ -228,10 +228,10 @@ class Jobs:
 
     def get(self, identity: str) -> Job:
         """A job by its id. Raises RefusalError: 404 if there is none."""
-        found = self._jobs.get(identity)
-        if found is None:
+        job = self._jobs.get(identity)
+        if job is None:
             raise unknown_job(identity)
-        return found
+        return job
 
     def all(self) -> list[Job]:
         """Jobs, the newest first."""

@@ -46,15 +46,15 @@ class Replica:
         """Answer a request of Starlette's."""
         from starlette.responses import Response
 
-        told: list[Any] = []
+        messages: list[Any] = []
 
         async def send(message: Any) -> None:
-            told.append(message)
+            messages.append(message)
 
         await self._app(dict(request.scope), request.receive, send)
-        body = b"".join(message.get("body", b"") for message in told[1:])
-        reply = Response(body, told[0]["status"])
-        reply.raw_headers = list(told[0]["headers"])
+        body = b"".join(message.get("body", b"") for message in messages[1:])
+        reply = Response(body, messages[0]["status"])
+        reply.raw_headers = list(messages[0]["headers"])
         return reply
 
     def check_health(self) -> None:

@@ -172,10 +172,10 @@ class Service:
         await asyncio.wait([waits])
         if waits.cancelled():
             raise stopping()
-        (found,) = waits.result()
-        if isinstance(found, RefusalError):
-            told = {"not_finite": unusable(), "internal": unusable("a text makes it fail")}
-            raise told.get(found.code, found)
+        (outcome,) = waits.result()
+        if isinstance(outcome, RefusalError):
+            reasons = {"not_finite": unusable(), "internal": unusable("a text makes it fail")}
+            raise reasons.get(outcome.code, outcome)
         return await self.parsed(self.tasks.put, name, injection)
 
     def stop(self) -> None:
@@ -208,10 +208,10 @@ async def answer_request(
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    found = await service.classify(name, texts, timeout=timeout or TIMEOUT, gone=gone)
-    if found is None:
+    answer = await service.classify(name, texts, timeout=timeout or TIMEOUT, gone=gone)
+    if answer is None:
         raise RefusalError(499, "gone", "the client went away: its rows did not run")
-    return found
+    return answer
 
 
 def new_id(kind: str) -> str:

@@ -88,8 +88,8 @@ class TaskStore:
 
     def entries(self) -> list[Entry]:
         """All of them, by name."""
-        found = self._stored_entries() if self.read_only else list(self._named.values())
-        return sorted(found, key=lambda entry: entry.name)
+        entries = self._stored_entries() if self.read_only else list(self._named.values())
+        return sorted(entries, key=lambda entry: entry.name)
 
     def put(self, name: str, injection: Injection) -> Entry:
         """Give a name to an artefact, which replaces what had it. It is on the disk when this returns. Raises
@@ -207,16 +207,16 @@ class TaskStore:
         return self._names / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
     def _stored_entries(self) -> list[Entry]:
-        found = []
+        entries = []
         for path in self._names.glob("*.json"):
             try:
-                found.append(_read(path))
+                entries.append(_read(path))
             except FileNotFoundError:  # deleted just now
                 continue
             except (OSError, LookupError, TypeError, ValueError) as error:
                 self.keeps_all = True
                 _log.warning("names/%s stays as it is: %s when it was read", path.name, type(error).__name__)
-        return found
+        return entries
 
     def _live(self) -> set[str]:
         """Digests that a name stands for, or that somebody needs."""
@@ -246,17 +246,17 @@ class TaskStore:
 
 
 def _read(path: Path) -> Entry:
-    told = json.loads(path.read_text(encoding="utf-8"))
-    return Entry(**told | {"labels": tuple(told["labels"])})
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    return Entry(**fields | {"labels": tuple(fields["labels"])})
 
 
 def content_digest(folder: Path) -> str:
     """SHA-256 of an artefact's files, the card aside, each with its name."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name in sorted(FILES):
         content = (folder / name).read_bytes() if (folder / name).is_file() else b""
-        found.update(name.encode() + hashlib.sha256(content).digest())
-    return found.hexdigest()
+        sha.update(name.encode() + hashlib.sha256(content).digest())
+    return sha.hexdigest()
 
 
 def require_name(name: str) -> None:

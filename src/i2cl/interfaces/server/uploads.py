@@ -63,21 +63,21 @@ def unpack(body: bytes) -> Injection:
     far as they go. Raises RefusalError: 422 on anything else in it, or an artefact that cannot be read;
     OSError where there is no room for it.
     """
-    found = dict(_members(memoryview(body)))
-    if len(found.get(DESCRIPTION, b"")) > MOST_TOLD:
+    members = dict(_members(memoryview(body)))
+    if len(members.get(DESCRIPTION, b"")) > MOST_TOLD:
         raise _refused(f"{DESCRIPTION} is longer than {MOST_TOLD} bytes")
-    if int.from_bytes(found.get(TENSORS, b"")[:8], "little") > MOST_HEADER:
+    if int.from_bytes(members.get(TENSORS, b"")[:8], "little") > MOST_HEADER:
         raise _refused(f"{TENSORS} has a header of more than {MOST_HEADER} bytes")
     with tempfile.TemporaryDirectory() as scratch, refused_artefact():
         folder = Path(scratch) / "upload"
         folder.mkdir()
-        for name in FILES & found.keys():
-            (folder / name).write_bytes(found[name])
+        for name in FILES & members.keys():
+            (folder / name).write_bytes(members[name])
         try:
             injection = Injection.from_pretrained(folder)
-            told = injection.description()
-            json.dumps(told, allow_nan=False, ensure_ascii=False).encode()
-            model_card(told, "upload")
+            description = injection.description()
+            json.dumps(description, allow_nan=False, ensure_ascii=False).encode()
+            model_card(description, "upload")
         except I2CLError as error:
             raise _refused(str(error).replace(f"{folder}/", "").replace(str(folder), "upload")) from None
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):

@@ -145,8 +145,10 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         texts_of = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
 
         def make(rest: Sequence[Example]) -> Injection:
-            found = method.injection(decoder, task, rest, seed, scoring=self.scoring)
-            return with_label_prior(found, decoder, texts_of) if self.unlabelled is not None else found
+            injection = method.injection(decoder, task, rest, seed, scoring=self.scoring)
+            return (
+                with_label_prior(injection, decoder, texts_of) if self.unlabelled is not None else injection
+            )
 
         injection = make(shown)
         timed: Any = {"method": method, "seconds": time.perf_counter() - started}
@@ -289,9 +291,9 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return int(check_random_state(self.random_state).randint(2**31 - 1))
 
     def _decoder(self) -> Decoder:
-        found = find_decoder(self.model, dtype=self.dtype, device=self.device)
-        self._held = found  # so that it stays loaded as long as this classifier lives
-        return found
+        decoder = find_decoder(self.model, dtype=self.dtype, device=self.device)
+        self._held = decoder  # so that it stays loaded as long as this classifier lives
+        return decoder
 
     def __getstate__(self) -> dict[str, Any]:
         """The model by reference: a pickle holds its name, its fingerprint and its precision."""

@@ -31,15 +31,15 @@ def find_decoder(source: ModelSource, *, dtype: str | None, device: str | None) 
     if not isinstance(name, str | Path):
         raise I2CLError(f"model is a {type(name).__name__}: give a name, a folder or a Decoder")
     try:
-        found = shared_decoder(name, revision=revision, dtype=dtype, device=device)
+        decoder = shared_decoder(name, revision=revision, dtype=dtype, device=device)
     except I2CLError as error:
         raise I2CLError(f"{error} (set_params(model=...) gives it another place or a Decoder)") from None
-    difference = base.difference(found.base_like(base)) if base else None
+    difference = base.difference(decoder.base_like(base)) if base else None
     if difference:
         raise I2CLError(
             f"{name!r} is not the model it was ({difference}): fit again, or set_params(model=...)"
         )
-    return found
+    return decoder
 
 
 def shared_decoder(
@@ -64,8 +64,8 @@ def shared_decoder(
 @lru_cache(maxsize=1)
 def _loaded(key: _Key) -> Decoder:
     name, revision, dtype, device, _ = key
-    found = _ALIVE.get(key)
-    if found is None:
-        found = Decoder.from_pretrained(name, revision=revision, dtype=dtype, device=device)
-        _ALIVE[key] = found
-    return found
+    decoder = _ALIVE.get(key)
+    if decoder is None:
+        decoder = Decoder.from_pretrained(name, revision=revision, dtype=dtype, device=device)
+        _ALIVE[key] = decoder
+    return decoder

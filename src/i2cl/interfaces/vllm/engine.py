@@ -75,8 +75,10 @@ def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
         slot, fresh = ledger.load(packed.digest)
         if fresh:
             try:
-                told = original(core, WRITE, timeout, (slot, packed.digest, packed.rows, packed.scales), None)
-                _require_written(told)
+                results = original(
+                    core, WRITE, timeout, (slot, packed.digest, packed.rows, packed.scales), None
+                )
+                _require_written(results)
             except BaseException:
                 ledger.unbook(packed.digest)
                 raise
@@ -85,10 +87,10 @@ def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _require_written(told: list[str | None]) -> None:
-    faults = [fault for fault in told if fault is not None]
+def _require_written(results: list[str | None]) -> None:
+    faults = [fault for fault in results if fault is not None]
     if faults:
-        raise I2CLError(f"{len(faults)} of {len(told)} workers could not write this task, {faults[0]}")
+        raise I2CLError(f"{len(faults)} of {len(results)} workers could not write this task, {faults[0]}")
 
 
 def wrap_request(original: Any) -> Any:
@@ -100,10 +102,10 @@ def wrap_request(original: Any) -> Any:
             return original(cls, request, block_hasher)
         digest = digest_of(request.sampling_params)
         request.cache_salt = core.salts.of(request.cache_salt, digest)
-        found = original(cls, request, block_hasher)
+        fresh = original(cls, request, block_hasher)
         if digest is not None:
-            core.ledger.admit(digest, found)
-        return found
+            core.ledger.admit(digest, fresh)
+        return fresh
 
     return make
 
@@ -188,7 +190,7 @@ def ask(core: Any, prompt: list[int], digest: str | None) -> Float[Tensor, " n"]
         logprob_token_ids=list(range(16)),
         extra_args=None if digest is None else {NAME: NAME, DIGEST: digest},
     )
-    asked = EngineCoreRequest(
+    request = EngineCoreRequest(
         request_id=f"i2cl-canary-{digest}",
         prompt_token_ids=prompt,
         mm_features=None,
@@ -199,11 +201,11 @@ def ask(core: Any, prompt: list[int], digest: str | None) -> Float[Tensor, " n"]
         cache_salt=None,
         data_parallel_rank=None,
     )
-    core.add_request(*core.preprocess_add_request(asked))
+    core.add_request(*core.preprocess_add_request(request))
     for _ in range(MOST_STEPS):
         outputs, _ = core.step_fn()
-        for found in (outputs or {}).values():
-            for output in found.outputs:
+        for batch in (outputs or {}).values():
+            for output in batch.outputs:
                 if output.new_logprobs is not None:
                     return torch.tensor(output.new_logprobs.logprobs[0][1:])
     raise I2CLError("vLLM does not answer i2cl's first request: serve without i2cl in VLLM_PLUGINS")

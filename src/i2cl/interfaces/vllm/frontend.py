@@ -58,10 +58,11 @@ class Served:
         labels = self.questions.labels
         return Trie(labels.ids if labels.full else tuple(ids[:1] for ids in labels.ids))
 
-    def answer(self, told: Mapping[Edge, float]) -> Answer:
+    def answer(self, edges: Mapping[Edge, float]) -> Answer:
         """The labels' scores from what the engine told of a text."""
         values = [
-            math.fsum(told[ids[:place], token] for place, token in enumerate(ids)) for ids in self.trie.labels
+            math.fsum(edges[ids[:place], token] for place, token in enumerate(ids))
+            for ids in self.trie.labels
         ]
         bias = None if self.bias is None else torch.tensor(self.bias)
         scores = among(torch.tensor(values), bias, self.temperature)
@@ -278,22 +279,22 @@ def classify(llm: Any, texts: Sequence[str], tasks: Sequence[str]) -> list[Answe
     require_texts(texts)
     served = [TASKS.get(name) for name in tasks]
     reach = Reach.of(llm.llm_engine.vllm_config)
-    asked: list[tuple[int, Prompt]] = []
+    prompts: list[tuple[int, Prompt]] = []
     for row, (one, text) in enumerate(zip(served, texts, strict=True)):
         (query,) = one.questions.queries([text])
-        asked += [(row, each) for each in one.trie.prompts(query, reach)]
+        prompts += [(row, each) for each in one.trie.prompts(query, reach)]
     outputs = llm.generate(
-        [{"prompt_token_ids": list(each.ids)} for _, each in asked],
-        [parameters(served[row], each) for row, each in asked],
+        [{"prompt_token_ids": list(each.ids)} for _, each in prompts],
+        [parameters(served[row], each) for row, each in prompts],
         use_tqdm=False,
     )
-    told: list[dict[Edge, float]] = [{} for _ in texts]
-    for (row, each), output in zip(asked, outputs, strict=True):
-        told[row] |= each.edges(output)
-    return [one.answer(values) for one, values in zip(served, told, strict=True)]
+    edges: list[dict[Edge, float]] = [{} for _ in texts]
+    for (row, each), output in zip(prompts, outputs, strict=True):
+        edges[row] |= each.edges(output)
+    return [one.answer(values) for one, values in zip(served, edges, strict=True)]
 
 
-def parameters(served: Served, asked: Prompt) -> Any:
+def parameters(served: Served, prompt: Prompt) -> Any:
     """``SamplingParams`` that ask for some edges' log-probabilities under a version of a task."""
     from vllm import SamplingParams
 
@@ -301,7 +302,7 @@ def parameters(served: Served, asked: Prompt) -> Any:
         max_tokens=1,
         temperature=0.0,
         detokenize=False,
-        logprob_token_ids=list(asked.tokens),
-        prompt_logprobs=0 if asked.along else None,
+        logprob_token_ids=list(prompt.tokens),
+        prompt_logprobs=0 if prompt.along else None,
         extra_args={NAME: Bound(served.name, served.packed.digest)},
     )

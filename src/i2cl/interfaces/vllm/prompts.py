@@ -36,12 +36,12 @@ class Prompt:
 
     def edges(self, output: Any) -> dict[Edge, float]:
         """Log-probabilities by edge, from vLLM's ``RequestOutput``."""
-        found = {(self.before, token): one.logprob for token, one in output.outputs[0].logprobs[0].items()}
+        values = {(self.before, token): one.logprob for token, one in output.outputs[0].logprobs[0].items()}
         if self.along:
             own = output.prompt_logprobs[len(self.query) :]
             for place, token in enumerate(self.before):
-                found[self.before[:place], token] = own[place][token].logprob
-        return found
+                values[self.before[:place], token] = own[place][token].logprob
+        return values
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class Trie:
 
 
 def _grouped(edges: Sequence[Edge]) -> dict[Ids, tuple[int, ...]]:
-    found: dict[Ids, dict[int, None]] = {}
+    groups: dict[Ids, dict[int, None]] = {}
     for before, token in edges:
-        found.setdefault(before, {})[token] = None
-    return {before: tuple(tokens) for before, tokens in found.items()}
+        groups.setdefault(before, {})[token] = None
+    return {before: tuple(tokens) for before, tokens in groups.items()}
 
 
 class Share:

@@ -73,10 +73,10 @@ class Routes:
         folder = os.environ.get(FOLDER)
         if folder is None:
             return
-        found = sorted(path.parent for path in Path(folder).glob(f"*/{DESCRIPTION}"))
-        if not found:
+        folders = sorted(path.parent for path in Path(folder).glob(f"*/{DESCRIPTION}"))
+        if not folders:
             raise I2CLError(f"{FOLDER}={folder!r} holds no folder with an injection: name one that does")
-        for path in found:
+        for path in folders:
             await _load(state, path.name, str(path))
 
 
@@ -175,13 +175,13 @@ async def _booked(engine: Any, packed: Packed) -> None:
 
 
 async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[Answer]:
-    told: list[dict[Edge, float]] = [{} for _ in queries]
+    edges: list[dict[Edge, float]] = [{} for _ in queries]
 
     async def ask(row: int, asked: Prompt) -> None:
         prompt, name = {"prompt_token_ids": list(asked.ids)}, f"i2cl-{uuid4().hex}"
         async for output in state.i2cl_engine.generate(prompt, parameters(served, asked), name):
             last = output
-        told[row] |= asked.edges(last)
+        edges[row] |= asked.edges(last)
 
     def left(size: int, _task: asyncio.Task[None]) -> None:  # also of a task that was ended before it began
         state.i2cl_share.leave(size)
@@ -196,4 +196,4 @@ async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[A
                     task.add_done_callback(partial(left, size))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [served.answer(values) for values in told]
+    return [served.answer(values) for values in edges]

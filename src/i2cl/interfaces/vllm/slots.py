@@ -170,6 +170,6 @@ def token_slots(
     then of what is behind the last one; ``size``: tokens of the batch with padding, which gets the slot of
     plain requests.
     """
-    found = np.full(size, PLAIN, dtype=np.int32)
-    found[: starts[-1]] = np.repeat(np.asarray(slots, dtype=np.int32), np.diff(starts))
-    return found
+    places = np.full(size, PLAIN, dtype=np.int32)
+    places[: starts[-1]] = np.repeat(np.asarray(slots, dtype=np.int32), np.diff(starts))
+    return places

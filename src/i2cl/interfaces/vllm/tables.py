@@ -59,10 +59,10 @@ class Tables:
 
     def fill(self, slots: NDArray[np.int32]) -> None:
         """Say which slot every token of the next batch has, without waiting for the device."""
-        found = torch.from_numpy(slots)
+        copy = torch.from_numpy(slots)
         if self.slots.device.type == "cuda":
-            found = found.pin_memory()  # new memory each time: the last copy may still be on its way
-        self.slots[: len(found)].copy_(found, non_blocking=True)
+            copy = copy.pin_memory()  # new memory each time: the last copy may still be on its way
+        self.slots[: len(copy)].copy_(copy, non_blocking=True)
 
 
 def edit_hook(writer: nn.Module, _inputs: Any, output: Any) -> Any:

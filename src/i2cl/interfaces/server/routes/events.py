@@ -18,11 +18,11 @@ async def events(service: Service, job: Job, seen: int) -> AsyncIterator[str]:
     last = time.monotonic()
     while True:
         ended = job.ended
-        for told in job.events:
-            number = round(1000 * told["at"])  # which a start of the server anew does not change
+        for event in job.events:
+            number = round(1000 * event["at"])  # which a start of the server anew does not change
             if number > seen:
                 seen, last = number, time.monotonic()
-                yield f"id: {seen}\nevent: {told['event']}\ndata: {json.dumps(told)}\n\n"
+                yield f"id: {seen}\nevent: {event['event']}\ndata: {json.dumps(event)}\n\n"
         if ended or not service.ready:
             return
         if time.monotonic() - last >= QUIET:

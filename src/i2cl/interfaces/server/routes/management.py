@@ -97,10 +97,10 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
 def _of_jobs(routes: APIRouter, service: Service) -> None:
     @routes.get("/v1/jobs", summary="Fits and files, the newest first")
     async def jobs(request: Request) -> dict[str, Any]:
-        told = [job.described() for job in jobs_of(service).all() if _sees(request, job)]
-        for one in told:
+        records = [job.described() for job in jobs_of(service).all() if _sees(request, job)]
+        for one in records:
             del one["last"]  # of a fit it holds a map of the whole model
-        return {"object": "list", "data": told}
+        return {"object": "list", "data": records}
 
     @routes.get("/v1/jobs/{identity}", summary="Where a job stands")
     async def job(identity: str, request: Request) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def _of_jobs(routes: APIRouter, service: Service) -> None:
 
     @routes.delete("/v1/jobs/{identity}", summary="Cancel a job, or remove one that has ended")
     def cancel(identity: str, request: Request) -> dict[str, Any]:
-        found = _own(service, request, identity)
-        jobs_of(service).cancel(found)
-        return found.described()
+        target = _own(service, request, identity)
+        jobs_of(service).cancel(target)
+        return target.described()
 
     @routes.get(
         "/v1/jobs/{identity}/events", summary="What happens to a job", response_class=StreamingResponse
@@ -133,14 +133,14 @@ def _of_jobs(routes: APIRouter, service: Service) -> None:
 
     @routes.get("/v1/batches/{identity}", summary="The answers for a file", response_class=FileResponse)
     def answers(identity: str, request: Request) -> FileResponse:
-        found = _own(service, request, identity)
-        if found.kind != "batch":
+        job = _own(service, request, identity)
+        if job.kind != "batch":
             raise RefusalError(404, "unknown_job", f"job {identity!r} is no file: GET /v1/jobs/{identity}")
-        if found.status != "done":
+        if job.status != "done":
             raise RefusalError(
-                409, "not_done", f"job {identity!r} is {found.status}: see /v1/jobs/{identity}/events"
+                409, "not_done", f"job {identity!r} is {job.status}: see /v1/jobs/{identity}/events"
             )
-        return FileResponse(found.folder / files.OUTPUT, media_type="application/jsonl")
+        return FileResponse(job.folder / files.OUTPUT, media_type="application/jsonl")
 
 
 def _sees(request: Request, job: Job) -> bool:
@@ -150,10 +150,10 @@ def _sees(request: Request, job: Job) -> bool:
 
 def _own(service: Service, request: Request, identity: str) -> Job:
     """A job, for those who may see it."""
-    found = jobs_of(service).get(identity)
-    if not _sees(request, found):
+    job = jobs_of(service).get(identity)
+    if not _sees(request, job):
         raise unknown_job(identity)
-    return found
+    return job
 
 
 def _task(entry: Entry) -> dict[str, Any]:

@@ -36,16 +36,16 @@ def fit(service: Service, request: Request, body: bytes) -> Response:
             inputs["input.test.json"] = _json(given["test"])
     require_name(options.name)
     require_other_name(service, options.name)
-    told = options.model_dump(exclude={"check"})
+    fields = options.model_dump(exclude={"check"})
     with jobs.scratch() as folder:
         for name, content in inputs.items():
             (folder / name).write_bytes(content)
-        task, demonstrations = fits.read_task(service.decoder, told, folder)
+        task, demonstrations = fits.read_task(service.decoder, fields, folder)
     if options.check:
         rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(demonstrations)}
         data = fits.survey_of(service.decoder, task)
         return JSONResponse({"object": "check", "labels": list(task.labels), **rows, "data": data})
-    return _accepted(jobs.add("fit", told, inputs))
+    return _accepted(jobs.add("fit", fields, inputs))
 
 
 def batch(service: Service, body: IO[bytes], model: str | None, owner: str | None) -> Response:
@@ -57,8 +57,8 @@ def batch(service: Service, body: IO[bytes], model: str | None, owner: str | Non
         with path.open("wb") as rows:
             count, names = files.read_lines(body, model, service.tasks.entry, rows)
         with service.tasks.kept(names) as digests:
-            told = {"rows": count, "tasks": names, "digests": digests}
-            return _accepted(jobs.add("batch", told, {files.INPUT: path}, owner))
+            description = {"rows": count, "tasks": names, "digests": digests}
+            return _accepted(jobs.add("batch", description, {files.INPUT: path}, owner))
 
 
 def jobs_of(service: Service) -> Jobs:
