@@ -9,18 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.test_export import (
-    IDS,
-    TASK,
-    decoder_of,
-    hooked,
-    injection_for,
-    listed,
-    plain,
-    relative,
-    run,
-    saved,
-)
+from commands import listed, run
+from export.cases import IDS, TASK, decoder_of, hooked, injection_for, plain, relative, saved
 from i2cl import anchor
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.context import ContextVector, ExtractConfig

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from export.test_export import TASK, decoder_of, injection_for, run, saved
+from commands import run
+from export.cases import TASK, decoder_of, injection_for, saved
 from export.test_export_server import expected, serving
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError

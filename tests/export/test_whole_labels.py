@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from export.test_export import decoder_of, injection_for, run
+from commands import run
+from export.cases import decoder_of, injection_for
 from export.test_export_server import serving
 from i2cl.export import Golden, export_gguf, export_hf, golden, make_golden, verify, verify_gguf
 from i2cl.export.greedy import labels
