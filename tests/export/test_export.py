@@ -1,19 +1,15 @@
 """Folding into weights, the checkpoint on disk, and the check that it answers as the injected model."""
 
 import json
-import runpy
 import shutil
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from commands import listed, run
 from export.cases import (
@@ -31,16 +27,12 @@ from export.cases import (
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_hf, golden, make_golden, sources, upcast, verify
-from i2cl.export.families import FAMILIES, REFUSED
+from i2cl.export.families import FAMILIES
 from i2cl.export.golden import GOLDEN
-from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.checkpoint import INDEX
 from i2cl.models.decoder import Decoder
 from processes import finished
 from tiny import CASES
-
-ROOT = Path(__file__).parents[2]
-FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
 
 
 def test_a_power_of_two_is_folded_exactly_and_verified_with_its_label_prior(tmp_path, capsys):
@@ -373,39 +365,3 @@ def test_missing_tensors_are_named(tmp_path, capsys):
     told = refused(capsys, "export", artefact, tmp_path / "new", "--no-golden")
     assert "lacks model.layers.1.mlp.up_proj.weight" in told
     assert not (tmp_path / "new").exists()
-
-
-@pytest.fixture(scope="module")
-def script():
-    return runpy.run_path(str(ROOT / "scripts" / "architectures_table.py"))
-
-
-def test_the_page_of_model_types_is_printed_by_its_script(script):
-    assert (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"]()
-
-
-def test_every_type_of_the_library_is_supported_or_has_a_reason(script):
-    told = [name for names in script["UNSUPPORTED"].values() for name in names.split()]
-    known = [*ARCHITECTURES, *script["WRAPPERS"].split(), *told]
-    assert len(known) == len(set(known))
-    if transformers.__version__ == FIGURES["transformers"]:
-        assert set(known) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def test_the_measured_figures_hold_what_is_claimed(script):
-    assert list(FIGURES["types"]) == list(ARCHITECTURES)
-    for name, row in FIGURES["types"].items():
-        assert float(row["identity"].removeprefix("≤ ")) <= 1e-5
-        assert [row["float32"] == "-", row["verify"] == "-"] == [name in REFUSED] * 2
-        if name in FAMILIES:
-            assert row["verify"] == "holds"
-            assert float(row["float32"].removeprefix("≤ ")) <= 1e-5
-            assert float(row["bfloat16"].removeprefix("≤ ")) <= ROUNDED
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "llama", "qwen3_moe"])
-def test_the_figures_can_be_measured_again(script, name):
-    again = script["measured"](name)
-    assert {key: again[key] for key in ("identity", "float32", "verify")} == {
-        key: FIGURES["types"][name][key] for key in ("identity", "float32", "verify")
-    }

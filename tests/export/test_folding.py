@@ -1,10 +1,15 @@
 """Folding into weights: every family, against the hooks."""
 
+import json
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from export.cases import FOLDED, IDS, ONE_A_ROW, ROUNDED, decoder_of, hooked, injection_for, plain, relative
 from i2cl.core.context import ContextVector, ExtractConfig
@@ -14,6 +19,9 @@ from i2cl.export.families import FAMILIES, REFUSED
 from i2cl.models.architectures import ARCHITECTURES, Architecture
 from i2cl.models.decoder import Decoder
 from tiny import CASES
+
+ROOT = Path(__file__).parents[2]
+FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", [*ONE_A_ROW, "llama-tied", "mistral", "gemma"])
@@ -182,3 +190,39 @@ def test_offloaded_weights_are_refused():
     injection = injection_for(decoder)
     with pytest.raises(I2CLError, match="not in memory"):
         fold(decoder.model.to("meta"), injection)
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(ROOT / "scripts" / "architectures_table.py"))
+
+
+def test_the_page_of_model_types_is_printed_by_its_script(script):
+    assert (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"]()
+
+
+def test_every_type_of_the_library_is_supported_or_has_a_reason(script):
+    told = [name for names in script["UNSUPPORTED"].values() for name in names.split()]
+    known = [*ARCHITECTURES, *script["WRAPPERS"].split(), *told]
+    assert len(known) == len(set(known))
+    if transformers.__version__ == FIGURES["transformers"]:
+        assert set(known) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_the_measured_figures_hold_what_is_claimed(script):
+    assert list(FIGURES["types"]) == list(ARCHITECTURES)
+    for name, row in FIGURES["types"].items():
+        assert float(row["identity"].removeprefix("≤ ")) <= 1e-5
+        assert [row["float32"] == "-", row["verify"] == "-"] == [name in REFUSED] * 2
+        if name in FAMILIES:
+            assert row["verify"] == "holds"
+            assert float(row["float32"].removeprefix("≤ ")) <= 1e-5
+            assert float(row["bfloat16"].removeprefix("≤ ")) <= ROUNDED
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama", "qwen3_moe"])
+def test_the_figures_can_be_measured_again(script, name):
+    again = script["measured"](name)
+    assert {key: again[key] for key in ("identity", "float32", "verify")} == {
+        key: FIGURES["types"][name][key] for key in ("identity", "float32", "verify")
+    }
