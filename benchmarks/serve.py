@@ -29,7 +29,7 @@ import torch
 from i2cl.injections.pool import TaskQuery
 from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.guard import Access
-from i2cl.interfaces.server.process import IDLE_SECONDS, bound
+from i2cl.interfaces.server.process import IDLE_SECONDS, listen
 from i2cl.interfaces.server.service import Service
 from i2cl.models.scoring import score
 from measures import paired
@@ -95,7 +95,7 @@ class Bench:
         self.decoder = work.decoder
         self.service = Service(self.decoder, folder / "tasks")
         self.put(ROWS)
-        listener = bound("127.0.0.1", 0)
+        listener = listen("127.0.0.1", 0)
         self.port = int(listener.getsockname()[1])
         ready = threading.Event()
         app = make_app(self.service, Access())
