@@ -27,6 +27,24 @@ _NAMES = ("model", "task")  # arguments that may be paths beside those that alwa
 
 
 @dataclass(frozen=True)
+class DrawOptions:
+    """Which rows become demonstrations."""
+
+    PANEL: ClassVar[str] = "Options"
+
+    shots: options.FitShots = None
+    seed: options.Seed = 0
+    keep_back: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Of classes of your file with 10 rows or more, one row in so many is kept back to score on, "
+            "0 for none; default: 5 without --shots and --test.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
 class MethodOptions:
     """How the examples become a task."""
 
@@ -95,16 +113,7 @@ def fit(
     task: options.TaskName,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the artefact.")],
     *,
-    shots: options.FitShots = None,
-    seed: options.Seed = 0,
-    keep_back: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Of classes of your file with 10 rows or more, one row in so many is kept back to score on, "
-            "0 for none; default: 5 without --shots and --test.",
-        ),
-    ] = None,
+    drawing: DrawOptions,
     way: MethodOptions,
     rows: TaskOptions,
     scoring: ScoreOptions,
@@ -123,6 +132,7 @@ def fit(
     from i2cl.methods.calibrated.folds import require_folds, unmeasurable
     from i2cl.tasks.loaders import is_own
 
+    shots, seed, keep_back = drawing.shots, drawing.seed, drawing.keep_back
     require_writable(output, own_files(output))
     if scoring.folds:
         require_folds(scoring.folds)
