@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from i2cl.experiments.draw import Draw
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
-    from i2cl.tasks.survey import Survey
 
 SHOWN = 5  # texts with several labels that are shown
 SNIPPET = 50  # characters of such a text
@@ -18,23 +17,14 @@ SNIPPET = 50  # characters of such a text
 class Block:
     """A survey of rows, as text and as a record."""
 
-    def __init__(self, survey: "Survey", decoder: "Decoder", draw: "Draw", queries: Sequence[Any]) -> None:
-        self._survey = survey
-        self._draw = draw
-        self._kept_back = len(queries)
-        self._tokens = max(map(len, decoder.tokenizer(list(survey.longest))["input_ids"]))
-        self._window = decoder.max_length
-
-    @classmethod
-    def of(cls, task: "Task", decoder: "Decoder", draw: "Draw", queries: Sequence[Any]) -> "Block":
-        """Of a task's training rows.
-
-        ``task``: with its rows; ``decoder``: whose tokens are counted; ``draw``: the demonstrations;
-        ``queries``: rows to score on.
-        """
+    def __init__(self, task: "Task", decoder: "Decoder", draw: "Draw", queries: Sequence[Any]) -> None:
+        """Survey a task's training rows, of which a draw takes some; queries are rows to score on."""
         from i2cl.tasks.survey import Survey
 
-        return cls(Survey.of(task), decoder, draw, queries if not task.test else ())
+        self._survey, self._draw = Survey.of(task), draw
+        self._kept_back = 0 if task.test else len(queries)
+        self._tokens = max(map(len, decoder.tokenizer(list(self._survey.longest))["input_ids"]))
+        self._window = decoder.max_length
 
     def record(self) -> dict[str, Any]:
         """For JSON."""

@@ -149,7 +149,7 @@ def fit(
             drawn = fitting(decoder, loaded, chosen.rounds, seed, **choice)
     demonstrations = drawn.demonstrations
     queries = _queries(loaded, demonstrations, scoring.evaluate, scoring.target_accuracy)
-    block = data.Block.of(loaded, decoder, drawn, queries) if own else None
+    block = data.Block(loaded, decoder, drawn, queries) if own else None
     if block is not None and not json:
         block.show()
     started = time.perf_counter()
