@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from i2cl.injections.pool import Asked
+from i2cl.injections.pool import TaskQuery
 from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.guard import Access
-from i2cl.interfaces.server.process import IDLE_SECONDS, bound
+from i2cl.interfaces.server.process import IDLE_SECONDS, listen
 from i2cl.interfaces.server.service import Service
 from i2cl.models.scoring import score
 from measures import paired
@@ -95,7 +95,7 @@ class Bench:
         self.decoder = work.decoder
         self.service = Service(self.decoder, folder / "tasks")
         self.put(ROWS)
-        listener = bound("127.0.0.1", 0)
+        listener = listen("127.0.0.1", 0)
         self.port = int(listener.getsockname()[1])
         ready = threading.Event()
         app = make_app(self.service, Access())
@@ -200,7 +200,7 @@ class Bench:
         few = median(median(self.load(tasks=10)["done"]) for _ in range(self.rounds))
         self.put(1000)
         for number in range(1000):
-            self.service.tasks.asked(f"t{number}", [self.texts[0]])
+            self.service.tasks.queries(f"t{number}", [self.texts[0]])
         pairs = [
             (median(self.load(tasks=1000)["done"]), median(self.load(tasks=10)["done"]))
             for _ in range(self.rounds)
@@ -269,17 +269,17 @@ class Bench:
             detail = {"during": pair[0], "alone": pair[1], "jobs": states}
             yield _row(f"single texts beside {name}, p99", pair[0][0] / pair[1][0], "x", "<= 3", detail)
 
-    def asked(self, tasks: int) -> list[Asked]:
+    def asked(self, tasks: int) -> list[TaskQuery]:
         """64 texts of so many tasks."""
         texts = list(islice(cycle(self.texts), ROWS))
-        return [self.service.tasks.asked(f"t{row % tasks}", [text])[1][0] for row, text in enumerate(texts)]
+        return [self.service.tasks.queries(f"t{row % tasks}", [text])[1][0] for row, text in enumerate(texts)]
 
     @contextmanager
     def plain(self) -> Iterator[None]:
         """The server answers with the plain model."""
         pool: Any = self.service.tasks.pool
 
-        def answers(rows: Sequence[Asked]) -> list[torch.Tensor]:
+        def answers(rows: Sequence[TaskQuery]) -> list[torch.Tensor]:
             labels = [row.task.questions.labels for row in rows]
             return list(score(self.decoder, [row.ids for row in rows], labels))
 

@@ -292,3 +292,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE that encodes any text: `VOCABULARY` tokens, end of text 0, no padding token."""
     tokenizer = Tokenizer.from_str(_trained())
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def tiny_folder(folder, model_type="llama", **fields):
+    """A folder with such a model and the tokenizer."""
+    tiny_model(model_type, **fields).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder

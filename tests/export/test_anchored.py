@@ -8,24 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from i2cl import (
-    Decoder,
-    Example,
-    I2CLError,
-    Injection,
-    InjectionPool,
-    Task,
-    Template,
-    anchor,
-    calibrate,
-    extract,
-)
+from i2cl import Decoder, Example, I2CLError, Task, Template, anchor
 from i2cl.core.anchored import AnchoredConfig
-from i2cl.core.recipe import CalibrationConfig
 from i2cl.export import export_gguf, export_hf, export_peft, fold, golden, make_golden, verify
 from i2cl.interfaces.cli import main
 from i2cl.models.scoring import Questions
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder
 
 SHOWN = (
     Example("a warm film", 0),
@@ -40,8 +28,7 @@ TEXTS = ["fine", "a lifeless film, by far"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("base") / "model"
-    tiny_model("llama").save_pretrained(made)
-    tiny_tokenizer().save_pretrained(made)
+    tiny_folder(made)
     return made
 
 
@@ -55,22 +42,6 @@ def anchored(decoder):
     found = anchor(decoder, TASK, SHOWN, AnchoredConfig(reach=3.0, steps=2, say_label=False))
     assert found.context.values.abs().max() > 0
     return found
-
-
-def test_it_is_stored(anchored, decoder, tmp_path):
-    anchored.save_pretrained(tmp_path / "out")
-    kept = Injection.from_pretrained(tmp_path / "out")
-    assert kept.settings == anchored.settings
-    assert torch.equal(kept.scores(decoder, TEXTS), anchored.scores(decoder, TEXTS))
-
-
-def test_a_pool_mixes_it_with_i2cl(anchored, decoder):
-    other = calibrate(decoder, TASK, SHOWN, extract(decoder, TASK, SHOWN), CalibrationConfig(epochs=2))
-    pool = InjectionPool(decoder, {"anchored": anchored, "i2cl": other})
-    found = torch.stack(pool.scores([*TEXTS, *TEXTS], ["anchored", "i2cl", "i2cl", "anchored"]))
-    wanted = [anchored.scores(decoder, TEXTS), other.scores(decoder, TEXTS)]
-    torch.testing.assert_close(found[[0, 3]], wanted[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found[[2, 1]], wanted[1], atol=1e-5, rtol=1e-5)
 
 
 def called(capsys, *words):
@@ -176,24 +147,3 @@ def test_what_cannot_hold_a_label_prior_says_what_to_send(anchored, decoder, fol
     assert verify(tmp_path / "out").passed
     kept = golden.biases_of(GenerationConfig.from_pretrained(tmp_path / "out"))
     assert all(value % 100 == 0 for value in kept.values())  # they make it say a label, whatever the prior
-
-
-def test_it_folds(anchored, decoder, folder, tmp_path):
-    export_hf(folder, anchored, tmp_path / "out", golden=lambda: make_golden(decoder, anchored))
-    assert verify(tmp_path / "out").passed
-
-
-@pytest.mark.filterwarnings("ignore:.*lora_bias")
-def test_it_is_an_adapter(anchored, decoder, folder, tmp_path):
-    pytest.importorskip("peft", reason="peft is an extra")
-    export_peft(decoder, anchored, tmp_path / "out")
-    assert verify(tmp_path / "out", model=str(folder)).passed
-
-
-def test_it_is_a_gguf_file(anchored, decoder, folder, tmp_path):
-    gguf = pytest.importorskip("gguf", reason="gguf is an extra")
-    export_gguf(folder, anchored, tmp_path / "out.gguf", golden=lambda: make_golden(decoder, anchored))
-    tensors = {one.name: one.data for one in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
-    for layer in range(decoder.layers):
-        bias = torch.from_numpy(tensors[f"blk.{layer}.attn_output.bias"].copy())
-        torch.testing.assert_close(bias, anchored.context.values[layer, 0], atol=1e-6, rtol=1e-5)

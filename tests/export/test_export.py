@@ -1,127 +1,38 @@
 """Folding into weights, the checkpoint on disk, and the check that it answers as the injected model."""
 
 import json
-import runpy
 import shutil
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection, UncheckedWarning
+from commands import listed, run
+from export.cases import (
+    ONE_A_ROW,
+    ROUNDED,
+    decoder_of,
+    hooked,
+    injection_for,
+    plain,
+    refused,
+    relative,
+    saved,
+    weights,
+)
+from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.export import Golden, checkpoint, export_hf, fold, golden, make_golden, sources, upcast, verify
-from i2cl.export.families import FAMILIES, REFUSED
+from i2cl.export import Golden, export_hf, golden, make_golden, sources, upcast, verify
+from i2cl.export.families import FAMILIES
 from i2cl.export.golden import GOLDEN
-from i2cl.interfaces.cli import main
-from i2cl.models.architectures import ARCHITECTURES, Architecture
-from i2cl.models.batching import make_batch
 from i2cl.models.checkpoint import INDEX
 from i2cl.models.decoder import Decoder
-from i2cl.tasks import Task, Template
 from processes import finished
-from tiny import CASES, tiny_model, tiny_tokenizer
-
-TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
-IDS = tuple((torch.arange(1, 25) * 7 % 300).tolist())
-SLIDING = {"ministral-sliding", "mistral-sliding", "phi3-sliding", "qwen2-sliding"}
-FOLDED = [case for case, (kind, _) in CASES.items() if kind in FAMILIES and case not in SLIDING]
-ONE_A_ROW = sorted({replace(FAMILIES[kind], model_type=""): kind for kind in FAMILIES}.values())
-"""A model type for each way to fold."""
-ROOT = Path(__file__).parents[2]
-FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
-ROUNDED = 0.02
-"""Largest relative difference in bfloat16, where every folded weight is rounded once more."""
-
-
-def decoder_of(case, dtype=torch.float32, **overrides):
-    model_type, fields = CASES[case]
-    model = tiny_model(model_type, dtype=dtype, **fields | overrides)
-    return Decoder(model, tiny_tokenizer(), name=f"tiny-{case}")
-
-
-def injection_for(decoder, **fields):
-    generator = torch.Generator().manual_seed(0)
-    shape = (decoder.layers, 2, decoder.d_model)
-    values = torch.randn(shape, generator=generator)
-    coefficients = torch.randn(*shape[:2], 2, generator=generator) * 0.2 + torch.tensor([0.5, 1.0])
-    context = ContextVector(values, ExtractConfig(separator=False), demonstrations=4)
-    return Injection(context, coefficients, TASK, decoder.base, **fields)
-
-
-def hooked(decoder, injection):
-    """Logits after every token, in float32."""
-    whole = Decoder(decoder.model.float(), decoder.tokenizer, architecture=decoder.architecture)
-    at = torch.arange(len(IDS))[None]
-    with torch.no_grad():
-        return whole.forward(make_batch([IDS], torch.device("cpu")), at=at, edit=injection.edit())[0]
-
-
-def plain(model):
-    with torch.no_grad():
-        return model.float()(torch.tensor([IDS])).logits[0]
-
-
-def relative(one, two):
-    return float((one - two).abs().max() / two.abs().max())
-
-
-def listed(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def weights(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as done:
-        main([str(argument) for argument in arguments])
-    return done.value.code
-
-
-def saved(decoder, folder):
-    """The base model and an injection, as folders."""
-    decoder.model.save_pretrained(folder / "base")
-    decoder.tokenizer.save_pretrained(folder / "base")
-    base = Decoder.from_pretrained(str(folder / "base"), device="cpu")
-    injection_for(base).save_pretrained(folder / "artefact")
-    return folder / "base", folder / "artefact"
-
-
-@pytest.fixture
-def exported(tmp_path):
-    """A folded tiny Llama with its golden values."""
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
-    export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
-    return tmp_path / "out"
-
-
-# A temperature in the head
-
-
-@pytest.mark.parametrize("case", [*ONE_A_ROW, "llama-tied", "mistral", "gemma"])
-def test_a_folded_temperature_divides_all_logits(case, tmp_path):
-    decoder = decoder_of(case)
-    injection = injection_for(decoder, temperature=2.25)
-    export_hf(decoder, injection, tmp_path / "warm", fold_temperature=True)
-    export_hf(decoder, injection, tmp_path / "plain")
-    ids = torch.tensor([IDS])
-    plain, warm = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32")(ids).logits
-        for name in ("plain", "warm")
-    )
-    torch.testing.assert_close(warm * 2.25, plain, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(plain[0], hooked(decoder, injection), atol=1e-3, rtol=1e-3)
+from tiny import CASES
 
 
 def test_a_power_of_two_is_folded_exactly_and_verified_with_its_label_prior(tmp_path, capsys):
@@ -168,147 +79,6 @@ def test_an_export_says_that_its_probabilities_are_those_at_1(to, case, tmp_path
         (line,) = capsys.readouterr().err.splitlines()
         assert f"--temperature fold is for --to hf, {to} leaves the head as it is" in line
         assert not out.exists()
-
-
-# Folding
-
-
-def test_every_model_type_is_folded_or_refused():
-    assert sorted([*FAMILIES, *REFUSED]) == sorted(ARCHITECTURES)
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, torch.float32) for case in FOLDED), *((case, torch.bfloat16) for case in ONE_A_ROW)],
-    ids=str,
-)
-def test_a_folded_checkpoint_does_what_the_hooks_do(case, dtype, tmp_path):
-    decoder = decoder_of(case, dtype)
-    injection = injection_for(decoder)
-    export_hf(decoder, injection, tmp_path / "out")
-    made, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert made.dtype == dtype
-    expected = hooked(decoder, injection)
-    assert relative(plain(made), expected) <= (1e-5 if dtype == torch.float32 else ROUNDED)
-    assert relative(plain(decoder.model), expected) > 0.1  # the injection is not lost in the bound
-
-
-@pytest.mark.parametrize("case", sorted(set(CASES) - set(FOLDED)))
-def test_what_cannot_be_folded_says_why_and_what_else(case):
-    decoder = decoder_of(case)
-    reason = REFUSED.get(decoder.model.config.model_type, "sliding window of 8 tokens is shorter than")
-    with pytest.raises(I2CLError) as told:
-        fold(decoder, injection_for(decoder))
-    assert reason in str(told.value)
-    assert str(told.value).endswith("predict with hooks instead (`i2cl predict`)")
-    assert "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize(
-    ("case", "overrides"),
-    [
-        ("gpt2", {}),
-        ("llama", {"tie_word_embeddings": True}),
-        ("mistral", {"tie_word_embeddings": True}),
-        ("mistral", {"sliding_window": 1024}),  # as long as the context
-        ("gemma", {"tie_word_embeddings": False}),
-        ("phi3", {"tie_word_embeddings": True}),
-        ("helium", {"attention_bias": True}),
-        ("gpt_neox", {"attention_bias": False}),
-        ("starcoder2", {"use_bias": False}),
-        ("opt", {"enable_bias": False}),
-        ("falcon", {"bias": True}),
-        ("cohere", {"attention_bias": True}),
-        ("granite", {"attention_bias": True}),
-        ("qwen2", {"num_key_value_heads": 1}),
-        ("qwen3", {"tie_word_embeddings": True}),
-        ("qwen3", {"attention_bias": True, "num_key_value_heads": 1, "hidden_size": 36}),
-    ],
-    ids=str,
-)
-def test_variants_of_a_family_fold_exactly(case, overrides, tmp_path):
-    decoder = decoder_of(case, **overrides)
-    injection = injection_for(decoder)
-    made = fold(decoder, injection)
-    expected = hooked(decoder, injection)
-    assert relative(plain(made), expected) <= 1e-5
-    export_hf(decoder, injection, tmp_path / "out")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(plain(again), plain(made))
-    tied = again.config.tie_word_embeddings
-    assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
-    assert tied == (decoder.model.config.tie_word_embeddings and case != "gemma")
-
-
-def test_long_rotary_scaling_comes_along():
-    rope = {
-        "rope_type": "longrope",
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 3.0, 4.0, 5.0],
-    }
-    for original in (16, 32):  # the tokens are more, and fewer
-        decoder = decoder_of(
-            "phi3",
-            rope_parameters=rope | {"rope_theta": 10000.0},
-            original_max_position_embeddings=original,
-            max_position_embeddings=64,
-        )
-        injection = injection_for(decoder)
-        assert relative(plain(fold(decoder, injection)), hooked(decoder, injection)) <= 1e-5
-
-
-@pytest.mark.parametrize("case", ["llama", "gemma", "gpt2", "phi3"])
-def test_the_users_model_is_left_as_found(case, tmp_path):
-    decoder = decoder_of(case)
-    model = decoder.model.train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    config, wanted = model.config.to_dict(), [p.requires_grad for p in model.parameters()]
-    made = fold(decoder, injection_for(decoder))
-    export_hf(decoder, injection_for(decoder), tmp_path / "out")
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.zero_()  # nothing is shared
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert model.config.to_dict() == config
-    assert [p.requires_grad for p in model.parameters()] == wanted
-    assert model.training
-    assert not made.training
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "rotates",
-        ),
-        ({"hidden_size": 36, "head_dim": 8, "num_attention_heads": 8}, "no multiple"),
-    ],
-)
-def test_configs_that_llama_cannot_hold_are_refused(fields, message):
-    decoder = decoder_of("phi3" if "rope_parameters" in fields else "mistral", **fields)
-    with pytest.raises(I2CLError, match=message):
-        fold(decoder, injection_for(decoder))
-
-
-def test_injections_that_are_no_bias_are_refused():
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
-    with pytest.raises(I2CLError, match="positions 'last'"):
-        fold(decoder, replace(injection, positions="last"))
-    values = torch.zeros(decoder.layers, 1, decoder.d_model)
-    hidden = ContextVector(values, ExtractConfig(writers="hidden", separator=False), 1)
-    with pytest.raises(I2CLError, match="block outputs"):
-        fold(decoder, replace(injection, context=hidden, coefficients=torch.zeros(decoder.layers, 1, 2)))
-    with pytest.raises(I2CLError, match=r"\(layers, width\) \(3, 32\)"):
-        fold(decoder_of("llama"), injection_for(decoder_of("llama", num_hidden_layers=3)))
-    own = Architecture("llama", "layers", "self_attn", "mlp.down_proj")
-    with pytest.raises(I2CLError, match="Architecture of your own"):
-        fold(Decoder(decoder.model, decoder.tokenizer, architecture=own), injection)
 
 
 # Files
@@ -388,29 +158,6 @@ def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
     export_hf(base, Injection.from_pretrained(artefact), tmp_path / "folder")
     one, other = weights(tmp_path / "hub"), weights(tmp_path / "folder")
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_no_remote_code_is_named(tmp_path):
-    decoder = decoder_of("falcon")
-    decoder.model.config.auto_map = {"AutoConfig": "configuration.Own"}
-    export_hf(decoder, injection_for(decoder), tmp_path / "out")
-    assert "auto_map" not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
-    assert not list((tmp_path / "out").glob("*.py"))
-
-
-def test_offloaded_weights_are_refused():
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
-    with pytest.raises(I2CLError, match="not in memory"):
-        fold(decoder.model.to("meta"), injection)
-
-
-def test_nothing_half_written_stays(tmp_path, monkeypatch):
-    decoder = decoder_of("llama")
-    monkeypatch.setattr(checkpoint, "save_file", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        export_hf(decoder, injection_for(decoder), tmp_path / "out")
-    assert listed(tmp_path) == []
 
 
 MEASURE = """
@@ -547,15 +294,6 @@ def test_export_and_verify(artefact, tmp_path, capsys):
     assert weights(out).keys() == weights(tmp_path / "bare").keys()
 
 
-def refused(capsys, *arguments, lines=1):
-    capsys.readouterr()  # what came before
-    assert run(*arguments) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert len(told.err.splitlines()) == lines
-    return told.err
-
-
 def test_bad_input_is_one_line(artefact, tmp_path, capsys, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine", encoding="utf-8")
@@ -585,17 +323,6 @@ def test_a_folder_with_another_configuration_is_refused(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-5}), encoding="utf-8")
     with pytest.raises(I2CLError, match=r"\(config.rms_norm_eps 1e-06 and not 1e-05\)"):
         export_hf(base, injection, tmp_path / "out")
-
-
-def test_an_artefact_of_format_1_is_exported_as_far_as_it_tells(tmp_path):
-    base, artefact = saved(decoder_of("llama"), tmp_path)
-    known = Decoder.from_pretrained(str(base), device="cpu")
-    injection = Injection.from_pretrained(artefact)
-    old = replace(injection, base=known.base_like(replace(known.base, config=None)))
-    with pytest.warns(UncheckedWarning, match="were not checked"):
-        export_hf(base, old, tmp_path / "out")
-    with pytest.raises(I2CLError, match="weights"):
-        export_hf(base, replace(old, base=replace(old.base, weights="other")), tmp_path / "again")
 
 
 def test_another_model_is_refused(artefact, tmp_path, capsys):
@@ -638,39 +365,3 @@ def test_missing_tensors_are_named(tmp_path, capsys):
     told = refused(capsys, "export", artefact, tmp_path / "new", "--no-golden")
     assert "lacks model.layers.1.mlp.up_proj.weight" in told
     assert not (tmp_path / "new").exists()
-
-
-@pytest.fixture(scope="module")
-def script():
-    return runpy.run_path(str(ROOT / "scripts" / "architectures_table.py"))
-
-
-def test_the_page_of_model_types_is_printed_by_its_script(script):
-    assert (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"]()
-
-
-def test_every_type_of_the_library_is_supported_or_has_a_reason(script):
-    told = [name for names in script["UNSUPPORTED"].values() for name in names.split()]
-    known = [*ARCHITECTURES, *script["WRAPPERS"].split(), *told]
-    assert len(known) == len(set(known))
-    if transformers.__version__ == FIGURES["transformers"]:
-        assert set(known) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def test_the_measured_figures_hold_what_is_claimed(script):
-    assert list(FIGURES["types"]) == list(ARCHITECTURES)
-    for name, row in FIGURES["types"].items():
-        assert float(row["identity"].removeprefix("≤ ")) <= 1e-5
-        assert [row["float32"] == "-", row["verify"] == "-"] == [name in REFUSED] * 2
-        if name in FAMILIES:
-            assert row["verify"] == "holds"
-            assert float(row["float32"].removeprefix("≤ ")) <= 1e-5
-            assert float(row["bfloat16"].removeprefix("≤ ")) <= ROUNDED
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "llama", "qwen3_moe"])
-def test_the_figures_can_be_measured_again(script, name):
-    again = script["measured"](name)
-    assert {key: again[key] for key in ("identity", "float32", "verify")} == {
-        key: FIGURES["types"][name][key] for key in ("identity", "float32", "verify")
-    }

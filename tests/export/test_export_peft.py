@@ -9,27 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.test_export import (
-    IDS,
-    TASK,
-    decoder_of,
-    hooked,
-    injection_for,
-    listed,
-    plain,
-    relative,
-    run,
-    saved,
-)
+from commands import listed, run
+from export.cases import IDS, TASK, decoder_of, hooked, injection_for, plain, relative, saved
 from i2cl import anchor
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_peft, verify
-from i2cl.export.adapter import make_adapter
 from i2cl.export.families import LAST_MAPS, REFUSED
 from i2cl.export.golden import GOLDEN
-from i2cl.export.peft import CONFIG, WEIGHTS
+from i2cl.export.peft import CONFIG, WEIGHTS, make_adapter
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example
 from tiny import CASES

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from export.test_export import exported, run  # noqa: F401 - a fixture
+from commands import run
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, ask_server
 
@@ -90,13 +90,13 @@ def serving(
 
 
 @pytest.fixture
-def golden(exported):  # noqa: F811
+def golden(exported):
     return Golden.from_export(exported)
 
 
 @pytest.mark.parametrize("shape", [by_text, by_id])
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/completions"])
-def test_a_faithful_server_passes(exported, golden, capsys, shape, end):  # noqa: F811
+def test_a_faithful_server_passes(exported, golden, capsys, shape, end):
     with serving(golden, shape=shape) as (url, seen):
         assert run("verify", exported, "--url", url + end) == 0
     assert "holds" in capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_a_faithful_server_passes(exported, golden, capsys, shape, end):  # noqa
     assert all(body["max_tokens"] == 1 and body["temperature"] == 0 for body in seen)
 
 
-def test_a_server_with_the_vllm_plugin_is_asked_under_a_task(exported, golden, monkeypatch):  # noqa: F811
+def test_a_server_with_the_vllm_plugin_is_asked_under_a_task(exported, golden, monkeypatch):
     with serving(golden) as (url, seen):
         assert run("verify", exported, "--url", url) == 0
         assert all("vllm_xargs" not in body and body["key"] is None for body in seen)
@@ -116,7 +116,7 @@ def test_a_server_with_the_vllm_plugin_is_asked_under_a_task(exported, golden, m
     assert run("verify", exported, "--task", "mood") == 2
 
 
-def test_a_label_prior_is_told_as_what_the_server_has_to_be_sent(exported, golden, tmp_path, capsys):  # noqa: F811
+def test_a_label_prior_is_told_as_what_the_server_has_to_be_sent(exported, golden, tmp_path, capsys):
     prior = [0.25, *[0.0 for _ in golden.labels[1:]]]
     told = shutil.copytree(exported, tmp_path / "told")
     golden.model_copy(update={"label_bias": prior}).write(told)
@@ -129,7 +129,7 @@ def test_a_label_prior_is_told_as_what_the_server_has_to_be_sent(exported, golde
     assert json.loads(capsys.readouterr().out)["logit_bias"] == sent
 
 
-def test_a_server_that_takes_no_token_ids_gets_text(exported, golden, capsys):  # noqa: F811
+def test_a_server_that_takes_no_token_ids_gets_text(exported, golden, capsys):
     with serving(golden, takes=str) as (url, seen):
         assert run("verify", exported, "--url", url) == 0
     assert "holds" in capsys.readouterr().out
@@ -138,27 +138,27 @@ def test_a_server_that_takes_no_token_ids_gets_text(exported, golden, capsys):  
     ]
 
 
-def test_a_server_that_takes_neither_is_quoted(exported, golden, capsys):  # noqa: F811
+def test_a_server_that_takes_neither_is_quoted(exported, golden, capsys):
     with serving(golden, takes=dict) as (url, _):
         assert run("verify", exported, "--url", url) == 2
     assert "completions answers 422" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("writers", ["attention", "mlp", "attention and mlp"])
-def test_a_server_that_drops_biases_is_found_out(exported, golden, capsys, writers):  # noqa: F811
+def test_a_server_that_drops_biases_is_found_out(exported, golden, capsys, writers):
     with serving(golden, values=lambda prompt: prompt.dropped[writers]) as (url, seen):
         assert run("verify", exported, "--url", url, "--model-name", "mine") == 1
     assert f"as if the biases of {writers} were dropped." in capsys.readouterr().out
     assert {body["model"] for body in seen} == {"mine"}
 
 
-def test_a_server_that_is_wrong_otherwise_is_not_blamed_on_biases(exported, golden, capsys):  # noqa: F811
+def test_a_server_that_is_wrong_otherwise_is_not_blamed_on_biases(exported, golden, capsys):
     with serving(golden, values=lambda prompt: [-30.0 for _ in prompt.labels]) as (url, _):
         assert run("verify", exported, "--url", url, "--json") == 1
     assert json.loads(capsys.readouterr().out)["dropped"] is None
 
 
-def test_labels_that_are_not_told_are_below_those_that_are(exported, golden, capsys):  # noqa: F811
+def test_labels_that_are_not_told_are_below_those_that_are(exported, golden, capsys):
     def told(golden, values):
         best = max(values)
         return {"top_logprobs": [{golden.label_texts[values.index(best)]: best}]}
@@ -202,6 +202,6 @@ def test_no_server(golden):
         (["--url", "http://localhost:1", "--model", "base"], "leave out --url"),
     ],
 )
-def test_options_of_the_other_check_are_refused(exported, capsys, options, message):  # noqa: F811
+def test_options_of_the_other_check_are_refused(exported, capsys, options, message):
     assert run("verify", exported, *options) == 2
     assert message in capsys.readouterr().err

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from export.test_export import TASK, decoder_of, injection_for, run, saved
+from commands import run
+from export.cases import TASK, decoder_of, injection_for, saved
 from export.test_export_server import expected, serving
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_gguf, export_hf, fold, gguf, golden, make_golden, verify, verify_gguf
-from i2cl.export.golden import GOLDEN
 from i2cl.export.greedy.beams import beams_for, compared_sequences, search_whole, searches
 from i2cl.export.greedy.calls import calls_of
 from i2cl.export.greedy.labels import FORCE, biases_of, forced_sequences, grammar_of, label_in, shared_end
@@ -280,24 +280,6 @@ def test_whole_labels_that_cannot_be_forced_right_are_told(tmp_path, capsys, mon
         assert told in capsys.readouterr().out
 
 
-def test_an_export_of_before_is_verified_as_before(tmp_path, capsys):
-    decoder = decoder_of("llama")
-    exported(tmp_path / "out", decoder, injection_for(decoder))
-    path = tmp_path / "out" / GOLDEN
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("prompt", "tail", "spoken", "words", "end"):
-        del kept[name]
-    for prompt in kept["prompts"]:
-        del prompt["greedy"]
-    path.write_text(json.dumps(kept), encoding="utf-8")
-    (tmp_path / "out" / "generation_config.json").unlink()
-    assert run("verify", tmp_path / "out", "--device", "cpu") == 0
-    assert "What greedy decoding says was not checked" in capsys.readouterr().out
-    with serving(Golden.from_export(tmp_path / "out")) as (url, _):
-        assert run("verify", tmp_path / "out", "--url", url, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["greedy"] is None
-
-
 # The calls
 
 
@@ -391,12 +373,7 @@ def test_labels_are_read_from_text():
     words = [" best\n", " best film\n", " bad"]
     assert [
         label_in(text, words, whole=True) for text in (" best\nA", "best film\n", " best fare", " bad.")
-    ] == [
-        0,
-        1,
-        None,
-        2,
-    ]
+    ] == [0, 1, None, 2]
     assert label_in(" badly", words, whole=True) is None
     assert label_in(" badly", [" bad"], whole=False) is None
     assert label_in("bad", [" bad"], whole=False) == 0
@@ -414,7 +391,7 @@ def test_the_call_of_llama_cpp_runs_as_printed(tmp_path, monkeypatch, capsys, ta
     record = json.loads(capsys.readouterr().out)
     assert record["grammar"] == Golden.from_export("out.gguf").grammar
     code = record["calls"]["llama.cpp"]
-    assert code in gguf.gguf_package().GGUFReader("out.gguf").get_field("i2cl.usage").contents()
+    assert code in gguf.import_package("gguf").GGUFReader("out.gguf").get_field("i2cl.usage").contents()
     assert ran(code).strip() in task.labels
 
 

@@ -8,22 +8,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from export.test_export import decoder_of, injection_for, run, saved
+from commands import run
+from export.cases import decoder_of, injection_for
 from export.test_export_server import serving
-from i2cl.core.injection import Injection
 from i2cl.export import Golden, export_gguf, export_hf, golden, make_golden, verify, verify_gguf
-from i2cl.export.golden import GOLDEN
 from i2cl.export.greedy import labels
 from i2cl.tasks import Task, Template
 
 pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 SHARED = Task("films", ("best film", "best ever", "bad film"), Template("Review: {text}\nVerdict:{label}"))
+# A label that begins another one is scored with what ends it.
 BEGUN = replace(SHARED, labels=("best", "best film", "bad"))
-"""A label that begins another one is scored with what ends it."""
 
-TEXTS = ("a warm film", "dull and long", "two hours")
-"""Without the letter that all labels begin with."""
+TEXTS = ("a warm film", "dull and long", "two hours")  # without the letter that all labels begin with
 
 
 @pytest.fixture(autouse=True)
@@ -87,27 +85,6 @@ def test_a_change_that_only_later_tokens_show_is_found(export):
     assert not outcome.passed
     firsts = [pytest.approx(prompt.labels, rel=1e-4) for prompt in told.prompts]
     assert [list(answer.labels) for answer in outcome.answers] == firsts
-
-
-def test_golden_values_of_first_tokens_alone_are_still_checked(export):
-    kept = json.loads((export / GOLDEN).read_text(encoding="utf-8"))
-    del kept["sequences"], kept["sequence_texts"]
-    for prompt in kept["prompts"]:
-        del prompt["whole"]
-    (export / GOLDEN).write_text(json.dumps(kept), encoding="utf-8")
-    assert verify(export, device="cpu").passed
-
-
-def test_an_adapter_holds(tmp_path, capsys):
-    pytest.importorskip("peft", reason="peft is not installed (pip install 'i2cl[peft]')")
-    _, artefact = saved(decoder_of("phi"), tmp_path)
-    replace(Injection.from_pretrained(artefact), task=SHARED).save_pretrained(artefact)
-    assert run("export", artefact, tmp_path / "out", "--to", "peft", "--device", "cpu") == 0
-    capsys.readouterr()
-    assert run("verify", tmp_path / "out", "--device", "cpu", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["worst"] < 1e-5
-    assert all(row["found"] == row["expected"] for row in told["prompts"])
 
 
 def test_llama_cpp_holds(tmp_path):

@@ -1,6 +1,5 @@
 """Bad input: one line that begins with "error:", exit code 2, nothing written."""
 
-import json
 import os
 import pickle
 import shutil
@@ -12,6 +11,7 @@ import pytest
 import torch
 import typer
 
+from commands import jsonl
 from i2cl import Decoder
 from i2cl.interfaces.cli import main
 from processes import Program
@@ -19,11 +19,6 @@ from tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
 GOOD = [{"text": f"film {number}", "label": ("bad", "good")[number % 2]} for number in range(8)]
-
-
-def jsonl(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
 
 
 def saved(model, folder):
@@ -150,10 +145,7 @@ WRONG = {
     "a name too long for a model": (["check", "x" * 5000], "name too long"),
     "a name too long for an artefact": (["predict", "x" * 5000, "{films}"], "name too long"),
     "a name too long for a store": (["report", "x" * 5000], "name too long"),
-    "a name too long for an output": (
-        ["predict", "{artefact}", "{films}", "-o", "x" * 255],
-        "name too long",
-    ),
+    "a name too long for an output": (["predict", "{artefact}", "{films}", "-o", "x" * 255], "name too long"),
     "a name too long for a folder": ([*fit(Path("{}")), "-o", "x" * 256], "name too long"),
     "a deep grid": (["experiment", "run", "{home}/deep.toml"], "is not valid TOML"),
     "a deep task": (["fit", "{model}", "{home}/deep.toml", "-o", "{new}"], "is not valid TOML"),

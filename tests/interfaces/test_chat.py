@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from commands import run
 from i2cl import Decoder, I2CLClassifier, Injection, InjectionPool, Task
-from i2cl.interfaces.cli import main
 from i2cl.models.scoring import Questions
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 CHAT = (
     "{% for one in messages %}<{{ one.role }}>\n{{ one.content }}</end>\n{% endfor %}"
@@ -19,12 +19,6 @@ ROWS = [
 SAY = "Is it good?"
 
 
-def run(*words):
-    with pytest.raises(SystemExit) as stop:
-        main([str(word) for word in words])
-    return stop.value.code
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
@@ -32,8 +26,7 @@ def home(tmp_path_factory):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder / "model")
-    tiny_model("llama").save_pretrained(folder / "plain")
-    tiny_tokenizer().save_pretrained(folder / "plain")
+    tiny_folder(folder / "plain")
     lines = [json.dumps({"text": text, "label": label}) for text, label in ROWS]
     (folder / "films.jsonl").write_text("\n".join(lines))
     code = run(
@@ -67,13 +60,6 @@ def test_it_is_exported_and_verified_as_a_chat(home, capsys):
     assert run("export", home / "out", "--to", "hf", home / "folded") == 0
     assert run("verify", home / "folded") == 0
     assert any(SAY in path.read_text() for path in (home / "folded").glob("*golden*.json"))
-
-
-def test_it_predicts(home, capsys):
-    (home / "texts.txt").write_text("film 90 is good")
-    capsys.readouterr()
-    assert run("predict", home / "out", home / "texts.txt") == 0
-    assert capsys.readouterr().out.splitlines()[1].split("\t")[0] in {"yes", "no"}
 
 
 def test_the_classifier_asks_in_the_same_way(home):

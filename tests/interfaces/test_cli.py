@@ -2,36 +2,23 @@
 
 import io
 import json
-import os
-import re
-import sys
-from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
 
 import pytest
 import torch
-import typer
 from rich.console import Console
 
+from commands import jsonl, listed
 from i2cl import Decoder, Injection, with_label_prior, with_temperature
 from i2cl.experiments.confidence import NAMES
-from i2cl.interfaces.cli import app, console, main
-from i2cl.interfaces.cli.options import expanded
+from i2cl.interfaces.cli import console, main
 from i2cl.methods import METHODS
-from i2cl.version import __version__
-from processes import COMMAND, FORKED, Program
-from tiny import tiny_model, tiny_tokenizer
+from processes import FORKED
+from tiny import tiny_folder
 
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
 LABELS = ("negative", "positive")
-TEXTS = [f"a{' very' * (number % 4)} long film, number {number}" for number in range(10)]
-
-
-def listed(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def rows(count, start=0):
@@ -42,23 +29,20 @@ def rows(count, start=0):
     ]
 
 
-def jsonl(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def make_home(folder):
     """A folder with a model, training and test rows, and an artefact fitted by the command line."""
-    folder = tmp_path_factory.mktemp("home")
-    tiny_model("llama").save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    tiny_folder(folder / "model")
     jsonl(folder / "films.jsonl", rows(16))
     jsonl(folder / "test.jsonl", rows(12, start=16))
     with pytest.raises(SystemExit) as stop:
         main(fit_arguments(folder, folder / "artefact", "--seed", "3"))
     assert stop.value.code == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"))
 
 
 def fit_arguments(home, output, *more):
@@ -71,104 +55,11 @@ def eval_arguments(home, *more, task=None):
     return ["eval", str(home / "model"), *task, "--shots", "2", "--workers", "1", *more]
 
 
-@pytest.fixture(scope="module")
-def expected(home):
-    """What the Python API says about the texts: labels and probabilities."""
-    decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
-    injection = Injection.from_pretrained(home / "artefact")
-    return injection.predict(decoder, TEXTS), injection.scores(decoder, TEXTS).softmax(-1).float()
-
-
 def parsed(out):
     """Best labels and probabilities of the tab-separated output."""
     header, *lines = [line.split("\t") for line in out.splitlines()]
     assert header == ["label", *LABELS]
     return [line[0] for line in lines], torch.tensor([[float(value) for value in line[1:]] for line in lines])
-
-
-def commands(group, *path):
-    """Every command below a group, by its words."""
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, *path, name)
-        else:
-            yield (*path, name), command
-
-
-COMMANDS = dict(commands(typer.main.get_command(app)))
-NOTHING_RANDOM = {
-    *(("experiment", name) for name in ("ls", "run", "pack", "unpack")),
-    *(
-        (name,)
-        for name in ("predict", "report", "export", "serve", "verify", "push", "convert", "check", "ls")
-    ),
-}
-"""Commands that accept --seed, since all do, but do not show it; a grid brings its own seeds."""
-
-
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_command_has_help_json_and_seed(call, words):
-    code, out, err = call(*words, "--help")
-    assert (code, err) == (0, "")
-    assert f"Usage: i2cl {' '.join(words)}" in out
-    told = {name: option.help for option in COMMANDS[words].params for name in option.opts}
-    assert told["--json"] == "Print JSON on stdout."
-    assert ("--seed " in out) == (words not in NOTHING_RANDOM)
-    assert all(told.values())
-
-
-@pytest.mark.parametrize("words", [("fit",), ("eval",)], ids=" ".join)
-def test_many_options_are_shown_in_groups(call, words):
-    out = call(*words, "--help")[1]
-    titles = re.findall(r"─ (\w[\w ]*) ─", out)
-    assert titles == ["Arguments", "Options", "Method", "Task", "Model"]
-    tasks = out[out.index("─ Task ") : out.index("─ Model ")]
-    assert "--template" in tasks
-    assert "--device" not in tasks
-
-
-def test_every_command_has_a_file_of_its_own():
-    files = {path.stem for path in Path(console.__file__).parent.glob("*.py")}
-    shared = {"__init__", "console", "data", "load", "options"}
-    assert files - shared == {words[0].replace("eval", "evaluate") for words in COMMANDS}
-
-
-@dataclass(frozen=True)
-class Size:
-    """A group of options."""
-
-    PANEL = "Size"
-
-    wide: Annotated[int, typer.Option(min=1, help="Width.")] = 1
-    high: Annotated[int, typer.Option(help="Height.")] = 2
-
-
-def test_a_group_of_options_is_one_argument():
-    seen = []
-
-    @expanded
-    def one(name: str, *, size: Size, flag: bool = False) -> None:
-        seen.append((name, size, flag))
-
-    @expanded
-    def two(*, size: Annotated[Size, ("high",)]) -> None:
-        seen.append(size)
-
-    for command in (one, two):
-        grouped = typer.Typer()
-        grouped.command()(command)
-        words = ["--high", "5"] if command is two else ["box", "--wide", "3", "--flag"]
-        typer.main.get_command(grouped)(words, standalone_mode=False)
-    assert seen == [("box", Size(3, 2), True), Size(1, 5)]
-    with pytest.raises(Exception, match="--wide"):
-        typer.main.get_command(grouped)(["--wide", "3"], standalone_mode=False)
-
-
-def test_without_a_command_the_commands_are_listed(call):
-    code, out, _ = call()
-    assert code == 0
-    assert all(command in out for command in ("demo", "fit", "predict", "eval", "check", "ls"))
-    assert call("--version") == (0, __version__ + "\n", "")
 
 
 def test_fit_reports_what_it_saved(call, home, tmp_path):
@@ -263,8 +154,7 @@ def test_fit_measures_nothing_if_asked_not_to(call, home, tmp_path):
 
 
 def test_fit_goes_on_where_few_shot_exceeds_the_context(call, home, tmp_path):
-    tiny_model("llama", max_position_embeddings=40).save_pretrained(tmp_path / "short")
-    tiny_tokenizer().save_pretrained(tmp_path / "short")
+    tiny_folder(tmp_path / "short", max_position_embeddings=40)
     task = ["fit", tmp_path / "short", home / "films.jsonl", "-o", tmp_path / "new", "--template", TEMPLATE]
     code, out, _ = call(*task, "--shots", "2", "--set", "epochs=1")
     assert code == 0
@@ -292,19 +182,6 @@ def test_a_slow_fit_names_the_fast_recipe_once(call, home, tmp_path, monkeypatch
     assert err == ("some 3 minutes left: --recipe fast fits several times faster\n" if hinted else "")
 
 
-def test_time_left_is_known_where_an_epoch_takes_minutes(monkeypatch):
-    clock = count(step=90.0)
-    monkeypatch.setattr(
-        console, "err", Console(file=io.StringIO(), force_terminal=True, get_time=clock.__next__)
-    )
-    with console.progress(10, "calibrating") as bar:
-        for epoch in range(3):
-            bar.epoch(epoch + 1, 10, 0.5)
-        (task,) = bar._shown.tasks
-        assert task.time_remaining
-        assert "0.500" in task.description
-
-
 def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch):
     seen = io.StringIO()
     monkeypatch.setattr(console, "err", Console(file=seen, force_terminal=True, width=500))
@@ -314,14 +191,6 @@ def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch
         for words in ("PyTorch", f"loading {home / 'model'}", "extracting", "loss")
     ]
     assert -1 < told[0] < told[1] < told[2] < told[3]
-
-
-def test_what_is_waited_for_stands_in_the_bar_that_is_there(monkeypatch):
-    monkeypatch.setattr(console, "err", Console(file=io.StringIO(), force_terminal=True))
-    with console.progress(2, "evaluating") as bar:
-        with console.waiting("loading [one]"):
-            assert bar.what == "loading [one]"
-        assert bar.what == "evaluating"
 
 
 def test_fit_twice_with_one_seed_saves_the_same(call, home, tmp_path):
@@ -364,12 +233,6 @@ def test_fit_warns_of_a_label_prior_from_few_texts(call, home, tmp_path):
     assert json.loads(out)["label_bias"] == list(Injection.from_pretrained(tmp_path / "new").label_bias)
 
 
-def test_fit_tells_people_what_comes_next(call, home, tmp_path):
-    _, out, _ = call(*fit_arguments(home, tmp_path / "new"))
-    assert "4 demonstrations" in out
-    assert f"i2cl predict {tmp_path / 'new'}" in out
-
-
 def test_the_released_recipe_and_single_options_reach_calibration(call, home, tmp_path):
     call(*fit_arguments(home, tmp_path / "new", "--recipe", "released", "--set", "warmup=0.5"))
     settings = Injection.from_pretrained(tmp_path / "new").settings
@@ -383,104 +246,6 @@ def test_the_loss_among_labels_is_asked_for_by_name(call, home, tmp_path):
     found, paper = (Injection.from_pretrained(where) for where in (tmp_path / "new", home / "artefact"))
     assert (found.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
     assert max(found.history) < min(paper.history)
-
-
-def written_as(kind, path):
-    if kind == "lines":
-        path.write_text("\n".join(TEXTS), encoding="utf-8")
-    elif kind == "jsonl":
-        jsonl(path, [{"id": number, "text": text} for number, text in enumerate(TEXTS)])
-    elif kind == "json":
-        path.write_text(json.dumps([{"text": text} for text in TEXTS], indent=1), encoding="utf-8")
-    else:
-        mark = {"csv": ",", "tsv": "\t"}[kind]
-        lines = [f"id{mark}text", *(f'{number}{mark}"{text}"' for number, text in enumerate(TEXTS))]
-        path.write_text("\r\n".join(lines) + "\r\n", encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("kind", ["lines", "csv", "tsv", "jsonl", "json"])
-@pytest.mark.parametrize("told", [False, True], ids=["by-ending", "by-option"])
-def test_predictions_are_those_of_the_api_for_every_format(call, home, expected, tmp_path, kind, told):
-    ending = "data" if told else {"lines": "txt"}.get(kind, kind)
-    path = written_as(kind, tmp_path / f"texts.{ending}")
-    code, out, err = call("predict", home / "artefact", path, *(["--input-format", kind] if told else []))
-    assert (code, err) == (0, "")
-    labels, probabilities = parsed(out)
-    assert labels == expected[0]
-    assert torch.allclose(probabilities, expected[1], atol=2e-6)
-    assert torch.allclose(probabilities.sum(-1), torch.ones(len(TEXTS)), atol=1e-5)
-
-
-def test_texts_come_from_stdin(call, home, expected, monkeypatch):
-    for source in (["-"], []):
-        stdin = SimpleNamespace(buffer=io.BytesIO("\n".join(TEXTS).encode()))
-        monkeypatch.setattr(sys, "stdin", stdin)
-        _, out, _ = call("predict", home / "artefact", *source)
-        assert parsed(out)[0] == expected[0]
-
-
-def test_json_has_one_object_a_text(call, home, expected, tmp_path):
-    path = written_as("lines", tmp_path / "texts.txt")
-    _, out, _ = call("predict", home / "artefact", path, "--json")
-    records = [json.loads(line) for line in out.splitlines()]
-    assert [record["label"] for record in records] == expected[0]
-    values = torch.tensor([[record["probabilities"][label] for label in LABELS] for record in records])
-    assert torch.allclose(values, expected[1], atol=2e-6)
-
-
-def test_input_longer_than_a_chunk_gives_the_same_lines(call, home, tmp_path):
-    path = written_as("lines", tmp_path / "texts.txt")
-    _, whole, _ = call("predict", home / "artefact", path)
-    _, parts, _ = call("predict", home / "artefact", path, "--chunk", "3")
-    (labels, values), (wanted, close) = parsed(parts), parsed(whole)
-    assert labels == wanted
-    assert torch.allclose(values, close, atol=2e-6)  # other batches round the last digit otherwise
-    assert len(parts.splitlines()) == 1 + len(TEXTS)
-
-
-def test_another_text_column(call, home, expected, tmp_path):
-    path = jsonl(tmp_path / "texts.jsonl", [{"review": text} for text in TEXTS])
-    _, out, _ = call("predict", home / "artefact", path, "--text-column", "review")
-    assert parsed(out)[0] == expected[0]
-
-
-def test_what_came_in_comes_back(call, home, tmp_path):
-    path = jsonl(
-        tmp_path / "texts.jsonl", [{"id": f"a{number}", "text": text} for number, text in enumerate(TEXTS)]
-    )
-    predict = ["predict", home / "artefact", path, "--chunk", "4"]
-    plain = call(*predict)[1].splitlines()
-    kept = call(*predict, "--row-number", "--keep", "id, text")[1].splitlines()
-    inputs = ["row\tid\ttext", *(f"{row}\ta{row - 1}\t{text}" for row, text in enumerate(TEXTS, start=1))]
-    assert kept == [f"{line}\t{answer}" for line, answer in zip(inputs, plain, strict=True)]
-    records = [json.loads(line) for line in call(*predict, "--keep", "id", "--json")[1].splitlines()]
-    assert [record["input"] for record in records] == [{"id": f"a{number}"} for number in range(len(TEXTS))]
-    code, out, err = call(*predict, "--keep", "row", "--row-number")
-    assert (code, out) == (2, "")
-    assert "leave one out" in err
-
-
-def test_the_output_file_holds_what_stdout_would(call, home, tmp_path):
-    path = written_as("lines", tmp_path / "texts.txt")
-    _, out, _ = call("predict", home / "artefact", path)
-    code, nothing, told = call("predict", home / "artefact", path, "-o", tmp_path / "out.tsv")
-    assert (code, nothing) == (0, "")
-    assert re.fullmatch(
-        rf"Saved {re.escape(str(tmp_path))}/out.tsv: {len(TEXTS)} rows in \d+\.\d s\.\n", told
-    )
-    assert (tmp_path / "out.tsv").read_text(encoding="utf-8") == out
-
-
-def test_the_output_file_appears_only_when_complete(call, home, tmp_path):
-    path = tmp_path / "texts.txt"
-    path.write_text("good\nfine\n\n", encoding="utf-8")
-    (tmp_path / "out.tsv").write_text("before", encoding="utf-8")
-    code, out, err = call("predict", home / "artefact", path, "--chunk", "1", "-o", tmp_path / "out.tsv")
-    assert (code, out) == (2, "")
-    assert "line 3: the text is empty" in err
-    assert (tmp_path / "out.tsv").read_text(encoding="utf-8") == "before"
-    assert listed(tmp_path) == ["out.tsv", "texts.txt"]
 
 
 RECORD = {"model", "task", "method", "seed", "accuracy", "macro_f1", "n"} | {
@@ -548,61 +313,6 @@ def test_eval_of_all_methods_leaves_out_those_of_another_model(call, home, monke
     assert "left out: " in err
 
 
-def test_a_table_loses_nothing_on_a_narrow_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(console, "out", Console(highlight=False, width=40))
-    row = {
-        "task": "weather-colour-1",
-        "method": "few_shot_uncached",
-        "accuracy": "0.500 ± 0.123",
-        "n": 1234567,
-    }
-    console.print_table("", [row, row | {"task": "the weather, told in more words than fit"}])
-    words = set(capsys.readouterr().out.split())
-    assert words >= {"weather-colour-1", "few_shot_uncached", "0.500", "0.123", "1234567", "weather,", "fit"}
-
-
-def test_ls_names_everything(call):
-    _, out, _ = call("ls", "tasks", "--json")
-    tasks = {record["name"]: record for record in json.loads(out)}
-    assert set(tasks) >= {"sst2", "dbpedia", "synthetic", "mood-letter-1"}
-    assert tasks["sst2"]["labels"] == ["negative", "positive"]
-    _, out, _ = call("ls", "architectures", "--json")
-    assert {"model_type": "gpt2", "layers": "h", "attention": "attn", "mlp": "mlp"} in json.loads(out)
-    _, out, _ = call("ls", "methods", "--json")
-    methods = {record["name"]: record for record in json.loads(out)}
-    assert list(methods) == list(METHODS)
-    assert methods["zero_shot"]["options"] == {}
-    assert methods["i2cl"]["paper_row"] == "I2CL (ours)"
-    options = methods["i2cl"]["options"]
-    assert options["formula"] == {"default": "linear", "choices": ["linear", "add", "balance"]}
-    assert options["epochs"] == {"default": "100", "choices": []}
-
-
-def keys(value):
-    """Every key of nested JSON."""
-    if isinstance(value, dict):
-        return set(value).union(*map(keys, value.values()))
-    return set().union(*map(keys, value)) if isinstance(value, list) else set()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [*(("ls", what) for what in ("tasks", "architectures", "methods")), ("experiment", "ls")],
-    ids=" ".join,
-)
-def test_lists_as_json_have_plain_keys(call, words):
-    found = keys(json.loads(call(*words, "--json")[1]))
-    assert found
-    assert [key for key in found if not key.isidentifier()] == []
-
-
-@pytest.mark.parametrize("what", ["tasks", "architectures", "methods"])
-def test_ls_prints_a_table_for_people(call, what):
-    code, out, err = call("ls", what)
-    assert (code, err) == (0, "")
-    assert {"tasks": "agnews", "architectures": "gpt_neox", "methods": "zero_shot"}[what] in out
-
-
 def test_check_tells_right_writers_from_wrong_ones(call, home):
     code, out, _ = call("check", home / "model", "--json")
     record = json.loads(out)
@@ -614,16 +324,3 @@ def test_check_tells_right_writers_from_wrong_ones(call, home):
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert "no_such_module" in err
-
-
-def test_a_reader_that_stops_early_gets_no_traceback(home, tmp_path):
-    path = tmp_path / "texts.txt"
-    path.write_text("a film\n" * 400, encoding="utf-8")
-    os.mkfifo(tmp_path / "pipe")
-    program = Program(COMMAND, "predict", home / "artefact", path, "--chunk", "50", out=tmp_path / "pipe")
-    with (tmp_path / "pipe").open() as pipe:
-        assert pipe.readline().startswith("label")
-    program.process.join()
-    told = program.err.read_text(encoding="utf-8")
-    assert "Traceback" not in told
-    assert "Error" not in told

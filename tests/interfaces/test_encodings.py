@@ -9,21 +9,18 @@ import sys
 import pytest
 
 from i2cl.interfaces.cli import main
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder
 
 LABELS = ["sch\u00f6n", "\U0001f600"]
-ODD = os.fsdecode(b"caf\xe9")
-"""A file name that is not UTF-8."""
-HALF = "\ud83d"
-"""Half a surrogate pair."""
+ODD = os.fsdecode(b"caf\xe9")  # a file name that is not UTF-8
+HALF = "\ud83d"  # half a surrogate pair
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A model, rows with labels outside ASCII, and an artefact."""
     folder = tmp_path_factory.mktemp("home")
-    tiny_model("llama").save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    tiny_folder(folder / "model")
     rows = [{"text": f"film {number}", "label": LABELS[number % 2]} for number in range(8)]
     (folder / "\u00f6.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "t.txt").write_text("one\ntwo\n")

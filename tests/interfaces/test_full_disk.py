@@ -40,6 +40,7 @@ def files_up_to(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+# What is run, and sizes that one of its files exceeds: its first, or a later one.
 COMMANDS = {
     "fit": (
         "fit reference mood-colour-1 -o {new} --shots 1 --set epochs=1 --set formula=add --evaluate 0",
@@ -56,7 +57,6 @@ COMMANDS = {
     "report": ("report {home}/store --experiments {home}/grid.toml -o {new}", 3000),
     "predict": ("predict {home}/mood {home}/texts.txt -o {new}", 10, 60),
 }
-"""What is run, and sizes that one of its files exceeds: its first, or a later one."""
 
 
 def arguments(command, home, new):

@@ -19,8 +19,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import i2cl
-from export.test_export import TASK as FILMS
-from export.test_export import decoder_of, injection_for
+from export.cases import TASK as FILMS
+from export.cases import decoder_of, injection_for
 from i2cl import CalibrationConfig, Decoder, I2CLError, calibrate, extract, load_task, with_temperature
 from i2cl.export import export_hf, fold
 from i2cl.interfaces.harness import I2CLHarness, main

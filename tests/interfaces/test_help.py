@@ -9,8 +9,7 @@ from typer.main import get_command
 
 from i2cl.interfaces.cli import EXAMPLES, app
 
-ELSEWHERE = {"demo", "serve", "push"}
-"""Slow, endless, and for the hub: tests of their own run them."""
+ELSEWHERE = {"demo", "serve", "push"}  # slow, endless, and for the hub: tests of their own run them
 
 
 def command(name):

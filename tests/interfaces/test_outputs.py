@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from commands import listed
 from i2cl import I2CLError
 from i2cl.interfaces.batch_prediction.outputs import require_other, source_state, written
 from i2cl.interfaces.batch_prediction.tables import Table, output_format
 from i2cl.tasks.files import RowError
 
 HEADER = "label\n"
-
-
-def listed(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def writing(path, *, chunk=2, **options):
@@ -61,13 +58,7 @@ def test_the_same_run_goes_on_after_the_last_whole_chunk(tmp_path, error):
 
 @pytest.mark.parametrize(
     ("there", "kept"),
-    [
-        ("lab", 0),
-        (HEADER, 0),
-        (HEADER + "0\n", 0),
-        (HEADER + "0\n1\n2\n3", 2),
-        (HEADER + "0\n1\n2\n3\n", 4),
-    ],
+    [("lab", 0), (HEADER, 0), (HEADER + "0\n", 0), (HEADER + "0\n1\n2\n3", 2), (HEADER + "0\n1\n2\n3\n", 4)],
 )
 def test_torn_lines_and_chunks_are_dropped(tmp_path, there, kept):
     path = tmp_path / "out.tsv"
@@ -77,21 +68,6 @@ def test_torn_lines_and_chunks_are_dropped(tmp_path, there, kept):
         assert out.kept == kept
         out.write("rest\n", 1)
     assert path.read_text() == HEADER + "".join(f"{row}\n" for row in range(kept)) + "rest\n"
-
-
-def test_json_has_no_header(tmp_path):
-    path = tmp_path / "out.jsonl"
-
-    def fail():
-        with written(path, "", {}, chunk=1) as out:
-            out.write("{}\n", 1)
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    with written(path, "", {}, chunk=1) as out:
-        out.write('{"a": 1}\n', 1)
-    assert path.read_text() == '{}\n{"a": 1}\n'
 
 
 def test_nothing_is_left_of_bad_texts_of_no_rows_and_of_what_cannot_be_read_again(tmp_path):
@@ -209,12 +185,6 @@ def test_places_that_cannot_be_written(tmp_path):
         with pytest.raises(I2CLError, match="cannot write"), writing(path) as out:
             out.write("x\n", 1)
     assert listed(tmp_path) == ["file", "folder"]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_disk_that_is_full():
-    with pytest.raises(I2CLError, match="cannot write '/dev/full'"), writing(Path("/dev/full")) as out:
-        out.write("x\n", 1)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

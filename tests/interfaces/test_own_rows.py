@@ -8,7 +8,7 @@ from rich.console import Console
 
 from i2cl import Injection
 from i2cl.interfaces.cli import console
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder, tiny_tokenizer
 
 ROWS = [(f"ticket {number} about {word}", word) for number in range(12) for word in ("price", "login")]
 
@@ -16,8 +16,7 @@ ROWS = [(f"ticket {number} about {word}", word) for number in range(12) for word
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home") / "model"
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tiny_folder(folder)
     return folder
 
 

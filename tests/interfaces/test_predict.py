@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from commands import listed, run
 from i2cl import I2CLError, Injection, load_task, with_temperature
 from i2cl.interfaces.batch_prediction.outputs import written
 from i2cl.interfaces.batch_prediction.prediction import (
@@ -28,16 +29,6 @@ from i2cl.tasks.files import RowError
 from processes import COMMAND, Program, finished
 
 ROWS, CHUNK = 1000, 10
-
-
-def listed(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    return stop.value.code
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +123,7 @@ def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, h
         "chunk": arguments(home, output, "--chunk", "20"),
         "dtype": arguments(home, output, "--dtype", "bfloat16"),
         "keep": arguments(home, output, "--row-number"),
+        "min_confidence": arguments(home, output, "--min-confidence", "0.9"),
         "source": arguments(home, output, source="whole.tsv"),
     }
     for name, words in changed.items():
@@ -165,21 +157,6 @@ def test_a_digest_tells_injections_apart(home, tmp_path):
     assert digest(with_temperature(injection, 2.0)) != digest(injection)
 
 
-def test_a_temperature_changes_probabilities_and_no_label(home, tmp_path):
-    injection = Injection.from_pretrained(home / "mood")
-    with_temperature(injection, 4.0).save_pretrained(tmp_path / "mood")
-    assert run("predict", tmp_path / "mood", home / "texts.txt", "-o", tmp_path / "warm.tsv") == 0
-    plain, warm = (
-        [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
-        for path in (home / "whole.tsv", tmp_path / "warm.tsv")
-    )
-    assert [row[0] for row in warm] == [row[0] for row in plain]
-    for before, after in zip(plain, warm, strict=True):
-        roots = [float(value) ** 0.25 for value in before[1:]]
-        wanted = [root / sum(roots) for root in roots]
-        assert [float(value) for value in after[1:]] == pytest.approx(wanted, abs=0.02)
-
-
 @pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
 def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(home, tmp_path, kind, capsys):
     pandas = pytest.importorskip("pandas")
@@ -205,14 +182,6 @@ def test_a_threshold_that_is_none_is_one_line(home, tmp_path, least, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"error: min_confidence {float(least)} is no probability: give a number above 0, up to 1"
     assert listed(tmp_path) == []
-
-
-def test_rows_of_another_threshold_are_refused(home, tmp_path, halted, capsys):
-    halted(KeyboardInterrupt())
-    output = tmp_path / "out.tsv"
-    assert run(*arguments(home, output, "--min-confidence", "0.9")) == 130
-    assert run(*arguments(home, output)) == 2
-    assert "made with another min_confidence " in capsys.readouterr().err
 
 
 # Formats
@@ -342,6 +311,7 @@ WRONG = {
     "no ray": (["--executor", "ray"], "pip install 'i2cl[ray]'"),
     "workers here": (["--workers", "2"], "add --executor ray"),
     "address here": (["--address", "auto"], "add --executor ray"),
+    "stdin": (["--executor", "ray"], "give a file"),
 }
 
 
@@ -349,13 +319,10 @@ WRONG = {
 def test_wrong_ways_to_run(home, tmp_path, monkeypatch, capsys, case):
     more, message = WRONG[case]
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert run(*arguments(home, tmp_path / "out.tsv", *more)) == 2
+    words = arguments(home, tmp_path / "out.tsv", *more)
+    words[2] = "-" if case == "stdin" else words[2]
+    assert run(*words) == 2
     told = capsys.readouterr()
     (line,) = told.err.splitlines()
     assert message in line
     assert (told.out, listed(tmp_path)) == ("", [])
-
-
-def test_ray_reads_no_stdin(home, capsys):
-    assert run("predict", home / "mood", "-", "--executor", "ray") == 2
-    assert "give a file" in capsys.readouterr().err

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
+from commands import run
 from experiments.test_experiments import run_alone
 from i2cl import I2CLError, load_task
 from i2cl.experiments.cluster import joined
 from i2cl.experiments.store import Store
 from i2cl.interfaces.batch_prediction.prediction import Scorer
-from i2cl.interfaces.cli import main
 from i2cl.models.decoder import Decoder
 from processes import finished
 
@@ -29,6 +29,7 @@ rows = [
 ]
 full = { seeds = 2, limit = 12 }
 """
+# Runs several commands, of which the first starts a cluster, the others find it.
 COMMANDS = """
 import json, sys
 import ray
@@ -45,13 +46,6 @@ try:
 finally:
     stop()
 """
-"""Runs several commands, of which the first starts a cluster, the others find it."""
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    return stop.value.code
 
 
 def predict(folder, source, output, *more):

@@ -5,27 +5,20 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard, constants
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub import ModelCard, constants
 
 from i2cl import anchor
 from i2cl.core import artefact
 from i2cl.core.anchored import AnchoredConfig
-from i2cl.core.artefact import DESCRIPTION, TENSORS
+from i2cl.core.artefact import TENSORS
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import main
 from i2cl.models.decoder import Decoder
-from i2cl.storage import hub
 from i2cl.storage.atomic import public_name
 from i2cl.storage.card import CARD
 from i2cl.tasks import Example, Task, Template
@@ -205,18 +198,6 @@ def test_a_readme_of_the_users_own_is_not_replaced(tmp_path):
     assert '"seed": 4' in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
 
 
-def test_artefacts_from_before_there_were_cards_load(tmp_path):
-    made(command="i2cl fit", metrics=METRICS, worth=WORTH).save_pretrained(tmp_path / "out")
-    (tmp_path / "out" / CARD).unlink()
-    description = json.loads((tmp_path / "out" / DESCRIPTION).read_text(encoding="utf-8"))
-    del description["metrics"], description["command"], description["worth"]
-    (tmp_path / "out" / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
-    loaded = Injection.from_pretrained(tmp_path / "out")
-    assert (loaded.metrics, loaded.worth) == ({}, {})
-    assert loaded.command == ""
-    assert "metrics" not in made().description()  # so that older versions read what has none
-
-
 # The command that makes it again
 
 
@@ -309,119 +290,6 @@ def test_what_is_not_cached_is_told(cached, capsys):
 
 
 # Up to the hub
-
-
-@pytest.fixture
-def uploads(monkeypatch):
-    """What the client was asked for, and the files of every folder it was to upload."""
-    asked = []
-
-    def create_repo(self, repo_id, **options):
-        asked.append(("create_repo", repo_id, options | {"token": self.token}))
-        return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"me/{repo_id}")
-
-    def create_branch(self, repo_id, **options):
-        asked.append(("create_branch", repo_id, options))
-
-    def upload_folder(self, *, repo_id, folder_path, **options):
-        files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
-        asked.append(("upload_folder", repo_id, options | {"files": files}))
-        return SimpleNamespace(commit_url=f"https://huggingface.co/{repo_id}/commit/1")
-
-    monkeypatch.setenv("HF_TOKEN", "stored")
-    for method in (create_repo, create_branch, upload_folder):
-        monkeypatch.setattr(HfApi, method.__name__, method)
-    return asked
-
-
-def test_a_push_uploads_the_artefact_and_its_card(uploads, tmp_path):
-    home = tmp_path / "home" / "llama"
-    home.mkdir(parents=True)
-    injection = made(decoder_named(str(home)))
-    address = injection.push_to_hub(
-        "films", private=True, token="secret", commit_message="First", revision="v1"
-    )
-    assert address == "https://huggingface.co/me/films/commit/1"
-    assert [name for name, *_ in uploads] == ["create_repo", "create_branch", "upload_folder"]
-    assert uploads[0][1:] == ("films", {"private": True, "exist_ok": True, "token": "secret"})
-    assert uploads[1][1:] == ("me/films", {"branch": "v1", "exist_ok": True})
-    _, repository, options = uploads[2]
-    files = options.pop("files")
-    assert (repository, options) == ("me/films", {"commit_message": "First", "revision": "v1"})
-    assert files.keys() == {TENSORS, DESCRIPTION, CARD}
-    assert str(tmp_path).encode() not in b"".join(files.values())
-    (tmp_path / "down").mkdir()
-    for name, content in files.items():
-        (tmp_path / "down" / name).write_bytes(content)
-    loaded = Injection.from_pretrained(tmp_path / "down")
-    assert torch.equal(loaded.coefficients, injection.coefficients)
-    assert loaded.base == replace(injection.base, name="llama")
-    assert 'Injection.from_pretrained("films")' in card_of(tmp_path / "down").text
-    assert "--model PATH" in card_of(tmp_path / "down").text
-
-
-def test_push_on_the_command_line(uploads, tmp_path, capsys):
-    made().save_pretrained(tmp_path / "out")
-    assert run("push", tmp_path / "out", "me/films") == 0
-    assert "Pushed" in capsys.readouterr().out
-    assert uploads[0][2]["private"] is False
-    assert uploads[1][2]["commit_message"] == "I2CL injection for films"
-    assert run("push", tmp_path / "out", "me/films", "--private", "--branch", "v2", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["commit"].startswith("https://")
-    assert uploads[-1][2]["revision"] == "v2"
-
-
-def unauthorised(status):
-    response = SimpleNamespace(status_code=status, headers={}, request=None)
-    return HfHubHTTPError("refused", response=response)
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (unauthorised(401), "does not know this token: log in with `hf auth login`"),
-        (unauthorised(403), "may not write there"),
-        (unauthorised(500), "try again later"),
-        (OfflineModeIsEnabled("offline"), "OfflineModeIsEnabled"),
-        (HFValidationError("bad\nname"), r"HFValidationError \(bad\)"),
-        (hub._HTTP_ERROR("no route"), "no route"),
-    ],
-    ids=str,
-)
-def test_a_push_that_fails_is_one_line(error, told, tmp_path, monkeypatch, capsys):
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setattr(HfApi, "create_repo", fail)
-    with pytest.raises(I2CLError, match=told):
-        made().push_to_hub("me/films")
-    made().save_pretrained(tmp_path / "out")
-    assert run("push", tmp_path / "out", "me/films") == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
-    assert "cannot push to 'me/films'" in printed.err
-
-
-def test_a_name_that_is_none_never_reaches_the_hub(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    made().save_pretrained(tmp_path / "out")
-    for name in ("a/b/c", "no spaces", ""):
-        assert run("push", tmp_path / "out", name) == 2
-        assert "cannot push to" in capsys.readouterr().err
-    assert run("push", tmp_path / "none", "me/films") == 2
-    assert "is no folder" in capsys.readouterr().err
-
-
-def test_nobody_is_logged_in(uploads, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    made().save_pretrained(tmp_path / "out")
-    assert run("push", tmp_path / "out", "me/films") == 2
-    assert "you are not logged in: log in with `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
-    assert uploads == []
 
 
 @pytest.mark.parametrize("metrics", [{"accuracy": None}, {"note": "good"}])

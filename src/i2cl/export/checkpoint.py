@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,17 +75,17 @@ def export_hf(
     temperature = 1.0
     if fold_temperature:
         injection, temperature = at_temperature(injection), injection.temperature
-    found, folding = opened(source, injection, revision, temperature)
-    injection.require_base(base_of(source, found, folding, injection.base), force=force)
+    base, folding = open_base(source, injection, revision, temperature)
+    injection.require_base(base_of(source, base, folding, injection.base), force=force)
     expected = golden() if golden is not None else None
     if expected is not None:
         expected.require_prior_of(injection)
         if expected.sequence_bias:
-            known = found.generation or GenerationConfig.from_model_config(folding.config)
-            found = replace(found, generation=with_bias(known, expected))
+            known = base.generation or GenerationConfig.from_model_config(folding.config)
+            base = replace(base, generation=with_bias(known, expected))
     with new_folder(path, frozenset()) as fresh:
         _write_weights(folding, fresh, max_shard_size)
-        _write_rest(folding, found, fresh)
+        _write_rest(folding, base, fresh)
         if expected is not None:
             of = folding.config.model_type, folding.dtype, folding.bias_norms()
             known_as = expected.of_export(*of)
@@ -94,10 +94,8 @@ def export_hf(
 
 
 def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
-    """A generation config that also adds a label prior, and what makes `generate` say a label.
-
-    Raises:
-        I2CLError: if no token's logit holds the prior, or the base has a bias of its own in its place.
+    """A generation config that also adds a label prior, and what makes `generate` say a label. Raises
+    I2CLError if no token's logit holds the prior, or the base has a bias of its own in its place.
     """
     if golden.sequences and golden.label_bias:
         raise I2CLError(
@@ -120,16 +118,14 @@ def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
     return made
 
 
-def opened(
+def open_base(
     source: Decoder | str | Path, injection: Injection, revision: str | None, temperature: float = 1.0
 ) -> tuple[Source, Folding]:
-    """A base model in memory or on disk, and what its folded weights are.
-
-    Raises:
-        I2CLError: if it cannot be read, or the family or the injection cannot be folded.
+    """A base model in memory or on disk, and what its folded weights are. Raises I2CLError if it cannot be
+    read, or the family or the injection cannot be folded.
     """
-    found = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
-    return found, Folding(found.config, found.tensors, injection, temperature)
+    base = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
+    return base, Folding(base.config, base.tensors, injection, temperature)
 
 
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
@@ -138,21 +134,48 @@ def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) ->
     sizes = {stored: folding.shapes[name].numel() * width for stored, name in names.items()}
     try:
         plan = split_state_dict_into_shards_factory(
-            sizes,
-            get_storage_size=lambda size: size,
-            filename_pattern=PATTERN,
-            max_shard_size=max_shard_size,
+            sizes, get_storage_size=lambda size: size, filename_pattern=PATTERN, max_shard_size=max_shard_size
         )
     except ValueError:
         raise I2CLError(f"shard size {max_shard_size!r} is no size: give one such as 500MB or 5GB") from None
-    total = 0
-    for file, chosen in plan.filename_to_tensors.items():
-        shard = {stored: folding.tensor(names[stored]).cpu().contiguous() for stored in chosen}
-        total += sum(tensor.nbytes for tensor in shard.values())
-        save_file(_unshared(shard), folder / file, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": {"total_size": total}, "weight_map": plan.tensor_to_filename}
+    write_shards(
+        folder,
+        (
+            (file, {stored: folding.tensor(names[stored]).cpu() for stored in chosen})
+            for file, chosen in plan.filename_to_tensors.items()
+        ),
+    )
+
+
+def write_shards(folder: Path, shards: Iterable[tuple[str, dict[str, Tensor]]]) -> list[str]:
+    """Write files of safetensors, one in memory at a time, and their index where they are several.
+
+    Tensors that share memory are written each by itself: safetensors refuses them otherwise.
+
+    Args:
+        folder: where they go.
+        shards: name and tensors of each file.
+
+    Returns:
+        The files' names.
+    """
+    homes: dict[str, str] = {}
+    size = 0
+    for file, tensors in shards:
+        seen: set[int] = set()
+        for name, tensor in tensors.items():
+            place = tensor.untyped_storage().data_ptr()
+            tensors[name] = tensor.contiguous().clone() if place in seen else tensor.contiguous()
+            seen.add(place)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        homes |= dict.fromkeys(tensors, file)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        tensors.clear()  # before the next ones are made
+    files = list(dict.fromkeys(homes.values()))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": homes}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return files
 
 
 def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
@@ -165,18 +188,8 @@ def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
         source.generation.save_pretrained(folder)
 
 
-def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, none of which shares its memory with another."""
-    seen: set[int] = set()
-    for name, tensor in shard.items():
-        if tensor.data_ptr() in seen:
-            shard[name] = tensor.clone()
-        seen.add(tensor.data_ptr())
-    return shard
-
-
 def base_of(
-    source: Decoder | str | Path, found: Source, folding: Folding, like: ModelIdentity
+    source: Decoder | str | Path, opened: Source, folding: Folding, like: ModelIdentity
 ) -> ModelIdentity:
     """Which model an opened source is, as far as another identity tells (`Decoder.base_like`)."""
     if isinstance(source, Decoder):
@@ -184,10 +197,10 @@ def base_of(
     return ModelIdentity(
         name=str(source),
         revision=None,
-        model_type=found.config.model_type,
-        layers=found.config.num_hidden_layers,
-        d_model=found.config.hidden_size,
-        weights=folding.fingerprint(sampled=like.sampled),
-        tokenizer=tokenizer_fingerprint(found.tokenizer, sampled=like.sampled),
-        config=None if like.sampled else told_config(found.config),
+        model_type=opened.config.model_type,
+        layers=opened.config.num_hidden_layers,
+        d_model=opened.config.hidden_size,
+        weights=folding.fingerprint(),
+        tokenizer=tokenizer_fingerprint(opened.tokenizer),
+        config=told_config(opened.config),
     )

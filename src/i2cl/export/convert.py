@@ -4,17 +4,17 @@ import json
 import shutil
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.models.checkpoint import INDEX, unpickled
+from i2cl.export.checkpoint import PATTERN, write_shards
+from i2cl.models.checkpoint import unpickled
 from i2cl.storage.atomic import new_folder
 
 PICKLES = "pytorch_model.bin"
 PICKLE_INDEX = f"{PICKLES}.index.json"
+# Endings of what is copied: configuration, tokenizer, model card. No code is.
 BESIDE = {".json", ".txt", ".model", ".jinja", ".md"}
-"""Endings of what is copied: configuration, tokenizer, model card. No code is."""
 
 
 def convert(source: str | Path, output: str | Path) -> list[Path]:
@@ -32,21 +32,20 @@ def convert(source: str | Path, output: str | Path) -> list[Path]:
     """
     source, output = Path(source), Path(output)
     shards = _shards(source)
-    homes: dict[str, str] = {}
-    size = 0
+    suffixes = [f"-{number:05}-of-{len(shards):05}" for number in range(1, len(shards) + 1)]
+    names = [PATTERN.format(suffix=suffix if shards[1:] else "") for suffix in suffixes]
     with new_folder(output, frozenset()) as folder:
-        for number, shard in enumerate(shards, 1):
-            name = f"model-{number:05}-of-{len(shards):05}.safetensors" if shards[1:] else "model.safetensors"
-            names, bytes_of_it = _rewritten(shard, folder / name)
-            homes |= dict.fromkeys(names, name)
-            size += bytes_of_it
-        if shards[1:]:
-            index = {"metadata": {"total_size": size}, "weight_map": homes}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        try:
+            files = write_shards(folder, zip(names, map(_tensors, shards), strict=True))
+        except (NotImplementedError, KeyError, RuntimeError) as error:
+            raise I2CLError(
+                f"{str(source)!r} holds tensors that safetensors cannot ({type(error).__name__}): "
+                "give plain, dense weights"
+            ) from None
         for path in sorted(source.iterdir()):
             if path.is_file() and path.suffix in BESIDE and path.name != PICKLE_INDEX:
                 shutil.copyfile(path, folder / path.name)
-    return [output / name for name in sorted(set(homes.values()))]
+    return [output / name for name in files]
 
 
 def _shards(source: Path) -> list[Path]:
@@ -62,36 +61,18 @@ def _shards(source: Path) -> list[Path]:
             names = set()
         if not names or not all(isinstance(name, str) for name in names):
             raise I2CLError(f"{str(index)!r} is damaged: download or copy it again")
-    found = [source / name for name in sorted(names)]
-    for path in found:
+    paths = [source / name for name in sorted(names)]
+    for path in paths:
         if not path.is_file() or path.parent != source:
             raise I2CLError(
                 f"{str(source)!r} holds no {path.name}: give a folder with all of {PICKLES}'s parts"
             )
-    return found
+    return paths
 
 
-def _rewritten(shard: Path, output: Path) -> tuple[list[str], int]:
-    """Names and bytes of one file's tensors, which go when this returns."""
-    found = {key: one for key, one in unpickled(shard).items() if isinstance(one, Tensor)}
-    if not found:
+def _tensors(shard: Path) -> dict[str, Tensor]:
+    """One file's tensors, by name."""
+    tensors = {key: one for key, one in unpickled(shard).items() if isinstance(one, Tensor)}
+    if not tensors:
         raise I2CLError(f"{str(shard)!r} holds no tensors by name: give a checkpoint of a model")
-    try:
-        tensors = _apart(found)
-        save_file(tensors, output, {"format": "pt"})
-    except (NotImplementedError, KeyError, ValueError, RuntimeError) as error:
-        kind = type(error).__name__
-        raise I2CLError(
-            f"{str(shard)!r} holds tensors that safetensors cannot ({kind}): give plain, dense weights"
-        ) from None
-    return list(tensors), sum(one.nbytes for one in tensors.values())
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each with memory of its own, as safetensors wants it: two names may share what is tied."""
-    seen: set[int] = set()
-    for name, one in tensors.items():
-        place = one.untyped_storage().data_ptr()
-        tensors[name] = one.contiguous().clone() if place in seen else one.contiguous()
-        seen.add(place)
     return tensors

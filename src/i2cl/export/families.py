@@ -10,41 +10,90 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from i2cl.errors import I2CLError
-from i2cl.export.pieces import Piece, from_gemma, from_helium, from_phi3, same
 
 HOOKED = "predict with hooks instead (`i2cl predict`)"
 
 
+# Path from a block to a linear map; or the names of its weights, and behind them that of its bias.
 Linear = str | tuple[str, ...]
-"""Path from a block to a linear map; or the names of its weights, and behind them that of its bias."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the source and what becomes of it."""
+
+    source: str  # its name there
+    # applied to it, in its own dtype; None leaves it as it is
+    change: Callable[[Tensor], Tensor] | None = None
+
+
+def same(name: str, _config: PreTrainedConfig) -> Piece:
+    """The tensor of the same name."""
+    return Piece(name)
+
+
+def from_gemma(name: str, config: PreTrainedConfig) -> Piece:
+    """Norms that multiply by ``1 + w``, and an embedding that is scaled by the root of the width.
+
+    The head is not scaled. Source: https://github.com/huggingface/transformers/pull/29402.
+    """
+    if "norm" in name.rsplit(".", 2)[-2]:
+        return Piece(name, lambda weight: (1.0 + weight.float()).to(weight.dtype))
+    if name == "model.embed_tokens.weight":
+        scale = float(config.hidden_size) ** 0.5
+        return Piece(name, lambda weight: (weight.float() * scale).to(weight.dtype))
+    return Piece(name)
+
+
+def from_phi3(name: str, config: PreTrainedConfig) -> Piece:
+    """Queries, keys and values in one matrix, gate and up in another."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    parts = {
+        "q_proj": ("qkv_proj", 0, queries),
+        "k_proj": ("qkv_proj", queries, keys),
+        "v_proj": ("qkv_proj", queries + keys, keys),
+        "gate_proj": ("gate_up_proj", 0, config.intermediate_size),
+        "up_proj": ("gate_up_proj", config.intermediate_size, config.intermediate_size),
+    }
+    module = name.rsplit(".", 2)[-2]
+    if module not in parts or not name.endswith(".weight"):
+        return Piece(name)
+    fused, start, length = parts[module]
+    return Piece(name.replace(module, fused), lambda weight: weight.narrow(0, start, length).clone())
+
+
+def from_helium(name: str, config: PreTrainedConfig) -> Piece:
+    """Rotary pairs that lie side by side; Llama's lie half a head apart."""
+    if name.rsplit(".", 2)[-2] not in {"q_proj", "k_proj"}:
+        return Piece(name)
+    half: int = config.head_dim // 2
+
+    def halves(rows: Tensor) -> Tensor:
+        pairs = rows.reshape(-1, half, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape).contiguous()
+
+    return Piece(name, halves)
 
 
 @dataclass(frozen=True)
 class Family:
-    """How one model type is folded.
+    """How one model type is folded."""
 
-    Attributes:
-        model_type: ``config.model_type`` of the source.
-        attention: the last linear map of the attention, from a block of the result.
-        mlp: that of the MLP.
-        switches: config fields that turn the biases on; other biases that come with them are zero.
-        joint: the writer whose bias takes both constants, where a parallel block has but one bias.
-        target: model type of the result where it is another one.
-        head: what files call ``lm_head``.
-        piece: where each tensor of the result comes from.
-    """
-
-    model_type: str
-    attention: Linear
-    mlp: Linear
+    model_type: str  # ``config.model_type`` of the source
+    attention: Linear  # the last linear map of the attention, from a block of the result
+    mlp: Linear  # that of the MLP
+    # config fields that turn the biases on; other biases that come with them are zero
     switches: tuple[str, ...] = ()
+    # the writer whose bias takes both constants, where a parallel block has but one bias
     joint: Literal["", "attention", "mlp"] = ""
-    target: str = ""
-    head: str = "lm_head"
-    piece: Callable[[str, PreTrainedConfig], Piece] = same
+    target: str = ""  # model type of the result where it is another one
+    head: str = "lm_head"  # what files call ``lm_head``
+    piece: Callable[[str, PreTrainedConfig], Piece] = same  # where each tensor of the result comes from
 
     def config(self, source: PreTrainedConfig) -> PreTrainedConfig:
         """The config of the result. The source's is left as it is."""
@@ -95,10 +144,10 @@ _CONVERTED = (
     (Family("", *_LLAMA, target="hy_v3"), "qwen3"),  # without experts: Llama with norms of queries and keys
 )
 
+# Every model type that can be folded. Read-only.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {name: replace(row, model_type=name) for row, names in _IN_PLACE + _CONVERTED for name in names.split()}
 )
-"""Every model type that can be folded. Read-only."""
 
 _REASONS = {
     "its blocks normalise what a writer puts out, so no weight can add a constant behind that": """
@@ -118,18 +167,14 @@ _REASONS = {
     "its MLP has no bias, and no class with one has the same activation": "apertus nanochat",
     "its writers have no biases, and no class with both rotates part of each head as it does": "glm",
 }
+# Every model type of `i2cl.models.architectures.ARCHITECTURES` that cannot be folded, and why. Read-only.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {name: reason for reason, names in _REASONS.items() for name in names.split()}
 )
-"""Every model type of `i2cl.models.architectures.ARCHITECTURES` that cannot be folded, and why. Read-only."""
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The row of a model.
-
-    Raises:
-        I2CLError: if it cannot be folded, saying why and what to do instead.
-    """
+    """The row of a model. Raises I2CLError if it cannot be folded, saying why and what to do instead."""
     kind = config.model_type
     reason = REFUSED.get(kind) or _obstacle(config)
     if reason is None and kind not in FAMILIES:
@@ -153,7 +198,8 @@ def _left_behind(config: PreTrainedConfig, target: str) -> str | None:
     """What a config says that the class of the result cannot do, or None."""
     window, length = getattr(config, "sliding_window", None), config.max_position_embeddings
     rope: dict[str, Any] = config.rope_parameters or {}
-    if window is not None and window < length and "sliding_attention" in _layer_types(config):
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window is not None and window < length and "sliding_attention" in kinds:
         shorter = f"its sliding window of {window} tokens is shorter than its context of {length}"
         return f"{shorter}, {target} has none"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -163,10 +209,6 @@ def _left_behind(config: PreTrainedConfig, target: str) -> str | None:
     if target == "llama" and config.hidden_size % config.num_attention_heads:
         return "its width is no multiple of its number of heads, as that of llama has to be"
     return None
-
-
-def _layer_types(config: PreTrainedConfig) -> list[str]:
-    return getattr(config, "layer_types", None) or ["sliding_attention"]
 
 
 _COPIED = """attention_dropout bos_token_id dtype eos_token_id hidden_act hidden_size initializer_range
@@ -195,6 +237,7 @@ youtu"""
 _EXPERTS = ("self_attn.o_proj", "")
 
 
+# Paths from a block to the last linear maps of attention and MLP; "" where there is none. Read-only.
 def _module(path: Linear) -> str:
     return path if isinstance(path, str) else ""  # experts' weights are no modules
 
@@ -205,4 +248,3 @@ LAST_MAPS: Mapping[str, tuple[str, str]] = MappingProxyType(
     | {"mpt": ("attn.out_proj", "ffn.down_proj"), "nanochat": ("self_attn.o_proj", "mlp.fc2")}
     | {name: (_module(row.attention), _module(row.mlp)) for name, row in FAMILIES.items()}
 )
-"""Paths from a block to the last linear maps of attention and MLP; "" where there is none. Read-only."""

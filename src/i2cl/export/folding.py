@@ -53,34 +53,28 @@ class StateDict:
 
 
 class Folding:
-    """What every tensor of the folded checkpoint is.
-
-    Attributes:
-        config: of the result.
-        source: the weights it is made from.
-        shapes: of the tensors of the result, without those that are tied to another.
-        constants: what each writer's bias gains, ``lambda * v`` in float32, by the name of the bias.
-        scales: beta by the names of the tensors that it multiplies.
-    """
+    """What every tensor of the folded checkpoint is."""
 
     def __init__(
         self, config: PreTrainedConfig, source: Tensors, injection: Injection, temperature: float = 1.0
     ) -> None:
         require_plain(injection)
         self.family = family_of(config)
-        self.config = self.family.config(config)
+        self.config = self.family.config(config)  # of the result
         if temperature != 1:
             self.config.tie_word_embeddings = False  # the head is divided, and the embedding is not
-        self.source = source
+        self.source = source  # the weights it is made from
         self._source_config = config
         empty = skeleton(self.config)
         self._nothing = skeleton(config)
         self._source_names = self._nothing.state_dict().keys()
         self._source_tied = self._nothing.all_tied_weights_keys
         tied = empty.all_tied_weights_keys
+        # of the tensors of the result, without those that are tied to another
         self.shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if name not in tied}
+        # what each writer's bias gains, ``lambda * v`` in float32, by the name of the bias
         self.constants: dict[str, Float[Tensor, " d"]] = {}
-        self.scales: dict[str, float] = {}
+        self.scales: dict[str, float] = {}  # beta by the names of the tensors that it multiplies
         self._place(injection, f"{empty.base_model_prefix}.{ARCHITECTURES[config.model_type].layers}")
         if temperature != 1:
             self._divide_head(empty, temperature)
@@ -93,38 +87,34 @@ class Folding:
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of the result, a new one where it is not the source's own.
 
-        Args:
-            name: in the state dict of the result.
-            dtype: what it is rounded to, once; default: the source's own.
-
-        Raises:
-            I2CLError: if the source lacks a tensor.
+        ``name``: in the state dict of the result; ``dtype``: what it is rounded to, once; default: the
+        source's own. Raises I2CLError if the source lacks a tensor.
         """
         piece = self.family.piece(name, self._source_config)
         if piece.source in self._source_names:
-            found = self._source_tensor(piece.source)
+            value = self._source_tensor(piece.source)
         else:
-            found = torch.zeros(self.shapes[name], dtype=self.dtype)
+            value = torch.zeros(self.shapes[name], dtype=self.dtype)
         if piece.change is not None:
-            found = piece.change(found)
-        if found.shape != self.shapes[name]:
-            shapes = f"{tuple(found.shape)}, and not {tuple(self.shapes[name])}"
+            value = piece.change(value)
+        if value.shape != self.shapes[name]:
+            shapes = f"{tuple(value.shape)}, and not {tuple(self.shapes[name])}"
             raise I2CLError(f"the source holds {piece.source} as {shapes}: it is of another model")
         if name not in self.scales:
-            return found.to(dtype or found.dtype)
-        folded = found.float() * self.scales[name]
+            return value.to(dtype or value.dtype)
+        folded = value.float() * self.scales[name]
         if name in self.constants:
             folded += self.constants[name].to(folded.device)
-        return folded.to(dtype or found.dtype)
+        return folded.to(dtype or value.dtype)
 
     def stored(self, name: str) -> str:
         """What files call a tensor of the result."""
         return name if self.family.target else name.replace("lm_head.", f"{self.family.head}.")
 
-    def fingerprint(self, *, sampled: bool = False) -> str:
+    def fingerprint(self) -> str:
         """That of the source's weights (see `i2cl.models.fingerprint.weights_fingerprint`)."""
-        names = [name for name, _ in named_weights(self._nothing, sampled=sampled)]
-        return tensors_fingerprint(((name, self._source_tensor(name)) for name in names), sampled=sampled)
+        names = [name for name, _ in named_weights(self._nothing)]
+        return tensors_fingerprint((name, self._source_tensor(name)) for name in names)
 
     def bias_norms(self) -> dict[str, float]:
         """L2 norm of every bias that holds a constant, as it is written."""
@@ -140,11 +130,7 @@ class Folding:
         return self.source.read(name)
 
     def _divide_head(self, empty: PreTrainedModel, temperature: float) -> None:
-        """Divide the head's weight, and its bias where it has one.
-
-        Raises:
-            I2CLError: where the class ties its head to the embedding whatever its config says.
-        """
+        """Divide the head's weight, and its bias where it has one."""
         head = next(name for name, one in empty.named_modules() if one is empty.get_output_embeddings())
         if f"{head}.weight" not in self.shapes:
             raise I2CLError(
@@ -155,11 +141,7 @@ class Folding:
         self.scales |= {name: 1 / temperature for name in names if name in self.shapes}
 
     def _place(self, injection: Injection, layers: str) -> None:
-        """Fill `constants` and `scales`.
-
-        Raises:
-            I2CLError: if the injection is of another size, or the class has no bias where one is needed.
-        """
+        """Fill `constants` and `scales`."""
         values, pairs = injection.context.values.float().cpu(), injection.coefficients.float().cpu()
         shape = (self.config.num_hidden_layers, self.config.hidden_size)
         if (values.shape[0], values.shape[2]) != shape:
@@ -192,11 +174,8 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
     """A plain transformers model that computes what the injected one does, without hooks.
 
     The result is a new model in evaluation mode on the same device; some families become another that
-    computes the same. The source is not changed. Arithmetic is in float32, the result has the source's
-    dtype.
-
-    Raises:
-        I2CLError: if the family or the injection cannot be folded, saying why and what to do instead.
+    computes the same. The source is not changed. Arithmetic is in float32, the result has the source's dtype.
+    Raises I2CLError if the family or the injection cannot be folded, saying why and what to do instead.
     """
     if isinstance(model, Decoder):
         require_known(model)
@@ -227,22 +206,14 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def require_known(decoder: Decoder) -> None:
-    """Refuse a decoder whose writers are not those of the table.
-
-    Raises:
-        I2CLError: saying so.
-    """
+    """Refuse a decoder whose writers are not those of the table. Raises I2CLError, saying so."""
     row = ARCHITECTURES.get(decoder.architecture.model_type)
     if decoder.architecture != row:
         raise I2CLError(f"an Architecture of your own cannot be folded into weights: {HOOKED}")
 
 
 def require_unquantized(config: PreTrainedConfig) -> None:
-    """Refuse weights that are no plain numbers: beta would have to be folded into their codes.
-
-    Raises:
-        I2CLError: naming the cure.
-    """
+    """Refuse (I2CLError) weights that are no plain numbers: beta would have to be folded into their codes."""
     method = quantization_of(config)
     if method is not None:
         raise I2CLError(
@@ -252,11 +223,7 @@ def require_unquantized(config: PreTrainedConfig) -> None:
 
 
 def require_plain(injection: Injection) -> None:
-    """Refuse an injection that is no bias of the residual writers.
-
-    Raises:
-        I2CLError: saying what else to do.
-    """
+    """Refuse an injection that is no bias of the residual writers. Raises I2CLError with a cure."""
     if injection.context.config.site != "writers":
         raise I2CLError(
             "an injection into block outputs (writers 'hidden') is no bias of a writer: fit one with "
@@ -270,11 +237,7 @@ def require_plain(injection: Injection) -> None:
 
 
 def require_unbiased(injection: Injection) -> None:
-    """Refuse a label prior where nothing can hold one.
-
-    Raises:
-        I2CLError: saying what else to do.
-    """
+    """Refuse a label prior where nothing can hold one. Raises I2CLError, saying what else to do."""
     if injection.label_bias is not None:
         raise I2CLError(
             "a label prior is added to label scores, which weights do not hold: leave it out with "

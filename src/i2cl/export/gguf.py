@@ -22,25 +22,21 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.export.checkpoint import base_of, opened
+from i2cl.export.checkpoint import base_of, open_base
 from i2cl.export.folding import Folding, require_unbiased
-from i2cl.export.gguf_fields import GOLDEN_FIELD, gguf_package
+from i2cl.export.gguf_fields import GOLDEN_FIELD, import_package
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.export.golden import Golden
 from i2cl.export.greedy.calls import usage
 from i2cl.models.decoder import Decoder
 from i2cl.storage.atomic import new_file, public_name, require_new_file
 
+# Names of ``gguf.GGMLQuantizationType``, by dtype.
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""Names of ``gguf.GGMLQuantizationType``, by dtype."""
 
 ROTARY = "rope_freqs.weight"
-
-CLASS = "granite"
-"""Which of llama.cpp's classes runs the file."""
-
-USAGE_FIELD = "i2cl.usage"
-"""Key of how the file is asked, in Markdown."""
+CLASS = "granite"  # which of llama.cpp's classes runs the file
+USAGE_FIELD = "i2cl.usage"  # key of how the file is asked, in Markdown
 
 
 def export_gguf(
@@ -74,13 +70,13 @@ def export_gguf(
             the file cannot be written, or the package gguf is not installed; and as
             `i2cl.export.export_hf` does.
     """
-    package, path = gguf_package(), Path(output)
+    package, path = import_package("gguf"), Path(output)
     require_new_file(path)
     require_unbiased(injection)
-    found, folding = opened(source, injection, revision)
+    base, folding = open_base(source, injection, revision)
     weights = Weights(package, folding, dtype or folding.dtype)
-    vocabulary = Vocabulary.of(found.tokenizer, folding.config.vocab_size) if tokenizer else None
-    injection.require_base(base_of(source, found, folding, injection.base), force=force)
+    vocabulary = Vocabulary.of(base.tokenizer, folding.config.vocab_size) if tokenizer else None
+    injection.require_base(base_of(source, base, folding, injection.base), force=force)
     expected = golden() if golden is not None else None
     if expected is not None:
         expected.require_prior_of(injection)
@@ -108,8 +104,6 @@ class Weights:
     """The tensors of a GGUF file, in its order, each made when it is written.
 
     Attributes:
-        folding: what they are made from.
-        dtype: of matrices.
         names: in the folded model, by their name in the file.
         rotary: divisors of the rotary frequencies, None where they are those of the base.
         scaling: what cosine and sine are multiplied by.
@@ -123,8 +117,8 @@ class Weights:
             raise I2CLError(f"a GGUF file does not hold {dtype}: choose float32, float16 or bfloat16")
         config: Any = folding.config
         _require_llama(config, folding.family.model_type)
-        self.folding = folding
-        self.dtype = dtype
+        self.folding = folding  # what they are made from
+        self.dtype = dtype  # of matrices
         self._package = package
         self.head: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.rotary, self.scaling = _rotary(config, self.head)
@@ -132,7 +126,8 @@ class Weights:
         self.names = {
             table.get_name(name, try_suffixes=(".weight", ".bias")): name
             for name in folding.shapes
-            if not self._is_nothing(name)
+            # a bias of zeros came with the switches of the class
+            if not name.endswith(".bias") or name in folding.constants or folding.tensor(name).any()
         }
 
     @property
@@ -166,10 +161,8 @@ class Weights:
             writer.add_rope_scaling_attn_factors(self.scaling)
 
     def write(self, writer: Any) -> None:
-        """Finish the file: its head, and then the tensors one by one.
-
-        Raises:
-            I2CLError: if a value is too large for the dtype.
+        """Finish the file: its head, and then the tensors one by one. Raises I2CLError if a value is too
+        large for the dtype.
         """
         shapes = {name: self.folding.shapes[old] for name, old in self.names.items()}
         if self.rotary is not None:
@@ -201,14 +194,6 @@ class Weights:
             self.dtype if len(shape) > 1 else torch.float32
         )  # llama.cpp adds and multiplies these in float32
 
-    def _is_nothing(self, name: str) -> bool:
-        """Whether it is a bias of zeros, which came with the switches of the class."""
-        return (
-            name.endswith(".bias")
-            and name not in self.folding.constants
-            and not self.folding.tensor(name).any()
-        )
-
 
 def neighbours(rows: Float[Tensor, "rows ..."], head: int) -> Float[Tensor, "rows ..."]:
     """Rows of queries or keys, or of their bias, so that rotary pairs lie side by side in each head."""
@@ -232,12 +217,12 @@ def _rotary(config: Any, head: int) -> tuple[Float[Tensor, " pairs"] | None, flo
     """Divisors of the plain frequencies, as transformers has them for short texts, and the scale."""
     made = LlamaRotaryEmbedding(config)
     plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, head, 2).double() / head)
-    found = made.inv_freq.double().cpu()
-    if found.shape != plain.shape:
+    scaled = made.inv_freq.double().cpu()
+    if scaled.shape != plain.shape:
         raise I2CLError(
             "it rotates part of each head, which llama.cpp's Llama does not: export it with --to hf"
         )
-    factors = plain / found
+    factors = plain / scaled
     return (None if (factors - 1).abs().max() < 1e-5 else factors.float()), float(made.attention_scaling)
 
 

@@ -10,43 +10,21 @@ from typing import Any
 from i2cl.errors import needs
 from i2cl.models.loading import gguf_reader
 
-GOLDEN_FIELD = "i2cl.golden"
-"""Key of the golden values, as JSON."""
+GOLDEN_FIELD = "i2cl.golden"  # key of the golden values, as JSON
 
 
-def gguf_package() -> Any:
-    """The package gguf.
-
-    Raises:
-        I2CLError: if it is not installed.
-    """
-    return imported("gguf")
-
-
-def imported(name: str) -> Any:
-    """A package of the extra gguf or llama-cpp.
-
-    Raises:
-        I2CLError: if it is not installed.
-    """
+def import_package(name: str) -> Any:
+    """A package of the extra gguf or llama-cpp. Raises I2CLError if it is not installed."""
     needs("GGUF", "llama-cpp" if name == "llama_cpp" else "gguf", name)
     return importlib.import_module(name)
 
 
 def reader(path: Path) -> Any:
-    """A ``gguf.GGUFReader``, which maps the file into memory.
-
-    Raises:
-        I2CLError: if it is no GGUF file, or a damaged one.
-    """
+    """A ``gguf.GGUFReader``, which maps the file into memory. Raises I2CLError on a damaged or other file."""
     return gguf_reader(path, "export it again")
 
 
 def read_field(path: Path, key: str) -> str | None:
-    """One string of a GGUF file, None where it has none.
-
-    Raises:
-        I2CLError: if it is no GGUF file, or a damaged one.
-    """
-    found = reader(path).get_field(key)
-    return None if found is None else str(found.contents())
+    """One string of a GGUF file, None where it has none. Raises I2CLError on a damaged or other file."""
+    field = reader(path).get_field(key)
+    return None if field is None else str(field.contents())

@@ -20,6 +20,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 _CASED = f"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*"
 
+# llama.cpp's name of a pre-tokenizer, and whether it then takes whole words without merging.
 _PRE_TOKENIZERS = {
     ("ByteLevel",): ("gpt-2", False),
     ("Digits", "ByteLevel"): ("smollm", False),
@@ -27,7 +28,6 @@ _PRE_TOKENIZERS = {
     (_CONTRACTIONS + r"|\p{N}" + _REST,): ("qwen2", False),
     (_CASED + r"|\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1),): ("tekken", True),
 }
-"""llama.cpp's name of a pre-tokenizer, and whether it then takes whole words without merging."""
 
 _SPACE = "▁"
 _UNSTRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
@@ -36,40 +36,26 @@ _REFUSED = "{}, which llama.cpp does not do: leave the tokenizer out (--no-token
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a GGUF file holds of a tokenizer.
+    """What a GGUF file holds of a tokenizer."""
 
-    Attributes:
-        model: llama.cpp's name of the algorithm: gpt2 or llama.
-        pre: its name of the pre-tokenizer.
-        tokens: by id.
-        kinds: of each token: a name of ``gguf.TokenType``.
-        merges: of gpt2, best first.
-        scores: of llama, of each token: what merges first has the highest.
-        space_prefix: whether a space is put before a text.
-        strips: whether blanks behind added tokens are dropped, as Phi-3 does; llama.cpp knows it by name.
-        front: id of the token that is put before a text, if any.
-        special: ids by role: bos, eos, unk, pad.
-        chat_template: as the tokenizer has it.
-    """
-
-    model: str
-    pre: str
-    tokens: list[str]
-    kinds: list[str]
-    merges: list[str] = field(default_factory=list)
+    model: str  # llama.cpp's name of the algorithm: gpt2 or llama
+    pre: str  # its name of the pre-tokenizer
+    tokens: list[str]  # by id
+    kinds: list[str]  # of each token: a name of ``gguf.TokenType``
+    merges: list[str] = field(default_factory=list)  # of gpt2, best first
+    # of llama, of each token: what merges first has the highest
     scores: list[float] = field(default_factory=list)
-    space_prefix: bool = False
+    space_prefix: bool = False  # whether a space is put before a text
+    # whether blanks behind added tokens are dropped, as Phi-3 does; llama.cpp knows it by name
     strips: bool = False
-    front: int | None = None
-    special: dict[str, int] = field(default_factory=dict)
-    chat_template: str | None = None
+    front: int | None = None  # id of the token that is put before a text, if any
+    special: dict[str, int] = field(default_factory=dict)  # ids by role: bos, eos, unk, pad
+    chat_template: str | None = None  # as the tokenizer has it
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, size: int) -> "Vocabulary":
-        """That of a tokenizer, filled up to the number of rows of the embedding.
-
-        Raises:
-            I2CLError: if llama.cpp would encode otherwise, saying what it does not do.
+        """That of a tokenizer, filled up to the number of rows of the embedding. Raises I2CLError if
+        llama.cpp would encode otherwise, saying what it does not do.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:

@@ -40,17 +40,14 @@ from i2cl.version import __version__
 
 GOLDEN = "i2cl_golden.json"
 FORMAT_VERSION = 1
-TOP = 20
-"""How many of the largest logits are kept for each prompt."""
+TOP = 20  # how many of the largest logits are kept for each prompt
+DIAGNOSED = 6  # how many prompts also say what the labels' probabilities are without some constants
 
-DIAGNOSED = 6
-"""How many prompts also say what the labels' probabilities are without some constants."""
-
+# Largest relative difference of an export, by the dtype that its weights are stored in.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""Largest relative difference of an export, by the dtype that its weights are stored in."""
 
+# Which writers' constants a runtime may have dropped.
 DROPPED = {"attention": (0,), "mlp": (1,), "attention and mlp": (0, 1)}
-"""Which writers' constants a runtime may have dropped."""
 
 
 class GoldenPrompt(pydantic.BaseModel):
@@ -66,8 +63,8 @@ class GoldenPrompt(pydantic.BaseModel):
         top_logits: those logits.
         prediction: the most probable label, by whole sequences where these were scored, with the prior.
         whole: log-probability of each label's whole sequence; empty where first tokens decide.
-        query: what was encoded to ``ids``; None where it was cut, or in exports of older versions.
-        greedy: what plain greedy decoding answers with the prior, a label long; empty in older exports.
+        query: what was encoded to ``ids``; None where it was cut.
+        greedy: what plain greedy decoding answers with the prior, a label long.
     """
 
     text: str
@@ -79,7 +76,7 @@ class GoldenPrompt(pydantic.BaseModel):
     prediction: str
     whole: list[float] = []
     query: str | None = None
-    greedy: list[int] = []
+    greedy: list[int]
 
 
 class Golden(pydantic.BaseModel):
@@ -100,12 +97,12 @@ class Golden(pydantic.BaseModel):
         dtype: of its weights.
         tolerance: largest relative difference.
         biases: L2 norm of every bias that holds a part of the injection.
-        prompt: what every prompt is, ``{text}`` for the text; empty in exports of older versions.
+        prompt: what every prompt is, ``{text}`` for the text.
         tail: tokens that end every prompt, whatever its text.
         spoken: tokens of each label to its end, whichever of them are scored.
         words: those tokens as text, without what ends a text.
         end: token that ends a text.
-        beams: with which transformers' `generate` compares whole labels; 0 where it cannot (older exports).
+        beams: with which transformers' `generate` compares whole labels; 0 where it cannot.
     """
 
     format_version: int = FORMAT_VERSION
@@ -122,12 +119,12 @@ class Golden(pydantic.BaseModel):
     dtype: str = "float32"
     tolerance: float = TOLERANCES["float32"]
     biases: dict[str, float] = {}
-    prompt: str = ""
-    tail: list[int] = []
-    spoken: list[list[int]] = []
-    words: list[str] = []
-    end: int | None = None
-    beams: int = 0
+    prompt: str
+    tail: list[int]
+    spoken: list[list[int]]
+    words: list[str]
+    end: int | None
+    beams: int
 
     def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
         """The same, with what only the folded checkpoint knows (see the attributes)."""
@@ -146,17 +143,14 @@ class Golden(pydantic.BaseModel):
         return self.sequences or [[token] for token in self.label_ids]
 
     @property
-    def greedy(self) -> list[bool] | None:
-        """Whether plain greedy decoding of the injected model says the label expected; None if not known."""
-        if not all(prompt.greedy for prompt in self.prompts):
-            return None
+    def greedy(self) -> list[bool]:
+        """Whether plain greedy decoding of the injected model says the label expected, prompt by prompt."""
         return [self.said(prompt.greedy) == prompt.prediction for prompt in self.prompts]
 
     @property
     def forced(self) -> bool:
         """Whether a program has to be made to say a label, since the model does not say it by itself."""
-        found = self.greedy
-        return found is not None and not enough(found)
+        return not enough(self.greedy)
 
     @property
     def compared(self) -> bool:
@@ -210,20 +204,12 @@ class Golden(pydantic.BaseModel):
         return "" if place is None else self.labels[place]
 
     def require_prior_of(self, injection: Injection) -> None:
-        """Refuse to stand beside an injection with another label prior.
-
-        Raises:
-            I2CLError: saying so.
-        """
+        """Refuse to stand beside an injection with another label prior. Raises I2CLError, saying so."""
         if self.label_bias != list(injection.label_bias or ()):
             raise I2CLError("the golden values have another label prior than the injection: make them of it")
 
     def require_bias_in(self, generation: GenerationConfig, where: str) -> None:
-        """Refuse a generation config that has lost the label prior, or what makes it say a label.
-
-        Raises:
-            I2CLError: naming the cure.
-        """
+        """Refuse (I2CLError) a generation config that lost the label prior, or what makes it say a label."""
         what = None
         if not self.sequence_bias.items() <= biases_of(generation).items():
             what = "the label prior's sequence_bias" if self.label_bias else "the labels' sequence_bias"
@@ -238,12 +224,12 @@ class Golden(pydantic.BaseModel):
     def best(self, values: Sequence[float | None]) -> str:
         """The most probable label of some log-probabilities, with the prior; ``-`` where none was told."""
         bias = self.label_bias or [0.0] * len(self.labels)
-        told = [
+        scores = [
             (value + more, label)
             for value, more, label in zip(values, bias, self.labels, strict=True)
             if value is not None
         ]
-        return max(told, key=itemgetter(0))[1] if told else "-"
+        return max(scores, key=itemgetter(0))[1] if scores else "-"
 
     def write(self, folder: Path) -> None:
         """Store it in an export's folder."""
@@ -255,11 +241,7 @@ class Golden(pydantic.BaseModel):
 
     @classmethod
     def from_export(cls, export: str | Path) -> "Golden":
-        """Read that of an export: a folder, or a GGUF file.
-
-        Raises:
-            I2CLError: if it has none, or a damaged one.
-        """
+        """That of an export, a folder or a GGUF file. Raises I2CLError if it has none, or a damaged one."""
         path = Path(export)
         try:
             if is_gguf(path):
@@ -271,24 +253,22 @@ class Golden(pydantic.BaseModel):
                 raise I2CLError(
                     f"{str(export)!r} has no {GOLDEN}: give a folder or a GGUF file made by `i2cl export`"
                 )
-            found = cls.model_validate_json(text)
+            golden = cls.model_validate_json(text)
         except (pydantic.ValidationError, UnicodeDecodeError) as error:
             raise I2CLError(
                 f"{str(path)!r} cannot be read ({first_problem(error)}): export it again"
             ) from None
-        if found.format_version > FORMAT_VERSION:
+        if golden.format_version > FORMAT_VERSION:
             raise I2CLError(f"{str(path)!r} is of a newer version: upgrade i2cl")
-        return found
+        return golden
 
 
 def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: bool = False) -> Golden:
     """Run the injected model on a few prompts, in float32.
 
-    One in another dtype is not copied: its weights are brought to float32 one at a time.
-    ``fold_temperature`` is that of `export_hf`.
-
-    Raises:
-        I2CLError: if the injection's task does not fit the decoder, or the model is quantized.
+    One in another dtype is not copied: its weights are brought to float32 one at a time. ``fold_temperature``
+    is that of `export_hf`. Raises I2CLError if the injection's task does not fit the decoder, or the model is
+    quantized.
     """
     require_unquantized(decoder.model.config)
     require_plain(injection)
@@ -313,8 +293,10 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
     end = end_of(decoder)
     tail = shared_end(decoder.encoder([questions.prompt(text) for text in (*TEXTS, *ENDS)]))
     behind = [text_behind(decoder, queries[0], ids) for ids in labels.ids]
+    described = injection.description()
+    base = described["base_model"]
     made = Golden(
-        artefact=_published(injection),
+        artefact=described | {"base_model": base | {"name": public_name(base["name"])}},
         labels=list(task.labels),
         label_ids=first,
         label_texts=[decoder.tokenizer.decode([token]) for token in first],
@@ -341,29 +323,18 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
     return made.model_copy(update={"prompts": prompts})
 
 
-def _published(injection: Injection) -> dict[str, Any]:
-    """Its description, without a path of this machine."""
-    described = injection.description()
-    base = described["base_model"]
-    return {**described, "base_model": base | {"name": public_name(base["name"])}}
-
-
 def _prompt(
-    decoder: Decoder,
-    injection: Injection,
-    ids: Ids,
-    golden: Golden,
-    whole: list[float],
-    *,
-    diagnosed: bool,
+    decoder: Decoder, injection: Injection, ids: Ids, golden: Golden, whole: list[float], *, diagnosed: bool
 ) -> GoldenPrompt:
     logits, labels = _logits(decoder, ids, injection), golden.label_ids
     values = logits.log_softmax(-1)[labels].tolist()
     top = logits.topk(min(TOP, len(logits)))
-    dropped = {
-        name: _logits(decoder, ids, _without(injection, sites)).log_softmax(-1)[labels].tolist()
-        for name, sites in (DROPPED.items() if diagnosed else ())
-    }
+    dropped = {}
+    for name, sites in DROPPED.items() if diagnosed else ():
+        coefficients = injection.coefficients.clone()
+        coefficients[:, list(sites), 0] = 0
+        without = replace(injection, coefficients=coefficients)
+        dropped[name] = _logits(decoder, ids, without).log_softmax(-1)[labels].tolist()
     return GoldenPrompt(
         text=decoder.tokenizer.decode(list(ids)),
         ids=list(ids),
@@ -382,19 +353,13 @@ def _greedy(decoder: Decoder, ids: Ids, injection: Injection, golden: Golden, lo
     if golden.label_bias and not golden.sequences:
         logits = logits.clone()
         logits[golden.label_ids] += torch.tensor(golden.label_bias)
-    found = [int(logits.argmax())]
-    while len(found) < golden.length and found[-1] != golden.end:
-        found.append(int(_logits(decoder, (*ids, *found), injection).argmax()))
-    return found
+    tokens = [int(logits.argmax())]
+    while len(tokens) < golden.length and tokens[-1] != golden.end:
+        tokens.append(int(_logits(decoder, (*ids, *tokens), injection).argmax()))
+    return tokens
 
 
 def _logits(decoder: Decoder, ids: Ids, injection: Injection) -> Tensor:
     batch = make_batch([ids], decoder.device)
     with decoder.frozen(), torch.no_grad(), Upcast():
         return decoder.forward(batch, edit=injection.edit())[0, 0].float().cpu()
-
-
-def _without(injection: Injection, sites: tuple[int, ...]) -> Injection:
-    coefficients = injection.coefficients.clone()
-    coefficients[:, list(sites), 0] = 0
-    return replace(injection, coefficients=coefficients)

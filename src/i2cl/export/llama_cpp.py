@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.export.gguf_fields import imported, reader
+from i2cl.export.gguf_fields import import_package, reader
 from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.greedy.calls import lifted
-from i2cl.export.verify import Verification, answered, judged
+from i2cl.export.verify import Verification, answer_of, compare
 
 
 class LlamaCpp:
@@ -35,7 +35,7 @@ class LlamaCpp:
     """
 
     def __init__(self, path: str | Path, length: int) -> None:
-        self._library = imported("llama_cpp")
+        self._library = import_package("llama_cpp")
         reader(Path(path))  # llama.cpp ends the process on some damaged files
         precise: int = self._library.GGML_TYPE_F32
         try:
@@ -63,36 +63,28 @@ class LlamaCpp:
 
     def tokens(self, text: str) -> list[int]:
         """What llama.cpp's tokenizer makes of a text, with what it puts in front."""
-        found: list[int] = self._model.tokenize(text.encode(), add_bos=True, special=True)
-        return found
+        ids: list[int] = self._model.tokenize(text.encode(), add_bos=True, special=True)
+        return ids
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
-        """Of the token after these, in float32.
-
-        Raises:
-            I2CLError: if llama.cpp cannot run them.
-        """
+        """Of the token after these, in float32. Raises I2CLError if llama.cpp cannot run them."""
         self._model.reset()
         try:
             self._model.eval(list(ids))
         except (RuntimeError, ValueError) as error:
             raise I2CLError(f"llama.cpp cannot run {len(ids)} tokens ({error})") from None
-        found = self._library.llama_get_logits_ith(self._model.ctx, -1)
-        return torch.from_numpy(np.ctypeslib.as_array(found, shape=(self._model.n_vocab(),)).copy())
+        values = self._library.llama_get_logits_ith(self._model.ctx, -1)
+        return torch.from_numpy(np.ctypeslib.as_array(values, shape=(self._model.n_vocab(),)).copy())
 
     def complete(self, prompt: str | Sequence[int], golden: Golden) -> str:
-        """What it completes a text or tokens with, greedily and as an export's calls tell to ask.
-
-        Raises:
-            I2CLError: if llama.cpp cannot run them.
-        """
-        asked: dict[str, Any] = {"max_tokens": golden.longest, "temperature": 0}
+        """What it completes greedily, asked as an export's calls tell. Raises I2CLError if it cannot."""
+        options: dict[str, Any] = {"max_tokens": golden.longest, "temperature": 0}
         if golden.forced:
-            asked["grammar"] = self._library.LlamaGrammar.from_string(golden.grammar, verbose=False)
-            asked["logit_bias"] = lifted(golden)
+            options["grammar"] = self._library.LlamaGrammar.from_string(golden.grammar, verbose=False)
+            options["logit_bias"] = lifted(golden)
         sent = prompt if isinstance(prompt, str) else list(prompt)
         try:
-            reply = self._model.create_completion(sent, **asked)
+            reply = self._model.create_completion(sent, **options)
         except (RuntimeError, ValueError) as error:
             raise I2CLError(f"llama.cpp cannot complete {str(sent)[:40]!r} ({error})") from None
         return str(reply["choices"][0]["text"])
@@ -106,10 +98,10 @@ class LlamaCpp:
         bias = {int(token): value for token, value in golden.logit_bias(golden.label_bias).items()}
         more = torch.zeros(self._model.n_vocab())
         more[list(bias)] = torch.tensor(list(bias.values()))
-        found: list[int] = []
-        while len(found) < golden.length:
-            found.append(int((self.logits((*prompt.ids, *found)) + more).argmax()))
-        return golden.said(found)
+        tokens: list[int] = []
+        while len(tokens) < golden.length:
+            tokens.append(int((self.logits((*prompt.ids, *tokens)) + more).argmax()))
+        return golden.said(tokens)
 
 
 def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verification:
@@ -124,10 +116,10 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
     """
     golden = Golden.from_export(path)
     there = {tensor.name for tensor in reader(Path(path)).tensors if tensor.data.any()}
-    room = max(map(len, golden.sequences or golden.spoken), default=0) + 1
+    room = max(map(len, golden.sequences or golden.spoken)) + 1
     with LlamaCpp(path, room + max(len(prompt.ids) for prompt in golden.prompts)) as model:
         answers = [
-            answered(golden, prompt, model.logits, lambda prompt: model.said(prompt, golden))
+            answer_of(golden, prompt, model.logits, lambda prompt: model.said(prompt, golden))
             for prompt in golden.prompts
         ]
         others = tuple(
@@ -135,4 +127,4 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
             for prompt in golden.prompts
             if prompt.query is not None and model.has_tokenizer and model.tokens(prompt.query) != prompt.ids
         )
-    return replace(judged(golden, answers, tolerance, golden.lost(there)), retokenized=others)
+    return replace(compare(golden, answers, tolerance, golden.lost(there)), retokenized=others)

@@ -1,28 +1,251 @@
-"""PEFT adapters on disk: written, and loaded on their base model again."""
+"""A calibrated injection as a PEFT adapter, where one of PEFT's tuners expresses it exactly: made and loaded.
+
+LoRA with ``lora_bias`` adds a vector behind any linear map. GLoRA also scales the map, but adds only where
+there is a bias: ``(W + W A) h + b + b D + E`` with ``A = D = beta - 1`` and ``E = lambda v``.
+Sources: https://huggingface.co/docs/peft/package_reference/lora and .../package_reference/glora.
+"""
 
 import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
-from i2cl.export.adapter import Adapter, installed, make_adapter, quiet
+from i2cl.errors import I2CLError, needs
 from i2cl.export.checkpoint import with_bias
-from i2cl.export.folding import require_known
+from i2cl.export.families import FAMILIES, HOOKED, LAST_MAPS, REFUSED, family_of
+from i2cl.export.folding import require_known, require_plain, require_unbiased, skeleton
 from i2cl.export.golden import make_golden
 from i2cl.export.greedy.calls import write_readme
+from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.storage.atomic import new_folder, require_writable
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_ADD = "--set formula=add"
+
+
+@dataclass
+class Change:
+    """What becomes of one linear map.
+
+    Attributes:
+        scale: beta.
+        constant: ``lambda * v`` in float32, of its own writer and of one that has no bias for it.
+    """
+
+    scale: float = 1.0
+    constant: Float[Tensor, " d"] | None = None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A PEFT adapter.
+
+    Attributes:
+        tuner: LoRA or GLoRA.
+        config: of the tuner.
+        tensors: as PEFT names them in files.
+        constants: names of those that hold ``lambda * v``.
+    """
+
+    tuner: str
+    config: "PeftConfig"
+    tensors: dict[str, Tensor] = field(repr=False)
+    constants: tuple[str, ...]
+
+
+def make_adapter(config: PreTrainedConfig, injection: Injection) -> Adapter:
+    """Express an injection by one of PEFT's tuners: LoRA where every beta is 1, else GLoRA.
+
+    ``config``: of the base model, whose weights are not needed; ``injection``: at all positions, into the
+    residual writers. Raises I2CLError if no tuner expresses it, saying why and what to do instead, or peft is
+    not installed.
+    """
+    require_plain(injection)
+    require_unbiased(injection)
+    paths = _paths(config, injection)
+    empty = skeleton(config)
+    layers = f"{empty.base_model_prefix}.{ARCHITECTURES[config.model_type].layers}"
+    if bool((injection.coefficients[..., 1] == 1).all()):
+        return _lora(empty, _changes(injection, layers, paths, paths))
+    joint = FAMILIES[config.model_type].joint if config.model_type in FAMILIES else ""
+    attention, mlp = LAST_MAPS[config.model_type]
+    homes = {"": (attention, mlp), "attention": (attention, attention), "mlp": (mlp, mlp)}[joint]
+    changes = _changes(injection, layers, paths, homes)
+    _require_glora(config, empty, changes)
+    return _glora(empty, changes)
+
+
+def _paths(config: PreTrainedConfig, injection: Injection) -> tuple[str, str]:
+    """The last linear maps of attention and MLP, "" for one that is left alone."""
+    kind = config.model_type
+    if getattr(config, "quantization_config", None):
+        raise _refusal(config, "its weights are quantized, export from the unquantized checkpoint")
+    if kind not in LAST_MAPS:
+        reason = REFUSED.get(kind, f"only {', '.join(sorted(LAST_MAPS))} are known to hold one")
+        raise _refusal(config, reason)
+    amounts, scales = injection.coefficients.float().cpu().unbind(-1)
+    added = amounts[..., None] * injection.context.values.float().cpu()
+    paths = []
+    for site, path in enumerate(LAST_MAPS[kind]):
+        alone = bool((scales[:, site] == 1).all()) and not added[:, site].any()
+        if not path and not alone:
+            cure = f", fit with --set writers=mha{'' if (scales == 1).all() else f' {_ADD}'}"
+            cure = cure if LAST_MAPS[kind][0] else ""
+            raise _refusal(config, f"its experts are no linear layer{cure}")
+        paths.append("" if alone else path)
+    if not any(paths):
+        raise _refusal(config, "it changes nothing, as it adds zeros and every beta is 1")
+    return paths[0], paths[1]
+
+
+def _changes(
+    injection: Injection, layers: str, paths: tuple[str, str], homes: tuple[str, str]
+) -> dict[str, Change]:
+    """What becomes of each linear map, by its name; `homes` are the maps that take the constants."""
+    values, pairs = injection.context.values.float().cpu(), injection.coefficients.float().cpu()
+    changes: dict[str, Change] = {}
+    for layer in range(len(values)):
+        for site in range(2):
+            if not paths[site]:
+                continue
+            amount, scale = pairs[layer, site].tolist()
+            changes.setdefault(f"{layers}.{layer}.{paths[site]}", Change()).scale = scale
+            home = changes.setdefault(f"{layers}.{layer}.{homes[site]}", Change())
+            added = amount * values[layer, site]
+            home.constant = added if home.constant is None else home.constant + added
+    return changes
+
+
+def _require_glora(config: PreTrainedConfig, empty: nn.Module, changes: Mapping[str, Change]) -> None:
+    for name, change in changes.items():
+        linear: Any = empty.get_submodule(name)
+        kind = type(linear)
+        moved = change.constant is not None and bool(change.constant.any())
+        if kind is not nn.Linear:
+            reason = f"GLoRA knows torch.nn.Linear alone and {name} is a {kind.__name__}"
+        elif moved and linear.bias is None:
+            reason = f"no tuner both scales and adds where a layer has no bias, as {name}"
+        else:
+            continue
+        raise _refusal(config, f"{reason}; fit with {_ADD}, where LoRA can hold it")
+
+
+def _refusal(config: PreTrainedConfig, reason: str) -> I2CLError:
+    instead = HOOKED
+    with suppress(I2CLError):
+        family_of(config)
+        instead = f"export --to hf, or {HOOKED}"
+    kind = config.model_type
+    return I2CLError(f"no PEFT adapter holds this injection into a {kind!r} model: {reason}; else {instead}")
+
+
+def _lora(empty: Any, changes: Mapping[str, Change]) -> Adapter:
+    with installed():
+        from peft import LoraConfig
+    transposed = any(not isinstance(empty.get_submodule(name), nn.Linear) for name in changes)
+    config = LoraConfig(
+        r=1,
+        lora_alpha=1,
+        lora_bias=True,
+        fan_in_fan_out=transposed,  # GPT-2's Conv1D
+        target_modules=_targets(changes),
+        task_type="CAUSAL_LM",
+    )
+
+    def value(change: Change, part: str, shape: torch.Size) -> Tensor:
+        held = change.constant if part == "lora_B.bias" else None
+        return torch.zeros(shape) if held is None else held
+
+    return Adapter("LoRA", config, *_filled(config, empty, changes, value, "lora_B.bias"))
+
+
+def _glora(empty: Any, changes: Mapping[str, Change]) -> Adapter:
+    with installed():
+        from peft import GloraConfig
+    config = GloraConfig(
+        config_A_B="constant",
+        config_C="none",
+        config_D_E="vector",
+        target_modules=_targets(changes),
+        task_type="CAUSAL_LM",
+    )
+
+    def value(change: Change, part: str, shape: torch.Size) -> Tensor:
+        if part in {"glora_A.X", "glora_D.X"}:
+            return torch.full(shape, change.scale - 1)
+        held = change.constant if part == "glora_E.X" else None
+        return torch.zeros(shape) if held is None else held
+
+    return Adapter("GLoRA", config, *_filled(config, empty, changes, value, "glora_E.X"))
+
+
+def _targets(changes: Mapping[str, Change]) -> list[str]:
+    return sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in changes})  # the same in all layers
+
+
+def _filled(
+    config: "PeftConfig",
+    empty: Any,
+    changes: Mapping[str, Change],
+    value: Callable[[Change, str, torch.Size], Tensor],
+    constant: str,
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The tuner's own tensors on an empty model, each as a rule says, and which of them hold constants."""
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    with quiet():
+        names = get_peft_model_state_dict(get_peft_model(empty, config), save_embedding_layers=False)
+    tensors, constants = {}, []
+    for name, like in names.items():
+        module, part = _split(name)
+        tensors[name] = value(changes[module], part, like.shape).contiguous()
+        if part == constant:
+            constants.append(name)
+    return tensors, tuple(constants)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The module and the tuner's part of it, from what PEFT calls a tensor."""
+    module, part = re.split(r"\.(?=g?lora_)", name.removeprefix(_PREFIX), maxsplit=1)
+    return module, part
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Raise an I2CLError that names what to install where a name of PEFT cannot be imported."""
+    needs("a PEFT adapter", "peft", "peft")
+    try:
+        yield
+    except ImportError:
+        raise I2CLError("this version of peft lacks the tuner that it takes: pip install -U peft") from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No advice from PEFT, such as that LoRA's vector cannot be merged where a layer has no bias."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def export_peft(
@@ -90,20 +313,16 @@ def load_adapter(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """The base model in float32 wearing an adapter, and the adapter's tensors by name.
 
-    Args:
-        folder: holds the adapter, in safetensors.
-        model: base model; default: the one that the adapter's config names.
-        device: see `i2cl.Decoder.from_pretrained`.
-
-    Raises:
-        I2CLError: if either cannot be read, or they do not fit together.
+    ``folder``: holds the adapter, in safetensors; ``model``: base model; default: the one that the adapter's
+    config names; ``device``: see `i2cl.Decoder.from_pretrained`. Raises I2CLError if either cannot be read,
+    or they do not fit together.
     """
     with installed():
         from peft import PeftModel
     path = Path(folder)
     try:
-        told = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        name, revision = model or told["base_model_name_or_path"], None if model else told.get("revision")
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        name, revision = model or config["base_model_name_or_path"], None if model else config.get("revision")
         state = load_file(path / WEIGHTS)  # also says that these are no pickles
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise I2CLError(f"{str(path)!r} holds a damaged adapter ({error}): export it again") from None

@@ -17,11 +17,10 @@ from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.greedy.calls import sent_to_servers
 from i2cl.export.verify import Answer
 
-TOLERANCE = 0.05
-"""Servers run in lower precision."""
+TOLERANCE = 0.05  # servers run in lower precision
 
+# Environment variable of the key that is sent, by the name that vLLM's own server reads it from.
 KEY = "VLLM_API_KEY"
-"""Environment variable of the key that is sent, by the name that vLLM's own server reads it from."""
 
 
 def ask_server(
@@ -104,11 +103,9 @@ class _Server:
             return answer
         return replace(answer, whole=_whole(golden, prompt, answer, echoes))
 
-    def said(self, query: list[int] | str | None, first: Any) -> str | None:
+    def said(self, query: list[int] | str | None, first: Any) -> str:
         """The label that greedy decoding says; ``first`` is the reply of one token."""
         golden = self.golden
-        if golden.greedy is None:
-            return None
         more = sent_to_servers(golden)
         if more or golden.length > 1:
             first = self.complete(query, max_tokens=golden.length, logprobs=None, **more)
@@ -124,8 +121,8 @@ class _RefusedError(I2CLError):
 
 def _answer(golden: Golden, reply: Any) -> Answer:
     try:
-        told = _told(reply["choices"][0]["logprobs"])
-        floor = min(told.values())
+        values = _told(reply["choices"][0]["logprobs"])
+        floor = min(values.values())
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         raise I2CLError(
             "the server tells no log-probabilities: start it so that completions answer logprobs"
@@ -133,34 +130,32 @@ def _answer(golden: Golden, reply: Any) -> Answer:
     labels = []
     for token, text in zip(golden.label_ids, golden.label_texts, strict=True):
         keys: tuple[int | str, ...] = (token, f"token_id:{token}", text)
-        labels.append(next((told[key] for key in keys if key in told), None))
+        labels.append(next((values[key] for key in keys if key in values), None))
     return Answer(tuple(labels), floor=floor)
 
 
 def _whole(golden: Golden, prompt: GoldenPrompt, answer: Answer, echoes: list[Any]) -> tuple[float, ...]:
     """Log-probability of each label's sequence, from replies that echo it; none if one does not fit."""
-    found = []
+    sums = []
     for ids, first, reply in zip(golden.sequences, answer.labels, echoes, strict=True):
         try:
-            told, usage = reply["choices"][0]["logprobs"]["token_logprobs"], reply["usage"]
+            listed, usage = reply["choices"][0]["logprobs"]["token_logprobs"], reply["usage"]
             fits = usage["prompt_tokens"] == len(prompt.ids) + len(ids)
-            end = len(told) - usage["completion_tokens"]  # counted from there: some leave out BOS in front
-            values = [float(value) for value in told[end - len(ids) : end]]
+            end = len(listed) - usage["completion_tokens"]  # counted from there: some leave out BOS in front
+            values = [float(value) for value in listed[end - len(ids) : end]]
         except (KeyError, IndexError, TypeError, ValueError):
             return ()
-        if not fits or len(values) < len(ids) or (first is not None and not _close(values[0], first)):
+        if not fits or len(values) < len(ids):
             return ()
-        found.append(math.fsum(values))
-    return tuple(found)
+        if first is not None and not math.isclose(values[0], first, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+            return ()
+        sums.append(math.fsum(values))
+    return tuple(sums)
 
 
 def _all_or_none(answers: list[Answer]) -> list[Answer]:
     """Without whole sequences where one prompt's do not fit: the others' may do so by chance."""
     return answers if all(answer.whole for answer in answers) else [replace(one, whole=()) for one in answers]
-
-
-def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def _told(logprobs: Any) -> dict[int | str, float]:

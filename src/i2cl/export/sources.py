@@ -25,26 +25,17 @@ UNWANTED = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class Source:
-    """What a checkpoint is made from.
+    """What a checkpoint is made from."""
 
-    Attributes:
-        config: of the model.
-        tensors: its weights.
-        tokenizer: saved beside the result.
-        generation: its generation settings, if any.
-    """
-
-    config: PreTrainedConfig
-    tensors: Tensors
-    tokenizer: PreTrainedTokenizerBase
-    generation: GenerationConfig | None
+    config: PreTrainedConfig  # of the model
+    tensors: Tensors  # its weights
+    tokenizer: PreTrainedTokenizerBase  # saved beside the result
+    generation: GenerationConfig | None  # its generation settings, if any
 
 
 def from_memory(decoder: Decoder) -> Source:
-    """A model that is loaded.
-
-    Raises:
-        I2CLError: if its writers are not those of the table, it is quantized, or parts are offloaded.
+    """A model that is loaded. Raises I2CLError if its writers are not those of the table, it is quantized, or
+    parts are offloaded.
     """
     require_known(decoder)
     model = decoder.model
@@ -54,9 +45,7 @@ def from_memory(decoder: Decoder) -> Source:
 
 def from_files(name: str, revision: str | None = None) -> Source:
     """A model by its name. Weights of a folder or a hub id stay on disk; a GGUF file is loaded in float32.
-
-    Raises:
-        I2CLError: if it cannot be found or read, or its family cannot be folded.
+    Raises I2CLError if it cannot be found or read, or its family cannot be folded.
     """
     if is_gguf(Path(located(name))):
         model, tokens = load_model_and_tokenizer(name, dtype="float32", device="cpu", revision=revision)
@@ -77,18 +66,14 @@ def from_files(name: str, revision: str | None = None) -> Source:
 
 
 def checkpoint_folder(name: str, revision: str | None = None) -> Path:
-    """Where the files of a model are: bundled, a folder, or the hub's snapshot.
-
-    Raises:
-        I2CLError: if there is none.
-    """
+    """A model's files: bundled, a folder, or the hub's snapshot. Raises I2CLError if there are none."""
     folder = Path(located(name))
     if not folder.is_dir():
         try:
-            found = snapshot_download(
+            snapshot = snapshot_download(
                 name, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED
             )
-            folder = Path(found)
+            folder = Path(snapshot)
         except (OSError, ValueError) as error:
             raise I2CLError(
                 f"no model at {name!r}: no such folder, and the hub says {type(error).__name__}"

@@ -15,9 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 LOWER = (torch.bfloat16, torch.float16)
-
-ROWS = 8192
-"""Rows of a weight that are in float32 at one time: of a large head, not all."""
+ROWS = 8192  # rows of a weight that are in float32 at one time: of a large head, not all
 
 
 class Upcast(TorchFunctionMode):
@@ -38,8 +36,8 @@ class Upcast(TorchFunctionMode):
         if func is functional.linear and args[1].dtype in LOWER:
             return _linear(*args, **named)
         if name == "__get__":  # its dtype is told to be float32, since blocks cast activations to it
-            told = func(*args, **named)
-            return torch.float32 if isinstance(told, torch.dtype) and told in LOWER else told
+            value = func(*args, **named)
+            return torch.float32 if isinstance(value, torch.dtype) and value in LOWER else value
         if name in {"__set__", "__setitem__"} or (name.endswith("_") and name[-2:] != "__"):
             return func(*args, **named)
         return func(*tree_map(_raised, args), **tree_map(_raised, named))

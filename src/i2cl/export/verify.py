@@ -19,11 +19,8 @@ from i2cl.export.greedy.labels import enough
 from i2cl.export.peft import generation_of, is_adapter, load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
 
-SHOWN = 32
-"""Characters of a prompt in the outcome's rows, at most."""
-
-CLOSER = 4
-"""A wrong answer is told to be that without biases if it is this many times closer to it."""
+SHOWN = 32  # characters of a prompt in the outcome's rows, at most
+CLOSER = 4  # a wrong answer is told to be that without biases if it is this many times closer to it
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,14 @@ class Answer:
         floor: no token that was not told is more probable than this; None where all were.
         top_logits: of the golden prompt's top tokens, where logits are told.
         whole: log-probability of each label's whole sequence; empty where they were not told or asked.
-        said: the label that greedy decoding says, empty where it says none; None where it was not asked.
+        said: the label that greedy decoding says, empty where it says none.
     """
 
     labels: tuple[float | None, ...]
     floor: float | None = None
     top_logits: tuple[float, ...] = ()
     whole: tuple[float, ...] = ()
-    said: str | None = None
+    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,17 +75,15 @@ class Verification:
         return max(self.differences)
 
     @property
-    def greedy(self) -> list[bool] | None:
-        """Whether greedy decoding says the label expected, prompt by prompt; None where it was not asked."""
-        pairs = list(zip(self.golden.prompts, self.answers, strict=True))
-        if self.golden.greedy is None or any(answer.said is None for _, answer in pairs):
-            return None
+    def greedy(self) -> list[bool]:
+        """Whether greedy decoding says the label expected, prompt by prompt."""
+        pairs = zip(self.golden.prompts, self.answers, strict=True)
         return [answer.said == prompt.prediction for prompt, answer in pairs]
 
     @property
     def says_labels(self) -> bool:
-        """Whether enough of greedy decoding's answers are right, as far as it was asked."""
-        return self.greedy is None or enough(self.greedy)
+        """Whether enough of greedy decoding's answers are right."""
+        return enough(self.greedy)
 
     @property
     def passed(self) -> bool:
@@ -112,7 +107,7 @@ class Verification:
                 "prompt": shorten(prompt.text.splitlines()[0], SHOWN, placeholder=" ..."),
                 "expected": prompt.prediction,
                 "found": self._found(answer),
-                "greedy": "-" if self.greedy is None else answer.said or "no label",
+                "greedy": answer.said or "no label",
                 "difference": f"{difference:.1e}",
             }
             for prompt, answer, difference in zip(
@@ -154,8 +149,8 @@ def verify(
     def logits(ids: Sequence[int]) -> Tensor:
         with torch.no_grad():
             batch = torch.tensor([ids], device=loaded.device)
-            found: Tensor = loaded(input_ids=batch, use_cache=False).logits[0, -1].float().cpu()
-        return found
+            values: Tensor = loaded(input_ids=batch, use_cache=False).logits[0, -1].float().cpu()
+        return values
 
     def said(prompt: GoldenPrompt) -> str:
         batch = torch.tensor([prompt.ids], device=loaded.device)
@@ -167,9 +162,9 @@ def verify(
         )
         return golden.said(made[0, len(prompt.ids) :].tolist())
 
-    answers = [answered(golden, prompt, logits, said) for prompt in golden.prompts]
+    answers = [answer_of(golden, prompt, logits, said) for prompt in golden.prompts]
     lost = golden.lost({name for name in golden.biases if name in state and state[name].any()})
-    return replace(judged(golden, answers, tolerance, lost), searched=golden.compared)
+    return replace(compare(golden, answers, tolerance, lost), searched=golden.compared)
 
 
 def _loaded(
@@ -184,7 +179,7 @@ def _loaded(
     return whole, whole.state_dict()
 
 
-def answered(
+def answer_of(
     golden: Golden,
     prompt: GoldenPrompt,
     logits: Callable[[Sequence[int]], Float[Tensor, " vocab"]],
@@ -192,11 +187,8 @@ def answered(
 ) -> Answer:
     """What a target that can be run here says after one prompt.
 
-    Args:
-        golden: which labels to ask for.
-        prompt: what to ask.
-        logits: of the token after some ids, in float32.
-        said: the label that greedy decoding says; asked where the golden values know what is expected of it.
+    ``golden``: which labels to ask for; ``prompt``: what to ask; ``logits``: of the token after some ids, in
+    float32; ``said``: the label that greedy decoding says.
     """
     after, start = cache(logits), tuple(prompt.ids)  # labels that begin alike are run once
 
@@ -209,42 +201,38 @@ def answered(
         tuple(first.log_softmax(-1)[golden.label_ids].tolist()),
         top_logits=tuple(first[prompt.top_ids].tolist()),
         whole=tuple(map(whole, golden.sequences)),
-        said=None if golden.greedy is None else said(prompt),
+        said=said(prompt),
     )
 
 
-def judged(
+def compare(
     golden: Golden, answers: Sequence[Answer], tolerance: float | None = None, lost: Sequence[str] = ()
 ) -> Verification:
     """Compare answers with what was expected, and look for dropped biases if they differ.
 
-    Args:
-        golden: what was expected.
-        answers: what a target said, prompt by prompt.
-        tolerance: largest relative difference; default: the export's own.
-        lost: names of biases that are known to be dropped.
-
-    Raises:
-        I2CLError: if a target told nothing about any label.
+    ``golden``: what was expected; ``answers``: what a target said, prompt by prompt; ``tolerance``: largest
+    relative difference; default: the export's own; ``lost``: names of biases that are known to be dropped.
+    Raises I2CLError if a target told nothing about any label.
     """
     if all(value is None for answer in answers for value in answer.labels):
         raise I2CLError("the target told no label's probability: ask for more with --logprobs")
-    found = Verification(golden, tuple(answers), golden.tolerance if tolerance is None else tolerance)
-    if found.passed:
-        return found
-    dropped = f"the bias {_some(lost)} is dropped" if lost else _as_if_dropped(found)
-    return replace(found, dropped=dropped)
+    outcome = Verification(golden, tuple(answers), golden.tolerance if tolerance is None else tolerance)
+    if outcome.passed:
+        return outcome
+    more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+    dropped = f"the bias {lost[0]}{more} is dropped" if lost else _as_if_dropped(outcome)
+    return replace(outcome, dropped=dropped)
 
 
-def _as_if_dropped(found: Verification) -> str | None:
+def _as_if_dropped(outcome: Verification) -> str | None:
     pairs = [
         (prompt, answer)
-        for prompt, answer in zip(found.golden.prompts, found.answers, strict=True)
+        for prompt, answer in zip(outcome.golden.prompts, outcome.answers, strict=True)
         if prompt.dropped
     ]
     distances = {
         name: max(_label_difference(prompt.dropped[name], answer) for prompt, answer in pairs)
-        for name in found.golden.prompts[0].dropped
+        for name in outcome.golden.prompts[0].dropped
     }
     name = min(distances, key=lambda name: distances[name])
     distance = max(_label_difference(prompt.labels, answer) for prompt, answer in pairs)
@@ -256,30 +244,18 @@ def _as_if_dropped(found: Verification) -> str | None:
 def _difference(prompt: GoldenPrompt, answer: Answer) -> float:
     """Largest difference of a prompt's values, over the largest of the same kind, at least 1."""
     pairs = [(prompt.top_logits, answer.top_logits), (prompt.whole, answer.whole)]
-    rest = [_relative(list(zip(expected, found, strict=True))) for expected, found in pairs if found]
+    rest = [_relative(list(zip(expected, values, strict=True))) for expected, values in pairs if values]
     return max([_label_difference(prompt.labels, answer), *rest])
 
 
 def _label_difference(expected: Sequence[float], answer: Answer) -> float:
     """The same of the labels' first tokens alone."""
-    pairs = [
-        (wanted, _least(wanted, answer.floor) if value is None else value)
-        for wanted, value in zip(expected, answer.labels, strict=True)
-    ]
-    return _relative(pairs)
+    floor = math.inf if answer.floor is None else answer.floor  # below it, the closest value counts
+    pairs = zip(expected, answer.labels, strict=True)
+    return _relative([(wanted, min(wanted, floor) if value is None else value) for wanted, value in pairs])
 
 
 def _relative(pairs: Sequence[tuple[float, float]]) -> float:
     size = max(1.0, *(abs(wanted) for wanted, _ in pairs))
     worst = [abs(wanted - value) / size for wanted, value in pairs]
     return max(worst) if all(map(math.isfinite, worst)) else math.inf
-
-
-def _least(wanted: float, floor: float | None) -> float:
-    """The value below the floor that is closest to what was expected."""
-    return wanted if floor is None else min(wanted, floor)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{names[0]}{more}"

@@ -18,11 +18,8 @@ from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
 
-FEWEST_UNLABELLED = 32
-"""With fewer, the mean is little more than chance."""
-
-ROUNDED = 0.01
-"""How far the shares of a prior may be from a sum of 1."""
+FEWEST_UNLABELLED = 32  # with fewer, the mean is little more than chance
+ROUNDED = 0.01  # how far the shares of a prior may be from a sum of 1
 
 
 class FewTextsWarning(UserWarning):
@@ -63,8 +60,8 @@ def with_label_prior(
         warnings.warn(f"{message}: give at least {FEWEST_UNLABELLED}", FewTextsWarning, stacklevel=2)
     scores = injection.scores(decoder, texts, force=force, progress=progress)
     bias = bias_towards(shares, scores)
-    told = {"texts": len(texts), "prior": None if prior is None else list(prior)}
-    return _unmeasured(injection, tuple(bias.tolist()), injection.settings | {LABEL_PRIOR: told})
+    record = {"texts": len(texts), "prior": None if prior is None else list(prior)}
+    return _unmeasured(injection, tuple(bias.tolist()), injection.settings | {LABEL_PRIOR: record})
 
 
 def without_label_prior(injection: Injection) -> Injection:
@@ -80,9 +77,8 @@ def bias_towards(
 ) -> Float[Tensor, " labels"]:
     """What `i2cl.models.scoring.biased` is to add to such scores, in nats; 0 where a mean is as the prior.
 
-    Args:
-        prior: share of each label; None: all equal.
-        scores: log-probabilities of the labels, up to a constant a text.
+    ``prior``: share of each label; None: all equal; ``scores``: log-probabilities of the labels, up to a
+    constant a text.
     """
     prior = torch.full_like(scores[0], 1 / scores.shape[1]) if prior is None else prior
     return prior.log() - log_mean(scores)
@@ -94,11 +90,7 @@ def log_mean(scores: Float[Tensor, "texts labels"]) -> Float[Tensor, " labels"]:
 
 
 def require_shares(prior: Sequence[float], labels: Sequence[str]) -> Float[Tensor, " labels"]:
-    """A prior as shares that sum to 1.
-
-    Raises:
-        I2CLError: if it is not one number above 0 for each label, or their sum is not 1 to `ROUNDED`.
-    """
+    """Shares that sum to 1. Raises I2CLError unless one above 0 a label, with a sum of 1 to `ROUNDED`."""
     named = f"the prior {', '.join(f'{share:g}' for share in prior)}"
     if len(prior) != len(labels):
         words = ", ".join(labels)

@@ -23,27 +23,16 @@ from i2cl.models.scoring import Progress, Questions, among, require_finite, requ
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """What a batch needs of a task; never changed, so what was asked of it is not disturbed by a drop.
+    """What a batch needs of a task; never changed, so what was asked of it is not disturbed by a drop."""
 
-    Attributes:
-        questions: the task, as it is asked and read.
-        scaled: context vector times lambda, axes [layer, (mha, mlp), d].
-        keep: beta, axes [layer, (mha, mlp)].
-        site: where it is injected.
-        positions: at which query tokens.
-        seed: of ``positions="random"``.
-        bias: a number for each label, in nats; None for none.
-        temperature: what scores are divided by behind it.
-    """
-
-    questions: Questions
-    scaled: Float[Tensor, "layers sites d"]
-    keep: Float[Tensor, "layers sites"]
-    site: Site
-    positions: Positions
-    seed: int
-    bias: Float[Tensor, " labels"] | None
-    temperature: float
+    questions: Questions  # the task, as it is asked and read
+    scaled: Float[Tensor, "layers sites d"]  # context vector times lambda, axes [layer, (mha, mlp), d]
+    keep: Float[Tensor, "layers sites"]  # beta, axes [layer, (mha, mlp)]
+    site: Site  # where it is injected
+    positions: Positions  # at which query tokens
+    seed: int  # of ``positions="random"``
+    bias: Float[Tensor, " labels"] | None  # a number for each label, in nats; None for none
+    temperature: float  # what scores are divided by behind it
 
     @property
     def kind(self) -> tuple[Site, bool, Positions, int]:
@@ -55,30 +44,21 @@ class Loaded:
             self.seed if self.positions == "random" else 0,
         )
 
-    def asked(self, texts: Sequence[str], *, cut: bool = True) -> "list[Asked]":
+    def queries(self, texts: Sequence[str], *, cut: bool = True) -> "list[TaskQuery]":
         """Texts as they will be asked, each a row of any batch.
 
-        Args:
-            texts: what to classify.
-            cut: shorten what exceeds the context, with a warning, instead of refusing it.
-
-        Raises:
-            I2CLError: on an empty text; a `TooLongError` on one that is to be refused.
+        ``texts``: what to classify; ``cut``: shorten what exceeds the context, with a warning, instead of
+        refusing it. Raises I2CLError on an empty text; a `TooLongError` on one that is to be refused.
         """
-        return [Asked(self, ids) for ids in self.questions.queries(texts, cut=cut)]
+        return [TaskQuery(self, ids) for ids in self.questions.queries(texts, cut=cut)]
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A text of a task that was loaded when it came: an answer is of that one, whatever is loaded by then.
+class TaskQuery:
+    """A text of a task that was loaded when it came: an answer is of that one, whatever is loaded by then."""
 
-    Attributes:
-        task: as it was loaded.
-        ids: token ids of the query.
-    """
-
-    task: Loaded
-    ids: Ids
+    task: Loaded  # as it was loaded
+    ids: Ids  # token ids of the query
 
     @property
     def tokens(self) -> int:
@@ -129,11 +109,7 @@ class InjectionPool:
         )
 
     def drop(self, name: str) -> None:
-        """Forget an injection; batches that run with it end as they began.
-
-        Raises:
-            I2CLError: if there is none of that name.
-        """
+        """Forget an injection; running batches end as they began. Raises I2CLError if there is none of it."""
         if self._loaded.pop(name, None) is None:
             raise self._unknown(name)
 
@@ -162,47 +138,37 @@ class InjectionPool:
         Raises:
             I2CLError: on an unknown name, an empty text, or lists of different lengths.
         """
-        return self.answers(self._asked(texts, task_ids), progress=progress)
+        return self.answers(self._queries(texts, task_ids), progress=progress)
 
     def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
-        """The most probable label word of each text.
-
-        Raises:
-            I2CLError: as `scores`.
-        """
-        asked = self._asked(texts, task_ids)
-        scores = self.answers(asked)
-        each = zip(asked, scores, strict=True)
+        """The most probable label word of each text. Raises I2CLError as `scores`."""
+        queries = self._queries(texts, task_ids)
+        scores = self.answers(queries)
+        each = zip(queries, scores, strict=True)
         return [one.task.questions.task.labels[int(row.argmax())] for one, row in each]
 
     def task(self, name: str) -> Loaded:
-        """A task as it is loaded now.
-
-        Raises:
-            I2CLError: if there is none of that name.
-        """
-        found = self._loaded.get(name)
-        if found is None:
+        """A task as it is loaded now. Raises I2CLError if there is none of that name."""
+        task = self._loaded.get(name)
+        if task is None:
             raise self._unknown(name)
-        return found
+        return task
 
     def answers(
-        self, asked: Sequence[Asked], *, progress: Progress | None = None
+        self, queries: Sequence[TaskQuery], *, progress: Progress | None = None
     ) -> list[Float[Tensor, " labels"]]:
-        """`scores` of what was asked of tasks of this pool's model, loaded still or not.
-
-        Raises:
-            I2CLError: if one row alone does not fit into memory, or a score is not a number.
+        """`scores` of what was asked of tasks of this pool's model, loaded still or not. Raises I2CLError if
+        one row alone does not fit into memory, or a score is not a number.
         """
-        found: list[Tensor] = [torch.empty(0)] * len(asked)
+        scores: list[Tensor] = [torch.empty(0)] * len(queries)
         by_kind = defaultdict(list)
-        for row, one in enumerate(asked):
+        for row, one in enumerate(queries):
             by_kind[one.task.kind].append(row)
         for rows in by_kind.values():
-            chosen = [asked[row].task for row in rows]
+            chosen = [queries[row].task for row in rows]
             values = score(
                 self.decoder,
-                [asked[row].ids for row in rows],
+                [queries[row].ids for row in rows],
                 [one.questions.labels for one in chosen],
                 edit=_edit(chosen),
                 progress=progress,
@@ -210,10 +176,10 @@ class InjectionPool:
             require_finite(values, self.decoder)
             for row, task, line in zip(rows, chosen, values, strict=True):
                 own = line[: len(task.questions.labels.ids)]
-                found[row] = among(own, task.bias, task.temperature)
-        return found
+                scores[row] = among(own, task.bias, task.temperature)
+        return scores
 
-    def _asked(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[Asked]:
+    def _queries(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[TaskQuery]:
         if len(texts) != len(task_ids):
             raise I2CLError(f"{len(texts)} texts, but {len(task_ids)} task ids: give every text its own")
         require_texts(texts)
@@ -221,10 +187,10 @@ class InjectionPool:
         for row, name in enumerate(task_ids):
             by_task[name].append(row)
         known = {name: self.task(name) for name in by_task}  # looked up once for all rows
-        found: dict[int, Asked] = {}
+        queries: dict[int, TaskQuery] = {}
         for name, rows in by_task.items():
-            found |= zip(rows, known[name].asked([texts[row] for row in rows]), strict=True)
-        return [found[row] for row in range(len(texts))]
+            queries |= zip(rows, known[name].queries([texts[row] for row in rows]), strict=True)
+        return [queries[row] for row in range(len(texts))]
 
     def _unknown(self, name: str) -> I2CLError:
         return I2CLError(f"no injection {name!r} is loaded (of {len(self)}): load it first")

@@ -19,14 +19,12 @@ TYPICAL, SPREAD = 2.4, 0.5
 Of ten tasks and four seeds on SmolLM2 (docs/log.md).
 """
 
-COLDEST, HOTTEST = 0.01, 100.0
-"""Temperatures that are searched."""
+COLDEST, HOTTEST = 0.01, 100.0  # temperatures that are searched
 
+# Log-probability, in nats, below which none is told from 0: the least number of half precision.
 LEAST = float(np.finfo(np.float16).min)
-"""Log-probability, in nats, below which none is told from 0: the least number of half precision."""
 
-_HALVINGS = 50
-"""Of the search, which leaves a factor below 1 + 1e-14."""
+_HALVINGS = 50  # of the search, which leaves a factor below 1 + 1e-14
 
 Scores = Float[np.ndarray, "queries labels"]
 Labels = Int[np.ndarray, " queries"]

@@ -24,8 +24,8 @@ from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.training import StepProgress
 from i2cl.tasks import Example, Task
 
+# Index of each related anchor, ascending, with its weight. The weights sum to one.
 AnchorWeights = tuple[tuple[int, float], ...]
-"""Index of each related anchor, ascending, with its weight. The weights sum to one."""
 
 
 class TransferConfig(BaseModel):
@@ -61,10 +61,8 @@ class Transferred:
 def similarity(one: Injection, other: Injection) -> float:
     """Cosine of two injections' coefficients, each read as one row: all layers, writers, lambda and beta.
 
-    Coefficients that hardly moved from a common start are alike whatever their tasks.
-
-    Raises:
-        I2CLError: if they have different shapes.
+    Coefficients that hardly moved from a common start are alike whatever their tasks. Raises I2CLError if
+    they have different shapes.
     """
     shapes = tuple(one.coefficients.shape), tuple(other.coefficients.shape)
     if shapes[0] != shapes[1]:
@@ -82,10 +80,8 @@ def related(
     """The anchors whose cosine with the new task exceeds the threshold, weighted by softmax(cosine / tau).
 
     This is the equation of the paper's text. Its algorithm box closes a parenthesis early and divides the
-    exponential by tau instead, which would not sum to one.
-
-    Raises:
-        I2CLError: on an anchor of another model, other writers or other positions.
+    exponential by tau instead, which would not sum to one. Raises I2CLError on an anchor of another model,
+    other writers or other positions.
     """
     config = config or TransferConfig()
     _require_alike(anchors, new.base, new.context.config.writers, new.positions)

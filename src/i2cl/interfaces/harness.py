@@ -31,8 +31,7 @@ except I2CLError as error:
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-NAME = "i2cl"
-"""What ``--model`` calls it."""
+NAME = "i2cl"  # what ``--model`` calls it
 
 
 @register_model(NAME)
@@ -108,8 +107,8 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
 
     def loglikelihood(self, *arguments: Any, **options: Any) -> list[tuple[float, bool]]:
         """Log-likelihoods of continuations over the temperature, and whether each is the greedy one."""
-        found = super().loglikelihood(*arguments, **options)
-        return [(value / self._temperature, greedy) for value, greedy in found]
+        pairs = super().loglikelihood(*arguments, **options)
+        return [(value / self._temperature, greedy) for value, greedy in pairs]
 
     def _model_call(self, *arguments: Any, **options: Any) -> Tensor:
         """Logits of right-padded rows, which causal attention makes those of the rows alone."""

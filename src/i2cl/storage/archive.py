@@ -13,11 +13,10 @@ from huggingface_hub import cached_assets_path
 from i2cl.errors import I2CLError
 from i2cl.storage.atomic import new_folder, write_errors
 
-MOST_BYTES = 2**30
-"""Of all members together: more is no model that this package unpacks."""
+MOST_BYTES = 2**30  # of all members together: more is no model that this package unpacks
 
+# Ends of the names that are unpacked. Pickles, which can run code when loaded, are none.
 KINDS = (".json", ".md", ".safetensors", ".txt")
-"""Ends of the names that are unpacked. Pickles, which can run code when loaded, are none."""
 
 
 def unpacked(archive: Path, name: str) -> Path:
@@ -26,18 +25,15 @@ def unpacked(archive: Path, name: str) -> Path:
     It lies where the hub's client keeps the files of other libraries (``HF_ASSETS_CACHE``), under a name that
     changes with the archive's contents.
 
-    Args:
-        archive: the file.
-        name: what it holds, as a part of the folder's name.
-
-    Raises:
-        I2CLError: if it is no zip archive or a damaged one, or holds a member that leaves the folder, is of
-            a kind that is not unpacked, or is too large; or if the folder cannot be written.
+    ``archive``: the file; ``name``: what it holds, as a part of the folder's name. Raises I2CLError if it is
+    no zip archive or a damaged one, or holds a member that leaves the folder, is of a kind that is not
+    unpacked, or is too large; or if the folder cannot be written.
     """
     try:
         with zipfile.ZipFile(archive) as opened:
             members = _checked(archive, opened.infolist())
-            place = f"{name}-{_digest(members)}"
+            listed = "\n".join(f"{one.filename} {one.file_size} {one.CRC}" for one in members)
+            place = f"{name}-{hashlib.sha256(listed.encode()).hexdigest()[:16]}"
             with write_errors("to the cache of the hub", "free space or set HF_ASSETS_CACHE"):
                 parent = cached_assets_path("i2cl", namespace="archives", subfolder=place)
                 with FileLock(parent / ".lock"):
@@ -53,11 +49,7 @@ def unpacked(archive: Path, name: str) -> Path:
 
 
 def _checked(archive: Path, members: Iterable[zipfile.ZipInfo]) -> list[zipfile.ZipInfo]:
-    """The files among the members.
-
-    Raises:
-        I2CLError: naming the first that is not to be unpacked.
-    """
+    """The files among the members."""
     files = [member for member in members if not member.is_dir()]
     for member in files:
         path = PurePosixPath(member.filename)
@@ -72,9 +64,3 @@ def _checked(archive: Path, members: Iterable[zipfile.ZipInfo]) -> list[zipfile.
     if sum(member.file_size for member in files) > MOST_BYTES:
         raise I2CLError(f"{str(archive)!r} is not unpacked: its members take more than {MOST_BYTES:,} bytes")
     return files
-
-
-def _digest(members: Iterable[zipfile.ZipInfo]) -> str:
-    """Of names, sizes and checksums, which need no look at the contents."""
-    told = "\n".join(f"{one.filename} {one.file_size} {one.CRC}" for one in members)
-    return hashlib.sha256(told.encode()).hexdigest()[:16]

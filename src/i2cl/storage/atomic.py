@@ -22,12 +22,8 @@ class WriteError(I2CLError):
 def write_errors(what: str, cure: str = "free space or choose another place") -> Iterator[None]:
     """Say in one line what could not be written.
 
-    Args:
-        what: such as ``to 'folder'``.
-        cure: what to do then.
-
-    Raises:
-        WriteError: in place of any error of the block that `system_cause` knows.
+    ``what``: such as ``to 'folder'``; ``cure``: what to do then. Raises WriteError in place of any error of
+    the block that `system_cause` knows.
     """
     try:
         yield
@@ -47,15 +43,13 @@ def system_cause(error: Exception) -> str | None:
         return None
     if isinstance(error, OSError):
         return error.strerror or f"{error}; is the disk full?"  # NumPy says how much it wrote, and not why
-    told = None if isinstance(error, I2CLError) else _TOLD_BY_RUST.search(str(error))
-    return told and told[1].strip()
+    match = None if isinstance(error, I2CLError) else _TOLD_BY_RUST.search(str(error))
+    return match and match[1].strip()
 
 
 def require_writable(path: Path, owned: AbstractSet[str]) -> None:
-    """Fail early where `new_folder` would fail later.
-
-    Raises:
-        I2CLError: if the parent cannot be made or written, or ``path`` is a file or holds other files.
+    """Fail early where `new_folder` would fail later. Raises I2CLError if the parent cannot be made or
+    written, or ``path`` is a file or holds other files.
     """
     if path.is_file():
         raise I2CLError(f"{str(path)!r} is a file: give a folder")
@@ -66,11 +60,7 @@ def require_writable(path: Path, owned: AbstractSet[str]) -> None:
 
 
 def require_new_file(path: Path) -> None:
-    """Fail early where `new_file` would fail later.
-
-    Raises:
-        I2CLError: if ``path`` is there already, or its parent cannot be made or written.
-    """
+    """Raise I2CLError where `new_file` would: the file is there, or its parent cannot be made or written."""
     if path.is_dir():
         raise I2CLError(f"{str(path)!r} is a folder: give the name of a new file")
     if path.exists():
@@ -86,8 +76,8 @@ def _require_parent(path: Path) -> None:
             pass
 
 
+# Names of files in a folder that may be replaced; a function says so of the folder as it then is.
 Owned = AbstractSet[str] | Callable[[Path], AbstractSet[str]]
-"""Names of files in a folder that may be replaced; a function says so of the folder as it then is."""
 
 
 @contextmanager
@@ -96,12 +86,8 @@ def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
 
     Of several writers each comes after another: the later replaces what the earlier wrote, or is refused.
 
-    Args:
-        path: where the folder goes.
-        owned: an existing folder is only replaced if it holds nothing else.
-
-    Raises:
-        I2CLError: if ``path`` holds something else or cannot be written.
+    ``path``: where the folder goes; ``owned``: an existing folder is only replaced if it holds nothing else.
+    Raises I2CLError if ``path`` holds something else or cannot be written.
     """
     path = path.resolve()
     _require_owned(path, owned)
@@ -142,11 +128,7 @@ def _replace(path: Path, fresh: Path, owned: Owned) -> None:
 
 
 def follow_umask(folder: Path) -> None:
-    """Let others read the files of a folder as they may the folder: safetensors makes them private.
-
-    Raises:
-        OSError: if it cannot be done.
-    """
+    """Let others read files as they may the folder: safetensors makes them private. Raises OSError."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file():
@@ -162,10 +144,8 @@ def public_name(name: str) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A temporary file that gets the name ``path`` when the block ends without an error.
-
-    Raises:
-        I2CLError: if ``path`` is there already or cannot be written.
+    """A temporary file that gets the name ``path`` when the block ends without an error. Raises I2CLError if
+    ``path`` is there already or cannot be written.
     """
     path = path.resolve()
     require_new_file(path)
@@ -189,11 +169,7 @@ def _scratch(path: Path) -> Iterator[Path]:
 
 
 def synced(*paths: Path) -> None:
-    """Return when files and folders, the names in them, are on the disk.
-
-    Raises:
-        OSError: if they cannot be.
-    """
+    """Return when files and folders, the names in them, are on the disk. Raises OSError if they cannot be."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -203,11 +179,7 @@ def synced(*paths: Path) -> None:
 
 
 def replaced_file(path: Path, text: str) -> None:
-    """Write a file that has its old content or all of this one; it is on the disk when this returns.
-
-    Raises:
-        I2CLError: if it cannot be written.
-    """
+    """Write a file that has its old or all of its new content, synced. Raises I2CLError if it cannot."""
     with write_errors(repr(str(path))), _scratch(path) as scratch:
         fresh = scratch / path.name
         fresh.write_text(text, encoding="utf-8")

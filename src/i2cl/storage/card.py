@@ -20,20 +20,19 @@ CARD = "README.md"
 BUNDLED = {"reference", "smollm2"}  # names of this package, which the hub may give to other models
 TAGS = ["i2cl", "implicit-in-context-learning", "activation-steering", "few-shot"]
 TASK_TYPE = "text-classification"
+# Measured values of `Injection.metrics`, by what the hub calls them: type and name.
 METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
-"""Measured values of `Injection.metrics`, by what the hub calls them: type and name."""
+# What has to be known of a method that `Injection.worth` compares with.
 TOGETHER = "zero_shot+batch_calibration answers all rows together: it subtracts their mean scores."
-"""What has to be known of a method that `Injection.worth` compares with."""
 
+# What `Injection.worth` was measured on, by its split.
 SCORED = {
     "test": "test rows",
     "train": "training rows that are no demonstrations",
     "demonstrations": "demonstrations, each answered by a refit that has not seen it",
 }
-"""What `Injection.worth` was measured on, by its split."""
 
-SHOWN = ("name", "labels", "template", "separator", "opening")
-"""What a card tells of a task."""
+SHOWN = ("name", "labels", "template", "separator", "opening")  # what a card tells of a task
 
 TEMPLATE = """---
 {{ card_data }}
@@ -99,10 +98,8 @@ Learning](https://arxiv.org/abs/2405.14660); made with i2cl {{ version }}. It so
 def export_card(description: Mapping[str, Any], usage: str, library: str) -> str:
     """The text of an export's README.md.
 
-    Args:
-        description: of the artefact, with the base model's public name.
-        usage: how it is asked.
-        library: what loads it, by the hub's name.
+    ``description``: of the artefact, with the base model's public name; ``usage``: how it is asked;
+    ``library``: what loads it, by the hub's name.
     """
     task, base = description["task"], description["base_model"]["name"]
     data = _metadata({**description, "metrics": {}}, base)
@@ -126,9 +123,8 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
 
     Paths are shortened to their last part, so that the card tells nothing about the machine it was made on.
 
-    Args:
-        description: of an artefact, as `i2cl.Injection.description` gives it.
-        name: hub id or folder that the artefact will be loaded from.
+    ``description``: of an artefact, as `i2cl.Injection.description` gives it; ``name``: hub id or folder that
+    the artefact will be loaded from.
     """
     base = description["base_model"]
     shown = public_name(base["name"])
@@ -226,36 +222,36 @@ def _changed_scores(description: Mapping[str, Any]) -> str:
     if "label_bias" not in description:
         return tempered
     said = tempered + "\n\n`label_bias` is added to the log-probabilities among the labels."
-    told = description["calibration"].get("label_prior")
-    return f"{said} {_md(prior_words(description['task']['labels'], told))}" if told else said
+    prior = description["calibration"].get("label_prior")
+    return f"{said} {_md(prior_words(description['task']['labels'], prior))}" if prior else said
 
 
-def prior_words(labels: Sequence[str], told: Mapping[str, Any]) -> str:
+def prior_words(labels: Sequence[str], prior: Mapping[str, Any]) -> str:
     """What a label prior was measured on and takes for granted, from what settings tell of it."""
     frequent = "equally frequent"
-    if told["prior"] is not None:
-        shares = zip(labels, told["prior"], strict=True)
+    if prior["prior"] is not None:
+        shares = zip(labels, prior["prior"], strict=True)
         frequent = "as frequent as " + ", ".join(f"{word} {share:g}" for word, share in shares)
-    return f"Measured on {told['texts']} texts without labels; classes are taken to be {frequent}."
+    return f"Measured on {prior['texts']} texts without labels; classes are taken to be {frequent}."
 
 
-def confidence_words(temperature: float, told: Mapping[str, float]) -> str:
+def confidence_words(temperature: float, scores: Mapping[str, float]) -> str:
     """What temperature was chosen, and the four numbers of `i2cl.experiments.confidence` at it."""
     names = {"log_loss": "log-loss", "brier": "Brier", "ece": "ECE", "aurc": "AURC"}
-    numbers = ", ".join(f"{name} {told[key]:.3f}" for key, name in names.items())
+    numbers = ", ".join(f"{name} {scores[key]:.3f}" for key, name in names.items())
     return f"temperature {temperature:.2f}, chosen on these rows; there {numbers}"
 
 
-def selection_words(told: Mapping[str, Any]) -> str:
+def selection_words(selection: Mapping[str, Any]) -> str:
     """From which confidence on answers are right as often as was asked, or how many rows would show it."""
-    aim, rows = f"{100 * told['target']:g} %", told["rows"]
-    if "threshold" in told:
+    aim, rows = f"{100 * selection['target']:g} %", selection["rows"]
+    if "threshold" in selection:
         return (
-            f"from a probability of {told['threshold']:.6g} on, {aim} or more are right (shown at 90 % "
-            f"confidence on {rows} rows, where {100 * told['accuracy']:.1f} % are); "
-            f"{100 * told['coverage']:.0f} % of the texts get one"
+            f"from a probability of {selection['threshold']:.6g} on, {aim} or more are right (shown at 90 % "
+            f"confidence on {rows} rows, where {100 * selection['accuracy']:.1f} % are); "
+            f"{100 * selection['coverage']:.0f} % of the texts get one"
         )
-    needed = told["needed"]
+    needed = selection["needed"]
     cure = f"about {needed:,} would show one" if needed else "the surest of them are not right so often"
     return f"no threshold for {aim} is shown on {rows} rows; {cure}"
 
@@ -264,10 +260,12 @@ def _results(description: Mapping[str, Any]) -> str:
     metrics, worth = description.get("metrics", {}), description.get("worth", {})
     if not metrics and not worth:
         return "Not measured (`i2cl fit` does where labelled rows remain)."
-    told = ", ".join(f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics)
+    figures = ", ".join(
+        f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics
+    )
     rows = f" on {metrics['n']} {SCORED[worth.get('split', 'test')]}" if "n" in metrics else ""
     return "\n\n".join(
-        [*([f"{told}{rows}."] if told else []), *(_worth(description, worth) if worth else ())]
+        [*([f"{figures}{rows}."] if figures else []), *(_worth(description, worth) if worth else ())]
     )
 
 
@@ -275,13 +273,14 @@ def _worth(description: Mapping[str, Any], worth: Mapping[str, Any]) -> Iterator
     """Verdict and table."""
     yield f"Whether it pays: {worth['verdict']}."
     yield f"Accuracy on {worth['rows']} {SCORED[worth['split']]}:"
+    ms = "milliseconds_per_query"  # which a server that does other work meanwhile does not measure
     lines = [
         "| method | accuracy | 95 % interval | fit s | ms/query | bytes |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     lines += [
         f"| {name} | {one['accuracy']:.3f} | {one['low']:.3f} to {one['high']:.3f} "
-        f"| {one['fit_seconds']:.1f} | {_milliseconds(one)} | {one['cached_bytes']} |"
+        f"| {one['fit_seconds']:.1f} | {f'{one[ms]:.2f}' if ms in one else ''} | {one['cached_bytes']} |"
         for name, one in worth["methods"].items()
     ]
     lines += [f"| {name} | not run: {why} | | | | |" for name, why in worth["not_run"].items()]
@@ -292,12 +291,6 @@ def _worth(description: Mapping[str, Any], worth: Mapping[str, Any]) -> Iterator
         yield f"Confidence: {confidence_words(description.get('temperature', 1.0), worth['confidence'])}."
     if worth.get("selection"):
         yield f"Answers that are sure enough: {selection_words(worth['selection'])}."
-
-
-def _milliseconds(score: Mapping[str, Any]) -> str:
-    """A server that does other work meanwhile measures none."""
-    found = score.get("milliseconds_per_query")
-    return "" if found is None else f"{found:.2f}"
 
 
 def _again(description: Mapping[str, Any]) -> str:

@@ -20,25 +20,19 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from i2cl.errors import I2CLError, did_you_mean
 
+# The base error of the client's HTTP library, which depends on the client's version.
 _HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
-"""The base error of the client's HTTP library, which depends on the client's version."""
 
 _FAILURES = (OSError, ValueError, _HTTP_ERROR)
-
-CONFIG = "config.json"
-"""Name of the file that every model has."""
-
-SECONDS = 10
-"""That the hub has to answer."""
+CONFIG = "config.json"  # name of the file that every model has
+SECONDS = 10  # that the hub has to answer
 
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
-    """The folder of a repository's snapshot, with these files of it.
-
-    Raises:
-        I2CLError: if there is no such repository or revision, or the hub cannot be reached.
+    """The folder of a repository's snapshot, with these files of it. Raises I2CLError if there is no such
+    repository or revision, or the hub cannot be reached.
     """
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=sorted(files)))
@@ -51,10 +45,8 @@ def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
 
 
 def download_file(name: str) -> Path:
-    """One file of a repository, as owner/repository/file.
-
-    Raises:
-        I2CLError: if there is no such file, or the hub cannot be reached.
+    """One file of a repository, as owner/repository/file. Raises I2CLError if there is no such file, or the
+    hub cannot be reached.
     """
     owner, repository, file = (*name.split("/", 2), "", "")[:3]
     try:
@@ -95,11 +87,11 @@ def upload(
         raise I2CLError(f"cannot push to {repo_id!r}: you are not logged in: {_LOGIN}")
     api = HfApi(token=token)
     try:
-        found = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
-            api.create_branch(found, branch=revision, exist_ok=True)
+            api.create_branch(name, branch=revision, exist_ok=True)
         done = api.upload_folder(
-            repo_id=found, folder_path=folder, commit_message=commit_message, revision=revision
+            repo_id=name, folder_path=folder, commit_message=commit_message, revision=revision
         )
     except _FAILURES as error:
         raise I2CLError(f"cannot push to {repo_id!r}: {_reason(error)}") from None
@@ -126,14 +118,8 @@ def require_reachable(
 
     To load it without an answer would take a minute, in which the client tries again and again.
 
-    Args:
-        name: hub id.
-        revision: branch, tag or commit.
-        others: names that mean a model without the hub.
-        kinds: what else can be given.
-
-    Raises:
-        I2CLError: if it does not answer.
+    ``name``: hub id; ``revision``: branch, tag or commit; ``others``: names that mean a model without the
+    hub; ``kinds``: what else can be given. Raises I2CLError if it does not answer.
     """
     try:
         if isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):

@@ -17,28 +17,20 @@ from i2cl.errors import I2CLError
 
 
 class Journal:
-    """A file to which lines are added for good.
-
-    Attributes:
-        kept: lines that were there and whole, the header aside.
-    """
+    """A file to which lines are added for good."""
 
     def __init__(self, file: IO[bytes], kept: int) -> None:
         self._file = file
-        self.kept = kept
+        self.kept = kept  # lines that were there and whole, the header aside
 
     @classmethod
     @contextmanager
     def opened(cls, path: Path, header: bytes = b"", group: int = 1) -> Iterator["Journal"]:
         """Open a file for adding to it, or make it.
 
-        Args:
-            path: the file.
-            header: what it begins with once it has lines; with none of them it is cut to nothing.
-            group: lines that belong together: what follows the last whole group is cut off. 0 keeps none.
-
-        Raises:
-            OSError: if it cannot be written.
+        ``path``: the file; ``header``: what it begins with once it has lines; with none of them it is cut to
+        nothing; ``group``: lines that belong together: what follows the last whole group is cut off. 0 keeps
+        none. Raises OSError if it cannot be written.
         """
         with path.open("ab", buffering=0) as file:
             kept, size = _whole(path, header, group) if group else (0, 0)
@@ -46,10 +38,8 @@ class Journal:
             yield cls(file, kept)
 
     def append(self, lines: bytes) -> None:
-        """Add whole lines; they are on the disk when this returns.
-
-        Raises:
-            OSError: if it cannot be done; what was written of them is cut off when the file is opened next.
+        """Add whole lines; they are on the disk when this returns. Raises OSError if it cannot be done; what
+        was written of them is cut off when the file is opened next.
         """
         rest = memoryview(lines)
         while rest:
@@ -65,26 +55,21 @@ def whole_lines(path: Path) -> list[bytes]:
 
 def readable_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a journal that are objects of JSON: one that was spoiled takes no other with it."""
-    found = []
+    objects = []
     for line in whole_lines(path):
         with suppress(ValueError, RecursionError):
-            told = json.loads(line)
-            if isinstance(told, dict):
-                found.append(told)
-    return found
+            value = json.loads(line)
+            if isinstance(value, dict):
+                objects.append(value)
+    return objects
 
 
 @contextmanager
 def only_writer(lock: Path, busy: str) -> Iterator[None]:
     """Hold a lock while the block runs. Nobody waits for it.
 
-    Args:
-        lock: a file that stands for what is written.
-        busy: what to say if another process, or another block of this one, holds it.
-
-    Raises:
-        I2CLError: saying so.
-        OSError: if the lock cannot be made.
+    ``lock``: a file that stands for what is written; ``busy``: what to say if another process, or another
+    block of this one, holds it. Raises I2CLError, saying so; OSError if the lock cannot be made.
     """
     lock.parent.resolve(strict=True)  # FileLock would make the folder
     held = FileLock(lock, timeout=0)

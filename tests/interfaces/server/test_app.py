@@ -9,16 +9,12 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from i2cl import with_temperature
-from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.guard import Access, read_tokens
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import LONG, RefusalError
 from i2cl.interfaces.server.service import Service
-from i2cl.models.decoder import Decoder
-from tiny import tiny_model, tiny_tokenizer
 
-from .conftest import HOST, TEXTS, made, packed
+from .conftest import TEXTS, made, packed
 from .test_jobs import ended, examples
 
 TEXT = TEXTS[0]
@@ -33,18 +29,6 @@ def error_of(reply):
     assert "Traceback" not in reply.text
     assert "site-packages" not in reply.text
     return reply.status_code, told["code"]
-
-
-@pytest.fixture(scope="module")
-def refusing(tmp_path_factory):
-    """A client of one service for all that is refused, which leaves it as it was."""
-    from starlette.testclient import TestClient
-
-    decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="tiny-llama")
-    service = Service(decoder, tmp_path_factory.mktemp("served") / "tasks")
-    service.tasks.put("films", made(decoder, 0))
-    yield TestClient(make_app(service, Access()), base_url=HOST, raise_server_exceptions=False)
-    service.close()
 
 
 def test_texts_are_classified_in_every_shape(client, service):
@@ -63,15 +47,11 @@ def test_texts_are_classified_in_every_shape(client, service):
     ]
     alone = client.post("/v1/classify", json={"model": "films", "input": TEXT}).json()
     best = alone["data"][0]["label"]
-    for path, body in (("/predict", {}), ("/models/films", {}), ("/predict", {"model": "films"})):
-        ((first, second),) = client.post(path, json={"inputs": TEXT, **body}).json()
-        assert (first["label"], first["score"] + second["score"]) == (best, pytest.approx(1))
-        assert first["score"] > second["score"]
+    ((first, second),) = client.post("/models/films", json={"inputs": TEXT}).json()
+    assert (first["label"], first["score"] + second["score"]) == (best, pytest.approx(1))
+    assert first["score"] > second["score"]
     top = {"inputs": list(TEXTS), "parameters": {"top_k": 1, "function_to_apply": "softmax"}}
     assert [len(one) for one in client.post("/models/films", json=top).json()] == [1] * len(TEXTS)
-    told = client.post("/v1/completions", json={"model": "films", "prompt": [TEXT], "max_tokens": 5}).json()
-    assert (told["choices"][0]["text"], told["object"]) == (best, "text_completion")
-    assert told["choices"][0]["logprobs"]["top_logprobs"][0].keys() == set(entry.labels)
     messages = [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]
     chat = {"model": "films", "messages": messages, "logprobs": True, "top_logprobs": 2, "temperature": 0}
     told = client.post("/v1/chat/completions", json=chat).json()
@@ -125,13 +105,13 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
 def test_a_job_that_waits_shows_that_the_server_is_there(service, monkeypatch):
     import asyncio
 
-    from i2cl.interfaces.server.routes import management
+    from i2cl.interfaces.server.routes import events
 
-    monkeypatch.setattr(management, "QUIET", 0.0)
+    monkeypatch.setattr(events, "QUIET", 0.0)
     job = Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued", "at": 1.0}])
 
     async def first(count):
-        stream = management._events(service, job, 0)
+        stream = events.events(service, job, 0)
         return [await anext(stream) for _ in range(count)]
 
     queued, *quiet = asyncio.run(asyncio.wait_for(first(3), 20))
@@ -161,183 +141,8 @@ def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(client, 
         assert after == before | {"label": before["label"] if kept else ""}
 
 
-def test_a_temperature_acts_in_answers_and_changes_no_label(client, service):
-    warm = with_temperature(made(service.decoder, 0), 3.0)
-    service.tasks.put("warm", warm)
-    plain, found = (
-        client.post("/v1/classify", json={"model": name, "input": list(TEXTS)}).json()["data"]
-        for name in ("films", "warm")
-    )
-    assert client.get("/v1/tasks/warm").json()["temperature"] == 3
-    assert client.delete("/v1/tasks/warm").status_code == 200
-    assert [one["label"] for one in found] == [one["label"] for one in plain]
-    for before, after in zip(plain, found, strict=True):
-        roots = torch.tensor(before["probs"]) ** (1 / 3)
-        torch.testing.assert_close(torch.tensor(after["probs"]), roots / roots.sum(), rtol=0, atol=1e-5)
-
-
-CLASSIFY = "/v1/classify"
-REFUSED = [
-    (CLASSIFY, {"model": "none", "input": TEXT}, 404, "unknown_task"),
-    (CLASSIFY, {"model": "tiny-llama", "input": TEXT}, 400, "base_model"),
-    (CLASSIFY, {"model": "films", "input": ""}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films", "input": [TEXT, "  "]}, 422, "bad_input"),
-    (CLASSIFY, {"model": "films", "input": []}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films", "input": 3}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films", "input": TEXT, "more": 1}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": 0}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": 1.5}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": "high"}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films"}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films", "input": "long " * 3000}, 413, "text_too_long"),
-    (CLASSIFY, {"model": "films", "input": ["so " * 100] * 500}, 413, "request_too_long"),
-    (CLASSIFY, {"model": "films", "input": ["a"] * 2049}, 413, "too_many_texts"),
-    ("/predict", {"inputs": ["a"] * 2049}, 413, "too_many_texts"),
-    ("/v1/completions", {"model": "films", "prompt": ["a"] * 2049}, 413, "too_many_texts"),
-    ("/models/none", {"inputs": TEXT}, 404, "unknown_task"),
-    ("/predict", {"inputs": TEXT, "parameters": {"function_to_apply": "sigmoid"}}, 422, "bad_request"),
-    ("/v1/completions", {"model": "films", "prompt": TEXT, "stream": True}, 400, "label_alone"),
-    ("/v1/completions", {"model": "films", "prompt": TEXT, "n": 2}, 400, "label_alone"),
-    ("/v1/completions", {"model": "films", "prompt": TEXT, "echo": True}, 400, "label_alone"),
-    ("/v1/completions", {"model": "films", "prompt": TEXT, "best_of": 2}, 400, "label_alone"),
-    ("/v1/chat/completions", {"model": "films", "messages": [], "stream": True}, 422, "bad_request"),
-    (
-        "/v1/chat/completions",
-        {
-            "model": "films",
-            "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
-        },
-        400,
-        "label_alone",
-    ),
-    (
-        "/v1/chat/completions",
-        {"model": "films", "messages": [{"role": "user", "content": "b"}], "tools": [{}]},
-        400,
-        "label_alone",
-    ),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "status", "code"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_classified_is_told(refusing, path, body, status, code):
-    assert error_of(refusing.post(path, json=body)) == (status, code)
-    assert refusing.post(CLASSIFY, json={"model": "films", "input": TEXT}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (
-            {"examples": [{"text": "a", "label": "x"}, {"text": " ", "label": "y"}]},
-            "item 2: the text is empty",
-        ),
-        (
-            {"examples": [{"text": "a", "label": "x"}, {"text": 3, "label": "y"}]},
-            "item 2: the text is 3, not",
-        ),
-        (
-            {"examples": [{"text": "a", "label": "x"}, {"text": "\ud800", "label": "y"}]},
-            "item 2: .* surrogate",
-        ),
-        ({"examples": [{"text": "a", "label": "x"}, {"text": "b", "label": None}]}, "item 2: label None"),
-        ({"labels": ["good", "bad"]}, "item 1: label 'x' is not one of good, bad"),
-        ({"labels": ["x", "x"]}, "given twice"),
-        ({"labels": ["x"]}, "at least two|not one of"),
-        ({"examples": [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}]}, "every label is 'x'"),
-        ({"examples": []}, "examples"),
-        ({"template": "no field"}, r"\{text\} 0 times"),
-        ({"name": " "}, "cannot be called"),
-        ({"name": "a/../films"}, "cannot be called"),
-        ({"name": "tiny-llama"}, "base model's name"),
-        ({"shots": 5}, "fewer shots"),
-        ({"settings": {"none": 1}}, "no chosen method has the option"),
-        ({"method": "anchored", "recipe": "fast"}, "leave the recipe out"),
-        ({"method": "svm"}, "method"),
-        ({"chat": True}, "no chat template"),
-        ({"more": 1}, "more"),
-    ],
-    ids=str,
-)
-def test_examples_that_make_no_task_are_refused_row_by_row(refusing, change, told):
-    rows = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
-    body = json.dumps({**NAMED, "examples": rows, "check": True, **change})
-    reply = refusing.post("/v1/tasks", content=body, headers={"Content-Type": "application/json"})
-    assert error_of(reply)[0] == 422, reply.text
-    assert re.search(told, reply.json()["error"]["message"]), reply.text
-
-
-@pytest.mark.parametrize(
-    ("query", "told"),
-    [({"shots": "9" * 5000}, "shots"), ({"shots": "x"}, "shots"), ({"check": "maybe"}, "check")],
-    ids=["long", "word", "doubt"],
-)
-def test_a_query_that_cannot_be_read_is_refused(refusing, query, told):
-    headers = {"Content-Type": "text/csv"}
-    reply = refusing.post(
-        "/v1/tasks", params=NAMED | query, content="text,label\na,x\nb,y\n", headers=headers
-    )
-    assert error_of(reply) == (422, "bad_request")
-    assert told in reply.json()["error"]["message"]
-
-
-def test_a_table_without_its_columns_is_refused_with_a_cure_for_clients(refusing):
-    query = {"name": "new", "template": "{text} {label}"}
-    reply = refusing.post("/v1/tasks", params=query, content="a,b\n", headers={"Content-Type": "text/csv"})
-    assert reply.json()["error"]["cure"] == "name the columns text and label"
-
-
-def test_what_is_too_long_or_too_much_is_told_with_its_place_limit_and_cure(refusing):
-    told = refusing.post(CLASSIFY, json={"model": "films", "input": [TEXT, "long " * 3000]}).json()["error"]
-    assert re.match(r"text 2 takes \d+ tokens with its prompt, and \d+ fit .*: shorten it", told["message"])
-    assert told.keys() == {"message", "type", "code", "cure"}
-    told = refusing.post(CLASSIFY, json={"model": "films", "input": ["a"] * 3000}).json()["error"]
-    assert re.match("the request has 3000 texts, and 2048 may come at once: send fewer", told["message"])
-    described = refusing.get("/openapi.json").json()["components"]["schemas"]["Classify"]
-    assert [one.get("maxItems") for one in described["properties"]["input"]["anyOf"]] == [None, 2048]
-
-
-def test_a_cure_is_told_with_the_colons_in_its_quotations(refusing):
-    rows = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
-    told = refusing.post("/v1/tasks", json={**NAMED, "template": "none", "examples": rows}).json()["error"]
-    assert told["cure"].startswith("write it like 'Review: {text}")
-
-
-def test_a_text_that_cannot_be_used_is_named_in_its_list(refusing):
-    for text in ("", 3, "\ud800"):
-        body = json.dumps({"model": "films", "input": ["a", text]})
-        reply = refusing.post(CLASSIFY, content=body, headers={"Content-Type": "application/json"})
-        assert error_of(reply) == (422, "bad_request")
-        assert reply.json()["error"]["message"].startswith("input.1 cannot be used")
-
-
-def test_every_row_that_is_refused_is_named(refusing):
-    rows = [
-        {"text": "a", "label": "x"},
-        {"text": "", "label": "y"},
-        {"text": "b", "label": [1]},
-        {"label": "y"},
-    ]
-    told = refusing.post("/v1/tasks", json={**NAMED, "examples": rows}).json()
-    assert [re.search(r"item (\d)", row)[1] for row in told["error"]["rows"]] == ["2", "3", "4"]
-
-
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        ("", "no lines"),
-        ('{"input": "a"}\n{"input": ""}', "line 2: .*empty"),
-        ('{"input": "a"}\n{"input": 1}', "line 2"),
-        ('{"input": "a"}\n{', "line 2"),
-        ('{"input": "a", "url": "x"}', "line 1"),
-    ],
-)
-def test_files_that_cannot_be_classified_are_refused_line_by_line(refusing, body, told):
-    reply = refusing.post("/v1/batches?model=films", content=body, headers=LINES)
-    assert error_of(reply)[0] == 422
-    assert re.search(told, reply.json()["error"]["message"])
-    none = refusing.post("/v1/batches", content='{"input": "a"}', headers=LINES)
-    assert re.search("no task is named", none.json()["error"]["message"])
+CLASSIFY, CHAT = "/v1/classify", "/v1/chat/completions"
+SAID = {"model": "films", "messages": [{"role": "user", "content": TEXT}]}
 
 
 def test_addresses_methods_bodies_and_times_that_are_wrong(client, monkeypatch):
@@ -375,20 +180,18 @@ def test_a_deadline_that_has_passed(client, service, monkeypatch):
     ("path", "body"),
     [
         (CLASSIFY, {"model": "films", "input": TEXT}),
-        ("/predict", {"inputs": TEXT}),
-        ("/v1/completions", {"model": "films", "prompt": TEXT, "seed": 5.0}),  # JSON's 5.0 is a whole number
-        ("/v1/chat/completions", {"model": "films", "messages": [{"role": "user", "content": TEXT}]}),
+        ("/models/films", {"inputs": TEXT}),
+        (CHAT, SAID | {"seed": 5.0}),  # JSON's 5.0 is a whole number
     ],
 )
 def test_each_way_of_asking_takes_a_deadline(client, monkeypatch, path, body):
-    from i2cl.interfaces.server.service import Service
 
     seen = []
 
     async def answered(self, name, texts, *, timeout, gone):
         seen.append(timeout)
 
-    monkeypatch.setattr(Service, "answered", answered)
+    monkeypatch.setattr(Service, "classify", answered)
     client.post(path, json=body, headers={"X-Request-Timeout": "7"})
     assert seen == [7]
 
@@ -397,7 +200,7 @@ def test_what_nobody_expected_is_told_without_its_words(client, service, monkeyp
     def fails(*_):
         raise KeyError("a user's text")
 
-    monkeypatch.setattr(service.tasks, "asked", fails)
+    monkeypatch.setattr(service.tasks, "queries", fails)
     reply = client.post(CLASSIFY, json={"model": "films", "input": TEXT})
     assert error_of(reply) == (500, "internal")
     assert "a user's text" not in reply.text + caplog.text
@@ -435,11 +238,7 @@ def test_a_reading_token_sends_files_and_sees_its_own_jobs(service, asking, monk
     def seen(header):
         return {one["id"] for one in client.get("/v1/jobs", headers=header).json()["data"]}
 
-    assert (seen(admin), seen(first), seen(second)) == (
-        {*jobs.values()},
-        {jobs["first"]},
-        {jobs["second"]},
-    )
+    assert (seen(admin), seen(first), seen(second)) == ({*jobs.values()}, {jobs["first"]}, {jobs["second"]})
     for path in ("/v1/jobs/{}", "/v1/jobs/{}/events", "/v1/batches/{}"):
         assert client.get(path.format(jobs["first"]), headers=first).status_code == 200
         assert client.get(path.format(jobs["first"]), headers=admin).status_code == 200
@@ -536,7 +335,7 @@ def test_an_answer_that_nobody_waits_for_does_not_run(service):
     begun.wait(20)
 
     async def leaves():
-        return await service.answered("films", [TEXT], gone=lambda: asyncio.sleep(0.05))
+        return await service.classify("films", [TEXT], gone=lambda: asyncio.sleep(0.05))
 
     before = service.metrics.text()
     assert asyncio.run(leaves()) is None

@@ -18,7 +18,7 @@ from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server.batcher import Batcher, FitStoppedError
 from i2cl.interfaces.server.fits import SharedDecoder
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.task_store import TaskFolder
+from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.scoring import Questions
@@ -41,7 +41,7 @@ class Watch:
 def running(decoder, tmp_path):
     """A batcher, and a folder of tasks that holds two of them on the device at a time."""
     pool = InjectionPool(decoder)
-    folder = TaskFolder(tmp_path / "tasks", pool, most_resident=2, read_only=False)
+    folder = TaskStore(tmp_path / "tasks", pool, most_resident=2, read_only=False)
     batcher = Batcher(pool, 10**9, Watch())
     yield batcher, folder
     if batcher.alive:
@@ -86,7 +86,7 @@ def test_every_answer_is_of_the_version_that_was_asked(running, decoder, seed):
             folder.delete(draw.choice(names))
         else:
             texts = [draw.choice(TEXTS) + " so" * draw.randrange(4) for _ in range(draw.choice((1, 1, 2, 9)))]
-            entry, rows = folder.asked(draw.choice(names), texts)
+            entry, rows = folder.queries(draw.choice(names), texts)
             ticket = batcher.submit_slices(rows) if turn % 5 == 0 else batcher.submit(rows, later())
             if draw.random() < 0.15:
                 batcher.cancel(ticket)
@@ -110,7 +110,7 @@ def test_what_waits_is_one_batch_of_many_tasks(running, decoder, held):
     batcher, folder = running
     for number in range(2):
         folder.put(str(number), made(decoder, number))
-    tickets = [batcher.submit(folder.asked(str(number % 2), [TEXTS[0]])[1], later()) for number in range(8)]
+    tickets = [batcher.submit(folder.queries(str(number % 2), [TEXTS[0]])[1], later()) for number in range(8)]
     held.set()
     wait([ticket.done for ticket in tickets], SOON)
     assert (8, 2) in batcher._observer.batches
@@ -120,8 +120,8 @@ def test_a_large_job_goes_in_slices_between_requests(running, decoder, held):
     batcher, folder = running
     decoder.token_budget = 128
     folder.put("a", made(decoder, 0))
-    large = batcher.submit_slices(folder.asked("a", TEXTS * 10)[1])
-    small = [batcher.submit(folder.asked("a", [TEXTS[0]])[1], later()) for _ in range(3)]
+    large = batcher.submit_slices(folder.queries("a", TEXTS * 10)[1])
+    small = [batcher.submit(folder.queries("a", [TEXTS[0]])[1], later()) for _ in range(3)]
     held.set()
     wait([ticket.done for ticket in small], SOON)
     assert not large.done.done()
@@ -133,9 +133,9 @@ def test_a_fit_keeps_no_large_request_from_its_turn(running, decoder):
     batcher, folder = running
     decoder.token_budget = 128
     folder.put("a", made(decoder, 0))
-    small, begun = folder.asked("a", [TEXTS[0]])[1], []
+    small, begun = folder.queries("a", [TEXTS[0]])[1], []
     file, large = batcher.submit_slices, batcher.submit
-    rows = folder.asked("a", TEXTS * 10)[1]
+    rows = folder.queries("a", TEXTS * 10)[1]
 
     def work():
         for submit in (file, lambda rows: large(rows, later())):
@@ -154,7 +154,7 @@ def test_large_requests_keep_no_file_from_its_turn_for_long(running, decoder, he
     batcher, folder = running
     decoder.token_budget = 128
     folder.put("a", made(decoder, 0))
-    rows, order = folder.asked("a", TEXTS * 10)[1], []
+    rows, order = folder.queries("a", TEXTS * 10)[1], []
     monkeypatch.setattr("i2cl.interfaces.server.batcher.PATIENCE", SOON / 2)
     first = batcher.submit(rows, time.monotonic() + 1)
     file, last = batcher.submit_slices(rows), batcher.submit(rows, later())
@@ -174,7 +174,7 @@ def test_at_a_pause_others_have_as_much_time_as_the_fit_had(running, decoder):
 
     def work():
         for seconds in (0.0, SOON):
-            tickets.append(batcher.submit_slices(folder.asked("a", TEXTS * 3)[1]))
+            tickets.append(batcher.submit_slices(folder.queries("a", TEXTS * 3)[1]))
             batcher._resumed = time.monotonic() - seconds
             batcher.pause()
             tickets[-1] = (tickets[-1], tickets[-1].done.done())
@@ -187,7 +187,7 @@ def test_the_earliest_deadline_goes_first(running, decoder, held):
     batcher, folder = running
     decoder.token_budget = 4  # one row a batch
     folder.put("a", made(decoder, 0))
-    rows = folder.asked("a", [TEXTS[4]])[1]
+    rows = folder.queries("a", [TEXTS[4]])[1]
     ended = []
     for name, seconds in (("late", 20), ("soon", 10)):
         ticket = batcher.submit(rows, time.monotonic() + seconds)
@@ -202,7 +202,7 @@ def test_the_earliest_deadline_goes_first(running, decoder, held):
 def test_what_is_late_or_cancelled_does_not_run(running, decoder, held):
     batcher, folder = running
     folder.put("a", made(decoder, 0))
-    rows = folder.asked("a", [TEXTS[0]])[1]
+    rows = folder.queries("a", [TEXTS[0]])[1]
     late, gone, kept = batcher.submit(rows, time.monotonic()), *(batcher.submit(rows, later()) for _ in "ab")
     batcher.cancel(gone)
     held.set()
@@ -217,7 +217,7 @@ def test_what_is_late_or_cancelled_does_not_run(running, decoder, held):
 def test_more_than_the_bound_is_refused_at_once(running, decoder, held):
     batcher, folder = running
     folder.put("a", made(decoder, 0))
-    rows = folder.asked("a", [TEXTS[0]])[1]
+    rows = folder.queries("a", [TEXTS[0]])[1]
     batcher.bound = 3 * rows[0].tokens
     tickets = [batcher.submit(rows, later()) for _ in range(2)]
     with pytest.raises(RefusalError, match="wait already") as busy:
@@ -247,7 +247,7 @@ def test_rows_that_cannot_run_take_no_others_with_them(running, decoder, held, m
 
     monkeypatch.setattr(batcher.pool, "answers", fails)
     long, short = ("so " * 30).strip(), TEXTS[0]
-    tickets = [batcher.submit(folder.asked("a", [text])[1], later()) for text in (short, long, short)]
+    tickets = [batcher.submit(folder.queries("a", [text])[1], later()) for text in (short, long, short)]
     held.set()
     assert [len(ticket.done.result(SOON)) for ticket in (tickets[0], tickets[2])] == [1, 1]
     with pytest.raises(RefusalError) as refused:
@@ -277,7 +277,7 @@ def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(running, decoder, tas
     assert Questions(shared, task).labels.full == whole  # else the fit ends with a vector that says a label
     shown = task.sample(1)
     alone, fit = (batcher.run(lambda: method.injection(shared, task, shown)) for _ in range(2))
-    rows, tickets = folder.asked("a", [TEXTS[0]])[1], []
+    rows, tickets = folder.queries("a", [TEXTS[0]])[1], []
 
     def ask(_=None):
         if not fit.done():
@@ -302,8 +302,8 @@ def test_the_end_answers_what_waits_and_stops_what_is_long(running, decoder, tas
     folder.put("a", made(decoder, 0))
     shared = SharedDecoder(batcher, SimpleNamespace(require_wanted=lambda: None))
     fit = batcher.run(shared.pause)
-    file = batcher.submit_slices(folder.asked("a", TEXTS)[1])
-    single = batcher.submit(folder.asked("a", [TEXTS[0]])[1], later())
+    file = batcher.submit_slices(folder.queries("a", TEXTS)[1])
+    single = batcher.submit(folder.queries("a", [TEXTS[0]])[1], later())
     threading.Timer(0.1, held.set).start()
     batcher.close()
     assert len(single.done.result(0)) == 1
@@ -312,11 +312,11 @@ def test_the_end_answers_what_waits_and_stops_what_is_long(running, decoder, tas
     with pytest.raises(CancelledError):
         file.done.result(0)
     with pytest.raises(RefusalError, match="stops"):
-        batcher.submit(folder.asked("a", [TEXTS[0]])[1], later())
+        batcher.submit(folder.queries("a", [TEXTS[0]])[1], later())
 
 
 def test_a_text_beyond_the_context_is_refused_and_not_cut(running, decoder):
     _, folder = running
     folder.put("a", made(decoder, 0))
     with pytest.raises(I2CLError, match="text 2 takes "):
-        folder.asked("a", ["short", "long " * 3000])
+        folder.queries("a", ["short", "long " * 3000])

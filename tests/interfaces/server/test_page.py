@@ -85,6 +85,7 @@ def accessible(page):
     assert not [(one["id"], [node["target"] for node in one["nodes"]]) for one in found["violations"]]
 
 
+# Words of headings that stand on two lines.
 SPLIT = """() => [...document.querySelectorAll("h1, h2, h3, th[scope=col] span")].flatMap((head) => {
   const text = head.firstChild, found = [];
   for (const { index, 0: word } of (text?.data ?? "").matchAll(/[^ ]+/g)) {
@@ -95,7 +96,6 @@ SPLIT = """() => [...document.querySelectorAll("h1, h2, h3, th[scope=col] span")
   }
   return found;
 })"""
-"""Words of headings that stand on two lines."""
 
 
 def narrow(page, long=()):

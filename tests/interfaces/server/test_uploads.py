@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 
 from i2cl.interfaces.server import service as services
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.uploads import MOST_LABELS, MOST_TOLD, unpacked
+from i2cl.interfaces.server.uploads import MOST_LABELS, MOST_TOLD, unpack
 
 from .conftest import made, packed
 
@@ -73,7 +73,7 @@ def test_holes_are_not_filled(files, kind):
     tracemalloc.start()
     try:
         with pytest.raises(RefusalError) as refused:
-            unpacked(body)
+            unpack(body)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -81,14 +81,36 @@ def test_holes_are_not_filled(files, kind):
     assert peak < 2**22
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.CONTTYPE],
+LINKS = (
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.FIFOTYPE,
+    tarfile.CONTTYPE,
 )
-def test_links_and_devices_are_refused(files, kind):
-    body = member("injection.json", files["injection.json"]) + member(TENSORS, kind=kind)
+OTHERS = [*((TENSORS, kind) for kind in LINKS), ("other.txt", tarfile.REGTYPE)]
+OTHERS += [(f"{way}{TENSORS}", tarfile.REGTYPE) for way in ("../", "/", "a/")]
+
+
+@pytest.mark.parametrize(("name", "kind"), OTHERS)
+def test_other_files_links_devices_and_ways_out_are_refused(files, name, kind):
+    body = member("injection.json", files["injection.json"]) + member(name, kind=kind)
     with pytest.raises(RefusalError, match="which is none of"):
-        unpacked(body)
+        unpack(body)
+
+
+def test_what_is_no_tar_or_holds_no_artefact_is_refused(files):
+    good, told = tar(files), json.loads(files["injection.json"])
+    assert unpack(good).task.name == "films"
+    bodies = [b"", b"PK\x03\x04 a zip", good[:700], tar({}), tar({"injection.json": b"{}"})]
+    changes = [told | {"format_version": 99}, told | {"more": 1}, told]
+    bodies += [tar({"injection.json": json.dumps(one).encode()}) for one in changes]
+    for body in bodies:
+        with pytest.raises(RefusalError, match="no artefact") as refused:
+            unpack(body)
+        assert refused.value.status == 422
+        assert "/tmp" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.XHDTYPE])
@@ -96,11 +118,11 @@ def test_links_and_devices_are_refused(files, kind):
 def test_a_size_beyond_the_body_is_refused_before_anything_is_read(kind, size):
     name = "." if kind == tarfile.DIRTYPE else "injection.json"
     with pytest.raises(RefusalError, match="ends before"):
-        unpacked(member(name, kind=kind, size=size))
+        unpack(member(name, kind=kind, size=size))
 
 
 def test_times_to_a_fraction_of_a_second_are_passed_over(files):
-    assert unpacked(pax([b"mtime=1.5"]) + tar(files)).task.name == "films"
+    assert unpack(pax([b"mtime=1.5"]) + tar(files)).task.name == "films"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +137,7 @@ def test_times_to_a_fraction_of_a_second_are_passed_over(files):
 )
 def test_what_would_take_long_or_much_is_refused(files, head, told):
     with pytest.raises(RefusalError, match=told):
-        unpacked(head + bytes(2 * BLOCK))
+        unpack(head + bytes(2 * BLOCK))
 
 
 def with_(files, tensors=None, told=None):
@@ -181,9 +203,9 @@ def test_uploads_that_are_parsed_hold_up_no_text_and_no_other_upload(client, ser
     def slow(body):
         begun.release()
         go.wait(30)
-        return unpacked(body)
+        return unpack(body)
 
-    monkeypatch.setattr(services, "unpacked", slow)
+    monkeypatch.setattr(services, "unpack", slow)
     replies = []
 
     def upload(name):
@@ -213,19 +235,19 @@ def test_a_file_is_checked_line_by_line(client, service, monkeypatch):
     body = io.BytesIO(b'{"input":"a"}\n' * 30_000)
     tracemalloc.start()
     try:
-        assert of_texts.checked(body, "films", service.tasks.entry, Nowhere()) == (30_000, ["films"])
+        assert of_texts.read_lines(body, "films", service.tasks.entry, Nowhere()) == (30_000, ["films"])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < 2**20
     body = io.BytesIO(b'{"inpt":"a"}\n' * 30_000)
     with pytest.raises(RefusalError) as refused:
-        of_texts.checked(body, "films", service.tasks.entry, Nowhere())
+        of_texts.read_lines(body, "films", service.tasks.entry, Nowhere())
     assert len(refused.value.rows) == of_texts.MOST_REFUSED
     line = json.dumps({"input": "a" * of_texts.LONGEST_LINE}).encode()
     with pytest.raises(RefusalError, match="line 1: it is longer"):
-        of_texts.checked(io.BytesIO(line), "films", service.tasks.entry, Nowhere())
+        of_texts.read_lines(io.BytesIO(line), "films", service.tasks.entry, Nowhere())
     seen = []
-    monkeypatch.setattr(of_texts, "checked", lambda *_: seen.append(service.tasks._writing._is_owned()))
+    monkeypatch.setattr(of_texts, "read_lines", lambda *_: seen.append(service.tasks._writing._is_owned()))
     client.post("/v1/batches", content=b"", headers={"Content-Type": "application/jsonl"})
     assert seen == [False]

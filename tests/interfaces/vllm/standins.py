@@ -9,7 +9,7 @@ from torch import nn
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
-from i2cl.interfaces.vllm import asking, frontend
+from i2cl.interfaces.vllm import frontend, prompts
 from i2cl.interfaces.vllm.engine import LOAD
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
 from i2cl.models.scoring import next_token_log_probabilities
@@ -167,7 +167,7 @@ class LLM:
         edit = LinearEdit(rows.view(self.decoder.layers, 2, -1), pairs)
         own = [] if asked.prompt_logprobs is None else [ids[:end] for end in range(1, len(ids))]
         *before, told = next_token_log_probabilities(self.decoder, [*own, ids], edit=edit)
-        assert len(asked.logprob_token_ids) <= asking.MOST_TOKENS
+        assert len(asked.logprob_token_ids) <= prompts.MOST_TOKENS
         steps = zip(ids[1:], before, strict=True) if own else ()
         return SimpleNamespace(
             outputs=[SimpleNamespace(logprobs=[told_of(told, asked.logprob_token_ids)])],

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.vllm import asking, frontend
+from i2cl.interfaces.vllm import frontend, prompts
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.slots import DIGEST
 from i2cl.models.decoder import Decoder
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder
 
 from .standins import LLM, injection_for, parameters, params, vllm_config
 
@@ -20,8 +20,7 @@ from .standins import LLM, injection_for, parameters, params, vllm_config
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(found)
-    tiny_tokenizer().save_pretrained(found)
+    tiny_folder(found)
     return found
 
 
@@ -32,7 +31,7 @@ def base(folder):
 
 @pytest.fixture
 def llm(base, folder, monkeypatch):
-    monkeypatch.setattr(frontend, "TASKS", frontend.Tasks())
+    monkeypatch.setattr(frontend, "TASKS", frontend.ServedTasks())
     monkeypatch.setattr(frontend, "parameters", parameters)
     return LLM(base, folder)
 
@@ -65,7 +64,7 @@ def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, t
 
 
 def test_more_labels_than_vllm_tells_at_once_are_asked_in_parts(llm, base, task, monkeypatch):
-    monkeypatch.setattr(asking, "MOST_TOKENS", 2)
+    monkeypatch.setattr(prompts, "MOST_TOKENS", 2)
     labels = ("positive", "negative", "good", "bad", "this")
     many = injection_for(base, replace(task, labels=labels, train=(), test=()))
     frontend.load(llm, "many", many)
@@ -128,8 +127,8 @@ def test_a_request_keeps_the_version_that_its_first_part_ran_with(llm, base, tas
     with frontend.TASKS.held(served):
         frontend.load(llm, "a", other)
         frontend.drop(llm, "a")
-        each = served.trie.asked((5, 6, 7), asking.Reach.of(vllm_config()))[0]
-        assert llm.answer(each.prompt, parameters(served, each))
+        each = served.trie.prompts((5, 6, 7), prompts.Reach.of(vllm_config()))[0]
+        assert llm.answer(each.ids, parameters(served, each))
         assert digest in llm.held
         frontend.load(llm, "a", one)
         frontend.load(llm, "a", other)
@@ -139,7 +138,7 @@ def test_a_request_keeps_the_version_that_its_first_part_ran_with(llm, base, tas
 
 
 def test_beam_search_refuses_a_task_that_it_would_forget():
-    beams = frontend.searched(lambda request, *args: args)
+    beams = frontend.wrap_beam_search(lambda request, *args: args)
     assert beams(SimpleNamespace(vllm_xargs=None), 4) == (4,)
     assert beams(SimpleNamespace(vllm_xargs={"other": 1}), 4) == (4,)
     with pytest.raises(I2CLError, match="beam search takes no task"):
@@ -148,7 +147,7 @@ def test_beam_search_refuses_a_task_that_it_would_forget():
 
 def test_verify_still_verifies(llm):
     seen = []
-    verify = frontend.verified(lambda params, *args: seen.append(args))
+    verify = frontend.wrap_verify(lambda params, *args: seen.append(args))
     verify(params(), "config")
     assert seen == [("config",)]
     with pytest.raises(I2CLError, match="no task"):

@@ -16,7 +16,7 @@ from i2cl import Injection, with_temperature
 from i2cl.interfaces.vllm import frontend, plugin, routes
 from i2cl.interfaces.vllm.slots import DIGEST
 from i2cl.models.decoder import Decoder
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder
 
 from .standins import LLM, injection_for, parameters, vllm_config
 
@@ -24,8 +24,7 @@ from .standins import LLM, injection_for, parameters, vllm_config
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     found = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(found)
-    tiny_tokenizer().save_pretrained(found)
+    tiny_folder(found)
     return Decoder.from_pretrained(str(found), device="cpu")
 
 
@@ -65,12 +64,10 @@ def app(base, monkeypatch):
     for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.serve", "vllm.entrypoints.serve.utils"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
     monkeypatch.setitem(
-        sys.modules,
-        "vllm.entrypoints.serve.utils.api_utils",
-        SimpleNamespace(with_cancellation=cancellable),
+        sys.modules, "vllm.entrypoints.serve.utils.api_utils", SimpleNamespace(with_cancellation=cancellable)
     )
     monkeypatch.setattr(plugin, "install_in_server", lambda: None)
-    monkeypatch.setattr(frontend, "TASKS", frontend.Tasks())
+    monkeypatch.setattr(frontend, "TASKS", frontend.ServedTasks())
     monkeypatch.setattr(routes, "TASKS", frontend.TASKS)
     monkeypatch.setattr(routes, "parameters", parameters)
     monkeypatch.setenv(routes.ADMIN, "key")
@@ -192,7 +189,7 @@ def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved):
         long = "film " * 100
         return engine, [
             await classify(app, "mood", texts)
-            for texts in (["good", long, long], ["good"] * (routes.MOST_TEXTS + 1), [], "good")
+            for texts in (["good", long, long], ["good"] * 2049, [], "good")
         ]
 
     engine, (long, many, none, fine) = asyncio.run(played())
@@ -203,8 +200,8 @@ def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved):
     assert error["cure"] == "shorten it"
     error = many[1]["error"]
     assert (many[0], error["code"], error["cure"]) == (413, "too_many_texts", "send them in parts")
-    assert error["message"] == "2049 texts came, and 2048 fit into a request: send them in parts"
-    assert (none[0], fine[0]) == (400, 200)
+    assert error["message"] == "the request has 2049 texts, and 2048 may come at once: send them in parts"
+    assert (none[0], fine[0]) == (422, 200)
     assert 0 < len(engine.digests) < 10  # those of one text
 
 

@@ -20,8 +20,8 @@ from i2cl.storage.journal import Journal, only_writer
 from i2cl.tasks.files import RowError
 from i2cl.tasks.formats import STDIN
 
+# Makes the second file of the rows in the first, and says what somebody should know of it.
 Finish = Callable[[Path, Path], str]
-"""Makes the second file of the rows in the first, and says what somebody should know of it."""
 
 
 class Output:
@@ -29,9 +29,7 @@ class Output:
 
     Attributes:
         kept: rows of an earlier run.
-        note: what somebody should know of the file that was made.
         rows: rows that are there, those kept included.
-        resumes: whether they survive the end of this process.
     """
 
     def __init__(
@@ -47,14 +45,12 @@ class Output:
         self._header = header
         self._path = path
         self.kept = self.rows = kept
-        self.note = ""
-        self.resumes = resumes
+        self.note = ""  # what somebody should know of the file that was made
+        self.resumes = resumes  # whether they survive the end of this process
 
     def write(self, lines: str, rows: int) -> None:
-        """Add the lines of some rows, the header before the first, and pass them on at once.
-
-        Raises:
-            I2CLError: if a file cannot be written.
+        """Add the lines of some rows, the header before the first, and pass them on at once. Raises I2CLError
+        if a file cannot be written.
         """
         with _told(self._path):
             self._add(lines if self.rows else self._header + lines)
@@ -147,21 +143,17 @@ def _finished(rows_file: Path, path: Path, finish: Finish) -> str:
     """Make the file of the rows, which are there until it is."""
     new = _beside(path, ".part.new")
     try:
-        told = finish(rows_file, new)
+        note = finish(rows_file, new)
         synced(new)
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
     rows_file.unlink()
-    return told
+    return note
 
 
 def require_other(output: Path | None, *sources: str) -> None:
-    """Refuse an output that is also read, by whatever name; ``-`` is stdin.
-
-    Raises:
-        I2CLError: if it is.
-    """
+    """Refuse an output that is also read, by whatever name; ``-`` is stdin. Raises I2CLError if it is."""
     if output is None or not output.is_file():
         return
     for source in sources:
@@ -177,8 +169,8 @@ def source_state(source: str) -> list[Any]:
     path = Path(source).absolute()
     if not path.is_file():
         return [source]
-    found = path.stat()
-    return [str(path), found.st_size, found.st_mtime_ns]
+    state = path.stat()
+    return [str(path), state.st_size, state.st_mtime_ns]
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -29,25 +29,15 @@ class WorkerWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Texts:
-    """Chunks of a file's texts, see `i2cl.tasks.rows.read_queries`.
+    """Chunks of a file's texts, see `i2cl.tasks.rows.read_queries`."""
 
-    Attributes:
-        source: path, or ``-`` for stdin.
-        kind: the file's format.
-        column: which column or key holds the text.
-        chunk: texts at a time.
-        skip: texts left out at the start; they are read and checked all the same.
-        kept: columns that come back with the answers.
-        numbered: whether the number of the row does too, before them: from 1, without the header.
-    """
-
-    source: str
-    kind: RowFormat | None = None
-    column: str = "text"
-    chunk: int = 512
-    skip: int = 0
-    kept: tuple[str, ...] = ()
-    numbered: bool = False
+    source: str  # path, or ``-`` for stdin
+    kind: RowFormat | None = None  # the file's format
+    column: str = "text"  # which column or key holds the text
+    chunk: int = 512  # texts at a time
+    skip: int = 0  # texts left out at the start; they are read and checked all the same
+    kept: tuple[str, ...] = ()  # columns that come back with the answers
+    numbered: bool = False  # whether the number of the row does too, before them: from 1, without the header
 
     def __post_init__(self) -> None:
         if self.numbered and NUMBER in self.kept:
@@ -70,19 +60,12 @@ class Texts:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Turns texts into finished lines.
+    """Turns texts into finished lines."""
 
-    Attributes:
-        injection: the task.
-        decoder: its model.
-        table: how the lines are written.
-        force: accept other weights of the same sizes.
-    """
-
-    injection: Injection
-    decoder: Decoder
-    table: Table
-    force: bool = False
+    injection: Injection  # the task
+    decoder: Decoder  # its model
+    table: Table  # how the lines are written
+    force: bool = False  # accept other weights of the same sizes
 
     def __call__(self, queries: list[Query]) -> str:
         """One line per text."""
@@ -91,8 +74,8 @@ class Scorer:
         return self.table.lines(probabilities, [query.kept for query in queries])
 
 
+# Makes a scorer; must be picklable to run on Ray, such as a partial of a function.
 ScorerSource = Callable[[], Callable[[list[Query]], str]]
-"""Makes a scorer; must be picklable to run on Ray, such as a partial of a function."""
 
 
 class Scored(NamedTuple):
@@ -102,8 +85,8 @@ class Scored(NamedTuple):
     rows: int
 
 
+# Chunks as they are done; to be closed by who stops early, which ends the cluster.
 ScoredStream = Generator[Scored, None, None]
-"""Chunks as they are done; to be closed by who stops early, which ends the cluster."""
 
 
 def digest(injection: Injection) -> str:
@@ -116,18 +99,14 @@ def digest(injection: Injection) -> str:
     ]
     said += [injection.context.config.site, injection.seed, injection.label_bias]
     said += [injection.temperature] if injection.temperature != 1 else []  # other digests are as before
-    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    sha = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for tensor in (injection.context.values, injection.coefficients):
-        found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        sha.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()
 
 
 def predict_here(source: ScorerSource, texts: Iterable[list[Query]]) -> ScoredStream:
-    """Score chunks in this process.
-
-    Raises:
-        I2CLError: on a model that cannot be loaded, or texts that cannot be used.
-    """
+    """Score chunks here. Raises I2CLError on a model that cannot be loaded, or texts that cannot be used."""
     score = source()
     for chunk in texts:
         yield Scored(score(chunk), len(chunk))
@@ -206,11 +185,11 @@ class _Worker:
                     lines = self._score(texts)
             except I2CLError as raised:
                 error, of_rows = str(raised), isinstance(raised, RowError)
-        told = json.loads(row["told"]) + json.loads(_ours(caught))
+        messages = json.loads(row["told"]) + json.loads(_ours(caught))
         return {
             "lines": lines,
             "rows": len(texts),
-            "warnings": json.dumps(told),
+            "warnings": json.dumps(messages),
             "error": error,
             "of_rows": of_rows,
         }

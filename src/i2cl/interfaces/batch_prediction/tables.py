@@ -19,6 +19,7 @@ from i2cl.injections.confidence import sure_place
 
 OutputFormat = Literal["tsv", "csv", "jsonl", "parquet"]
 
+# What a file's ending says; any other one is tab-separated.
 ENDINGS: dict[str, OutputFormat] = {
     ".tsv": "tsv",
     ".csv": "csv",
@@ -26,25 +27,17 @@ ENDINGS: dict[str, OutputFormat] = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
-"""What a file's ending says; any other one is tab-separated."""
 
-NUMBER = "row"
-"""What the number of a row is called."""
-
-ROW_GROUP = 50_000
-"""Rows of a Parquet file that are held in memory at a time."""
-
-FORMULAS = ("=", "+", "-", "@")
-"""What a spreadsheet takes the rest of a cell for a formula behind."""
+NUMBER = "row"  # what the number of a row is called
+ROW_GROUP = 50_000  # rows of a Parquet file that are held in memory at a time
+FORMULAS = ("=", "+", "-", "@")  # what a spreadsheet takes the rest of a cell for a formula behind
 
 _NO_BREAKS = str.maketrans("\t\r\n", "   ")
 
 
 def output_format(path: Path | None, named: OutputFormat | None, *, as_json: bool) -> OutputFormat:
-    """What OUT is written as: what is named, or what its ending says, else tab-separated.
-
-    Raises:
-        I2CLError: if ``--json`` says something else, or Parquet has no file to go to.
+    """What OUT is written as: what is named, or what its ending says, else tab-separated. Raises I2CLError if
+    ``--json`` says something else, or Parquet has no file to go to.
     """
     meant = named or (ENDINGS.get(path.suffix.lower()) if path is not None else None)
     if as_json and meant not in {None, "jsonl"}:
@@ -61,21 +54,13 @@ def output_format(path: Path | None, named: OutputFormat | None, *, as_json: boo
 
 @dataclass(frozen=True)
 class Table:
-    """A row for each text: what is kept of it, the best label, and every label's probability.
+    """A row for each text: what is kept of it, the best label, and every label's probability."""
 
-    Attributes:
-        labels: of the task; each has a column.
-        kind: how it is written.
-        names: of the columns that are kept.
-        waits: whether rows wait for `finish`, as those of a file of CSV or Parquet do.
-        least: the label is empty where its probability is below it; None for never.
-    """
-
-    labels: tuple[str, ...]
-    kind: OutputFormat = "tsv"
-    names: tuple[str, ...] = ()
-    waits: bool = False
-    least: float | None = None
+    labels: tuple[str, ...]  # of the task; each has a column
+    kind: OutputFormat = "tsv"  # how it is written
+    names: tuple[str, ...] = ()  # of the columns that are kept
+    waits: bool = False  # whether rows wait for `finish`, as those of a file of CSV or Parquet do
+    least: float | None = None  # the label is empty where its probability is below it; None for never
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -93,9 +78,7 @@ class Table:
     def lines(self, rows: Sequence[Sequence[float]], kept: Sequence[Sequence[object]] | None = None) -> str:
         """A line for each row of probabilities.
 
-        Args:
-            rows: a probability per label each.
-            kept: values of the columns that are kept; default: none.
+        ``rows``: a probability per label each; ``kept``: values of the columns that are kept; default: none.
         """
         return "".join(
             self._row(list(values), row) for row, values in zip(rows, kept or [()] * len(rows), strict=True)

@@ -30,6 +30,7 @@ NAME = "i2cl"
 INTERRUPTED = 130
 _UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it
 
+# Of each command, shown below its help; the tests type them in this order.
 EXAMPLES = {
     "demo": "i2cl demo",
     "fit": "i2cl fit reference mood-colour-1 -o mood",
@@ -48,7 +49,6 @@ EXAMPLES = {
     "experiment unpack": "i2cl experiment unpack packed unpacked",
     "report": "i2cl report results --experiments unlabelled",
 }
-"""Of each command, shown below its help; the tests type them in this order."""
 
 app = typer.Typer(
     help="Classify text with a frozen LLM from a few labelled examples, without putting them in the prompt.",
@@ -77,8 +77,7 @@ for _prefix, _group in (("", app), ("experiment ", experiment.app)):
 
 @app.callback(invoke_without_command=True)
 def top(
-    context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Print the version."),
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")
 ) -> None:
     """Show help where no command is given."""
     if version:

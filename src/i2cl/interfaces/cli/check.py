@@ -17,7 +17,6 @@ def check(
     attention: Annotated[str | None, typer.Option(help="Path of the attention writer in a block.")] = None,
     mlp: Annotated[str | None, typer.Option(help="Path of the MLP writer in a block.")] = None,
     loading: Annotated[ModelOptions, ("device", "dtype", "revision", "trust_remote_code")],
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Check that i2cl knows where a model's layers write to the residual stream.

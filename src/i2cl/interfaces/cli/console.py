@@ -23,20 +23,14 @@ from i2cl.tasks.files import ReadAsWarning
 if TYPE_CHECKING:
     from i2cl.experiments.records import Run
 
-FOLDED = 20
-"""Characters up to which a cell stays in one line, where the terminal has room."""
+FOLDED = 20  # characters up to which a cell stays in one line, where the terminal has room
+GAP = 3  # characters between two columns
+SPEED_PERIOD = 3600.0  # seconds that time left is estimated from: an epoch of a large model takes minutes
 
-GAP = 3
-"""Characters between two columns."""
-
-SPEED_PERIOD = 3600.0
-"""Seconds that time left is estimated from: an epoch of a large model takes minutes."""
-
+# Of several processes that hold one model together, the first alone speaks and writes.
 FIRST = os.environ.get("RANK", "0") == "0"
-"""Of several processes that hold one model together, the first alone speaks and writes."""
 
-ESCAPED = "i2cl.escaped"
-"""Name of the way in which streams treat what they cannot show."""
+ESCAPED = "i2cl.escaped"  # name of the way in which streams treat what they cannot show
 
 out = Console(highlight=False, quiet=not FIRST)
 err = Console(stderr=True, highlight=False, quiet=not FIRST)
@@ -59,8 +53,7 @@ def escape() -> None:
             stream.reconfigure(errors=ESCAPED)
 
 
-_BARS: list["Bar"] = []
-"""Those that are shown now: there is one place for them."""
+_BARS: list["Bar"] = []  # those that are shown now: there is one place for them
 
 
 def print_json(value: Any) -> None:
@@ -136,10 +129,8 @@ def _word(texts: Sequence[str]) -> int:
 def progress(total: float | None, what: str, *, shown: bool = True) -> Iterator["Bar"]:
     """A progress bar on stderr while the block runs; silent where stderr is no terminal.
 
-    Args:
-        total: where it ends; None if nobody knows.
-        what: what goes on.
-        shown: False for a block that writes to stdout, which a bar would capture.
+    ``total``: where it ends; None if nobody knows; ``what``: what goes on; ``shown``: False for a block that
+    writes to stdout, which a bar would capture.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     off = not (shown and err.is_terminal)
@@ -172,16 +163,12 @@ def waiting(what: str) -> Iterator[None]:
 
 
 class Bar:
-    """One line of progress.
-
-    Attributes:
-        what: what it says is going on.
-    """
+    """One line of progress."""
 
     def __init__(self, shown: Progress, task: TaskID, what: str) -> None:
         self._shown = shown
         self._task = task
-        self.what = what
+        self.what = what  # what it says is going on
 
     def advance(self, amount: float = 1) -> None:
         """Move on by so much."""

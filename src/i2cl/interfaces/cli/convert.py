@@ -11,7 +11,6 @@ from i2cl.interfaces.cli import console, load, options
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of a model whose weights are pickles (.bin).")],
     output: Annotated[Path, typer.Argument(help="Folder for the same in safetensors, new or empty.")],
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Rewrite a model's pickled weights as safetensors.

@@ -9,44 +9,28 @@ if TYPE_CHECKING:
     from i2cl.experiments.draw import Draw
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
-    from i2cl.tasks.survey import Survey
 
-SHOWN = 5
-"""Texts with several labels that are shown."""
-
-SNIPPET = 50
-"""Characters of such a text."""
+SHOWN = 5  # texts with several labels that are shown
+SNIPPET = 50  # characters of such a text
 
 
 class Block:
     """A survey of rows, as text and as a record."""
 
-    def __init__(self, survey: "Survey", decoder: "Decoder", draw: "Draw", queries: Sequence[Any]) -> None:
-        self._survey = survey
-        self._draw = draw
-        self._kept_back = len(queries)
-        self._tokens = max(map(len, decoder.tokenizer(list(survey.longest))["input_ids"]))
-        self._window = decoder.max_length
-
-    @classmethod
-    def of(cls, task: "Task", decoder: "Decoder", draw: "Draw", queries: Sequence[Any]) -> "Block":
-        """Of a task's training rows.
-
-        Args:
-            task: with its rows.
-            decoder: whose tokens are counted.
-            draw: the demonstrations.
-            queries: rows to score on.
-        """
+    def __init__(self, task: "Task", decoder: "Decoder", draw: "Draw", queries: Sequence[Any]) -> None:
+        """Survey a task's training rows, of which a draw takes some; queries are rows to score on."""
         from i2cl.tasks.survey import Survey
 
-        return cls(Survey.of(task), decoder, draw, queries if not task.test else ())
+        self._survey, self._draw = Survey.of(task), draw
+        self._kept_back = 0 if task.test else len(queries)
+        self._tokens = max(map(len, decoder.tokenizer(list(self._survey.longest))["input_ids"]))
+        self._window = decoder.max_length
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        draw, told = self._draw, self._survey.record()
+        draw, survey = self._draw, self._survey.record()
         used = {"used": len(draw.demonstrations), "shots": draw.shots, "kept_back": self._kept_back}
-        return told | {"longest_tokens": self._tokens} | used | {"estimated_seconds": draw.seconds}
+        return survey | {"longest_tokens": self._tokens} | used | {"estimated_seconds": draw.seconds}
 
     def show(self) -> None:
         """On stdout, lines no wider than the terminal."""
@@ -74,16 +58,16 @@ class Block:
     def _use(self) -> str:
         draw = self._draw
         used = len(draw.demonstrations)
-        told = f"All {used:,} rows used" if used == draw.rows else f"{used:,} of {draw.rows:,} rows used"
+        line = f"All {used:,} rows used" if used == draw.rows else f"{used:,} of {draw.rows:,} rows used"
         if self._kept_back:
-            told += f", {self._kept_back} others to score on"
+            line += f", {self._kept_back} others to score on"
         if draw.seconds is not None:
-            told += f": {_about(draw.seconds)}"
+            line += f": {_about(draw.seconds)}"
         if draw.more is None:
-            return f"{told}."
+            return f"{line}."
         shots, rows, seconds = draw.more
         what = "all" if rows == draw.rows else f"{rows:,}"
-        return f"{told}; --shots {shots} uses {what}, {_about(seconds)}."
+        return f"{line}; --shots {shots} uses {what}, {_about(seconds)}."
 
 
 def _about(seconds: float) -> str:

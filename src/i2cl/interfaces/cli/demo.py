@@ -1,4 +1,4 @@
-"""`i2cl demo`."""
+"""`i2cl demo`: presets of `i2cl eval`."""
 
 from functools import partial
 from typing import Annotated
@@ -9,22 +9,10 @@ from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.evaluate import show
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
 
-BUNDLED = ("zero_shot", "few_shot_uncached", "few_shot", "i2cl", "anchored")
-REAL = (
-    "zero_shot",
-    "zero_shot+label_prior",
-    "few_shot",
-    "few_shot+label_prior",
-    "i2cl",
-    "anchored",
-    "anchored+label_prior",
-)
-REAL_LIMIT = 60
-WITHOUT_LLM = "sentence_embeddings"
-"""Shown beside them where its encoder is installed."""
-
-PASSES = 20
-"""Of I2CL's fast recipe on the real model: about the work of `anchored`."""
+BUNDLED = "zero_shot,few_shot_uncached,few_shot,i2cl,anchored"
+REAL = "zero_shot,zero_shot+label_prior,few_shot,few_shot+label_prior,i2cl,anchored,anchored+label_prior"
+WITHOUT_LLM = "sentence_embeddings"  # shown beside them where its encoder is installed
+FAST = {"optimizer": "lbfgs", "passes": 20}  # I2CL's recipe on the real model: about the work of `anchored`
 
 
 def demo(
@@ -48,40 +36,33 @@ def demo(
     from i2cl.models.loading import REFERENCE, SMOLLM2
     from i2cl.tasks.reference import DEMO_TASKS
 
-    model, names = (SMOLLM2, ("tickets",)) if real else (REFERENCE, DEMO_TASKS)
-    tasks = load.tasks(",".join(names), model, TaskOptions())
-    limit = limit or (REAL_LIMIT if real else 100)
+    model, names = (SMOLLM2, "tickets") if real else (REFERENCE, ",".join(DEMO_TASKS))
+    tasks = load.tasks(names, model, TaskOptions())
+    limit = limit or (60 if real else 100)
+    where = "in word combinations that the bundled model never saw. Takes about a minute."
+    if real:
+        where = "support tickets for SmolLM2-135M-Instruct. Takes some minutes."
     if not json:
-        console.say(
-            f"{tasks[0].shots} labelled examples per class, {limit} queries per task, {_where(real)}\n"
-        )
+        console.say(f"{tasks[0].shots} labelled examples per class, {limit} queries per task, {where}\n")
     source = partial(load.decoder, model, ModelOptions(device="cpu"))
-    fast = {"optimizer": "lbfgs", "passes": PASSES} if real else {}
+    methods = make_methods(load.split(REAL if real else BUNDLED), recipe=FAST if real else {})
     encoder = local_encoder() if real else None
-    methods = make_methods(REAL if real else BUNDLED, recipe=fast)
     if encoder:
         methods += make_methods([WITHOUT_LLM], {"encoder": encoder})
     with console.progress(len(tasks) * len(methods), "evaluating") as bar:
         runs = sweep(source, tasks, methods, [seed], limit=limit, workers=1, watch=bar.run)
     show(runs, "", as_json=json, brief=True)
-    if not json and not real:
-        console.say(
-            "\nI2CL and anchored (what `i2cl fit` does) answer at zero-shot cost: no demonstration is read "
-            "at query time, and no key-value cache is kept."
-        )
-    elif not json:
-        console.say(
-            "\nI2CL and anchored answer at zero-shot cost and keep one vector a residual writer; few-shot "
-            "keeps a key-value cache. label_prior looked at 64 texts without their labels."
-        )
-    if encoder and not json:
+    if json:
+        return
+    console.say(
+        "\nI2CL and anchored answer at zero-shot cost and keep one vector a residual writer; few-shot "
+        "keeps a key-value cache. label_prior looked at 64 texts without their labels."
+        if real
+        else "\nI2CL and anchored (what `i2cl fit` does) answer at zero-shot cost: no demonstration is read "
+        "at query time, and no key-value cache is kept."
+    )
+    if encoder:
         console.say(
             f"{WITHOUT_LLM} has no LLM, but a second model of 22 million parameters: ahead on topics such as "
             "these tickets, far behind on sentiment and kinds of question (docs/results.md)."
         )
-
-
-def _where(real: bool) -> str:
-    if real:
-        return "support tickets for SmolLM2-135M-Instruct. Takes some minutes."
-    return "in word combinations that the bundled model never saw. Takes about a minute."

@@ -39,8 +39,7 @@ def evaluate(
     seed: options.Seed = 0,
     limit: options.Limit = 500,
     workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes; default: one a core for a small model on a CPU."),
+        int | None, typer.Option(min=1, help="Processes; default: one a core for a small model on a CPU.")
     ] = None,
     recipe: options.Recipe = "paper",
     settings: options.Settings = None,

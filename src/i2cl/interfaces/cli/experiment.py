@@ -27,7 +27,7 @@ NewFolder = Annotated[Path, typer.Argument(help="New folder.")]
 
 
 @app.command()
-def ls(seed: options.NoSeed = 0, json: options.Json = False) -> None:
+def ls(json: options.Json = False) -> None:
     """List the experiments: tables and figures of the paper, and our own.
 
     Each says what it measures, and how many cells one task takes.
@@ -86,7 +86,6 @@ def run(
     address: options.Address = None,
     rows: Annotated[TaskOptions, ("data_dir",)],
     loading: Annotated[ModelOptions, ("device", "dtype", "device_map", "revision", "trust_remote_code")],
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Run the cells of experiments that a store lacks.
@@ -210,9 +209,7 @@ def _watch(bar: console.Bar) -> "Callable[[Record], None]":
 
 
 @app.command()
-def pack(
-    store: options.StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False
-) -> None:
+def pack(store: options.StoreFolder, out: NewFolder, json: options.Json = False) -> None:
     """Write a store as Parquet and one safetensors file, to keep and to share.
 
     `i2cl report` reads it; `i2cl experiment unpack` turns it back.
@@ -221,9 +218,7 @@ def pack(
 
 
 @app.command()
-def unpack(
-    store: options.StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False
-) -> None:
+def unpack(store: options.StoreFolder, out: NewFolder, json: options.Json = False) -> None:
     """Turn a packed store back into a folder of plain files.
 
     `experiment run` can then add to it.

@@ -3,9 +3,9 @@
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
@@ -20,13 +20,90 @@ if TYPE_CHECKING:
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Example, Task
 
-PATIENCE = 120.0
-"""Seconds of calibration left from which on a faster recipe is named."""
+PATIENCE = 120.0  # seconds of calibration left from which on a faster recipe is named
 
 ACCURACY = "accuracy (95 %)"
+_NAMES = ("model", "task")  # arguments that may be paths beside those that always are
 
-_NAMES = ("model", "task")
-"""Arguments that may be paths beside those that always are."""
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """Which rows become demonstrations."""
+
+    PANEL: ClassVar[str] = "Options"
+
+    shots: options.FitShots = None
+    seed: options.Seed = 0
+    keep_back: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Of classes of your file with 10 rows or more, one row in so many is kept back to score on, "
+            "0 for none; default: 5 without --shots and --test.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """How the examples become a task."""
+
+    PANEL: ClassVar[str] = options.METHOD
+
+    method: Annotated[
+        Literal["anchored", "i2cl"] | None,
+        typer.Option(
+            help="A vector at every writer, fitted around the plain model among the labels; or the paper's "
+            "method; default: anchored, or i2cl where a recipe or an option of its own is given."
+        ),
+    ] = None
+    recipe: options.OwnRecipe = None
+    settings: options.Settings = None
+    unlabelled: Annotated[
+        Path | None,
+        typer.Option(
+            help="Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
+            "set right on; 32 or more."
+        ),
+    ] = None
+    prior: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of the labels in those texts, in the labels' order, commas between; default: equal."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What is scored after the fit, and how."""
+
+    PANEL: ClassVar[str] = "Options"
+
+    evaluate: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Score the fit beside zero-shot, few-shot and, where they are installed, sentence "
+            "embeddings, on at most so many test rows or, without any, "
+            "training rows that are no demonstrations; 0: not at all.",
+        ),
+    ] = 160
+    folds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Where no such rows are left, refit so often, each time without one part of the examples, "
+            "and score that part; 0: do not.",
+        ),
+    ] = 3
+    target_accuracy: Annotated[
+        float | None,
+        typer.Option(
+            help="Find the confidence from which on answers are right so often, such as 0.95, on labelled "
+            "rows that the fit does not use (at most --evaluate of them)."
+        ),
+    ] = None
 
 
 @options.expanded
@@ -36,66 +113,10 @@ def fit(
     task: options.TaskName,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the artefact.")],
     *,
-    shots: options.FitShots = None,
-    seed: options.Seed = 0,
-    keep_back: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Of classes of your file with 10 rows or more, one row in so many is kept back to score on, "
-            "0 for none; default: 5 without --shots and --test.",
-        ),
-    ] = None,
-    method: Annotated[
-        Literal["anchored", "i2cl"] | None,
-        typer.Option(
-            help="A vector at every writer, fitted around the plain model among the labels; or the paper's "
-            "method; default: anchored, or i2cl where a recipe or an option of its own is given.",
-            rich_help_panel=options.METHOD,
-        ),
-    ] = None,
-    recipe: options.OwnRecipe = None,
-    settings: options.Settings = None,
-    unlabelled: Annotated[
-        Path | None,
-        typer.Option(
-            help="Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
-            "set right on; 32 or more.",
-            rich_help_panel=options.METHOD,
-        ),
-    ] = None,
-    prior: Annotated[
-        str | None,
-        typer.Option(
-            help="Shares of the labels in those texts, in the labels' order, commas between; default: equal.",
-            rich_help_panel=options.METHOD,
-        ),
-    ] = None,
+    drawing: DrawOptions,
+    way: MethodOptions,
     rows: TaskOptions,
-    evaluate: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Score the fit beside zero-shot, few-shot and, where they are installed, sentence "
-            "embeddings, on at most so many test rows or, without any, "
-            "training rows that are no demonstrations; 0: not at all.",
-        ),
-    ] = 160,
-    folds: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Where no such rows are left, refit so often, each time without one part of the examples, "
-            "and score that part; 0: do not.",
-        ),
-    ] = 3,
-    target_accuracy: Annotated[
-        float | None,
-        typer.Option(
-            help="Find the confidence from which on answers are right so often, such as 0.95, on labelled "
-            "rows that the fit does not use (at most --evaluate of them).",
-        ),
-    ] = None,
+    scoring: ScoreOptions,
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
@@ -111,23 +132,24 @@ def fit(
     from i2cl.methods.calibrated.folds import require_folds, unmeasurable
     from i2cl.tasks.loaders import is_own
 
+    shots, seed, keep_back = drawing.shots, drawing.seed, drawing.keep_back
     require_writable(output, own_files(output))
-    if folds:
-        require_folds(folds)
-    chosen = calibrating_method(method, load.options(settings), recipe)
+    if scoring.folds:
+        require_folds(scoring.folds)
+    chosen = calibrating_method(way.method, load.options(way.settings), way.recipe)
     loaded = load.task(task, rows)
     own = is_own(task)
-    choice: Any = {"keep_back": keep_back, "scored": evaluate > 0 and not loaded.test}
+    choice: Any = {"keep_back": keep_back, "scored": scoring.evaluate > 0 and not loaded.test}
     drawn = draw(loaded, chosen, shots, seed, own=own, **choice)  # sizes are checked before the model is read
-    texts, shares = _prior_of(unlabelled, prior, rows.text_column, loaded)
+    texts, shares = _prior_of(way.unlabelled, way.prior, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
     loaded = load.worded(loaded, rows, decoder.tokenizer)
     if drawn is None:
         with console.waiting("timing the model"):
             drawn = fitting(decoder, loaded, chosen.rounds, seed, **choice)
     demonstrations = drawn.demonstrations
-    queries = _queries(loaded, demonstrations, evaluate, target_accuracy)
-    block = data.Block.of(loaded, decoder, drawn, queries) if own else None
+    queries = _queries(loaded, demonstrations, scoring.evaluate, scoring.target_accuracy)
+    block = data.Block(loaded, decoder, drawn, queries) if own else None
     if block is not None and not json:
         block.show()
     started = time.perf_counter()
@@ -142,12 +164,14 @@ def fit(
         return with_label_prior(again, decoder, texts, shares) if texts else again
 
     unknown = ""
-    if evaluate and not queries:
+    if scoring.evaluate and not queries:
         lacking = "no labelled rows remain to score: fit with fewer --shots"
-        unknown = unmeasurable(loaded, demonstrations, folds, seed) if folds else lacking
-    if evaluate and not unknown:
-        timed: Any = {"method": chosen, "seconds": seconds, "target": target_accuracy}
-        injection = _measured(injection, decoder, loaded, demonstrations, queries, make, folds, **timed)
+        unknown = unmeasurable(loaded, demonstrations, scoring.folds, seed) if scoring.folds else lacking
+    if scoring.evaluate and not unknown:
+        timed: Any = {"method": chosen, "seconds": seconds, "target": scoring.target_accuracy}
+        injection = _measured(
+            injection, decoder, loaded, demonstrations, queries, make, scoring.folds, **timed
+        )
     command = command_line(
         context, shots=drawn.shots, keep_back=drawn.keep_back or None, seed=seed, method=chosen.name
     )
@@ -178,11 +202,7 @@ def _fitted(
 def _queries(
     task: "Task", demonstrations: "Sequence[Example]", limit: int, target: float | None
 ) -> "Sequence[Example]":
-    """Rows to score on.
-
-    Raises:
-        I2CLError: where they are too few for the accuracy that is asked for.
-    """
+    """Rows to score on."""
     from i2cl.experiments.evidence.selective import require_target
     from i2cl.experiments.evidence.worth import labelled_rows
 
@@ -195,11 +215,7 @@ def _queries(
 def _prior_of(
     source: Path | None, prior: str | None, column: str, task: "Task"
 ) -> tuple[list[str], list[float] | None]:
-    """The texts of a label prior, and the shares that are asked for.
-
-    Raises:
-        I2CLError: on texts that cannot be read, shares without texts, or shares that are none of the labels.
-    """
+    """The texts of a label prior, and the shares that are asked for."""
     from i2cl.injections.label_prior import require_shares
     from i2cl.tasks.rows import read_queries
 
@@ -303,18 +319,18 @@ def _show_fit(
         }
         console.print_json(record)
         return
-    told = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
+    summary = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
     what = f"{injection.task.name} by {method}, {count} demonstrations"
-    console.say(f"Saved {output}: {what}, {told}, {seconds:.1f} s.")
+    console.say(f"Saved {output}: {what}, {summary}, {seconds:.1f} s.")
     if injection.label_bias is not None:
         console.say(f"Label prior: {prior_words(injection.task.labels, injection.settings[LABEL_PRIOR])}")
     least = ""
     if injection.worth:
         _show_worth(injection.worth)
         console.say(f"Confidence: {confidence_words(injection.temperature, injection.worth['confidence'])}.")
-        if told := injection.worth["selection"]:
-            console.say(f"Answers that are sure enough: {selection_words(told)}.")
-            least = f" --min-confidence {told['threshold']:.6g}" if "threshold" in told else ""
+        if summary := injection.worth["selection"]:
+            console.say(f"Answers that are sure enough: {selection_words(summary)}.")
+            least = f" --min-confidence {summary['threshold']:.6g}" if "threshold" in summary else ""
     elif unknown:
         console.say(f"Whether it pays is not known: {unknown}, or give other rows with --test FILE.")
     console.say(f"Next: i2cl predict {output} FILE{least}")
@@ -348,9 +364,8 @@ def command_line(context: typer.Context, **resolved: object) -> str:
 
     Paths keep their last part. What only says how to print is left out.
 
-    Args:
-        context: of the command that runs.
-        resolved: values of options that are named in any case, typed or not.
+    ``context``: of the command that runs; ``resolved``: values of options that are named in any case, typed
+    or not.
     """
     words, named = context.command_path.split(), []
     for parameter in context.command.params:
@@ -360,16 +375,14 @@ def command_line(context: typer.Context, **resolved: object) -> str:
         typed = source is not None and source.name != "DEFAULT"
         if name == "json" or value is None or not (typed or name in resolved):
             continue
-        told = [_public(name, one) for one in (value if isinstance(value, list | tuple) else [value])]
+        values = [
+            public_name(str(one)) if isinstance(one, Path) or name in _NAMES else str(one)
+            for one in (value if isinstance(value, list | tuple) else [value])
+        ]
         if parameter.param_type_name == "argument":
-            words += told
+            words += values
         elif isinstance(value, bool):
             named.append(parameter.opts[0])
         else:
-            named += [word for one in told for word in (parameter.opts[0], one)]
+            named += [word for one in values for word in (parameter.opts[0], one)]
     return shlex.join([*words, *named]).encode(errors="backslashreplace").decode()
-
-
-def _public(name: str, value: object) -> str:
-    path = isinstance(value, Path) or name in _NAMES
-    return public_name(str(value)) if path else str(value)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
 
-UNWORDED = "{text} {label}"
-"""Stands where a chat's template will."""
+UNWORDED = "{text} {label}"  # stands where a chat's template will
 
 
 def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":
@@ -56,22 +55,18 @@ def libraries() -> None:
 
 
 def _device_map(typed: str | None) -> str | dict[str, Any] | None:
-    """A name such as ``auto``, or what JSON says of each module.
-
-    Raises:
-        I2CLError: on JSON that is no map from modules to devices.
-    """
+    """A name such as ``auto``, or what JSON says of each module."""
     if typed is None or not typed.lstrip().startswith(("{", "[", '"')):
         return typed
     try:
-        found = json.loads(typed)
+        places = json.loads(typed)
     except (ValueError, RecursionError) as error:
         raise I2CLError(
             f'--device-map {typed!r} is no JSON ({error}): write it like \'{{"": "cpu"}}\''
         ) from None
-    if not isinstance(found, dict) or not all(isinstance(place, str | int) for place in found.values()):
+    if not isinstance(places, dict) or not all(isinstance(place, str | int) for place in places.values()):
         raise I2CLError(f"--device-map {typed!r} is no map: give every module a device, cpu or disk")
-    return found
+    return places
 
 
 def of_artefact(options: ModelOptions, injection: "Injection", model: str | None) -> ModelOptions:
@@ -81,10 +76,8 @@ def of_artefact(options: ModelOptions, injection: "Injection", model: str | None
 
 
 def artefact_decoder(injection: "Injection", model: str | None, options: ModelOptions) -> "Decoder":
-    """Load the model that an injection was made on, or the one that is named instead.
-
-    Raises:
-        I2CLError: if the first is not found where it was, naming the option that says where it is.
+    """Load the model that an injection was made on, or the one that is named instead. Raises I2CLError if the
+    first is not found where it was, naming the option that says where it is.
     """
     if model is not None:
         return decoder(model, options)
@@ -169,11 +162,7 @@ def split(names: str) -> list[str]:
 
 
 def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -> "list[Method]":
-    """Methods under a recipe and what ``--set`` says.
-
-    Raises:
-        I2CLError: as `options`, or on an option or a method that is not known.
-    """
+    """Methods under a recipe and what ``--set`` says. Raises I2CLError on an option or a method not known."""
     from i2cl.core.recipe import RECIPES
     from i2cl.methods import make_methods
 
@@ -181,15 +170,11 @@ def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -
 
 
 def options(settings: Sequence[str] | None) -> dict[str, str]:
-    """What ``--set`` says, by name.
-
-    Raises:
-        I2CLError: on something that is not NAME=VALUE.
-    """
-    found: dict[str, str] = {}
+    """What ``--set`` says, by name. Raises I2CLError on something that is not NAME=VALUE."""
+    values: dict[str, str] = {}
     for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals:
             raise I2CLError(f"--set {setting!r} is not NAME=VALUE: write it like --set formula=add")
-        found[name.strip()] = value.strip()
-    return found
+        values[name.strip()] = value.strip()
+    return values

@@ -11,7 +11,6 @@ from i2cl.interfaces.cli import console, options
 
 def ls(
     what: Annotated[Literal["tasks", "architectures", "methods"], typer.Argument(help="What to list.")],
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """List what is known: tasks, model types (architectures) or methods.
@@ -77,12 +76,6 @@ def _architectures() -> list[Mapping[str, Any]]:
     ]
 
 
-def _option(words: str) -> Mapping[str, object]:
-    """From a default, and other words with bars between."""
-    default, *others = words.split("|")
-    return {"default": default, "choices": [default, *others] if others else []}
-
-
 def _methods() -> list[Mapping[str, Any]]:
     from i2cl.methods import METHODS
 
@@ -93,7 +86,10 @@ def _methods() -> list[Mapping[str, Any]]:
             "needs": method.needs,
             "cached": method.formula,
             "paper_row": method.row,
-            "options": {option: _option(words) for option, words in method.options().items()},
+            "options": {
+                option: {"default": words.split("|")[0], "choices": words.split("|") if "|" in words else []}
+                for option, words in method.options().items()
+            },
         }
         for name, method in METHODS.items()
     ]

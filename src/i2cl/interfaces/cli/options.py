@@ -29,7 +29,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Seed = Annotated[
     int, typer.Option(min=0, max=2**32 - 1, help="Seed of demonstrations, calibration and everything random.")
 ]
-NoSeed = Annotated[int, typer.Option(help="Accepted by every command; nothing is random here.", hidden=True)]
 Shots = Annotated[int | None, typer.Option(min=1, help="Demonstrations per class; default: the task's own.")]
 FitShots = Annotated[
     int | None,
@@ -40,9 +39,7 @@ FitShots = Annotated[
     ),
 ]
 Limit = Annotated[int, typer.Option(min=1, help="Queries per task.")]
-
-METHOD = "Method"
-"""Panel of the help in which the options of a method stand; those of a group have its own."""
+METHOD = "Method"  # panel of the help in which the options of a method stand; those of a group have its own
 
 Settings = Annotated[
     list[str] | None,

@@ -2,10 +2,10 @@
 
 import time
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -24,6 +24,46 @@ if TYPE_CHECKING:
     from i2cl.interfaces.batch_prediction.prediction import ScoredStream, Scorer
 
 
+@dataclass(frozen=True)
+class FormatOptions:
+    """How texts are read and answers are written."""
+
+    PANEL: ClassVar[str] = "Options"
+
+    input_format: Annotated[
+        RowFormat | None, typer.Option(help="Of FILE; default: by its ending, else lines.")
+    ] = None
+    output_format: Annotated[
+        OutputFormat | None, typer.Option(help="Default: by OUT's ending, else tsv; with --json jsonl.")
+    ] = None
+    text_column: options.TextColumn = "text"
+    keep: Annotated[
+        str | None,
+        typer.Option(help="Columns of FILE to repeat before the answer, commas between; of lines: text."),
+    ] = None
+    row_number: Annotated[
+        bool, typer.Option("--row-number", help="Begin with the number of the row, from 1.")
+    ] = False
+    min_confidence: Annotated[
+        float | None, typer.Option(help="Leave the label empty where its probability is below this.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where the texts are scored, and how many at a time."""
+
+    PANEL: ClassVar[str] = "Options"
+
+    chunk: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Rows scored at a time.")] = 512
+    restart: Annotated[bool, typer.Option("--restart", help="Discard what a killed run left.")] = False
+    executor: options.Executor = "local"
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Actors on Ray; default: one a GPU, or a core without any.")
+    ] = None
+    address: options.Address = None
+
+
 @options.expanded
 def predict(
     artefact: options.Artefact,
@@ -35,33 +75,10 @@ def predict(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write here, and not to stdout.")
     ] = None,
-    input_format: Annotated[
-        RowFormat | None, typer.Option(help="Of FILE; default: by its ending, else lines.")
-    ] = None,
-    output_format: Annotated[
-        OutputFormat | None, typer.Option(help="Default: by OUT's ending, else tsv; with --json jsonl.")
-    ] = None,
-    text_column: options.TextColumn = "text",
-    keep: Annotated[
-        str | None,
-        typer.Option(help="Columns of FILE to repeat before the answer, commas between; of lines: text."),
-    ] = None,
-    row_number: Annotated[
-        bool, typer.Option("--row-number", help="Begin with the number of the row, from 1.")
-    ] = False,
-    min_confidence: Annotated[
-        float | None, typer.Option(help="Leave the label empty where its probability is below this.")
-    ] = None,
+    form: FormatOptions,
     force: options.Force = False,
-    chunk: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Rows scored at a time.")] = 512,
-    restart: Annotated[bool, typer.Option("--restart", help="Discard what a killed run left.")] = False,
-    executor: options.Executor = "local",
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Actors on Ray; default: one a GPU, or a core without any.")
-    ] = None,
-    address: options.Address = None,
+    run: RunOptions,
     loading: ModelOptions,
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Classify texts of a file or of stdin: label and probabilities, line by line.
@@ -69,21 +86,22 @@ def predict(
     With -o, the same command again goes on where a killed run was.
     """
     load.libraries()
+    from i2cl.core.artefact import FILES
     from i2cl.core.injection import Injection
     from i2cl.interfaces.batch_prediction.prediction import Texts, digest, predict_here, predict_on_ray
 
-    if executor == "local" and (workers or address):
+    if run.executor == "local" and (run.workers or run.address):
         raise I2CLError("--workers and --address are for a cluster: add --executor ray")
-    if executor == "ray" and source == "-":
+    if run.executor == "ray" and source == "-":
         raise I2CLError("--executor ray reads the texts on the cluster and not from stdin: give a file")
-    require_confidence(min_confidence)
-    kind = chosen_format(output, output_format, as_json=json)
-    require_other(output, source, *_files(artefact))
+    require_confidence(form.min_confidence)
+    kind = chosen_format(output, form.output_format, as_json=json)
+    require_other(output, source, *(str(Path(artefact) / name) for name in FILES))
     started = time.perf_counter()
     injection = Injection.from_pretrained(artefact)
     loading = load.of_artefact(loading, injection, model)
-    kept = tuple(dict.fromkeys(load.split(keep))) if keep else ()
-    texts = Texts(source, input_format, text_column, chunk, kept=kept, numbered=row_number)
+    kept = tuple(dict.fromkeys(load.split(form.keep))) if form.keep else ()
+    texts = Texts(source, form.input_format, form.text_column, run.chunk, kept=kept, numbered=form.row_number)
     settings = {
         "i2cl": __version__,
         "artefact": digest(injection),
@@ -91,25 +109,25 @@ def predict(
         "dtype": loading.dtype,
         "quantization": loading.quantization,
         "source": source_state(source),
-        "input_format": input_format,
+        "input_format": form.input_format,
         "output_format": kind,
-        "text_column": text_column,
+        "text_column": form.text_column,
         "keep": texts.names,
-        "chunk": chunk,
-        "min_confidence": min_confidence,
+        "chunk": run.chunk,
+        "min_confidence": form.min_confidence,
     }
     to_file = output is not None and (output.is_file() or not output.exists())
     waits = to_file and kind in {"csv", "parquet"}
-    table = Table(injection.task.labels, kind, texts.names, waits=waits, least=min_confidence)
+    table = Table(injection.task.labels, kind, texts.names, waits=waits, least=form.min_confidence)
     load_scorer = partial(_scorer, injection, model, loading, table, force=force)
     finish = table.finish if table.waits else None
-    again = {"resumes": Path(source).is_file(), "restart": restart}
-    with written(output, table.header, settings, chunk=chunk, finish=finish, **again) as out:
+    again = {"resumes": Path(source).is_file(), "restart": run.restart}
+    with written(output, table.header, settings, chunk=run.chunk, finish=finish, **again) as out:
         if out.kept:
             console.note(f"{out.kept} rows of an earlier run are kept")
         texts = replace(texts, skip=out.kept)
-        if executor == "ray":
-            scored = predict_on_ray(load_scorer, texts, address, workers)
+        if run.executor == "ray":
+            scored = predict_on_ray(load_scorer, texts, run.address, run.workers)
         else:
             scored = predict_here(load_scorer, texts)
         _write(scored, out, shown=output is not None)
@@ -120,19 +138,8 @@ def predict(
             console.note(out.note)
 
 
-def _files(artefact: str) -> list[str]:
-    """What is read of an artefact in a folder."""
-    from i2cl.core.artefact import FILES
-
-    return [str(Path(artefact) / name) for name in FILES]
-
-
 def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:
-    """Write what comes, with a bar unless it goes to stdout.
-
-    Raises:
-        typer.Abort: on Ctrl-C after rows that are kept, saying so.
-    """
+    """Write what comes, with a bar unless it goes to stdout."""
     try:
         with closing(scored), console.progress(None, "predicting, rows", shown=shown) as bar:
             bar.advance(out.rows)
@@ -146,12 +153,7 @@ def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:
 
 
 def _scorer(
-    injection: "Injection",
-    model: str | None,
-    loading: ModelOptions,
-    table: Table,
-    *,
-    force: bool,
+    injection: "Injection", model: str | None, loading: ModelOptions, table: Table, *, force: bool
 ) -> "Scorer":
     """Load the model."""
     from i2cl.interfaces.batch_prediction.prediction import Scorer

@@ -15,7 +15,6 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Of a repository that is made now.")] = False,
     message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
     branch: Annotated[str | None, typer.Option(help="Made if it is not there; default: main.")] = None,
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Upload a task and its model card to the Hugging Face hub.

@@ -22,7 +22,6 @@ def report(
         Path | None, typer.Option("-o", "--out", help="New folder; default: STORE/report.")
     ] = None,
     formats: Annotated[str, typer.Option(help="Some of md,tex,csv,html.")] = "md,tex,csv,html",
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Make tables and figures of a store, with intervals and tests.

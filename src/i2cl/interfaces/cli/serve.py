@@ -1,7 +1,8 @@
 """`i2cl serve`."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -9,8 +10,51 @@ from i2cl.errors import I2CLError, needs
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions
 
-LIMITS = "Limits"
-ACCESS = "Access"
+
+@dataclass(frozen=True)
+class AccessOptions:
+    """Where the server listens, and who may do what."""
+
+    PANEL: ClassVar[str] = "Access"
+
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Lines 'admin TOKEN' and 'read TOKEN'; needed unless only this machine can connect."
+        ),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name that requests may be addressed to, repeatable; default: this machine's own on "
+            "loopback, else any."
+        ),
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Site whose pages may ask, such as https://example.org, repeatable."),
+    ] = None
+    read_only: Annotated[bool, typer.Option("--read-only", help="Fit, upload and remove nothing.")] = False
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Show a page for people at /.")] = True
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """What may wait, and what may be loaded."""
+
+    PANEL: ClassVar[str] = "Limits"
+
+    max_waiting_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of requests that may wait; more are refused. Default: 16 full batches."
+        ),
+    ] = None
+    max_resident_tasks: Annotated[int, typer.Option(min=1, help="Tasks on the model's device at once.")] = (
+        1000
+    )
 
 
 @options.expanded
@@ -18,53 +62,9 @@ def serve(
     model: options.Model,
     *,
     tasks: Annotated[Path, typer.Option(help="Folder of tasks, made if it is not there.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=ACCESS)] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="0: any that is free.", rich_help_panel=ACCESS)
-    ] = 8000,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Lines 'admin TOKEN' and 'read TOKEN'; needed unless only this machine can connect.",
-            rich_help_panel=ACCESS,
-        ),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name that requests may be addressed to, repeatable; default: this machine's own on "
-            "loopback, else any.",
-            rich_help_panel=ACCESS,
-        ),
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Site whose pages may ask, such as https://example.org, repeatable.", rich_help_panel=ACCESS
-        ),
-    ] = None,
-    read_only: Annotated[
-        bool, typer.Option("--read-only", help="Fit, upload and remove nothing.", rich_help_panel=ACCESS)
-    ] = False,
-    page: Annotated[
-        bool, typer.Option("--page/--no-page", help="Show a page for people at /.", rich_help_panel=ACCESS)
-    ] = True,
-    max_waiting_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of requests that may wait; more are refused. Default: 16 full batches.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = None,
-    max_resident_tasks: Annotated[
-        int, typer.Option(min=1, help="Tasks on the model's device at once.", rich_help_panel=LIMITS)
-    ] = 1000,
-    task_metrics: Annotated[
-        bool, typer.Option("--task-metrics", help="Name tasks in /metrics.", rich_help_panel=LIMITS)
-    ] = False,
+    access: AccessOptions,
+    limits: LimitOptions,
     loading: ModelOptions,
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Serve one model with thousands of tasks over HTTP, with a page for people.
@@ -74,21 +74,21 @@ def serve(
     needs("i2cl serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     from i2cl.interfaces.server.guard import Access, is_loopback, read_tokens
 
+    host = access.host
     own = is_loopback(host)
-    tokens = read_tokens(token_file) if token_file is not None else {}
+    tokens = read_tokens(access.token_file) if access.token_file is not None else {}
     if not (own or tokens):
         raise I2CLError(
             f"--host {host} can be reached from other machines: give a --token-file, or listen on 127.0.0.1"
         )
     names = {"localhost", "127.0.0.1", "[::1]", host} if own else set()
-    hosts = frozenset(name.lower() for name in (*(allowed_host or ()), *names))
+    hosts = frozenset(name.lower() for name in (*(access.allowed_host or ()), *names))
     load.libraries()
     from i2cl.interfaces.server.app import make_app
-    from i2cl.interfaces.server.metrics import Metrics
-    from i2cl.interfaces.server.process import bound, served
+    from i2cl.interfaces.server.process import listen, run_server
     from i2cl.interfaces.server.service import Service
 
-    listener = bound(host, port)
+    listener = listen(host, access.port)
     at = listener.getsockname()[1]
     address = f"http://{f'[{host}]' if ':' in host else host}:{at}"
     decoder = load.decoder(model, loading)
@@ -96,12 +96,11 @@ def serve(
         service = Service(
             decoder,
             tasks,
-            read_only=read_only,
-            most_waiting=max_waiting_tokens,
-            most_resident=max_resident_tasks,
-            metrics=Metrics(of_tasks=task_metrics),
+            read_only=access.read_only,
+            most_waiting=limits.max_waiting_tokens,
+            most_resident=limits.max_resident_tasks,
         )
-    app = make_app(service, Access(tokens, hosts), page=page, origins=allow_origin or ())
+    app = make_app(service, Access(tokens, hosts), page=access.page, origins=access.allow_origin or ())
 
     def ready() -> None:
         if json:
@@ -109,4 +108,4 @@ def serve(
         else:
             console.say(f"Serving {model} at {address}")
 
-    served(app, listener, ready, service.stop)
+    run_server(app, listener, ready, service.stop)

@@ -14,8 +14,7 @@ from i2cl.interfaces.cli.options import ModelOptions
 if TYPE_CHECKING:
     from i2cl.export import Verification
 
-SHOWN = 6
-"""Prompts in the table, at most."""
+SHOWN = 6  # prompts in the table, at most
 
 
 @options.expanded
@@ -41,7 +40,6 @@ def verify(
         str | None, typer.Option(help="Base model of a PEFT adapter; default: the one it was made on.")
     ] = None,
     loading: Annotated[ModelOptions, ("device",)],
-    seed: options.NoSeed = 0,
     json: options.Json = False,
 ) -> None:
     """Check that an export, or a server that runs it, answers as it should.
@@ -57,7 +55,7 @@ def verify(
     else:
         if model is not None or device is not None:
             raise I2CLError("--model and --device are for a check without a server: leave out --url")
-        outcome = _asked(folder, url, model_name, task, logprobs or 20, tolerance)
+        outcome = _ask(folder, url, model_name, task, logprobs or 20, tolerance)
     tokens = outcome.golden.logit_bias(outcome.golden.label_bias) if url is not None else {}
     _show(outcome, tokens, json=json)
     if not outcome.passed:
@@ -78,21 +76,16 @@ def _run_here(folder: Path, model: str | None, device: str | None, tolerance: fl
     return verify_gguf(folder, tolerance=tolerance)
 
 
-def _asked(
-    folder: Path,
-    url: str,
-    model_name: str | None,
-    task: str | None,
-    logprobs: int,
-    tolerance: float | None,
+def _ask(
+    folder: Path, url: str, model_name: str | None, task: str | None, logprobs: int, tolerance: float | None
 ) -> "Verification":
     from i2cl.export import Golden, ask_server
     from i2cl.export.server import TOLERANCE
-    from i2cl.export.verify import judged
+    from i2cl.export.verify import compare
 
     golden = Golden.from_export(folder)
     answers = ask_server(golden, url, model=model_name, task=task, logprobs=logprobs)
-    return judged(golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance)
+    return compare(golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance)
 
 
 def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -> None:
@@ -105,7 +98,7 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
             "dropped": outcome.dropped,
             "retokenized": outcome.retokenized,
             "unchecked": outcome.unchecked,
-            "greedy": _counted(outcome),
+            "greedy": {"right": sum(outcome.greedy), "of": len(outcome.greedy)},
             "prompts": outcome.rows(),
         } | ({"logit_bias": tokens} if tokens else {})
         console.print_json(record)
@@ -115,8 +108,8 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
     if len(rows) > SHOWN:
         console.say(f"{SHOWN} of {len(rows)} prompts are shown, --json has all.")
     word = "holds" if outcome.passed else "does not hold"
-    told = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
-    console.say(f"The export {word}: {told}.")
+    numbers = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
+    console.say(f"The export {word}: {numbers}.")
     if tokens and outcome.golden.label_bias:
         console.say(f"Labels are named with the label prior, which the server adds with {sent_with(tokens)}.")
     _say_greedy(outcome)
@@ -136,22 +129,14 @@ def _right(row: Mapping[str, object]) -> bool:
     return {row["found"], row["greedy"]} <= {row["expected"], "-"}
 
 
-def _counted(outcome: "Verification") -> dict[str, int] | None:
-    return None if outcome.greedy is None else {"right": sum(outcome.greedy), "of": len(outcome.greedy)}
-
-
 def _say_greedy(outcome: "Verification") -> None:
     """How many prompts greedy decoding answers with the expected label, and what to do if too few."""
     golden = outcome.golden
-    if outcome.greedy is None:
-        why = "its golden values are of an older i2cl, export it again"
-        console.say(f"What greedy decoding says was not checked: {why}.")
-        return
     how = "Greedy decoding, made to say a label," if golden.forced else "Plain greedy decoding"
     if outcome.searched:
         how = f"A search over whole labels ({golden.beams} beams)"
-    right, asked = sum(outcome.greedy), len(outcome.greedy)
-    console.say(f"{how} answers {right} of {asked} prompts with the expected label.")
+    right, count = sum(outcome.greedy), len(outcome.greedy)
+    console.say(f"{how} answers {right} of {count} prompts with the expected label.")
     if outcome.says_labels or outcome.worst > outcome.tolerance:  # other values say other labels
         return
     if golden.forced and golden.sequences:

@@ -1,6 +1,5 @@
 """The server's routes, as /openapi.json describes them."""
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,18 +16,14 @@ from i2cl.errors import I2CLError
 from i2cl.interfaces.server.guard import Access, Guard
 from i2cl.interfaces.server.refusals import RefusalError, failed
 from i2cl.interfaces.server.routes import completions, management, schemas
-from i2cl.interfaces.server.service import Service, answered, new_id
+from i2cl.interfaces.server.service import Service, answer_request
 from i2cl.interfaces.server.uploads import most_bytes
 from i2cl.version import __version__
 
 PAGE = Path(__file__).with_name("page")
 PAGE_FILES = {"/": "index.html", **{f"/{name}": name for name in ("page.css", "page.js", "example.csv")}}
-
-MOST_BODY = 4 * 2**20
-"""Bytes of a body of texts, or of examples."""
-
-MOST_FILE = 256 * 2**20
-"""Bytes of a file of texts."""
+MOST_BODY = 4 * 2**20  # bytes of a body of texts, or of examples
+MOST_FILE = 256 * 2**20  # bytes of a file of texts
 
 METHODS = ("DELETE", "GET", "POST", "PUT")
 
@@ -38,11 +33,8 @@ REFUSED = (400, 401, 403, 404, 408, 409, 413, 415, 421, 422, 429, 500, 503, 504,
 def make_app(service: Service, access: Access, *, page: bool = True, origins: Sequence[str] = ()) -> Any:
     """The whole server as an ASGI program.
 
-    Args:
-        service: what answers.
-        access: who may ask.
-        page: whether there is a page for people at ``/``.
-        origins: sites whose pages may ask.
+    ``service``: what answers; ``access``: who may ask; ``page``: whether there is a page for people at ``/``;
+    ``origins``: sites whose pages may ask.
     """
 
     @asynccontextmanager
@@ -90,31 +82,20 @@ def _answers(app: FastAPI, service: Service) -> None:
         body: schemas.Classify, request: Request, response: Response, timeout: schemas.Timeout = None
     ) -> schemas.Classification:
         texts = [body.input] if isinstance(body.input, str) else body.input
-        answer = await answered(service, request, body.model, texts, timeout)
+        answer = await answer_request(service, request, body.model, texts, timeout)
         response.headers["X-Task-Digest"] = answer.entry.digest
-        data = [
-            schemas.Classified(
-                index=row,
-                label=answer.label(row, body.min_confidence),
-                probs=probs,
-                num_classes=len(probs),
-            )
-            for row, probs in enumerate(answer.probabilities)
-        ]
-        return schemas.Classification(
-            id=new_id("classify"),
-            created=int(time.time()),
-            model=body.model,
-            labels=list(answer.entry.labels),
-            data=data,
-            usage=schemas.Usage(prompt_tokens=sum(answer.tokens), total_tokens=sum(answer.tokens)),
-        )
+        return schemas.Classification.of(body, answer.entry.labels, answer.probabilities, answer.tokens)
 
-    async def predicted(
-        name: str, body: schemas.Predict, request: Request, response: Response, timeout: float | None
+    @app.post("/models/{name:path}", summary="Classify texts, as Hugging Face's clients ask")
+    async def models(
+        name: str,
+        body: schemas.Predict,
+        request: Request,
+        response: Response,
+        timeout: schemas.Timeout = None,
     ) -> list[list[schemas.LabelScore]]:
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-        answer = await answered(service, request, name, texts, timeout)
+        answer = await answer_request(service, request, name, texts, timeout)
         response.headers["X-Task-Digest"] = answer.entry.digest
         most = (body.parameters and body.parameters.top_k) or len(answer.entry.labels)
         return [
@@ -124,32 +105,6 @@ def _answers(app: FastAPI, service: Service) -> None:
             ]
             for probs in answer.probabilities
         ]
-
-    @app.post("/predict", summary="Classify texts, as text-embeddings-inference answers")
-    async def predict(
-        body: schemas.Predict, request: Request, response: Response, timeout: schemas.Timeout = None
-    ) -> list[list[schemas.LabelScore]]:
-        name = body.model
-        if name is None:
-            names = [entry.name for entry in service.tasks.entries()]
-            if len(names) != 1:
-                raise RefusalError(
-                    422,
-                    "no_task_named",
-                    f"{len(names)} tasks are here and none is named: post to /models/TASK, or add model",
-                )
-            name = names[0]
-        return await predicted(name, body, request, response, timeout)
-
-    @app.post("/models/{name:path}", summary="The same of one task, as Hugging Face's clients ask")
-    async def models(
-        name: str,
-        body: schemas.Predict,
-        request: Request,
-        response: Response,
-        timeout: schemas.Timeout = None,
-    ) -> list[list[schemas.LabelScore]]:
-        return await predicted(name, body, request, response, timeout)
 
 
 def _state(app: FastAPI, service: Service) -> None:
@@ -237,5 +192,5 @@ def _types(app: FastAPI, method: str, path: str) -> Sequence[str]:
 
 
 def _takes(app: FastAPI, method: str, path: str) -> bool:
-    asked = {"type": "http", "method": method, "path": path}
-    return any(route.matches(asked)[0] is Match.FULL for route in app.routes)
+    scope = {"type": "http", "method": method, "path": path}
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

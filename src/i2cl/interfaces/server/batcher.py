@@ -19,22 +19,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.injections.pool import Asked, InjectionPool
+from i2cl.injections.pool import InjectionPool, TaskQuery
 from i2cl.interfaces.server.refusals import RefusalError, failed, no_memory, stopping, too_late
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.scoring import NotFiniteError
 
-SLICES = 32
-"""Slices of a large job that are as long as a full batch: what a request may have to wait for."""
-
-LARGE = 4
-"""A request of more than so many parts of a full batch is a large job."""
-
-PATIENCE = 60.0
-"""Seconds after which rows without a deadline go before requests that have to begin later."""
-
-QUIET = 60.0
-"""Seconds without a request after which large jobs run in full batches."""
+SLICES = 32  # slices of a large job that are as long as a full batch: what a request may have to wait for
+LARGE = 4  # a request of more than so many parts of a full batch is a large job
+PATIENCE = 60.0  # seconds after which rows without a deadline go before requests that have to begin later
+QUIET = 60.0  # seconds without a request after which large jobs run in full batches
 
 
 class FitStoppedError(Exception):
@@ -48,26 +41,19 @@ class Observer(Protocol):
         """A batch has run; ``waited``: seconds of each of its requests until their first row began."""
 
 
-Outcome = Float[Tensor, " labels"] | RefusalError
-"""Of one row."""
+Outcome = Float[Tensor, " labels"] | RefusalError  # of one row
 
 
 @dataclass(eq=False)
 class Ticket:
-    """Rows that are answered together.
+    """Rows that are answered together."""
 
-    Attributes:
-        rows: what is asked.
-        deadline: on `time.monotonic`, before which they have to begin.
-        done: log-probabilities of each row's labels, in the order of the rows; of a row of a file that
-            cannot run, why.
-        large: whether they run in slices.
-    """
-
-    rows: Sequence[Asked]
-    deadline: float
-    large: bool
+    rows: Sequence[TaskQuery]  # what is asked
+    deadline: float  # on `time.monotonic`, before which they have to begin
+    large: bool  # whether they run in slices
     since: float = field(default_factory=time.monotonic)
+    # log-probabilities of each row's labels, in the order of the rows; of a row of a file that cannot run,
+    # why
     done: "Future[list[Outcome]]" = field(default_factory=Future)
     begun: int = 0
     found: "list[Outcome]" = field(default_factory=list)
@@ -84,18 +70,12 @@ class Ticket:
 
 
 class Batcher:
-    """Answers rows of many tasks, in batches that mix them.
-
-    Attributes:
-        pool: scores them.
-        bound: tokens of requests that may wait or run at once.
-        waiting: tokens of requests that wait or run now.
-    """
+    """Answers rows of many tasks, in batches that mix them."""
 
     def __init__(self, pool: InjectionPool, bound: int, observer: Observer | None = None) -> None:
-        self.pool = pool
-        self.bound = bound
-        self.waiting = 0
+        self.pool = pool  # scores them
+        self.bound = bound  # tokens of requests that may wait or run at once
+        self.waiting = 0  # tokens of requests that wait or run now
         self._observer = observer
         self._changed = threading.Condition()
         self._single: list[tuple[float, int, Ticket]] = []
@@ -103,7 +83,7 @@ class Batcher:
         self._numbers = count()
         self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._owed = False  # a slice is next
-        self._stops = False
+        self.stops = False  # whether nothing new is taken
         self._seen = float("-inf")  # when the last small request came
         self._fits = False
         self._resumed = 0.0  # when a fit began, or went on behind its last pause
@@ -116,18 +96,11 @@ class Batcher:
         """Whether the model's thread runs."""
         return self._thread.is_alive()
 
-    @property
-    def stops(self) -> bool:
-        """Whether nothing new is taken."""
-        return self._stops
-
     def require_room(self, tokens: int = 0) -> None:
-        """Refuse what exceeds the bound, at no cost.
-
-        Raises:
-            RefusalError: 413 if it never has room, 429 if it has none now, 503 if nothing new is taken.
+        """Refuse what exceeds the bound, at no cost. Raises RefusalError: 413 if it never has room, 429 if it
+        has none now, 503 if nothing new is taken.
         """
-        if self._stops:
+        if self.stops:
             raise stopping()
         if tokens > self.bound:
             raise RefusalError(
@@ -145,15 +118,11 @@ class Batcher:
                 headers={"Retry-After": str(seconds)},
             )
 
-    def submit(self, rows: Sequence[Asked], deadline: float) -> Ticket:
+    def submit(self, rows: Sequence[TaskQuery], deadline: float) -> Ticket:
         """Let a request wait for its turn.
 
-        Args:
-            rows: at least one.
-            deadline: on `time.monotonic`, before which it has to begin.
-
-        Raises:
-            RefusalError: see `require_room`.
+        ``rows``: at least one; ``deadline``: on `time.monotonic`, before which it has to begin. Raises
+        RefusalError, see `require_room`.
         """
         with self._changed:
             tokens = sum(row.tokens for row in rows)
@@ -164,18 +133,14 @@ class Batcher:
             self._put(ticket)
         return ticket
 
-    def submit_slices(self, rows: Sequence[Asked], *, large: bool = True) -> Ticket:
+    def submit_slices(self, rows: Sequence[TaskQuery], *, large: bool = True) -> Ticket:
         """Let rows of a file run between requests; they do not count towards the bound.
 
-        Args:
-            rows: at least one.
-            large: whether they wait for a slice; False for few rows that a person waits for.
-
-        Raises:
-            RefusalError: 503 if nothing new is taken.
+        ``rows``: at least one; ``large``: whether they wait for a slice; False for few rows that a person
+        waits for. Raises RefusalError: 503 if nothing new is taken.
         """
         with self._changed:
-            if self._stops:
+            if self.stops:
                 raise stopping()
             ticket = Ticket(rows, deadline=float("inf"), large=large)
             self._put(ticket)
@@ -191,7 +156,7 @@ class Batcher:
         """Run something long on the model's thread, which calls `pause` as often as it can."""
         future: Future[Any] = Future()
         with self._changed:
-            if self._stops:
+            if self.stops:
                 raise stopping()
             self._work.append((work, future))
             self._changed.notify()
@@ -199,24 +164,22 @@ class Batcher:
 
     def pause(self) -> None:
         """Called by what `run` runs: answer those that wait, for as long as it ran since its last pause.
-
-        Raises:
-            FitStoppedError: if the server stops.
+        Raises FitStoppedError if the server stops.
         """
         began = time.monotonic()
         ends = began + began - self._resumed
-        while not self._stops and (self._single or self._large):
+        while not self.stops and (self._single or self._large):
             self._turn()
             if time.monotonic() >= ends:
                 break
-        if self._stops:
+        if self.stops:
             raise FitStoppedError
         self._resumed = time.monotonic()
 
     def stop(self) -> None:
         """Take nothing new, answer what waits, and end then; files and fits stop where they are."""
         with self._changed:
-            self._stops = True
+            self.stops = True
             for _, _, ticket in self._large:
                 if not ticket.counted:
                     ticket.done.cancel()
@@ -241,10 +204,10 @@ class Batcher:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not (self._single or self._large or self._work or self._stops):
+                while not (self._single or self._large or self._work or self.stops):
                     self._changed.wait()
-                work = self._work.popleft() if self._work and not self._stops else None
-                if self._stops and not (self._single or self._large):
+                work = self._work.popleft() if self._work and not self.stops else None
+                if self.stops and not (self._single or self._large):
                     for _, future in self._work:
                         future.cancel()
                     return
@@ -275,35 +238,34 @@ class Batcher:
         finally:
             self._fits = False
 
-    def _one(self, heap: list[tuple[float, int, Ticket]]) -> bool:
-        """Run a batch of what waits there; False if nothing did."""
+    def _one(self, heap: list[tuple[float, int, Ticket]]) -> None:
+        """Run a batch of what waits there, if anything does."""
         with self._changed:
             chosen = self._taken(heap)
         if not chosen:
-            return False
+            return
         started = time.monotonic()
         rows = [row for _, part in chosen for row in part]
-        found = self._answered(rows)
+        outcomes = self._answered(rows)
         seconds = time.monotonic() - started
         with self._changed:
             tokens = sum(row.tokens for row in rows)
             self._rate = tokens / seconds if not self._rate else 0.8 * self._rate + 0.2 * tokens / seconds
             start = 0
             for ticket, part in chosen:
-                self._keep(ticket, found[start : start + len(part)])
+                self._keep(ticket, outcomes[start : start + len(part)])
                 start += len(part)
         if self._observer is not None:
             tasks = len({id(row.task) for row in rows})
             waited = [started - ticket.since for ticket, part in chosen if ticket.begun == len(part)]
             self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
-        return True
 
-    def _taken(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[Ticket, Sequence[Asked]]]:
+    def _taken(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[Ticket, Sequence[TaskQuery]]]:
         """Rows of a batch, by deadline; what is late or cancelled goes."""
         now = time.monotonic()
         full = heap is self._single or not (self._fits or now - self._seen < QUIET)
         budget = self.pool.decoder.token_budget if full else self.slice
-        chosen: list[tuple[Ticket, Sequence[Asked]]] = []
+        chosen: list[tuple[Ticket, Sequence[TaskQuery]]] = []
         longest = rows = 0
         while heap:
             ticket = heap[0][2]
@@ -326,7 +288,7 @@ class Batcher:
             heapq.heappop(heap)
         return chosen
 
-    def _answered(self, rows: Sequence[Asked]) -> list[Outcome]:
+    def _answered(self, rows: Sequence[TaskQuery]) -> list[Outcome]:
         """Scores of each row, or why there are none: rows that cannot run do not take others with them."""
         try:
             return list(self.pool.answers(rows))

@@ -13,7 +13,7 @@ import json
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,10 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from i2cl.errors import I2CLError
 
-AGAIN = (429, 503)
-"""Answers after which the same request may be sent again."""
+AGAIN = (429, 503)  # answers after which the same request may be sent again
 
+# What is not the server's own answer: that of a proxy, such as Ray Serve's for a replica that was killed.
 UNKNOWN = "unknown"
-"""What is not the server's own answer: that of a proxy, such as Ray Serve's for a replica that was killed."""
 
 
 class ServerError(I2CLError):
@@ -44,17 +43,11 @@ class ServerError(I2CLError):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer for one text.
+    """The answer for one text."""
 
-    Attributes:
-        label: the most probable one.
-        probabilities: of every label.
-        digest: of the task's version that answered.
-    """
-
-    label: str
-    probabilities: dict[str, float]
-    digest: str
+    label: str  # the most probable one
+    probabilities: dict[str, float]  # of every label
+    digest: str  # of the task's version that answered
 
 
 class Client:
@@ -80,25 +73,21 @@ class Client:
     def classify(
         self, task: str, texts: Sequence[str], *, min_confidence: float | None = None
     ) -> list[Prediction]:
-        """The labels of texts; empty where the highest probability is below ``min_confidence``.
-
-        Raises:
-            ServerError: if the server refuses them.
-        """
+        """The labels of texts; empty where the highest probability is below ``min_confidence``."""
         body: dict[str, Any] = {"model": task, "input": list(texts)}
         body |= {} if min_confidence is None else {"min_confidence": min_confidence}
-        told, headers = self._asked("POST", "/v1/classify", body)
+        reply, headers = self._asked("POST", "/v1/classify", body)
         return [
             Prediction(
-                one["label"], dict(zip(told["labels"], one["probs"], strict=True)), headers["x-task-digest"]
+                one["label"], dict(zip(reply["labels"], one["probs"], strict=True)), headers["x-task-digest"]
             )
-            for one in told["data"]
+            for one in reply["data"]
         ]
 
     def tasks(self) -> list[dict[str, Any]]:
         """Every task: ``id``, ``digest``, ``created``, ``labels``."""
-        found: list[dict[str, Any]] = self._asked("GET", "/v1/tasks")[0]["data"]
-        return found
+        entries: list[dict[str, Any]] = self._asked("GET", "/v1/tasks")[0]["data"]
+        return entries
 
     def fit(self, name: str, examples: Sequence[Mapping[str, str]], template: str, **options: Any) -> str:
         """Begin a fit, and return its job's id.
@@ -116,11 +105,7 @@ class Client:
         return str(self._asked("POST", "/v1/tasks", body)[0]["id"])
 
     def upload(self, name: str, folder: str | Path) -> str:
-        """Send an artefact's folder, and return its digest.
-
-        Raises:
-            ServerError: if it is none of the server's model.
-        """
+        """Send an artefact's folder; its digest. Raises ServerError if it is none of the server's model."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as tar:
             for file in ("injection.json", "injection.safetensors"):
@@ -132,81 +117,47 @@ class Client:
         )
 
     def delete(self, name: str) -> None:
-        """Remove a task.
-
-        Raises:
-            ServerError: if there is none.
-        """
+        """Remove a task. Raises ServerError if there is none."""
         self._asked("DELETE", f"/v1/tasks/{quote(name)}")
 
     def batch(self, lines: Sequence[Mapping[str, Any]], model: str | None = None) -> str:
         """Begin to classify a file's lines (``input``, ``model``, ``custom_id``), and return its job's id.
-
-        Raises:
-            ServerError: naming lines that cannot be used.
+        Raises ServerError, naming lines that cannot be used.
         """
         body = b"".join(json.dumps(dict(line)).encode() + b"\n" for line in lines)
         query = f"?{urlencode({'model': model})}" if model is not None else ""
         return str(self._asked("POST", f"/v1/batches{query}", body, "application/jsonl")[0]["id"])
 
     def answers(self, job: str) -> list[dict[str, Any]]:
-        """The answers for a file, in the order of its lines.
-
-        Raises:
-            ServerError: if it has not been done.
-        """
-        found: bytes = self._asked("GET", f"/v1/batches/{quote(job)}")[0]
-        return [json.loads(line) for line in found.splitlines()]
+        """The answers for a file, in the order of its lines. Raises ServerError if it has not been done."""
+        lines: bytes = self._asked("GET", f"/v1/batches/{quote(job)}")[0]
+        return [json.loads(line) for line in lines.splitlines()]
 
     def jobs(self) -> list[dict[str, Any]]:
         """Fits and files, the newest first."""
-        found: list[dict[str, Any]] = self._asked("GET", "/v1/jobs")[0]["data"]
-        return found
+        entries: list[dict[str, Any]] = self._asked("GET", "/v1/jobs")[0]["data"]
+        return entries
 
     def job(self, job: str) -> dict[str, Any]:
         """Where a job stands."""
-        found: dict[str, Any] = self._asked("GET", f"/v1/jobs/{quote(job)}")[0]
-        return found
+        record: dict[str, Any] = self._asked("GET", f"/v1/jobs/{quote(job)}")[0]
+        return record
 
     def cancel(self, job: str) -> None:
         """End a job, or remove one that has ended."""
         self._asked("DELETE", f"/v1/jobs/{quote(job)}")
 
     def wait(self, job: str, look: float = 0.5) -> dict[str, Any]:
-        """Wait for a job's end, and return its last event.
-
-        Raises:
-            ServerError: if it failed or was cancelled.
-        """
-        while (told := self.job(job))["status"] not in {"done", "failed", "cancelled"}:
+        """Wait for a job's end; its last event. Raises ServerError if it failed or was cancelled."""
+        while (record := self.job(job))["status"] not in {"done", "failed", "cancelled"}:
             time.sleep(look)
-        last: dict[str, Any] = told["last"]
-        if told["status"] != "done":
+        last: dict[str, Any] = record["last"]
+        if record["status"] != "done":
             error = last.get(
                 "error", {"code": "cancelled", "message": f"job {job} was cancelled: begin it anew"}
             )
             raise ServerError(0, error["code"], error["message"])
         return last
-
-    def events(self, job: str) -> Iterator[dict[str, Any]]:
-        """What happens to a job, as it happens.
-
-        Raises:
-            ServerError: if the server cannot be reached.
-        """
-        connection = self._connection()
-        try:
-            connection.request("GET", f"{self._url.path}/v1/jobs/{quote(job)}/events", headers=self._headers)
-            reply = connection.getresponse()
-            if reply.status != 200:
-                raise _refused(reply.status, reply.read())
-            for line in reply:
-                if line.startswith(b"data: "):
-                    yield json.loads(line[6:])
-        except OSError as error:
-            raise self._lost(error) from None
-        finally:
-            connection.close()
 
     def _asked(
         self, method: str, path: str, body: Any = None, kind: str = "application/json"
@@ -232,46 +183,44 @@ class Client:
                     raise self._lost(error, "" if twice else ", and what it has done") from None
                 time.sleep(min(2.0, 0.1 * 2**attempt))
                 continue
-            told = {name.lower(): value for name, value in reply.getheaders()}
+            fields = {name.lower(): value for name, value in reply.getheaders()}
             refused = _refused(reply.status, found) if reply.status >= 400 else None
             if refused is not None and not last and _again(method, path, refused):
-                time.sleep(_pause(told.get("retry-after", "")))
+                time.sleep(_pause(fields.get("retry-after", "")))
                 continue
             if refused is not None:
                 raise refused
-            is_json = told.get("content-type", "").partition(";")[0] == "application/json"
-            return (json.loads(found) if is_json else found), told
+            is_json = fields.get("content-type", "").partition(";")[0] == "application/json"
+            return (json.loads(found) if is_json else found), fields
         raise AssertionError  # the last attempt returns or raises
 
     def _kept(self) -> http.client.HTTPConnection:
-        found: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
-        if found is None:
-            found = self._own.connection = self._connection()
-        return found
+        connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+        if connection is None:
+            kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+            connection = kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
+            self._own.connection = connection
+        return connection
 
     def _drop(self) -> None:
-        if (found := getattr(self._own, "connection", None)) is not None:
-            found.close()
+        if (connection := getattr(self._own, "connection", None)) is not None:
+            connection.close()
         self._own.connection = None
 
-    def _connection(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        return kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
-
     def _lost(self, error: Exception, also: str = "") -> ServerError:
-        told = f"no answer from {self._url.geturl()} ({error}): check that it serves{also}"
-        return ServerError(0, "unreachable", told)
+        message = f"no answer from {self._url.geturl()} ({error}): check that it serves{also}"
+        return ServerError(0, "unreachable", message)
 
 
 class AsyncClient:
-    """`Client` for coroutines: the same methods, each to be awaited (``events`` aside)."""
+    """`Client` for coroutines: the same methods, each to be awaited."""
 
     def __init__(self, url: str, **options: Any) -> None:
         """As that of `Client`."""
         self._client = Client(url, **options)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or name == "events":
+        if name.startswith("_"):
             raise AttributeError(name)
         return partial(asyncio.to_thread, getattr(self._client, name))
 

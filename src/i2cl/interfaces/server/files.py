@@ -14,20 +14,14 @@ from i2cl.errors import I2CLError, first_problem
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.task_store import TaskFolder
+from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.models.scoring import require_texts
 from i2cl.storage.journal import Journal
 
 INPUT, OUTPUT = "input.jsonl", "output.jsonl"
-
-CHUNK = 64
-"""Lines that are asked, answered and written together; a kill loses at most those."""
-
-LONGEST_LINE = 2**20
-"""Bytes, which is more than any context holds."""
-
-MOST_REFUSED = 1000
-"""Lines that cannot be used, behind which no more are looked for."""
+CHUNK = 64  # lines that are asked, answered and written together; a kill loses at most those
+LONGEST_LINE = 2**20  # bytes, which is more than any context holds
+MOST_REFUSED = 1000  # lines that cannot be used, behind which no more are looked for
 
 
 class Line(pydantic.BaseModel):
@@ -40,21 +34,16 @@ class Line(pydantic.BaseModel):
     custom_id: str | int | None = None
 
 
-def checked(
+def read_lines(
     body: IO[bytes], model: str | None, known: Callable[[str], Any], rows: IO[bytes]
 ) -> tuple[int, list[str]]:
     """Write the lines of a file, each with its task, and return how many there are and those tasks.
 
     One line is in memory at a time.
 
-    Args:
-        body: the file.
-        model: the task of lines that name none.
-        known: refuses the name of a task that is not here.
-        rows: to be written.
-
-    Raises:
-        RefusalError: 422 naming every line that cannot be used, 404 on an unknown task.
+    ``body``: the file; ``model``: the task of lines that name none; ``known``: refuses the name of a task
+    that is not here; ``rows``: to be written. Raises RefusalError: 422 naming every line that cannot be used,
+    404 on an unknown task.
     """
     count, names, refused = 0, set(), []
     read = partial(body.readline, LONGEST_LINE + 1)
@@ -93,13 +82,11 @@ def _line(text: bytes, model: str | None) -> tuple[Line, str]:
     return line, name
 
 
-def answered(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
+def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     """Do the job of a file: what its last event tells. Goes on behind the last chunk that is on the disk.
 
-    A line that cannot be answered has its reason in the place of a label.
-
-    Raises:
-        FitStoppedError: if it is cancelled.
+    A line that cannot be answered has its reason in the place of a label. Raises FitStoppedError if it is
+    cancelled.
     """
     digests, rows, out = job.told["digests"], job.told["rows"], job.folder / OUTPUT
     with Journal.opened(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:
@@ -107,14 +94,14 @@ def answered(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
         deque(islice(lines, done), maxlen=0)
         while chunk := [json.loads(line) for line in islice(lines, CHUNK)]:
             job.require_wanted()
-            found = _answers(chunk, digests, batcher, tasks)
-            told = [
+            answers = _answers(chunk, digests, batcher, tasks)
+            records = [
                 {"line": done + place, "custom_id": line["custom_id"], "model": line["model"], **answer}
-                for place, (line, answer) in enumerate(zip(chunk, found, strict=True), start=1)
+                for place, (line, answer) in enumerate(zip(chunk, answers, strict=True), start=1)
             ]
-            journal.append(b"".join(json.dumps(one, ensure_ascii=False).encode() + b"\n" for one in told))
+            journal.append(b"".join(json.dumps(one, ensure_ascii=False).encode() + b"\n" for one in records))
             done += len(chunk)
-            failures += sum("error" in one for one in told)
+            failures += sum("error" in one for one in records)
             job.show("rows", done=done, rows=rows, failed=failures)
     return {"rows": rows, "failed": failures}
 
@@ -125,28 +112,28 @@ def _failures(out: Path) -> int:
 
 
 def _answers(
-    chunk: Sequence[dict[str, Any]], digests: dict[str, str], batcher: Batcher, tasks: TaskFolder
+    chunk: Sequence[dict[str, Any]], digests: dict[str, str], batcher: Batcher, tasks: TaskStore
 ) -> list[dict[str, Any]]:
     """Of each line: its label and probabilities, or why it has none."""
-    found: list[dict[str, Any]] = [{} for _ in chunk]
+    answers: list[dict[str, Any]] = [{} for _ in chunk]
     rows, places = [], []
     for at, line in enumerate(chunk):
         try:
             rows += tasks.of_version(digests[line["model"]], [line["input"]])
             places.append(at)
         except I2CLError as error:
-            found[at] = RefusalError.of(error).body()
+            answers[at] = RefusalError.of(error).body()
     scored = batcher.submit_slices(rows).done.result() if rows else ()
     for at, row, scores in zip(places, rows, scored, strict=True):
         if isinstance(scores, RefusalError):
-            found[at] = scores.body()
+            answers[at] = scores.body()
             continue
         labels = row.task.questions.task.labels
         probs = scores.softmax(-1).tolist()
-        found[at] = {
+        answers[at] = {
             "digest": digests[chunk[at]["model"]],
             "label": labels[probs.index(max(probs))],
             "labels": labels,
             "probs": probs,
         }
-    return found
+    return answers

@@ -17,7 +17,7 @@ from i2cl.experiments.evidence.worth import labelled_rows, with_folds, with_wort
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.task_store import TaskFolder
+from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.methods import Injector, calibrating_method
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.calibrated.folds import unmeasurable
@@ -30,27 +30,14 @@ from i2cl.tasks.rows import refused_rows
 from i2cl.tasks.sampling import group_by_label
 from i2cl.tasks.survey import Survey
 
-SHOTS = 5
-"""Demonstrations a class where nobody says how many and each class has as many."""
-
-SEVERAL = 5
-"""Texts with several labels that are shown."""
-
-SNIPPET = 60
-"""Characters of such a text."""
-
-LOOK = 0.1
-"""Seconds between two steps that are told of: a small model takes hundreds a second."""
+SHOTS = 5  # demonstrations a class where nobody says how many and each class has as many
+SEVERAL = 5  # texts with several labels that are shown
+SNIPPET = 60  # characters of such a text
+LOOK = 0.1  # seconds between two steps that are told of: a small model takes hundreds a second
 
 
 class SharedDecoder(Decoder):
-    """The server's model, as a fit has it: in short passes, with requests let in between them.
-
-    Attributes:
-        job: that it is used for.
-        seen: what was injected last.
-        elsewhere: seconds that went to requests meanwhile.
-    """
+    """The server's model, as a fit has it: in short passes, with requests let in between them."""
 
     def __init__(self, batcher: Batcher, job: Job) -> None:
         whole = batcher.pool.decoder
@@ -63,9 +50,9 @@ class SharedDecoder(Decoder):
             token_budget=batcher.slice,
         )
         vars(self).update(base=whole.base, identity=whole.identity)  # read once for all fits
-        self.job = job
-        self.seen: Edit | None = None
-        self.elsewhere = 0.0
+        self.job = job  # that it is used for
+        self.seen: Edit | None = None  # what was injected last
+        self.elsewhere = 0.0  # seconds that went to requests meanwhile
         self._batcher = batcher
 
     def pause(self) -> None:
@@ -81,12 +68,12 @@ class SharedDecoder(Decoder):
         return super().forward(batch, edit=edit, **options)
 
 
-def checked(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[Task, tuple[Example, ...]]:
+def read_task(decoder: Decoder, request: Mapping[str, Any], folder: Path) -> tuple[Task, tuple[Example, ...]]:
     """A task with its rows, and its demonstrations, if it can be fitted.
 
     Args:
         decoder: the model.
-        told: fields of a request for a fit, see `i2cl.interfaces.server.routes.schemas.Fit`.
+        request: fields of a request for a fit, see `i2cl.interfaces.server.routes.schemas.Fit`.
         folder: holds ``input.json`` or ``input.csv``, and ``input.test.json`` where there are test rows.
 
     Raises:
@@ -94,19 +81,19 @@ def checked(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[Ta
         I2CLError: on labels, a template or options that cannot be used.
     """
     try:
-        task = _read(told, folder)
+        task = _read(request, folder)
     except RefusalError:
         raise
     except I2CLError as error:
         raise RefusalError(422, "bad_input", _short(str(error), folder)) from None
-    task = replace(task, name=told["name"], title=told["name"])
-    if told.get("chat"):
-        task = task.chat(decoder.tokenizer, told.get("instruction"))
-    elif told.get("instruction"):
-        task = task.instructed(told["instruction"])
+    task = replace(task, name=request["name"], title=request["name"])
+    if request.get("chat"):
+        task = task.chat(decoder.tokenizer, request.get("instruction"))
+    elif request.get("instruction"):
+        task = task.instructed(request["instruction"])
     fewest = min(map(len, group_by_label(task.train, len(task.labels))))
-    demonstrations = task.sample(told.get("shots") or max(1, min(SHOTS, fewest)), told["seed"])
-    if isinstance(_method(told), Anchored):
+    demonstrations = task.sample(request.get("shots") or max(1, min(SHOTS, fewest)), request["seed"])
+    if isinstance(_method(request), Anchored):
         require_few(demonstrations)
     questions = Questions(decoder, task)
     for rows in (task.train, task.test):
@@ -114,7 +101,7 @@ def checked(decoder: Decoder, told: Mapping[str, Any], folder: Path) -> tuple[Ta
     return task, demonstrations
 
 
-def surveyed(decoder: Decoder, task: Task) -> dict[str, Any]:
+def survey_of(decoder: Decoder, task: Task) -> dict[str, Any]:
     """What the training rows are, for JSON; texts with several labels: the first few, shortened."""
     survey = Survey.of(task)
     several = [(text[:SNIPPET], list(words)) for text, words in survey.contradictions[:SEVERAL]]
@@ -126,36 +113,36 @@ def surveyed(decoder: Decoder, task: Task) -> dict[str, Any]:
     }
 
 
-def _read(told: Mapping[str, Any], folder: Path) -> Task:
+def _read(request: Mapping[str, Any], folder: Path) -> Task:
     path = next(folder / name for name in ("input.json", "input.csv") if (folder / name).is_file())
     test = folder / "input.test.json"
     tests = [test] if test.is_file() else []
-    shape = Template(told["template"])
-    if told.get("labels") is not None:
-        Task(told["name"], tuple(told["labels"]), shape)  # what is wrong with these is not told of each row
+    shape = Template(request["template"])
+    if request.get("labels") is not None:
+        Task(
+            request["name"], tuple(request["labels"]), shape
+        )  # what is wrong with these is not told of each row
     for file in (path, *tests):
-        if refused := [_short(why, folder) for why in refused_rows(file, told.get("labels"))]:
+        if refused := [_short(why, folder) for why in refused_rows(file, request.get("labels"))]:
             raise RefusalError(422, "bad_rows", refused[0], rows=refused)
-    labels, test_path = told.get("labels"), test if tests else None
+    labels, test_path = request.get("labels"), test if tests else None
     return load_task(path, template=shape, labels=labels, test_path=test_path)
 
 
-def fitted(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
+def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     """Do the job of a fit: what its last event tells.
 
-    It begins anew after a kill and comes to the same vectors: nothing in it is random but by its seed.
-
-    Raises:
-        I2CLError: on examples that cannot be fitted, such as scores that are not finite.
-        FitStoppedError: if it is cancelled, or the server stops.
+    It begins anew after a kill and comes to the same vectors: nothing in it is random but by its seed. Raises
+    I2CLError on examples that cannot be fitted, such as scores that are not finite; FitStoppedError if it is
+    cancelled, or the server stops.
     """
-    told = job.told
+    request = job.told
     decoder = SharedDecoder(batcher, job)
-    task, demonstrations = checked(decoder, told, job.folder)
+    task, demonstrations = read_task(decoder, request, job.folder)
 
     def work() -> Injection:
         started = time.perf_counter()
-        method = _method(told)
+        method = _method(request)
 
         shown = 0.0
 
@@ -165,24 +152,24 @@ def fitted(job: Job, batcher: Batcher, tasks: TaskFolder) -> dict[str, Any]:
                 shown = time.monotonic()
                 job.show("step", step=done, steps=of, loss=loss, **_map_of(decoder.seen))
 
-        injection = method.injection(decoder, task, demonstrations, told["seed"], step)
+        injection = method.injection(decoder, task, demonstrations, request["seed"], step)
         seconds = time.perf_counter() - started - decoder.elsewhere
         job.show("fitted", seconds=seconds, loss=injection.history[-1] if injection.history else None)
-        queries = labelled_rows(task, demonstrations, told["evaluate"])
+        queries = labelled_rows(task, demonstrations, request["evaluate"])
         watched: Any = {"seconds": seconds, "watch": lambda name: job.show("scoring", method=name)}
         watched["method"] = method
         if queries:
             return _untimed(with_worth(injection, decoder, task, demonstrations, queries, **watched))
-        if told["evaluate"] and not unmeasurable(task, demonstrations, seed=told["seed"]):
+        if request["evaluate"] and not unmeasurable(task, demonstrations, seed=request["seed"]):
 
             def make(rest: Sequence[Example]) -> Injection:
-                return method.injection(decoder, task, rest, told["seed"])
+                return method.injection(decoder, task, rest, request["seed"])
 
             return _untimed(with_folds(injection, decoder, task, demonstrations, make, **watched))
         return injection
 
     injection: Injection = batcher.run(work).result()
-    entry = tasks.put(told["name"], injection)
+    entry = tasks.put(request["name"], injection)
     return {
         "name": entry.name,
         "digest": entry.digest,
@@ -229,8 +216,8 @@ def _rounded(values: torch.Tensor) -> Any:
     return (values.double() * 1e5).round().div(1e5).tolist()
 
 
-def _method(told: Mapping[str, Any]) -> Injector:
-    return calibrating_method(told.get("method"), told.get("settings"), told.get("recipe"))
+def _method(request: Mapping[str, Any]) -> Injector:
+    return calibrating_method(request.get("method"), request.get("settings"), request.get("recipe"))
 
 
 def _tokens(decoder: Decoder, task: Task, demonstrations: tuple[Example, ...]) -> dict[str, int]:

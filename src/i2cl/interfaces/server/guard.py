@@ -22,30 +22,20 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Role = Literal["read", "admin"]
 
+# What needs no token: nothing there is a task's.
 OPEN = ("/", "/healthz", "/readyz", "/openapi.json", "/page.css", "/page.js", "/example.csv")
-"""What needs no token: nothing there is a task's."""
 
 SHORTEST_TOKEN = 16
-
-BODY_SECONDS = 30.0
-"""For which a body may come in, and longer by `BODY_RATE`."""
-
-BODY_RATE = 2**18
-"""Bytes that give a body another second once they are there."""
-
-IN_MEMORY = 2**20
-"""Bytes of a body beyond which it lies on the disk."""
-
-MOST_HELD = 2**29
-"""Bytes of all bodies at once; those of up to `SMALL` are taken in any case."""
+BODY_SECONDS = 30.0  # for which a body may come in, and longer by `BODY_RATE`
+BODY_RATE = 2**18  # bytes that give a body another second once they are there
+IN_MEMORY = 2**20  # bytes of a body beyond which it lies on the disk
+MOST_HELD = 2**29  # bytes of all bodies at once; those of up to `SMALL` are taken in any case
 
 SMALL = 2**16
+MOST_RUNNING = 512  # requests at once, those aside that need no token
 
-MOST_RUNNING = 512
-"""Requests at once, those aside that need no token."""
-
+# In a scope: the body as a file that closes with the request; whose reading token it was.
 BODY, READER = "i2cl.body", "i2cl.reader"
-"""In a scope: the body as a file that closes with the request; whose reading token it was."""
 
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
 POLICY += "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -63,21 +53,15 @@ _log = logging.getLogger("i2cl.server")
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask.
+    """Who may ask."""
 
-    Attributes:
-        tokens: of each role; none at all means that everybody may do everything.
-        hosts: names under which this server is asked for; empty for any.
-    """
-
+    # of each role; none at all means that everybody may do everything
     tokens: Mapping[str, Role] = field(default_factory=dict)
-    hosts: frozenset[str] = frozenset()
+    hosts: frozenset[str] = frozenset()  # names under which this server is asked for; empty for any
 
     def require_host(self, host: str) -> None:
-        """Refuse a name that is not this server's: a page elsewhere may have bound it to this address.
-
-        Raises:
-            RefusalError: 421.
+        """Refuse a name that is not this server's: a page elsewhere may have bound it to this address. Raises
+        RefusalError: 421.
         """
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if self.hosts and name.lower() not in self.hosts:
@@ -88,11 +72,11 @@ class Access:
     def role(self, header: str) -> Role | None:
         """That of a bearer token, in a time that does not depend on it."""
         kind, _, given = header.partition(" ")
-        found: Role | None = None
+        match: Role | None = None
         for token, role in self.tokens.items():
             if hmac.compare_digest(token.encode(), given.strip().encode()) and kind.lower() == "bearer":
-                found = role
-        return found
+                match = role
+        return match
 
     def reader(self, header: str) -> str:
         """What stands for a token where it is not to be told."""
@@ -100,16 +84,12 @@ class Access:
 
 
 def read_tokens(path: Path) -> dict[str, Role]:
-    """Tokens of a file: a role and a token in each line; lines that begin with # are notes.
-
-    Raises:
-        I2CLError: naming the line, and never a token.
-    """
+    """Tokens of a file, a role and a token a line. Raises I2CLError, naming the line and never a token."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise I2CLError(f"--token-file {str(path)!r} cannot be read ({error}): check the path") from None
-    found: dict[str, Role] = {}
+    roles: dict[str, Role] = {}
     for number, line in enumerate(lines, start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -119,10 +99,10 @@ def read_tokens(path: Path) -> dict[str, Role]:
                 f"--token-file {str(path)!r} line {number} is no role and token: write 'admin TOKEN' or "
                 f"'read TOKEN', with at least {SHORTEST_TOKEN} characters"
             )
-        found[words[1]] = "admin" if words[0] == "admin" else "read"
-    if not found:
+        roles[words[1]] = "admin" if words[0] == "admin" else "read"
+    if not roles:
         raise I2CLError(f"--token-file {str(path)!r} holds no token: write a line 'admin TOKEN'")
-    return found
+    return roles
 
 
 def is_loopback(host: str) -> bool:
@@ -135,25 +115,16 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(eq=False)
 class Guard:
-    """An ASGI program around another one, which sees only what may come in, with its whole body.
+    """An ASGI program around another one, which sees only what may come in, with its whole body."""
 
-    Attributes:
-        app: the program inside.
-        access: who may ask.
-        limit: the longest body in bytes of a method and a path.
-        metrics: counts requests and refusals.
-        types: of bodies that a method and a path take; none where a body is not read.
-        held: bytes of bodies that are here now.
-        running: requests that are here now.
-    """
-
-    app: Any
-    access: Access
-    limit: Callable[[str, str], int]
+    app: Any  # the program inside
+    access: Access  # who may ask
+    limit: Callable[[str, str], int]  # the longest body in bytes of a method and a path
+    # of bodies that a method and a path take; none where a body is not read
     types: Callable[[str, str], Sequence[str]]
-    metrics: Metrics
-    held: int = 0
-    running: int = 0
+    metrics: Metrics  # counts requests and refusals
+    held: int = 0  # bytes of bodies that are here now
+    running: int = 0  # requests that are here now
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Serve one connection; see https://asgi.readthedocs.io."""
@@ -210,9 +181,9 @@ class Guard:
             header = headers.get("authorization", "")
             role = self.access.role(header)
             if role is None:
-                told = {"WWW-Authenticate": "Bearer"}
+                challenge = {"WWW-Authenticate": "Bearer"}
                 message = "no token that is known: send Authorization: Bearer TOKEN"
-                raise RefusalError(401, "no_token", message, headers=told)
+                raise RefusalError(401, "no_token", message, headers=challenge)
             if role == "read" and _changes(method, path):
                 raise RefusalError(403, "read_token", "this token only reads: take an admin's")
             if role == "read":
@@ -238,10 +209,10 @@ class Guard:
 
         return received
 
-    async def _fill(self, body: IO[bytes], receive: Any, told: str, limit: int, ends: ExitStack) -> None:
+    async def _fill(self, body: IO[bytes], receive: Any, length: str, limit: int, ends: ExitStack) -> None:
         """Write what comes in, in a time that grows with it."""
         long = RefusalError(413, "body_too_long", f"the body exceeds {limit} bytes: send less at a time")
-        if told.isdecimal() and int(told[:18]) > limit:
+        if length.isdecimal() and int(length[:18]) > limit:
             raise long
         began = asyncio.get_running_loop().time()
         size = 0
@@ -275,8 +246,8 @@ class Guard:
         self.metrics.refusal(refusal.code)
         body = json.dumps(refusal.body()).encode()
         headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **refusal.headers}
-        told = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": refusal.status, "headers": told})
+        fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": refusal.status, "headers": fields})
         await send({"type": "http.response.body", "body": body})
 
 

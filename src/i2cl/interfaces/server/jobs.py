@@ -33,20 +33,11 @@ from i2cl.storage.journal import Journal, readable_lines
 
 Kind = Literal["fit", "batch"]
 ENDS = ("done", "failed", "cancelled")
-TOLD = ("queued", "started", "resumed", *ENDS)
-"""Events that are on the disk."""
-
-MOST_QUEUED = 100
-"""Jobs of a kind that may wait."""
-
-MOST_OWN = 10
-"""Of those, the ones of a token that only reads."""
-
-MOST_KEPT = 1000
-"""Jobs whose end is told of; the oldest of more are removed when the server starts."""
-
-MOST_SHOWN = 100
-"""Events of a job that are in memory alone."""
+TOLD = ("queued", "started", "resumed", *ENDS)  # events that are on the disk
+MOST_QUEUED = 100  # jobs of a kind that may wait
+MOST_OWN = 10  # of those, the ones of a token that only reads
+MOST_KEPT = 1000  # jobs whose end is told of; the oldest of more are removed when the server starts
+MOST_SHOWN = 100  # events of a job that are in memory alone
 
 CANCELLED = "cancelled"
 
@@ -64,46 +55,33 @@ class Head(pydantic.BaseModel):
 
 @dataclass(eq=False)
 class Job:
-    """One piece of long work.
+    """One piece of long work."""
 
-    Attributes:
-        folder: of its files; its name is the job's id.
-        kind: what is done.
-        told: what is to be done, JSON-able, as the kind knows it.
-        created: seconds since 1970.
-        events: what has happened by now, each with its name under ``event``, and under ``at`` a time that
-            no other one has. Of those that are not on the disk these are the last `MOST_SHOWN`, and only the
-            last one has a map of the model.
-        cancelled: whether it is to end.
-        owner: the reading token that sent it, if one did; see `i2cl.interfaces.server.guard.Access.reader`.
-    """
-
-    folder: Path
-    kind: Kind
-    told: dict[str, Any]
-    created: float
+    folder: Path  # of its files; its name is the job's id
+    kind: Kind  # what is done
+    told: dict[str, Any]  # what is to be done, JSON-able, as the kind knows it
+    created: float  # seconds since 1970
+    # what has happened by now, each with its name under ``event``, and under ``at`` a time that no other one
+    # has. Of those that are not on the disk these are the last `MOST_SHOWN`, and only the last one has a map
+    # of the model
     events: list[dict[str, Any]] = field(default_factory=list)
-    cancelled: bool = False
+    cancelled: bool = False  # whether it is to end
+    # the reading token that sent it, if one did; see `i2cl.interfaces.server.guard.Access.reader`
     owner: str | None = None
 
     @classmethod
     def stored(cls, folder: Path) -> "Job":
-        """The job of a folder; what cannot be read of its events is left out.
-
-        Raises:
-            OSError: if there is none.
-            ValueError: if it cannot be read.
-        """
+        """A folder's job; unreadable events are left out. Raises OSError or ValueError if there is none."""
         head = Head.model_validate_json((folder / "job.json").read_bytes())
-        found = cls(folder, head.kind, head.told, head.created, owner=head.owner)
-        found.cancelled = (folder / CANCELLED).exists()
-        for told in readable_lines(folder / "events.jsonl"):
-            at = told.get("at")
-            if told.get("event") in TOLD and isinstance(at, float | int) and math.isfinite(at):
-                found.events.append(told | {"at": max(at, found.soonest)})
-        if not found.events:
-            found.events.append({"event": "queued", "at": head.created})
-        return found
+        job = cls(folder, head.kind, head.told, head.created, owner=head.owner)
+        job.cancelled = (folder / CANCELLED).exists()
+        for event in readable_lines(folder / "events.jsonl"):
+            at = event.get("at")
+            if event.get("event") in TOLD and isinstance(at, float | int) and math.isfinite(at):
+                job.events.append(event | {"at": max(at, job.soonest)})
+        if not job.events:
+            job.events.append({"event": "queued", "at": head.created})
+        return job
 
     @property
     def id(self) -> str:
@@ -144,11 +122,7 @@ class Job:
         return max(round(time.time(), 3), self.soonest)  # a clock may be set back
 
     def require_wanted(self) -> None:
-        """Go on only if it is not cancelled.
-
-        Raises:
-            FitStoppedError: otherwise.
-        """
+        """Go on only if it is not cancelled. Raises FitStoppedError if it is."""
         if self.cancelled:
             raise FitStoppedError
 
@@ -165,23 +139,17 @@ def _without_map(event: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in event.items() if name not in {"coefficients", "sizes"}}
 
 
+# Does a job and returns what its end tells; begins where an earlier run of it stood.
 Worker = Callable[[Job], dict[str, Any]]
-"""Does a job and returns what its end tells; begins where an earlier run of it stood."""
 
 
 class Jobs:
-    """All jobs of a server. Of each kind one runs at a time, in the order they came.
-
-    Attributes:
-        whole: whether every folder could be read.
-    """
+    """All jobs of a server. Of each kind one runs at a time, in the order they came."""
 
     def __init__(self, root: Path, workers: Mapping[Kind, Worker]) -> None:
         """Take up what an earlier process left.
 
-        Args:
-            root: their folder, made if it is not there.
-            workers: what does the jobs of each kind.
+        ``root``: their folder, made if it is not there; ``workers``: what does the jobs of each kind.
         """
         self._root = root
         self._workers = workers
@@ -189,7 +157,7 @@ class Jobs:
         self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in workers}
         self._changed = threading.Condition()
         self._stops = False
-        self.whole = True
+        self.whole = True  # whether every folder could be read
         root.mkdir(parents=True, exist_ok=True)
         for left in root.glob(".*"):  # by a kill
             shutil.rmtree(left, ignore_errors=True)
@@ -205,11 +173,7 @@ class Jobs:
             thread.start()
 
     def require_room(self, kind: Kind, owner: str | None = None) -> None:
-        """Go on only if another job may wait.
-
-        Raises:
-            RefusalError: 429 if too many do, 503 if nothing new is taken.
-        """
+        """Refuse another job: 429 if too many wait, 503 if nothing new is taken."""
         with self._changed:
             if self._stops:
                 raise stopping()
@@ -221,32 +185,18 @@ class Jobs:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder for files of a job to be, which goes with the block.
-
-        Raises:
-            OSError: if it cannot be made.
-        """
+        """A folder for files of a job to be, gone with the block. Raises OSError if it cannot be made."""
         with tempfile.TemporaryDirectory(dir=self._root, prefix=".") as folder:
             yield Path(folder)
 
     def add(
-        self,
-        kind: Kind,
-        told: Mapping[str, Any],
-        files: Mapping[str, bytes | Path],
-        owner: str | None = None,
+        self, kind: Kind, told: Mapping[str, Any], files: Mapping[str, bytes | Path], owner: str | None = None
     ) -> Job:
         """Queue a job, which is on the disk when this returns.
 
-        Args:
-            kind: what is to be done.
-            told: see `Job`.
-            files: what its folder holds; a path, which is in a `scratch` folder, is moved there.
-            owner: see `Job`.
-
-        Raises:
-            RefusalError: see `require_room`.
-            OSError: if it cannot be written.
+        ``kind``: what is to be done; ``told``: see `Job`; ``files``: what its folder holds; a path, which is
+        in a `scratch` folder, is moved there; ``owner``: see `Job`. Raises RefusalError, see `require_room`;
+        OSError if it cannot be written.
         """
         self.require_room(kind, owner)
         folder = self._root / f"{kind}-{secrets.token_hex(8)}"
@@ -277,25 +227,19 @@ class Jobs:
         return job
 
     def get(self, identity: str) -> Job:
-        """A job by its id.
-
-        Raises:
-            RefusalError: 404 if there is none.
-        """
-        found = self._jobs.get(identity)
-        if found is None:
+        """A job by its id. Raises RefusalError: 404 if there is none."""
+        job = self._jobs.get(identity)
+        if job is None:
             raise unknown_job(identity)
-        return found
+        return job
 
     def all(self) -> list[Job]:
         """Jobs, the newest first."""
         return sorted(self._jobs.values(), key=lambda job: -job.created)
 
     def cancel(self, job: Job) -> None:
-        """End a job that waits or runs; of one that has ended, remove what it left.
-
-        Raises:
-            OSError: if that cannot be written.
+        """End a job that waits or runs; of one that has ended, remove what it left. Raises OSError if that
+        cannot be written.
         """
         with self._changed:
             if job.ended:

@@ -1,4 +1,4 @@
-"""What /metrics tells Prometheus. Tasks are no labels unless that is asked for: there may be thousands."""
+"""What /metrics tells Prometheus. Tasks are no labels: there may be thousands."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 6
 class Metrics:
     """The figures of one server."""
 
-    def __init__(self, *, of_tasks: bool = False) -> None:
+    def __init__(self) -> None:
         self._registry = own = CollectorRegistry()
         self._requests = Counter("i2cl_requests", "Requests", ["route", "status"], registry=own)
         self._refusals = Counter("i2cl_refusals", "Refused requests by reason", ["reason"], registry=own)
@@ -20,9 +20,6 @@ class Metrics:
         self._running = Histogram("i2cl_running_seconds", "Of a batch", buckets=_SECONDS, registry=own)
         self._waiting = Histogram(
             "i2cl_waiting_seconds", "Of a request until its rows begin", buckets=_SECONDS, registry=own
-        )
-        self._texts = (
-            Counter("i2cl_task_texts", "Texts by task", ["task"], registry=own) if of_tasks else None
         )
 
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
@@ -36,11 +33,6 @@ class Metrics:
     def refusal(self, reason: str) -> None:
         """A request was refused."""
         self._refusals.labels(reason).inc()
-
-    def texts(self, task: str, count: int) -> None:
-        """Texts were answered."""
-        if self._texts is not None:
-            self._texts.labels(task).inc(count)
 
     def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:
         """See `i2cl.interfaces.server.batcher.Observer`."""

@@ -12,29 +12,20 @@ import uvicorn
 
 from i2cl.errors import I2CLError
 
-DRAIN_SECONDS = 30
-"""For which what runs may still be answered after SIGTERM."""
+DRAIN_SECONDS = 30  # for which what runs may still be answered after SIGTERM
+BACKLOG = 2048  # connections that may wait to be taken
 
 
-BACKLOG = 2048
-"""Connections that may wait to be taken."""
-
-
+# For which a connection stays open that brings no whole header, or that takes nothing of its answer: longer
+# than proxies and clients keep one.
 IDLE_SECONDS = 75
-"""For which a connection stays open that brings no whole header, or that takes nothing of its answer: longer
-than proxies and clients keep one."""
 
 
-MOST_CONNECTIONS = 800
-"""At once; of more, those go that were without a request for longest."""
+MOST_CONNECTIONS = 800  # at once; of more, those go that were without a request for longest
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 takes a free one.
-
-    Raises:
-        I2CLError: if that address cannot be had.
-    """
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 takes a free one. Raises I2CLError if that address cannot be had."""
     listener = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET,
         socket.SOCK_STREAM,
@@ -52,14 +43,13 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def served(app: Any, listener: socket.socket, ready: Callable[[], None], ending: Callable[[], None]) -> None:
+def run_server(
+    app: Any, listener: socket.socket, ready: Callable[[], None], ending: Callable[[], None]
+) -> None:
     """Serve until SIGTERM or Ctrl-C; then take no new work, answer what runs, and return.
 
-    Args:
-        app: an ASGI program.
-        listener: see `bound`.
-        ready: called when requests are taken.
-        ending: called when the end begins.
+    ``app``: an ASGI program; ``listener``: see `listen`; ``ready``: called when requests are taken;
+    ``ending``: called when the end begins.
     """
     config = uvicorn.Config(
         app,

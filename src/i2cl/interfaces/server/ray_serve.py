@@ -23,10 +23,8 @@ class Replica:
     def __init__(
         self, model: str, tasks: str, options: Mapping[str, Any], token_file: str | None = None
     ) -> None:
-        """Load the model, and open the folder to read it; arguments are those of `deployment`.
-
-        Raises:
-            I2CLError: on a file without tokens, or a folder without tasks.
+        """Load the model, and open the folder to read it; arguments are those of `deployment`. Raises
+        I2CLError on a file without tokens, or a folder without tasks.
         """
         from i2cl.interfaces.server.app import make_app
 
@@ -37,11 +35,9 @@ class Replica:
 
     async def classify(self, task: str, texts: list[str], timeout: float = TIMEOUT) -> dict[str, Any]:
         """The labels of texts: ``labels``, their ``probabilities`` for each text, the task's ``digest``.
-
-        Raises:
-            I2CLError: on an unknown task, or texts that cannot be used.
+        Raises I2CLError on an unknown task, or texts that cannot be used.
         """
-        answer = await self._service.answered(task, texts, timeout=timeout)
+        answer = await self._service.classify(task, texts, timeout=timeout)
         assert answer is not None  # noqa: S101 - nobody goes who was not watched
         entry = answer.entry
         return {"labels": list(entry.labels), "probabilities": answer.probabilities, "digest": entry.digest}
@@ -50,23 +46,19 @@ class Replica:
         """Answer a request of Starlette's."""
         from starlette.responses import Response
 
-        told: list[Any] = []
+        messages: list[Any] = []
 
         async def send(message: Any) -> None:
-            told.append(message)
+            messages.append(message)
 
         await self._app(dict(request.scope), request.receive, send)
-        body = b"".join(message.get("body", b"") for message in told[1:])
-        reply = Response(body, told[0]["status"])
-        reply.raw_headers = list(told[0]["headers"])
+        body = b"".join(message.get("body", b"") for message in messages[1:])
+        reply = Response(body, messages[0]["status"])
+        reply.raw_headers = list(messages[0]["headers"])
         return reply
 
     def check_health(self) -> None:
-        """Let Ray replace a replica whose model does not run any more.
-
-        Raises:
-            RuntimeError: if that is so.
-        """
+        """Let Ray replace a replica whose model does not run any more. Raises RuntimeError if that is so."""
         if not self._service.ready:
             raise RuntimeError("the model's thread has ended")
 

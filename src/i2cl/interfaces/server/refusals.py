@@ -8,11 +8,11 @@ from i2cl.errors import I2CLError
 from i2cl.models.encoding import TooLongError
 from i2cl.storage.atomic import WriteError, system_cause
 
+# A message up to its last colon, and the cure behind it, whose quotations may have colons of their own.
 CURE = re.compile(r".*?: ((?:(?<!\w)'[^']*'(?!\w)|(?!: ).)*+)", re.DOTALL)
-"""A message up to its last colon, and the cure behind it, whose quotations may have colons of their own."""
 
+# Characters of a message beyond which quotations are not looked for, which takes time by their square.
 LONG = 2000
-"""Characters of a message beyond which quotations are not looked for, which takes time by their square."""
 
 
 class RefusalError(I2CLError):
@@ -54,18 +54,23 @@ class RefusalError(I2CLError):
         told_whole = str(self)
         quoted = CURE.fullmatch(told_whole) if len(told_whole) <= LONG else None
         cure = quoted[1] if quoted else told_whole.rpartition(": ")[2][:LONG]
-        told: dict[str, object] = {
+        problem: dict[str, object] = {
             "message": told_whole,
             "type": "server_error" if self.status >= 500 else "invalid_request_error",
             "code": self.code,
             "cure": cure if cure != told_whole else "see /openapi.json",
         }
-        return {"error": told if self.rows is None else told | {"rows": self.rows}}
+        return {"error": problem if self.rows is None else problem | {"rows": self.rows}}
 
 
 def unknown_task(name: str) -> RefusalError:
     """There is none of that name."""
     return RefusalError(404, "unknown_task", f"no task {name!r} is here: GET /v1/models lists those that are")
+
+
+def read_only() -> RefusalError:
+    """Nothing is written here."""
+    return RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
 
 
 def too_late() -> RefusalError:
@@ -87,8 +92,10 @@ def stopping() -> RefusalError:
 
 def no_memory(error: Exception) -> RefusalError:
     """Not even one row alone fits."""
-    told = str(error) if isinstance(error, I2CLError) else "the model is out of memory: send it again later"
-    return RefusalError(503, "out_of_memory", told, headers={"Retry-After": "5"})
+    message = (
+        str(error) if isinstance(error, I2CLError) else "the model is out of memory: send it again later"
+    )
+    return RefusalError(503, "out_of_memory", message, headers={"Retry-After": "5"})
 
 
 def failed(error: Exception) -> RefusalError:
@@ -103,5 +110,5 @@ def fault(error: Exception) -> RefusalError:
     if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
         return RefusalError(507, "disk_full", "the server's disk is full: send it again when it has room")
     cause = error.__context__ if isinstance(error, WriteError) else error
-    told = system_cause(cause) if isinstance(cause, Exception) else None
-    return RefusalError(500, "disk", f"the server's disk refuses ({told or 'unknown'}): tell its operator")
+    words = system_cause(cause) if isinstance(cause, Exception) else None
+    return RefusalError(500, "disk", f"the server's disk refuses ({words or 'unknown'}): tell its operator")

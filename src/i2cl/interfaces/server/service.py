@@ -11,30 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from i2cl.injections.confidence import sure_place
 from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job, Jobs
 from i2cl.interfaces.server.metrics import Metrics
 from i2cl.interfaces.server.refusals import RefusalError, stopping, too_late
-from i2cl.interfaces.server.routes.schemas import MOST_TEXTS
-from i2cl.interfaces.server.task_store import Entry, TaskFolder
-from i2cl.interfaces.server.uploads import unpacked, unusable
+from i2cl.interfaces.server.routes.schemas import require_number
+from i2cl.interfaces.server.task_store import Entry, TaskStore
+from i2cl.interfaces.server.uploads import unpack, unusable
 from i2cl.models.decoder import Decoder
 from i2cl.storage.journal import only_writer
 
-WAITING_BATCHES = 16
-"""Full batches that may wait where nobody says how many tokens."""
-
-RESIDENT = 1000
-"""Tasks on the model's device where nobody says how many."""
-
-TIMEOUT = 60.0
-"""Seconds before which a request has to begin to run, where it does not say."""
-
-READERS = 2
-"""Bodies that are parsed at once."""
+WAITING_BATCHES = 16  # full batches that may wait where nobody says how many tokens
+RESIDENT = 1000  # tasks on the model's device where nobody says how many
+TIMEOUT = 60.0  # seconds before which a request has to begin to run, where it does not say
+READERS = 2  # bodies that are parsed at once
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,35 +34,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known of some texts.
+    """What is known of some texts."""
 
-    Attributes:
-        entry: the task's name, and the version that answered.
-        probabilities: of each text, of each label.
-        tokens: that each text took with its prompt.
-    """
-
-    entry: Entry
-    probabilities: list[list[float]]
-    tokens: list[int]
-
-    def label(self, row: int, least: float | None = None) -> str:
-        """The most probable label of a text; empty where its probability is below ``least``."""
-        place = sure_place(self.probabilities[row], least)
-        return "" if place is None else self.entry.labels[place]
+    entry: Entry  # the task's name, and the version that answered
+    probabilities: list[list[float]]  # of each text, of each label
+    tokens: list[int]  # that each text took with its prompt
 
 
 class Service:
-    """One model with its tasks and jobs.
-
-    Attributes:
-        decoder: the model.
-        tasks: the folder of tasks.
-        batcher: runs the model.
-        jobs: fits and files; None where nothing is written.
-        metrics: figures of all of it.
-        base: name of the model.
-    """
+    """One model with its tasks and jobs."""
 
     def __init__(
         self,
@@ -80,7 +52,6 @@ class Service:
         read_only: bool = False,
         most_waiting: int | None = None,
         most_resident: int = RESIDENT,
-        metrics: Metrics | None = None,
     ) -> None:
         """Open a folder of tasks for a model, and take up the jobs that are there.
 
@@ -90,13 +61,12 @@ class Service:
             read_only: write nothing, fit nothing.
             most_waiting: tokens of requests that may wait.
             most_resident: tasks on the device at once.
-            metrics: default: new ones.
 
         Raises:
             I2CLError: if the folder cannot be used, or another process writes to it.
         """
         self.decoder, self.base = decoder, decoder.name
-        self.metrics = metrics or Metrics()
+        self.metrics = Metrics()  # figures of all of it
         self._held = ExitStack()
         if not read_only:
             folder.mkdir(parents=True, exist_ok=True)
@@ -105,16 +75,17 @@ class Service:
             )
             self._held.enter_context(only_writer(folder / ".lock", busy))
         pool = InjectionPool(decoder)
-        self.tasks = TaskFolder(folder, pool, most_resident=most_resident, read_only=read_only)
+        # the folder of tasks
+        self.tasks = TaskStore(folder, pool, most_resident=most_resident, read_only=read_only)
         _ = decoder.base, decoder.identity  # read now, and not while the first request waits
         bound = most_waiting or WAITING_BATCHES * decoder.token_budget
-        self.batcher = Batcher(pool, bound, self.metrics)
+        self.batcher = Batcher(pool, bound, self.metrics)  # runs the model
         self._parsing = ThreadPoolExecutor(READERS, "parsing")
-        self.jobs: Jobs | None = None
+        self.jobs: Jobs | None = None  # fits and files; None where nothing is written
         if not read_only:
             workers: dict[Any, Callable[[Job], dict[str, Any]]] = {
-                "fit": partial(fits.fitted, batcher=self.batcher, tasks=self.tasks),
-                "batch": partial(files.answered, batcher=self.batcher, tasks=self.tasks),
+                "fit": partial(fits.run, batcher=self.batcher, tasks=self.tasks),
+                "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
             }
             self.jobs = jobs = Jobs(folder / "jobs", workers)
             self.tasks.needed = lambda: {
@@ -134,7 +105,7 @@ class Service:
         """Whether it answers."""
         return self.batcher.alive and not self.batcher.stops
 
-    async def answered(
+    async def classify(
         self,
         name: str,
         texts: Sequence[str],
@@ -156,15 +127,13 @@ class Service:
             None if that is so; then what has not run does not.
 
         Raises:
-            RefusalError: 413 on too many texts; see `TaskFolder.asked` and `Batcher.submit`.
+            RefusalError: 413 on too many texts; see `TaskStore.queries` and `Batcher.submit`.
             I2CLError: on an empty text.
         """
-        if len(texts) > MOST_TEXTS:
-            message = f"the request has {len(texts)} texts, and {MOST_TEXTS} may come at once"
-            raise RefusalError(413, "too_many_texts", f"{message}: send fewer, or a file to /v1/batches")
+        require_number(texts, "send fewer, or a file to /v1/batches")
         deadline = time.monotonic() + timeout
         self.batcher.require_room()
-        entry, rows = await asyncio.to_thread(self.tasks.asked, name, texts)
+        entry, rows = await asyncio.to_thread(self.tasks.queries, name, texts)
         ticket = self.batcher.submit(rows, deadline)
         waits: asyncio.Future[Any] = asyncio.wrap_future(ticket.done)
         watch = asyncio.ensure_future(gone()) if gone is not None else None
@@ -180,15 +149,10 @@ class Service:
             self.batcher.cancel(ticket)
             if watch is not None:
                 watch.cancel()
-        self.metrics.texts(name, len(texts))
         return Answer(entry, [row.softmax(-1).tolist() for row in scores], [len(row.ids) for row in rows])
 
     async def parsed(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do something long with a body, on a thread that is no request's for texts.
-
-        Raises:
-            RefusalError: 503 if nothing new is taken.
-        """
+        """Do something long with a body, on a thread of its own; 503 if nothing new is taken."""
         if self.batcher.stops:
             raise stopping()
         return await asyncio.get_running_loop().run_in_executor(self._parsing, partial(work, *args, **kwargs))
@@ -196,15 +160,11 @@ class Service:
     async def upload(self, name: str, body: bytes) -> Entry:
         """Give a name to an artefact, once it has answered a text.
 
-        Args:
-            name: of the task.
-            body: see `i2cl.interfaces.server.uploads.unpacked`.
-
-        Raises:
-            RefusalError: 422 on an artefact that cannot be used; see `TaskFolder.put`.
+        ``name``: of the task; ``body``: see `i2cl.interfaces.server.uploads.unpack`. Raises RefusalError:
+        422 on an artefact that cannot be used; see `TaskStore.put`.
         """
-        injection = await self.parsed(unpacked, body)
-        rows = await self.parsed(lambda: self.tasks.loaded(injection).asked(["a"], cut=False))
+        injection = await self.parsed(unpack, body)
+        rows = await self.parsed(lambda: self.tasks.loaded(injection).queries(["a"], cut=False))
         if rows[0].tokens > self.batcher.bound:
             message = f"a text takes {rows[0].tokens} tokens with all labels, {self.batcher.bound} may run"
             raise RefusalError(422, "bad_artefact", f"{message}: use fewer or shorter labels")
@@ -212,10 +172,10 @@ class Service:
         await asyncio.wait([waits])
         if waits.cancelled():
             raise stopping()
-        (found,) = waits.result()
-        if isinstance(found, RefusalError):
-            told = {"not_finite": unusable(), "internal": unusable("a text makes it fail")}
-            raise told.get(found.code, found)
+        (outcome,) = waits.result()
+        if isinstance(outcome, RefusalError):
+            reasons = {"not_finite": unusable(), "internal": unusable("a text makes it fail")}
+            raise reasons.get(outcome.code, outcome)
         return await self.parsed(self.tasks.put, name, injection)
 
     def stop(self) -> None:
@@ -231,13 +191,11 @@ class Service:
         self._held.close()
 
 
-async def answered(
+async def answer_request(
     service: Service, request: Any, name: str, texts: Sequence[str], timeout: float | None
 ) -> Answer:
-    """`Service.answered` for a request of Starlette's, until its client goes.
-
-    Raises:
-        RefusalError: as that, and on the name of the base model.
+    """`Service.classify` for a request of Starlette's, until its client goes. Raises RefusalError as that,
+    and on the name of the base model.
     """
     if name == service.base:
         raise RefusalError(
@@ -250,10 +208,10 @@ async def answered(
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    found = await service.answered(name, texts, timeout=timeout or TIMEOUT, gone=gone)
-    if found is None:
+    answer = await service.classify(name, texts, timeout=timeout or TIMEOUT, gone=gone)
+    if answer is None:
         raise RefusalError(499, "gone", "the client went away: its rows did not run")
-    return found
+    return answer
 
 
 def new_id(kind: str) -> str:

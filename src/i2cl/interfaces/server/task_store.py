@@ -24,8 +24,8 @@ from pathlib import Path
 from i2cl.core.artefact import FILES
 from i2cl.core.injection import Injection
 from i2cl.errors import HALF_PAIR, I2CLError
-from i2cl.injections.pool import Asked, InjectionPool, Loaded
-from i2cl.interfaces.server.refusals import RefusalError, fault, unknown_task
+from i2cl.injections.pool import InjectionPool, Loaded, TaskQuery
+from i2cl.interfaces.server.refusals import RefusalError, fault, read_only, unknown_task
 from i2cl.interfaces.server.uploads import refused_artefact, require_moderate
 from i2cl.storage.atomic import replaced_file, synced
 
@@ -36,30 +36,16 @@ _log = logging.getLogger("i2cl.server")
 
 @dataclass(frozen=True)
 class Entry:
-    """What a name stands for.
+    """What a name stands for."""
 
-    Attributes:
-        name: as users say it.
-        digest: SHA-256 of the artefact's files.
-        created: seconds since 1970.
-        labels: in the order of probabilities.
-    """
-
-    name: str
-    digest: str
-    created: int
-    labels: tuple[str, ...]
+    name: str  # as users say it
+    digest: str  # SHA-256 of the artefact's files
+    created: int  # seconds since 1970
+    labels: tuple[str, ...]  # in the order of probabilities
 
 
-class TaskFolder:
-    """Named artefacts on the disk, and those of them that are loaded.
-
-    Attributes:
-        pool: those that are loaded, by digest.
-        read_only: whether nothing may be changed.
-        needed: tells digests that are to stay though no name stands for them.
-        keeps_all: whether every version stays, since not all that may need one could be read.
-    """
+class TaskStore:
+    """Named artefacts on the disk, and those of them that are loaded."""
 
     def __init__(self, root: Path, pool: InjectionPool, *, most_resident: int, read_only: bool) -> None:
         """Open a folder, or make it.
@@ -73,15 +59,16 @@ class TaskFolder:
         Raises:
             I2CLError: if it cannot be written, or is not there and must not be.
         """
-        self.pool = pool
-        self.read_only = read_only
+        self.pool = pool  # those that are loaded, by digest
+        self.read_only = read_only  # whether nothing may be changed
         self._artefacts, self._names = root / "artefacts", root / "names"
         self._most = most_resident
         self._used: OrderedDict[str, None] = OrderedDict()
         self._loading = threading.Lock()
         self._writing = threading.RLock()
         self._kept: Counter[str] = Counter()
-        self.keeps_all = False
+        self.keeps_all = False  # whether every version stays, since not all that may need one could be read
+        # tells digests that are to stay though no name stands for them
         self.needed: Callable[[], AbstractSet[str]] = frozenset
         if not read_only:
             for folder in (self._artefacts, self._names):
@@ -93,11 +80,7 @@ class TaskFolder:
         self._named = {} if read_only else {entry.name: entry for entry in self._stored_entries()}
 
     def entry(self, name: str) -> Entry:
-        """What a name stands for now.
-
-        Raises:
-            RefusalError: 404 if there is none.
-        """
+        """What a name stands for now. Raises RefusalError: 404 if there is none."""
         try:
             return _read(self._alias(name)) if self.read_only else self._named[name]
         except (OSError, LookupError, TypeError, ValueError):
@@ -105,15 +88,13 @@ class TaskFolder:
 
     def entries(self) -> list[Entry]:
         """All of them, by name."""
-        found = self._stored_entries() if self.read_only else list(self._named.values())
-        return sorted(found, key=lambda entry: entry.name)
+        entries = self._stored_entries() if self.read_only else list(self._named.values())
+        return sorted(entries, key=lambda entry: entry.name)
 
     def put(self, name: str, injection: Injection) -> Entry:
-        """Give a name to an artefact, which replaces what had it. It is on the disk when this returns.
-
-        Raises:
-            RefusalError: 422 on a name or artefact that cannot be used, 403 where nothing is written.
-            OSError: if it cannot be written; or a `WriteError`.
+        """Give a name to an artefact, which replaces what had it. It is on the disk when this returns. Raises
+        RefusalError: 422 on a name or artefact that cannot be used, 403 where nothing is written; OSError if
+        it cannot be written; or a `WriteError`.
         """
         require_name(name)
         self.require_writable()
@@ -129,11 +110,8 @@ class TaskFolder:
         return entry
 
     def delete(self, name: str) -> None:
-        """Take a name away; what was asked of its task before is answered.
-
-        Raises:
-            RefusalError: 404 if there is none, 403 where nothing is written.
-            OSError: if it cannot be.
+        """Take a name away; what was asked of its task before is answered. Raises RefusalError: 404 if there
+        is none, 403 where nothing is written; OSError if it cannot be.
         """
         self.require_writable()
         with self._writing:
@@ -144,21 +122,13 @@ class TaskFolder:
             self._sweep(digest)
 
     def loaded(self, injection: Injection) -> Loaded:
-        """An injection as this model would use it, beside those that have a name.
-
-        Raises:
-            RefusalError: 422 if it cannot be used.
-        """
+        """An injection as this model would use it; a 422 if it cannot be used."""
         with refused_artefact():
             require_moderate(injection, self.pool.decoder)
             return InjectionPool(self.pool.decoder, {"": injection}).task("")
 
     def injection(self, digest: str) -> Injection:
-        """An artefact, read and held against its digest.
-
-        Raises:
-            RefusalError: 404 if it is gone, 500 if it is damaged.
-        """
+        """An artefact, held against its digest. Raises RefusalError: 404 if it is gone, 500 if damaged."""
         folder = self._artefacts / digest
         if not folder.is_dir():
             raise RefusalError(
@@ -170,12 +140,9 @@ class TaskFolder:
             )
         return Injection.from_pretrained(folder)
 
-    def asked(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[Asked]]:
-        """Texts, to be asked of the version that a name stands for now.
-
-        Raises:
-            RefusalError: 404 if there is none of that name, 413 on a text that exceeds the context.
-            I2CLError: on an empty text.
+    def queries(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[TaskQuery]]:
+        """Texts, to be asked of the version that a name stands for now. Raises RefusalError: 404 if there is
+        none of that name, 413 on a text that exceeds the context; I2CLError on an empty text.
         """
         while True:
             entry = self.entry(name)
@@ -185,12 +152,9 @@ class TaskFolder:
                 if self.entry(name).digest == entry.digest:  # else it was replaced between two looks
                     raise
 
-    def of_version(self, digest: str, texts: Sequence[str]) -> list[Asked]:
-        """Texts, to be asked of one version.
-
-        Raises:
-            RefusalError: 404 if it is gone, 500 if it cannot be used.
-            I2CLError: on an empty text; a `TooLongError` on one that exceeds the context.
+    def of_version(self, digest: str, texts: Sequence[str]) -> list[TaskQuery]:
+        """Texts, to be asked of one version. Raises RefusalError: 404 if it is gone, 500 if it cannot be
+        used; I2CLError on an empty text; a `TooLongError` on one that exceeds the context.
         """
         with self._loading:
             if digest not in self._used:
@@ -200,7 +164,7 @@ class TaskFolder:
             while len(self._used) > self._most:
                 self.pool.drop(self._used.popitem(last=False)[0])
             task = self.pool.task(digest)
-        return task.asked(texts, cut=False)
+        return task.queries(texts, cut=False)
 
     def _load(self, digest: str) -> None:
         try:
@@ -215,11 +179,7 @@ class TaskFolder:
 
     @contextmanager
     def kept(self, names: Iterable[str]) -> Iterator[dict[str, str]]:
-        """The versions that names stand for now, which stay while the block runs.
-
-        Raises:
-            RefusalError: 404 if there is none.
-        """
+        """The versions that names stand for now, which stay while the block runs; 404 if there is none."""
         with self._writing:
             digests = {name: self.entry(name).digest for name in names}
             self._kept.update(digests.values())
@@ -239,28 +199,24 @@ class TaskFolder:
                 self._sweep(folder.name)
 
     def require_writable(self) -> None:
-        """Go on only where tasks may be changed.
-
-        Raises:
-            RefusalError: 403 otherwise.
-        """
+        """Go on only where tasks may be changed. Raises RefusalError: 403 otherwise."""
         if self.read_only:
-            raise RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
+            raise read_only()
 
     def _alias(self, name: str) -> Path:
         return self._names / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
     def _stored_entries(self) -> list[Entry]:
-        found = []
+        entries = []
         for path in self._names.glob("*.json"):
             try:
-                found.append(_read(path))
+                entries.append(_read(path))
             except FileNotFoundError:  # deleted just now
                 continue
             except (OSError, LookupError, TypeError, ValueError) as error:
                 self.keeps_all = True
                 _log.warning("names/%s stays as it is: %s when it was read", path.name, type(error).__name__)
-        return found
+        return entries
 
     def _live(self) -> set[str]:
         """Digests that a name stands for, or that somebody needs."""
@@ -290,25 +246,21 @@ class TaskFolder:
 
 
 def _read(path: Path) -> Entry:
-    told = json.loads(path.read_text(encoding="utf-8"))
-    return Entry(**told | {"labels": tuple(told["labels"])})
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    return Entry(**fields | {"labels": tuple(fields["labels"])})
 
 
 def content_digest(folder: Path) -> str:
     """SHA-256 of an artefact's files, the card aside, each with its name."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name in sorted(FILES):
         content = (folder / name).read_bytes() if (folder / name).is_file() else b""
-        found.update(name.encode() + hashlib.sha256(content).digest())
-    return found.hexdigest()
+        sha.update(name.encode() + hashlib.sha256(content).digest())
+    return sha.hexdigest()
 
 
 def require_name(name: str) -> None:
-    """Refuse what cannot stand in an address or a table.
-
-    Raises:
-        RefusalError: 422, saying why.
-    """
+    """Refuse what cannot stand in an address or a table. Raises RefusalError: 422, saying why."""
     if (
         not 0 < len(name) <= LONGEST_NAME
         or name != name.strip()

@@ -16,28 +16,17 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.models.decoder import Decoder
 from i2cl.storage.card import CARD, model_card
 
-ROOM = 16 * 2**20
-"""Bytes of an artefact beside its vectors: description, card, what tar adds."""
-
-MOST_TOLD = 2**20
-"""Bytes of a description, which takes thirty times as many while it is read."""
-
-MOST_HEADER = 2**16
-"""Bytes in which the file of tensors says what it holds."""
-
-MOST_MEMBERS = 32
-"""Of a tar, with what it tells of files beside them."""
+ROOM = 16 * 2**20  # bytes of an artefact beside its vectors: description, card, what tar adds
+MOST_TOLD = 2**20  # bytes of a description, which takes thirty times as many while it is read
+MOST_HEADER = 2**16  # bytes in which the file of tensors says what it holds
+MOST_MEMBERS = 32  # of a tar, with what it tells of files beside them
 
 MOST_LABELS = 2048
 
 
 @contextmanager
 def refused_artefact() -> Iterator[None]:
-    """What is wrong with an artefact, as a refusal.
-
-    Raises:
-        RefusalError: 422 in place of an I2CLError.
-    """
+    """What is wrong with an artefact, as a refusal. Raises RefusalError: 422 in place of an I2CLError."""
     try:
         yield
     except RefusalError:
@@ -52,11 +41,7 @@ def most_bytes(decoder: Decoder) -> int:
 
 
 def require_moderate(injection: Injection, decoder: Decoder) -> None:
-    """Refuse numbers whose squares, or they themselves in the model's precision, are infinite.
-
-    Raises:
-        RefusalError: 422 saying so.
-    """
+    """Refuse (422) numbers whose squares, or they in the model's precision, are infinite."""
     amount, keep = injection.coefficients.float().unbind(-1)
     scaled = amount[..., None] * injection.context.values.float()
     bias = torch.tensor(injection.label_bias or (0.0,))
@@ -70,32 +55,29 @@ def unusable(why: str = "its numbers are not finite when they are used") -> Refu
     return RefusalError(422, "bad_artefact", f"this artefact cannot be used, {why}: fit it again")
 
 
-def unpacked(body: bytes) -> Injection:
+def unpack(body: bytes) -> Injection:
     """The injection in a tar file of an artefact's folder.
 
     Only its own files are taken, plain and whole, flat or behind ``./``; none is written under a name that
     the tar gives. Headers are read one by one: `tarfile.open` follows sparse maps and chains of headers as
-    far as they go.
-
-    Raises:
-        RefusalError: 422 on anything else in it, or an artefact that cannot be read.
-        OSError: where there is no room for it.
+    far as they go. Raises RefusalError: 422 on anything else in it, or an artefact that cannot be read;
+    OSError where there is no room for it.
     """
-    found = dict(_members(memoryview(body)))
-    if len(found.get(DESCRIPTION, b"")) > MOST_TOLD:
+    members = dict(_members(memoryview(body)))
+    if len(members.get(DESCRIPTION, b"")) > MOST_TOLD:
         raise _refused(f"{DESCRIPTION} is longer than {MOST_TOLD} bytes")
-    if int.from_bytes(found.get(TENSORS, b"")[:8], "little") > MOST_HEADER:
+    if int.from_bytes(members.get(TENSORS, b"")[:8], "little") > MOST_HEADER:
         raise _refused(f"{TENSORS} has a header of more than {MOST_HEADER} bytes")
     with tempfile.TemporaryDirectory() as scratch, refused_artefact():
         folder = Path(scratch) / "upload"
         folder.mkdir()
-        for name in FILES & found.keys():
-            (folder / name).write_bytes(found[name])
+        for name in FILES & members.keys():
+            (folder / name).write_bytes(members[name])
         try:
             injection = Injection.from_pretrained(folder)
-            told = injection.description()
-            json.dumps(told, allow_nan=False, ensure_ascii=False).encode()
-            model_card(told, "upload")
+            description = injection.description()
+            json.dumps(description, allow_nan=False, ensure_ascii=False).encode()
+            model_card(description, "upload")
         except I2CLError as error:
             raise _refused(str(error).replace(f"{folder}/", "").replace(str(folder), "upload")) from None
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):

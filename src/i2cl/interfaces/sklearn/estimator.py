@@ -22,6 +22,7 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.evidence.worth import labelled_rows, with_folds, with_worth
 from i2cl.injections.confidence import require_confidence
 from i2cl.injections.label_prior import with_label_prior
+from i2cl.injections.temperature import normalised
 from i2cl.interfaces.sklearn.inputs import as_classes, as_texts, label_words
 from i2cl.interfaces.sklearn.shared import ModelSource, find_decoder
 from i2cl.methods import METHODS, calibrating_method
@@ -31,11 +32,10 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.tasks import Example, Task, Template
 
+# The prompt format where none is given; words of the task itself serve a large model better.
 TEMPLATE = "{text}\nAnswer: {label}"
-"""The prompt format where none is given; words of the task itself serve a large model better."""
 
-STORED = "classifier"
-"""Where an injection's settings keep what only the classifier knows."""
+STORED = "classifier"  # where an injection's settings keep what only the classifier knows
 
 
 class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -145,8 +145,10 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         texts_of = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
 
         def make(rest: Sequence[Example]) -> Injection:
-            found = method.injection(decoder, task, rest, seed, scoring=self.scoring)
-            return with_label_prior(found, decoder, texts_of) if self.unlabelled is not None else found
+            injection = method.injection(decoder, task, rest, seed, scoring=self.scoring)
+            return (
+                with_label_prior(injection, decoder, texts_of) if self.unlabelled is not None else injection
+            )
 
         injection = make(shown)
         timed: Any = {"method": method, "seconds": time.perf_counter() - started}
@@ -162,19 +164,15 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     @property
     def report_(self) -> dict[str, Any] | None:
         """Whether it pays: fields of `i2cl.experiments.evidence.worth.Worth`; None without texts to score.
-
-        Raises:
-            NotFittedError: before `fit`.
+        Raises NotFittedError before `fit`.
         """
         check_is_fitted(self)
         return self.injection_.worth or None
 
     def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
-        """The most probable class of each text; see ``min_confidence`` for those that get none.
-
-        Raises:
-            I2CLError: on input that is no list of texts, a model that is not the one fitted on, or a
-                ``min_confidence`` that is none, or whose answer for no class is the name of a class.
+        """The most probable class of each text; see ``min_confidence`` for those that get none. Raises
+        I2CLError on input that is no list of texts, a model that is not the one fitted on, or a
+        ``min_confidence`` that is none, or whose answer for no class is the name of a class.
         """
         check_is_fitted(self)
         require_confidence(self.min_confidence)
@@ -188,7 +186,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             raise I2CLError(
                 f"{none!r} is a class and what min_confidence answers: fit with another name for it"
             )
-        unsure = np.exp(_normalised(scores)).max(-1) < self.min_confidence
+        unsure = np.exp(normalised(scores)).max(-1) < self.min_confidence
         return np.where(unsure, none, found)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
@@ -197,24 +195,20 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
         """Log-probability of each class among the classes, in nats. Raises as `predict`."""
-        return _normalised(self._scores(X))
+        return normalised(self._scores(X))
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """Log-odds of the second class, in nats; of more than two, each label's log-probability.
 
         The latter is among all that the model could say, so it also tells how well a text fits the task; of
-        an injection with a label bias it is among the labels.
-        Raises as `predict`.
+        an injection with a label bias it is among the labels. Raises as `predict`.
         """
         scores = self._scores(X)
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the injection, see `Injection.save_pretrained`; `i2cl predict` reads it too.
-
-        Raises:
-            I2CLError: if the folder cannot be written or holds something else.
-            NotFittedError: before `fit`.
+        """Write the injection, see `Injection.save_pretrained`; `i2cl predict` reads it too. Raises I2CLError
+        if the folder cannot be written or holds something else or NotFittedError before `fit`.
         """
         check_is_fitted(self)
         self.injection_.save_pretrained(folder)
@@ -274,11 +268,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return scores
 
     def _checked(self) -> int | None:
-        """Shots, once all parameters are of a kind that can be used.
-
-        Raises:
-            I2CLError: naming the first that is not.
-        """
+        """Shots, once all parameters are of a kind that can be used."""
         shots, most = self.shots, 2**63
         if shots is not None and (isinstance(shots, bool) or not isinstance(shots, int | np.integer)):
             raise I2CLError(f"shots is {shots!r}: give a whole number, or None for all texts")
@@ -301,9 +291,9 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return int(check_random_state(self.random_state).randint(2**31 - 1))
 
     def _decoder(self) -> Decoder:
-        found = find_decoder(self.model, dtype=self.dtype, device=self.device)
-        self._held = found  # so that it stays loaded as long as this classifier lives
-        return found
+        decoder = find_decoder(self.model, dtype=self.dtype, device=self.device)
+        self._held = decoder  # so that it stays loaded as long as this classifier lives
+        return decoder
 
     def __getstate__(self) -> dict[str, Any]:
         """The model by reference: a pickle holds its name, its fingerprint and its precision."""
@@ -334,10 +324,3 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         tags.input_tags.two_d_array = False
         tags.input_tags.string = True
         return tags
-
-
-def _normalised(scores: Float[np.ndarray, "n classes"]) -> Float[np.ndarray, "n classes"]:
-    """Log-probabilities among the classes."""
-    top = scores - scores.max(-1, keepdims=True)
-    normal: Float[np.ndarray, "n classes"] = top - np.log(np.exp(top).sum(-1, keepdims=True))
-    return normal

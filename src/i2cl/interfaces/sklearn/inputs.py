@@ -13,10 +13,8 @@ from i2cl.models.scoring import require_texts
 
 
 def as_texts(rows: Any, what: str = "X") -> list[str]:
-    """The texts of a list, an array or a pandas Series, and ``what`` it is.
-
-    Raises:
-        I2CLError: on anything but one text a row, or a text that is empty.
+    """The texts of a list, an array or a pandas Series, and ``what`` it is. Raises I2CLError on anything but
+    one text a row, or a text that is empty.
     """
     if isinstance(rows, str):
         raise I2CLError(f"{what} is one string: give a list of texts")
@@ -44,10 +42,8 @@ def as_texts(rows: Any, what: str = "X") -> list[str]:
 
 
 def as_classes(y: Any, rows: int) -> tuple[Shaped[np.ndarray, " classes"], list[int]]:
-    """The sorted classes, and each row's index into them.
-
-    Raises:
-        I2CLError: on anything but one class a row, missing or continuous values, or a single class.
+    """The sorted classes, and each row's index into them. Raises I2CLError on anything but one class a row,
+    missing or continuous values, or a single class.
     """
     if y is None:
         raise I2CLError("fit requires y to be passed, but the target y is None: give each text's class")
@@ -71,11 +67,7 @@ def as_classes(y: Any, rows: int) -> tuple[Shaped[np.ndarray, " classes"], list[
 
 
 def label_words(classes: Shaped[np.ndarray, " classes"], labels: Mapping[Any, str] | None) -> tuple[str, ...]:
-    """The word that the model is to say for each class.
-
-    Raises:
-        I2CLError: on a class without a word.
-    """
+    """The word that the model is to say for each class. Raises I2CLError on a class without a word."""
     values = classes.tolist()
     if labels is None:
         if not all(isinstance(value, str) for value in values):

@@ -11,8 +11,8 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.loading import NAMES
 
+# A name or folder; one with the fingerprint that it has to have; or the model itself.
 ModelSource = str | Path | ModelIdentity | Decoder
-"""A name or folder; one with the fingerprint that it has to have; or the model itself."""
 
 _Key = tuple[str, str | None, str | None, str | None, tuple[Any, ...]]
 
@@ -21,10 +21,8 @@ _LOADING = Lock()
 
 
 def find_decoder(source: ModelSource, *, dtype: str | None, device: str | None) -> Decoder:
-    """The model that is meant, loaded if need be and checked against its fingerprint if it has one.
-
-    Raises:
-        I2CLError: if it cannot be loaded, or is another one by now.
+    """The model that is meant, loaded if need be and checked against its fingerprint if it has one. Raises
+    I2CLError if it cannot be loaded, or is another one by now.
     """
     if isinstance(source, Decoder):
         return source
@@ -33,15 +31,15 @@ def find_decoder(source: ModelSource, *, dtype: str | None, device: str | None) 
     if not isinstance(name, str | Path):
         raise I2CLError(f"model is a {type(name).__name__}: give a name, a folder or a Decoder")
     try:
-        found = shared_decoder(name, revision=revision, dtype=dtype, device=device)
+        decoder = shared_decoder(name, revision=revision, dtype=dtype, device=device)
     except I2CLError as error:
         raise I2CLError(f"{error} (set_params(model=...) gives it another place or a Decoder)") from None
-    difference = base.difference(found.base_like(base)) if base else None
+    difference = base.difference(decoder.base_like(base)) if base else None
     if difference:
         raise I2CLError(
             f"{name!r} is not the model it was ({difference}): fit again, or set_params(model=...)"
         )
-    return found
+    return decoder
 
 
 def shared_decoder(
@@ -49,11 +47,8 @@ def shared_decoder(
 ) -> Decoder:
     """`Decoder.from_pretrained`, once a process for as long as somebody holds the model.
 
-    The last one asked for is also held here, so that cross-validation, which drops every fold's
-    classifier, loads it once. A folder or file that has changed is loaded anew.
-
-    Raises:
-        I2CLError: if it cannot be loaded.
+    The last one asked for is also held here, so that cross-validation, which drops every fold's classifier,
+    loads it once. A folder or file that has changed is loaded anew. Raises I2CLError if it cannot be loaded.
     """
     here = Path(name).expanduser()
     files: tuple[Any, ...] = ()
@@ -69,8 +64,8 @@ def shared_decoder(
 @lru_cache(maxsize=1)
 def _loaded(key: _Key) -> Decoder:
     name, revision, dtype, device, _ = key
-    found = _ALIVE.get(key)
-    if found is None:
-        found = Decoder.from_pretrained(name, revision=revision, dtype=dtype, device=device)
-        _ALIVE[key] = found
-    return found
+    decoder = _ALIVE.get(key)
+    if decoder is None:
+        decoder = Decoder.from_pretrained(name, revision=revision, dtype=dtype, device=device)
+        _ALIVE[key] = decoder
+    return decoder

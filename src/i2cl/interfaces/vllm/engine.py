@@ -14,33 +14,27 @@ from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.slots import DIGEST, Ledger, Packed, Salts, digest_of
 from i2cl.interfaces.vllm.support import NAME, WORKER, require_supported, settings_of
 
+# Names of calls: to the engine core, which books a slot, and from there to the workers.
 LOAD, DROP, WRITE = "i2cl_load", "i2cl_drop", "i2cl_write"
-"""Names of calls: to the engine core, which books a slot, and from there to the workers."""
 
+# Of the change that the canary's tasks make: how far their answers may be apart, since they are rounded.
 SHARE = 0.05
-"""Of the change that the canary's tasks make: how far their answers may be apart, since they are rounded."""
 
 MOST_STEPS = 1000
 
 
 class Core:
-    """What the plugin keeps of an engine core. One process has at most one at a time.
-
-    Attributes:
-        ledger: its slots.
-        salts: what keeps its tasks apart in the cache.
-        tried: whether the canary has answered.
-    """
+    """What the plugin keeps of an engine core. One process has at most one at a time."""
 
     current: "Core | None" = None
 
     def __init__(self, slots: int) -> None:
-        self.ledger = Ledger(slots)
-        self.salts = Salts()
-        self.tried = False
+        self.ledger = Ledger(slots)  # its slots
+        self.salts = Salts()  # what keeps its tasks apart in the cache
+        self.tried = False  # whether the canary has answered
 
 
-def executed(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_executor(original: Callable[..., None]) -> Callable[..., None]:
     """``Executor.__init__``, the first thing that a core does: refuse what cannot be served."""
 
     def start(executor: Any, vllm_config: Any, *args: Any, **more: Any) -> None:
@@ -55,7 +49,7 @@ def executed(original: Callable[..., None]) -> Callable[..., None]:
     return start
 
 
-def ready(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_supported_tasks(original: Callable[..., Any]) -> Callable[..., Any]:
     """``EngineCore.get_supported_tasks``, which a front end asks before its first request: try the edit."""
 
     def supported(core: Any) -> Any:
@@ -67,7 +61,7 @@ def ready(original: Callable[..., Any]) -> Callable[..., Any]:
     return supported
 
 
-def called(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     """``EngineCore.collective_rpc``: loading and dropping go by the ledger."""
 
     def call(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,8 +75,10 @@ def called(original: Callable[..., Any]) -> Callable[..., Any]:
         slot, fresh = ledger.load(packed.digest)
         if fresh:
             try:
-                told = original(core, WRITE, timeout, (slot, packed.digest, packed.rows, packed.scales), None)
-                _require_written(told)
+                results = original(
+                    core, WRITE, timeout, (slot, packed.digest, packed.rows, packed.scales), None
+                )
+                _require_written(results)
             except BaseException:
                 ledger.unbook(packed.digest)
                 raise
@@ -91,13 +87,13 @@ def called(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _require_written(told: list[str | None]) -> None:
-    faults = [fault for fault in told if fault is not None]
+def _require_written(results: list[str | None]) -> None:
+    faults = [fault for fault in results if fault is not None]
     if faults:
-        raise I2CLError(f"{len(faults)} of {len(told)} workers could not write this task, {faults[0]}")
+        raise I2CLError(f"{len(faults)} of {len(results)} workers could not write this task, {faults[0]}")
 
 
-def made(original: Any) -> Any:
+def wrap_request(original: Any) -> Any:
     """``Request.from_engine_core_request``: a cache salt of its edit, and the ledger's note."""
 
     def make(cls: Any, request: Any, block_hasher: Any) -> Any:
@@ -106,10 +102,10 @@ def made(original: Any) -> Any:
             return original(cls, request, block_hasher)
         digest = digest_of(request.sampling_params)
         request.cache_salt = core.salts.of(request.cache_salt, digest)
-        found = original(cls, request, block_hasher)
+        fresh = original(cls, request, block_hasher)
         if digest is not None:
-            core.ledger.admit(digest, found)
-        return found
+            core.ledger.admit(digest, fresh)
+        return fresh
 
     return make
 
@@ -149,11 +145,8 @@ def canaries(layers: int, d: int) -> tuple[Packed, Packed]:
 def try_canary(core: Any) -> None:
     """Ask the plain model and both canaries one prompt, through the whole engine.
 
-    Args:
-        core: an ``EngineCore`` that has just started.
-
-    Raises:
-        I2CLError: if the answers come back unedited, or edited in part.
+    ``core``: an ``EngineCore`` that has just started. Raises I2CLError if the answers come back unedited, or
+    edited in part.
     """
     config = core.vllm_config.model_config
     pair = canaries(config.get_total_num_hidden_layers(), config.get_hidden_size())
@@ -170,13 +163,8 @@ def try_canary(core: Any) -> None:
 def require_edited(plain: Float[Tensor, " n"], one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> None:
     """Refuse answers that show no edit, or not that of every writer.
 
-    Args:
-        plain: log-probabilities of some tokens without a task.
-        one: the same with the first canary.
-        other: with the second one.
-
-    Raises:
-        I2CLError: saying which of the two.
+    ``plain``: log-probabilities of some tokens without a task; ``one``: the same with the first canary;
+    ``other``: with the second one. Raises I2CLError, saying which of the two.
     """
     change, apart = float((one - plain).abs().max()), float((one - other).abs().max())
     if not change > 1e-3:
@@ -202,7 +190,7 @@ def ask(core: Any, prompt: list[int], digest: str | None) -> Float[Tensor, " n"]
         logprob_token_ids=list(range(16)),
         extra_args=None if digest is None else {NAME: NAME, DIGEST: digest},
     )
-    asked = EngineCoreRequest(
+    request = EngineCoreRequest(
         request_id=f"i2cl-canary-{digest}",
         prompt_token_ids=prompt,
         mm_features=None,
@@ -213,11 +201,11 @@ def ask(core: Any, prompt: list[int], digest: str | None) -> Float[Tensor, " n"]
         cache_salt=None,
         data_parallel_rank=None,
     )
-    core.add_request(*core.preprocess_add_request(asked))
+    core.add_request(*core.preprocess_add_request(request))
     for _ in range(MOST_STEPS):
         outputs, _ = core.step_fn()
-        for found in (outputs or {}).values():
-            for output in found.outputs:
+        for batch in (outputs or {}).values():
+            for output in batch.outputs:
                 if output.new_logprobs is not None:
                     return torch.tensor(output.new_logprobs.logprobs[0][1:])
     raise I2CLError("vLLM does not answer i2cl's first request: serve without i2cl in VLLM_PLUGINS")

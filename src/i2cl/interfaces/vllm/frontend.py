@@ -18,8 +18,8 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.export.folding import skeleton
 from i2cl.export.sources import checkpoint_folder
-from i2cl.interfaces.vllm.asking import Asked, Edge, Reach, Trie
 from i2cl.interfaces.vllm.engine import DROP, LOAD
+from i2cl.interfaces.vllm.prompts import Edge, Prompt, Reach, Trie
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
 from i2cl.interfaces.vllm.support import NAME
 from i2cl.models.checkpoint import Files
@@ -36,34 +36,21 @@ from i2cl.models.scoring import Questions, among, require_texts
 
 @dataclass(frozen=True)
 class Answer:
-    """What a text was classified as.
+    """What a text was classified as."""
 
-    Attributes:
-        label: the most probable label word.
-        scores: log-probability of each label, as `i2cl.Injection.scores` has it.
-    """
-
-    label: str
-    scores: Float[Tensor, " labels"]
+    label: str  # the most probable label word
+    scores: Float[Tensor, " labels"]  # log-probability of each label, as `i2cl.Injection.scores` has it
 
 
 @dataclass(frozen=True)
 class Served:
-    """A task that is loaded.
+    """A task that is loaded."""
 
-    Attributes:
-        name: as requests call it.
-        packed: what the workers were given.
-        questions: how it is asked.
-        bias: of its labels, if any.
-        temperature: of its labels.
-    """
-
-    name: str
-    packed: Packed
-    questions: Questions
-    bias: tuple[float, ...] | None
-    temperature: float
+    name: str  # as requests call it
+    packed: Packed  # what the workers were given
+    questions: Questions  # how it is asked
+    bias: tuple[float, ...] | None  # of its labels, if any
+    temperature: float  # of its labels
 
     @cached_property
     def trie(self) -> Trie:
@@ -71,10 +58,11 @@ class Served:
         labels = self.questions.labels
         return Trie(labels.ids if labels.full else tuple(ids[:1] for ids in labels.ids))
 
-    def answer(self, told: Mapping[Edge, float]) -> Answer:
+    def answer(self, edges: Mapping[Edge, float]) -> Answer:
         """The labels' scores from what the engine told of a text."""
         values = [
-            math.fsum(told[ids[:place], token] for place, token in enumerate(ids)) for ids in self.trie.labels
+            math.fsum(edges[ids[:place], token] for place, token in enumerate(ids))
+            for ids in self.trie.labels
         ]
         bias = None if self.bias is None else torch.tensor(self.bias)
         scores = among(torch.tensor(values), bias, self.temperature)
@@ -93,24 +81,16 @@ class Bound:
 
 
 @dataclass
-class Tasks:
-    """The tasks of a front end by name. One process serves one engine.
+class ServedTasks:
+    """The tasks of a front end by name. One process serves one engine."""
 
-    Attributes:
-        served: by name.
-    """
-
-    served: dict[str, Served] = field(default_factory=dict)
+    served: dict[str, Served] = field(default_factory=dict)  # by name
     _bases: dict[str, ModelIdentity] = field(default_factory=dict)
     _held: Counter[str] = field(default_factory=Counter)
     _gone: dict[str, None] = field(default_factory=dict)
 
     def get(self, name: Any) -> Served:
-        """A task by what a request calls it.
-
-        Raises:
-            I2CLError: if there is none of that name.
-        """
+        """A task by what a request calls it. Raises I2CLError if there is none of that name."""
         if not isinstance(name, str):
             raise I2CLError(f"the task has to be a name, not {name!r}: send the name of a loaded task")
         if name not in self.served:
@@ -122,9 +102,7 @@ class Tasks:
         """Write the digest of a request's task into its parameters, a ``SamplingParams``.
 
         The parameters are the caller's, who may use them again: what they hold is not changed in place.
-
-        Raises:
-            I2CLError: if its task is not loaded, or no name.
+        Raises I2CLError if its task is not loaded, or no name.
         """
         extra = params.extra_args or {}
         named = extra.get(NAME)
@@ -170,11 +148,7 @@ class Tasks:
             self._gone[before.packed.digest] = None
 
     def remove(self, name: str) -> None:
-        """Let no more requests in that name a task.
-
-        Raises:
-            I2CLError: if there is none of that name.
-        """
+        """Let no more requests in that name a task. Raises I2CLError if there is none of that name."""
         self._gone[self.get(name).packed.digest] = None
         del self.served[name]
 
@@ -199,16 +173,13 @@ class Tasks:
         return free
 
 
-TASKS = Tasks()
-"""Those of this process."""
+TASKS = ServedTasks()  # those of this process
 
 
-def verified(original: Callable[..., None], refusal: type[I2CLError] = I2CLError) -> Callable[..., None]:
+def wrap_verify(original: Callable[..., None], refusal: type[I2CLError] = I2CLError) -> Callable[..., None]:
     """``SamplingParams.verify``: a task that is not loaded is its request's error, in the front end.
 
-    Args:
-        original: vLLM's.
-        refusal: what is raised, of which vLLM's server makes a 400.
+    ``original``: vLLM's; ``refusal``: what is raised, of which vLLM's server makes a 400.
     """
 
     def verify(params: Any, *args: Any, **more: Any) -> None:
@@ -221,12 +192,12 @@ def verified(original: Callable[..., None], refusal: type[I2CLError] = I2CLError
     return verify
 
 
-def searched(original: Callable[..., Any], refusal: type[I2CLError] = I2CLError) -> Callable[..., Any]:
+def wrap_beam_search(
+    original: Callable[..., Any], refusal: type[I2CLError] = I2CLError
+) -> Callable[..., Any]:
     """``to_beam_search_params`` of a request of the server: beam search would forget the task.
 
-    Args:
-        original: vLLM's.
-        refusal: what is raised, of which vLLM's server makes a 400.
+    ``original``: vLLM's; ``refusal``: what is raised, of which vLLM's server makes a 400.
     """
 
     def beams(request: Any, *args: Any, **more: Any) -> Any:
@@ -240,12 +211,8 @@ def searched(original: Callable[..., Any], refusal: type[I2CLError] = I2CLError)
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
     """Which model an engine runs, from its files, which are read once.
 
-    Args:
-        config: the engine's ``ModelConfig``.
-        tokenizer: the engine's.
-
-    Raises:
-        I2CLError: if its files cannot be found or read.
+    ``config``: the engine's ``ModelConfig``; ``tokenizer``: the engine's. Raises I2CLError if its files
+    cannot be found or read.
     """
     folder = checkpoint_folder(config.model, config.revision)
     empty = skeleton(config.hf_config)
@@ -284,10 +251,8 @@ def load(llm: Any, name: str, injection: Injection, *, force: bool = False) -> N
 
 
 def drop(llm: Any, name: str) -> None:
-    """Let no more requests name a task; those that run end as they began.
-
-    Raises:
-        I2CLError: if there is none of that name.
+    """Let no more requests name a task; those that run end as they began. Raises I2CLError if there is none
+    of that name.
     """
     TASKS.remove(name)
     _forget(llm)
@@ -314,22 +279,22 @@ def classify(llm: Any, texts: Sequence[str], tasks: Sequence[str]) -> list[Answe
     require_texts(texts)
     served = [TASKS.get(name) for name in tasks]
     reach = Reach.of(llm.llm_engine.vllm_config)
-    asked: list[tuple[int, Asked]] = []
+    prompts: list[tuple[int, Prompt]] = []
     for row, (one, text) in enumerate(zip(served, texts, strict=True)):
         (query,) = one.questions.queries([text])
-        asked += [(row, each) for each in one.trie.asked(query, reach)]
+        prompts += [(row, each) for each in one.trie.prompts(query, reach)]
     outputs = llm.generate(
-        [{"prompt_token_ids": list(each.prompt)} for _, each in asked],
-        [parameters(served[row], each) for row, each in asked],
+        [{"prompt_token_ids": list(each.ids)} for _, each in prompts],
+        [parameters(served[row], each) for row, each in prompts],
         use_tqdm=False,
     )
-    told: list[dict[Edge, float]] = [{} for _ in texts]
-    for (row, each), output in zip(asked, outputs, strict=True):
-        told[row] |= each.told(output)
-    return [one.answer(values) for one, values in zip(served, told, strict=True)]
+    edges: list[dict[Edge, float]] = [{} for _ in texts]
+    for (row, each), output in zip(prompts, outputs, strict=True):
+        edges[row] |= each.edges(output)
+    return [one.answer(values) for one, values in zip(served, edges, strict=True)]
 
 
-def parameters(served: Served, asked: Asked) -> Any:
+def parameters(served: Served, prompt: Prompt) -> Any:
     """``SamplingParams`` that ask for some edges' log-probabilities under a version of a task."""
     from vllm import SamplingParams
 
@@ -337,7 +302,7 @@ def parameters(served: Served, asked: Asked) -> Any:
         max_tokens=1,
         temperature=0.0,
         detokenize=False,
-        logprob_token_ids=list(asked.tokens),
-        prompt_logprobs=0 if asked.along else None,
+        logprob_token_ids=list(prompt.tokens),
+        prompt_logprobs=0 if prompt.along else None,
         extra_args={NAME: Bound(served.name, served.packed.digest)},
     )

@@ -13,13 +13,9 @@ from i2cl.interfaces.vllm.tables import Tables
 
 
 class Hooked:
-    """What is put in front of a class of vLLM.
+    """What is put in front of a class of vLLM."""
 
-    Attributes:
-        i2cl_tables: what a runner fills before every forward pass.
-    """
-
-    i2cl_tables: Tables
+    i2cl_tables: Tables  # what a runner fills before every forward pass
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **more: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **more)  # type: ignore[call-arg]
@@ -37,21 +33,19 @@ class Hooked:
 
 
 def found_writers(model: Any, architecture: str) -> list[nn.Module]:
-    """The residual writers of a model of vLLM, in the order of [layer, (mha, mlp)].
-
-    Raises:
-        I2CLError: if what they put out is not yet the sum over all ranks.
+    """The residual writers of a model of vLLM, in the order of [layer, (mha, mlp)]. Raises I2CLError if what
+    they put out is not yet the sum over all ranks.
     """
     row = WRITERS[architecture]
     blocks = model.get_submodule(row.blocks)
-    found = [block.get_submodule(path) for block in blocks for path in (row.attention, row.mlp)]
-    for writer in found:
+    writers = [block.get_submodule(path) for block in blocks for path in (row.attention, row.mlp)]
+    for writer in writers:
         if not writer.reduce_results or writer.skip_bias_add:
             raise I2CLError(
                 f"a {type(writer).__name__} of {architecture} puts out a part of a sum: serve it with "
                 "InjectionPool, or folded"
             )
-    return found
+    return writers
 
 
 @cache

@@ -15,10 +15,8 @@ _MARK = "_i2cl_wraps"
 def register() -> None:
     """Install the plugin, once a process, where ``VLLM_PLUGINS`` names it.
 
-    An environment that holds both packages for other reasons is left as it is.
-
-    Raises:
-        I2CLError: if this version of vLLM was not tested.
+    An environment that holds both packages for other reasons is left as it is. Raises I2CLError if this
+    version of vLLM was not tested.
     """
     import vllm
     from vllm import envs
@@ -42,11 +40,11 @@ def _install() -> None:
     from i2cl.interfaces.vllm import engine, frontend, rows
 
     refusal = type("TaskError", (VLLMValidationError, I2CLError), {})  # vLLM's server makes a 400 of it
-    _put(SamplingParams, "verify", partial(frontend.verified, refusal=refusal))  # an unknown task
-    _put(Executor, "__init__", engine.executed)  # refusals, and the class that is added to workers
-    _put(EngineCore, "get_supported_tasks", engine.ready)  # the canary
-    _put(EngineCore, "collective_rpc", engine.called)  # slots
-    _put(Request, "from_engine_core_request", engine.made)  # cache salt
+    _put(SamplingParams, "verify", partial(frontend.wrap_verify, refusal=refusal))  # an unknown task
+    _put(Executor, "__init__", engine.wrap_executor)  # refusals, and the class that is added to workers
+    _put(EngineCore, "get_supported_tasks", engine.wrap_supported_tasks)  # the canary
+    _put(EngineCore, "collective_rpc", engine.wrap_rpc)  # slots
+    _put(Request, "from_engine_core_request", engine.wrap_request)  # cache salt
     _put(GPUModelRunner, "_model_forward", rows.forward_v1)  # rows of model runner V1; V2 asks the model
 
 
@@ -60,7 +58,7 @@ def install_in_server() -> None:
 
     refusal = type("BeamError", (VLLMValidationError, I2CLError), {})
     for body in (CompletionRequest, ChatCompletionRequest):
-        _put(body, "to_beam_search_params", partial(frontend.searched, refusal=refusal))
+        _put(body, "to_beam_search_params", partial(frontend.wrap_beam_search, refusal=refusal))
 
 
 def _put(owner: Any, name: str, wrap: Any) -> None:

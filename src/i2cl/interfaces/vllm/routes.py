@@ -6,7 +6,6 @@ They stand below ``/v1/``, since vLLM's ``--api-key`` guards nothing else.
 import asyncio
 import hmac
 import os
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,38 +15,25 @@ from uuid import uuid4
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from i2cl.core.artefact import DESCRIPTION
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.injections.confidence import sure_place
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.vllm.asking import Asked, Edge, Reach, Share
+from i2cl.interfaces.server.routes.schemas import Classification, Classify, require_number
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.frontend import TASKS, Answer, Served, parameters
+from i2cl.interfaces.vllm.prompts import Edge, Prompt, Reach, Share
 from i2cl.interfaces.vllm.slots import Packed
 from i2cl.models.batching import Ids
 from i2cl.models.encoding import TooLongError
 
+# Environment variable: a folder of artefacts that are loaded at the start, each by its folder's name.
 FOLDER = "I2CL_VLLM_TASKS"
-"""Environment variable: a folder of artefacts that are loaded at the start, each by its folder's name."""
 
+# Environment variable: the key that loads, drops and lists tasks. Without it nobody can over HTTP.
 ADMIN = "I2CL_VLLM_ADMIN_KEY"
-"""Environment variable: the key that loads, drops and lists tasks. Without it nobody can over HTTP."""
-
-MOST_TEXTS = 2048
-"""In one request."""
-
-
-class ClassifyRequest(BaseModel):
-    """What to classify: one text or several, under one task."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    model: str
-    input: str | list[str]
-    min_confidence: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
 class LoadRequest(BaseModel):
@@ -80,21 +66,17 @@ class Routes:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, _args: Any) -> None:
-        """Load the tasks of the folder that the environment names.
-
-        Raises:
-            I2CLError: if one cannot be loaded: then the server does not start.
-        """
+        """Load the tasks of the folder in the environment. Raises I2CLError, which ends the start."""
         state.i2cl_engine, state.i2cl_lock = engine_client, asyncio.Lock()
         state.i2cl_reach = Reach.of(engine_client.vllm_config)
         state.i2cl_share = Share(state.i2cl_reach)
         folder = os.environ.get(FOLDER)
         if folder is None:
             return
-        found = sorted(path.parent for path in Path(folder).glob(f"*/{DESCRIPTION}"))
-        if not found:
+        folders = sorted(path.parent for path in Path(folder).glob(f"*/{DESCRIPTION}"))
+        if not folders:
             raise I2CLError(f"{FOLDER}={folder!r} holds no folder with an injection: name one that does")
-        for path in found:
+        for path in folders:
             await _load(state, path.name, str(path))
 
 
@@ -106,9 +88,7 @@ def _only_admin(authorization: Annotated[str, Header()] = "") -> None:
         raise HTTPException(403, "this key may not load, drop or list tasks: send the admin's")
 
 
-async def classify(
-    body: ClassifyRequest, raw_request: Request, response: Response
-) -> dict[str, Any] | JSONResponse:
+async def classify(body: Classify, raw_request: Request, response: Response) -> Classification | JSONResponse:
     """The most probable label of each text, or none below ``min_confidence``, and all probabilities.
 
     All of it is answered by the version of the task that is there when it begins.
@@ -116,7 +96,7 @@ async def classify(
     served = _named(body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
     try:
-        _require_number(len(texts))
+        require_number(texts)
         with TASKS.held(served):
             queries = await run_in_threadpool(partial(served.questions.queries, texts, cut=False))
             answers = await _answers(raw_request.app.state, served, queries)
@@ -126,25 +106,9 @@ async def classify(
     except I2CLError as error:
         raise HTTPException(400, str(error)) from None
     response.headers["X-I2CL-Digest"] = served.packed.digest
-    tokens = sum(map(len, queries))
     probabilities = [one.scores.softmax(-1).tolist() for one in answers]
-    return {
-        "id": f"classify-{uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": body.model,
-        "labels": list(served.questions.task.labels),
-        "data": [
-            {
-                "index": index,
-                "label": "" if sure_place(probs, body.min_confidence) is None else one.label,
-                "probs": probs,
-                "num_classes": len(probs),
-            }
-            for index, (one, probs) in enumerate(zip(answers, probabilities, strict=True))
-        ],
-        "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
-    }
+    labels = served.questions.task.labels
+    return Classification.of(body, labels, probabilities, list(map(len, queries)))
 
 
 async def listed() -> dict[str, Any]:
@@ -168,14 +132,6 @@ async def drop(name: str, request: Request) -> dict[str, Any]:
         TASKS.remove(name)
         await _forget(state)
     return {"name": name, "object": "task", "deleted": True}
-
-
-def _require_number(texts: int) -> None:
-    if not texts:
-        raise I2CLError("input is an empty list: send a text")
-    if texts > MOST_TEXTS:
-        told = f"{texts} texts came, and {MOST_TEXTS} fit into a request: send them in parts"
-        raise RefusalError(413, "too_many_texts", told)
 
 
 def _named(name: str) -> Served:
@@ -219,13 +175,13 @@ async def _booked(engine: Any, packed: Packed) -> None:
 
 
 async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[Answer]:
-    told: list[dict[Edge, float]] = [{} for _ in queries]
+    edges: list[dict[Edge, float]] = [{} for _ in queries]
 
-    async def ask(row: int, asked: Asked) -> None:
-        prompt, name = {"prompt_token_ids": list(asked.prompt)}, f"i2cl-{uuid4().hex}"
+    async def ask(row: int, asked: Prompt) -> None:
+        prompt, name = {"prompt_token_ids": list(asked.ids)}, f"i2cl-{uuid4().hex}"
         async for output in state.i2cl_engine.generate(prompt, parameters(served, asked), name):
             last = output
-        told[row] |= asked.told(last)
+        edges[row] |= asked.edges(last)
 
     def left(size: int, _task: asyncio.Task[None]) -> None:  # also of a task that was ended before it began
         state.i2cl_share.leave(size)
@@ -233,11 +189,11 @@ async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[A
     try:
         async with asyncio.TaskGroup() as group:  # which ends all of them with the first that fails
             for row, query in enumerate(queries):
-                for asked in served.trie.asked(query, state.i2cl_reach):
-                    size = len(asked.prompt)
+                for asked in served.trie.prompts(query, state.i2cl_reach):
+                    size = len(asked.ids)
                     await state.i2cl_share.enter(size)
                     task = group.create_task(ask(row, asked))
                     task.add_done_callback(partial(left, size))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [served.answer(values) for values in told]
+    return [served.answer(values) for values in edges]

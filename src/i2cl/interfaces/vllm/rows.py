@@ -12,9 +12,7 @@ from i2cl.interfaces.vllm.tables import Tables
 def fill_v1(runner: Any, size: int) -> None:
     """Model runner V1, before a forward pass of a real batch.
 
-    Args:
-        runner: a ``GPUModelRunner``.
-        size: tokens of the batch, with padding.
+    ``runner``: a ``GPUModelRunner``; ``size``: tokens of the batch, with padding.
     """
     tables: Tables = runner.model.i2cl_tables
     batch = runner.input_batch

@@ -22,26 +22,19 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.support import NAME
 
+# In a request's extra arguments: what the front end found its task to be, which nobody else may set.
 DIGEST = "i2cl_digest"
-"""In a request's extra arguments: what the front end found its task to be, which nobody else may set."""
 
 _OURS = f"{NAME}:"
-
-PLAIN = 0
-"""The slot of tokens without a task, and of padding: it adds nothing and scales by one."""
+PLAIN = 0  # the slot of tokens without a task, and of padding: it adds nothing and scales by one
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """What a worker needs of a task, in a form that any channel between processes carries.
+    """What a worker needs of a task, in a form that any channel between processes carries."""
 
-    Attributes:
-        rows: ``lambda v`` of every layer, attention and then MLP, as bytes of float32.
-        scales: beta of the same.
-    """
-
-    rows: bytes
-    scales: bytes
+    rows: bytes  # ``lambda v`` of every layer, attention and then MLP, as bytes of float32
+    scales: bytes  # beta of the same
 
     @classmethod
     def of(cls, rows: Float[Tensor, "layers 2 d"], scales: Float[Tensor, "layers 2"]) -> "Packed":
@@ -50,11 +43,7 @@ class Packed:
 
     @classmethod
     def of_injection(cls, injection: Injection) -> "Packed":
-        """Pack an injection.
-
-        Raises:
-            I2CLError: if it acts on other than all tokens of the writers' outputs.
-        """
+        """Pack an injection. Raises I2CLError if it acts on other than all tokens of the writers' outputs."""
         if injection.context.config.site != "writers":
             raise I2CLError("this injection edits block outputs: vLLM takes those into the residual writers")
         if injection.positions != "all":
@@ -72,12 +61,10 @@ class Packed:
 
     def tensors(self, d: int) -> tuple[Float[Tensor, "writers d"], Float[Tensor, " writers"]]:
         """Unpack it for a model of width ``d``."""
-        rows, scales = (torch.frombuffer(bytearray(one), dtype=torch.float32) for one in self._parts)
+        rows, scales = (
+            torch.frombuffer(bytearray(one), dtype=torch.float32) for one in (self.rows, self.scales)
+        )
         return rows.view(-1, d), scales
-
-    @property
-    def _parts(self) -> tuple[bytes, bytes]:
-        return self.rows, self.scales
 
 
 def digest_of(params: Any) -> str | None:
@@ -154,10 +141,8 @@ class Ledger:
                 self._dropped[digest] = None
 
     def admit(self, digest: str, request: Any) -> None:
-        """Note that a request needs an edit until nothing refers to the request any more.
-
-        Raises:
-            I2CLError: if the edit is in no slot; the slot of a dropped one still has it.
+        """Note that a request needs an edit until nothing refers to the request any more. Raises I2CLError if
+        the edit is in no slot; the slot of a dropped one still has it.
         """
         with self._lock:
             if digest not in self._places:
@@ -181,11 +166,10 @@ def token_slots(
 ) -> NDArray[np.int32]:
     """The slot of every token of a batch.
 
-    Args:
-        slots: of each request, in the batch's order.
-        starts: place of each request's first token, and then of what is behind the last one.
-        size: tokens of the batch with padding, which gets the slot of plain requests.
+    ``slots``: of each request, in the batch's order; ``starts``: place of each request's first token, and
+    then of what is behind the last one; ``size``: tokens of the batch with padding, which gets the slot of
+    plain requests.
     """
-    found = np.full(size, PLAIN, dtype=np.int32)
-    found[: starts[-1]] = np.repeat(np.asarray(slots, dtype=np.int32), np.diff(starts))
-    return found
+    places = np.full(size, PLAIN, dtype=np.int32)
+    places[: starts[-1]] = np.repeat(np.asarray(slots, dtype=np.int32), np.diff(starts))
+    return places

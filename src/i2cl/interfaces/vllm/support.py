@@ -4,47 +4,35 @@ It imports nothing of vLLM, so that all of it is tested where there is none.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from i2cl.errors import I2CLError
 from i2cl.version import __version__
 
-NAME = "i2cl"
-"""Of the plugin in ``VLLM_PLUGINS``, and of the task in a request's extra arguments."""
+NAME = "i2cl"  # of the plugin in ``VLLM_PLUGINS``, and of the task in a request's extra arguments
 
+# Minor versions that the tests ran with. What it hooks is internal to vLLM and may move in any other.
 TESTED = ("0.32",)
-"""Minor versions that the tests ran with. What it hooks is internal to vLLM and may move in any other."""
 
-ANY = "I2CL_VLLM_ANY"
-"""Set to 1, the environment variable that goes on with another version."""
-
-WORKER = "i2cl.interfaces.vllm.engine.Worker"
-"""The class that vLLM adds to its workers."""
-
-SLOTS = 64
-"""How many tasks can be in the tables unless ``additional_config`` says otherwise."""
+ANY = "I2CL_VLLM_ANY"  # set to 1, the environment variable that goes on with another version
+WORKER = "i2cl.interfaces.vllm.engine.Worker"  # the class that vLLM adds to its workers
+SLOTS = 64  # how many tasks can be in the tables unless ``additional_config`` says otherwise
 
 
 class Writers(NamedTuple):
-    """Where a model class of vLLM is, and its residual writers.
+    """Where a model class of vLLM is, and its residual writers."""
 
-    Attributes:
-        module: below ``vllm.model_executor.models``.
-        name: of the class.
-        blocks: path from the model to the list of blocks.
-        attention: path from a block to the linear layer that writes the attention output.
-        mlp: path from a block to the one that writes the MLP output.
-    """
-
-    module: str
-    name: str
-    blocks: str = "model.layers"
+    module: str  # below ``vllm.model_executor.models``
+    name: str  # of the class
+    blocks: str = "model.layers"  # path from the model to the list of blocks
+    # path from a block to the linear layer that writes the attention output
     attention: str = "self_attn.o_proj"
-    mlp: str = "mlp.down_proj"
+    mlp: str = "mlp.down_proj"  # path from a block to the one that writes the MLP output
 
 
+# By the architecture in a model's config.json. Read-only.
 WRITERS: Mapping[str, Writers] = MappingProxyType(
     {
         "GPT2LMHeadModel": Writers("gpt2", "GPT2LMHeadModel", "transformer.h", "attn.c_proj", "mlp.c_proj"),
@@ -62,14 +50,11 @@ WRITERS: Mapping[str, Writers] = MappingProxyType(
         "StableLmForCausalLM": Writers("stablelm", "StablelmForCausalLM"),
     }
 )
-"""By the architecture in a model's config.json. Read-only."""
 
 
 def require_version(version: str) -> None:
-    """Refuse a version of vLLM that nothing was tested with.
-
-    Raises:
-        I2CLError: naming the tested ones, and how to go on in spite of that.
+    """Refuse a version of vLLM that nothing was tested with. Raises I2CLError, naming the tested ones, and
+    how to go on in spite of that.
     """
     minor = ".".join(version.split(".")[:2])
     if minor not in TESTED and os.environ.get(ANY) != "1":
@@ -83,11 +68,7 @@ def require_version(version: str) -> None:
 def settings_of(config: Any) -> dict[str, Any]:
     """The plugin's own part of ``additional_config``, whole, with the version that compiled graphs depend on.
 
-    Args:
-        config: a ``VllmConfig``.
-
-    Raises:
-        I2CLError: on an unknown field, or a number of slots that is none.
+    ``config``: a ``VllmConfig``. Raises I2CLError on an unknown field, or a number of slots that is none.
     """
     whole = config.additional_config
     given = whole.get(NAME, {}) if isinstance(whole, dict) else None
@@ -100,65 +81,38 @@ def settings_of(config: Any) -> dict[str, Any]:
     return {"slots": slots, "version": __version__}
 
 
-_ONE_ENGINE = "tasks are loaded by one front end into one engine: start several servers behind a balancer"
-_REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
-    (
-        lambda config: config.model_config.architecture not in WRITERS,
-        f"its residual writers in vLLM are not known (those of {', '.join(sorted(WRITERS))} are)",
-    ),
-    (
-        lambda config: config.parallel_config.enable_dbo or config.parallel_config.ubatch_size > 1,
-        "dual-batch overlap runs halves of a batch, and the slots are those of a whole one: leave it off",
-    ),
-    (
-        lambda config: (
-            config.parallel_config.decode_context_parallel_size
-            * config.parallel_config.prefill_context_parallel_size
-            > 1
-        ),
-        "context parallelism splits a request's tokens over ranks: leave it off",
-    ),
-    (
-        lambda config: config.parallel_config.pipeline_parallel_size > 1,
-        "pipeline parallelism was not tested: use tensor parallelism",
-    ),
-    (lambda config: config.parallel_config.data_parallel_size > 1, _ONE_ENGINE),
-    (lambda config: config.parallel_config._api_process_count > 1, _ONE_ENGINE),  # noqa: SLF001
-    (
-        lambda config: config.lora_config is not None,
-        "LoRA puts layers of its own around the residual writers, which then are not called: leave it off",
-    ),
-    (
-        lambda config: config.speculative_config is not None,
-        "a speculator's drafts were not tested with it: leave it off",
-    ),
-    (
-        lambda config: config.kv_transfer_config is not None,
-        "keys and values from outside do not tell their task: leave kv_transfer_config and offloading out",
-    ),
-    (
-        lambda config: config.parallel_config.worker_extension_cls not in {"", None, WORKER},
-        "it extends vLLM's workers itself: leave worker_extension_cls out",
-    ),
-    (
-        lambda config: config.model_config.logprobs_mode != "raw_logprobs",
-        "labels are scored by plain log-probabilities: leave logprobs_mode at raw_logprobs",
-    ),
-)
-
-
 def require_supported(config: Any) -> None:
-    """Refuse what the edit would be wrong with.
-
-    Args:
-        config: a ``VllmConfig``.
-
-    Raises:
-        I2CLError: with the first reason found.
-    """
-    for refused, reason in _REFUSED:
-        if refused(config):
+    """Refuse (I2CLError) a ``VllmConfig`` that the edit would be wrong with, for the first reason found."""
+    model, parallel = config.model_config, config.parallel_config
+    ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    known = ", ".join(sorted(WRITERS))
+    one = "tasks are loaded by one front end into one engine: start several servers behind a balancer"
+    faults = {
+        f"its residual writers in vLLM are not known (those of {known} are)": model.architecture
+        not in WRITERS,
+        "dual-batch overlap runs halves of a batch, and the slots are those of a whole one: leave it off": (
+            parallel.enable_dbo or parallel.ubatch_size > 1
+        ),
+        "context parallelism splits a request's tokens over ranks: leave it off": ranks > 1,
+        "pipeline parallelism was not tested: use tensor parallelism": parallel.pipeline_parallel_size > 1,
+        one: parallel.data_parallel_size > 1 or parallel._api_process_count > 1,  # noqa: SLF001
+        "LoRA puts layers of its own around the residual writers, which then are not called: leave it off": (
+            config.lora_config is not None
+        ),
+        "a speculator's drafts were not tested with it: leave it off": config.speculative_config is not None,
+        "keys and values from outside do not tell their task: leave kv_transfer_config and offloading out": (
+            config.kv_transfer_config is not None
+        ),
+        "it extends vLLM's workers itself: leave worker_extension_cls out": (
+            parallel.worker_extension_cls not in {"", None, WORKER}
+        ),
+        "labels are scored by plain log-probabilities: leave logprobs_mode at raw_logprobs": (
+            model.logprobs_mode != "raw_logprobs"
+        ),
+    }
+    for reason, wrong in faults.items():
+        if wrong:
             raise I2CLError(
-                f"i2cl cannot inject into {config.model_config.architecture} as it is started: {reason}; "
+                f"i2cl cannot inject into {model.architecture} as it is started: {reason}; "
                 "without i2cl in VLLM_PLUGINS vLLM runs as ever"
             )

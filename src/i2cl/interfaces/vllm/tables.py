@@ -18,28 +18,21 @@ class Tables:
     """The buffers of a model's residual writers: one row a slot, and the slot of every token.
 
     They are registered on the writers, where tracing finds them, and in no checkpoint.
-
-    Attributes:
-        writers: in the order of a context vector's [layer, (mha, mlp)].
-        slots: of every token of the batch that runs.
-        places: slot of each edit that was written, by digest.
     """
 
     def __init__(self, writers: list[nn.Module], count: int, d: int, tokens: int) -> None:
-        self.writers = writers
-        self.slots = torch.full((tokens,), PLAIN, dtype=torch.int32)
-        self.places: dict[str, int] = {}
+        self.writers = writers  # in the order of a context vector's [layer, (mha, mlp)]
+        self.slots = torch.full((tokens,), PLAIN, dtype=torch.int32)  # of every token of the batch that runs
+        self.places: dict[str, int] = {}  # slot of each edit that was written, by digest
         for writer in writers:
             writer.register_buffer("i2cl_rows", torch.zeros(count + 1, d), persistent=False)
             writer.register_buffer("i2cl_scales", torch.ones(count + 1), persistent=False)
             writer.register_buffer("i2cl_slots", self.slots, persistent=False)
-            writer.register_forward_hook(edited)
+            writer.register_forward_hook(edit_hook)
 
     def write(self, slot: int, digest: str, packed: Packed) -> None:
-        """Put an edit into a slot that no running request has.
-
-        Raises:
-            I2CLError: if it has another number of writers than the model.
+        """Put an edit into a slot that no running request has. Raises I2CLError if it has another number of
+        writers than the model.
         """
         first: Any = self.writers[0]
         rows, scales = packed.tensors(first.i2cl_rows.shape[1])
@@ -55,11 +48,7 @@ class Tables:
         self.places[digest] = slot
 
     def place(self, digest: str | None) -> int:
-        """The slot of a request's edit.
-
-        Raises:
-            I2CLError: if it was not written, which the engine core's ledger rules out.
-        """
+        """The slot of a request's edit. Raises I2CLError if it was not written: the ledger rules that out."""
         if digest is None:
             return PLAIN
         if digest not in self.places:
@@ -70,13 +59,13 @@ class Tables:
 
     def fill(self, slots: NDArray[np.int32]) -> None:
         """Say which slot every token of the next batch has, without waiting for the device."""
-        found = torch.from_numpy(slots)
+        copy = torch.from_numpy(slots)
         if self.slots.device.type == "cuda":
-            found = found.pin_memory()  # new memory each time: the last copy may still be on its way
-        self.slots[: len(found)].copy_(found, non_blocking=True)
+            copy = copy.pin_memory()  # new memory each time: the last copy may still be on its way
+        self.slots[: len(copy)].copy_(copy, non_blocking=True)
 
 
-def edited(writer: nn.Module, _inputs: Any, output: Any) -> Any:
+def edit_hook(writer: nn.Module, _inputs: Any, output: Any) -> Any:
     """Forward hook of a writer: ``lambda v + beta a`` of each token's slot, in float32."""
     written = output[0] if isinstance(output, tuple) else output
     held: Any = writer

@@ -25,7 +25,7 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 
 from i2cl import I2CLError, Injection
-from i2cl.interfaces.vllm import asking, classify, drop, load, tables
+from i2cl.interfaces.vllm import classify, drop, load, prompts, tables
 from i2cl.interfaces.vllm import engine as core
 from i2cl.interfaces.vllm.frontend import TASKS
 from i2cl.interfaces.vllm.slots import Salts
@@ -126,9 +126,9 @@ def told(output):
 def main(job):
     if job.get("unsalted"):
         Salts.of = lambda self, salt, digest: salt
-    asking.ROWS = job.get("rows", asking.ROWS)
+    prompts.ROWS = job.get("rows", prompts.ROWS)
     if job.get("unedited"):
-        tables.edited = lambda writer, inputs, output: None
+        tables.edit_hook = lambda writer, inputs, output: None
     engine = Engine(job)
     answers = [engine.step(*step) for step in job["steps"]]
     executor = engine.llm.llm_engine.engine_core.engine_core.model_executor

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 import torch
 
 from i2cl.export import ask_server, make_golden
-from i2cl.export.verify import judged
+from i2cl.export.verify import compare
 
 from .engines import ADMIN, USER, call, followed, texts
 
@@ -73,11 +73,11 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
 
     monkeypatch.setenv("VLLM_API_KEY", USER)
     golden = make_golden(decoder, injections["t0"])
-    outcome = judged(golden, ask_server(golden, server, task="t0", logprobs=694))
+    outcome = compare(golden, ask_server(golden, server, task="t0", logprobs=694))
     print(f"\nverify over HTTP: {outcome.worst:.1e}")
     assert outcome.passed
-    assert not judged(golden, ask_server(golden, server, task="t1", logprobs=694)).passed
-    assert not judged(golden, ask_server(golden, server, logprobs=694)).passed
+    assert not compare(golden, ask_server(golden, server, task="t1", logprobs=694)).passed
+    assert not compare(golden, ask_server(golden, server, logprobs=694)).passed
 
 
 def test_over_http_a_classify_under_reloads_ends_as_it_began(server, decoder, artefacts):
@@ -117,8 +117,8 @@ def test_over_http_what_is_refused_says_why_and_what_to_do(server, decoder, arte
             413,
             "text 2 takes .* and 255 fit into the context: ",
         ),
-        ({"model": "t0", "input": ["x"] * 2049}, 413, "2049 texts came, and 2048 fit into a request: send"),
-        ({"model": "t0", "input": []}, 400, "input is an empty list: send a text"),
+        ({"model": "t0", "input": ["x"] * 2049}, 413, "has 2049 texts, and 2048 may come at once: send"),
+        ({"model": "t0", "input": []}, 400, "at least 1 item"),
     ):
         status, told, _ = call(classify, body)
         assert status == code

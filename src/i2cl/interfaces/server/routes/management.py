@@ -1,29 +1,19 @@
 """Routes that list, make and remove tasks, and tell of jobs."""
 
-import asyncio
-import json
-import time
-from collections.abc import AsyncIterator
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
-import pydantic
 from fastapi import APIRouter, Header, Query, Request, Response
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, StreamingResponse
 
-from i2cl.errors import first_problem
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.guard import BODY, READER
-from i2cl.interfaces.server.jobs import Job, Jobs, unknown_job
+from i2cl.interfaces.server.jobs import Job, unknown_job
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.routes import schemas
+from i2cl.interfaces.server.routes import requests, schemas
+from i2cl.interfaces.server.routes.events import events as job_events
+from i2cl.interfaces.server.routes.requests import jobs_of, require_other_name
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry, require_name
-
-LOOK = 0.2
-"""Seconds between two looks for new events."""
-
-QUIET = 15.0
-"""Seconds without an event after which clients, and proxies between, are shown that somebody is there."""
 
 _BODIES: dict[str, Any] = {
     "requestBody": {
@@ -72,7 +62,7 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/tasks", status_code=202, summary="Fit a task to examples", openapi_extra=_BODIES)
     async def fit(request: Request) -> Response:
         body = await request.body()
-        return await service.parsed(_fit, service, request, body)
+        return await service.parsed(requests.fit, service, request, body)
 
     @routes.get("/v1/tasks/{name:path}", summary="A task, its settings and figures")
     def task(name: str) -> dict[str, Any]:
@@ -95,7 +85,7 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
         body = await request.body()
         tasks.require_writable()
         require_name(name)
-        _require_other(service, name)
+        require_other_name(service, name)
         return _task(await service.upload(name, body))
 
     @routes.delete("/v1/tasks/{name:path}", summary="Remove a task")
@@ -107,10 +97,10 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
 def _of_jobs(routes: APIRouter, service: Service) -> None:
     @routes.get("/v1/jobs", summary="Fits and files, the newest first")
     async def jobs(request: Request) -> dict[str, Any]:
-        told = [job.described() for job in _jobs(service).all() if _sees(request, job)]
-        for one in told:
+        records = [job.described() for job in jobs_of(service).all() if _sees(request, job)]
+        for one in records:
             del one["last"]  # of a fit it holds a map of the whole model
-        return {"object": "list", "data": told}
+        return {"object": "list", "data": records}
 
     @routes.get("/v1/jobs/{identity}", summary="Where a job stands")
     async def job(identity: str, request: Request) -> dict[str, Any]:
@@ -118,9 +108,9 @@ def _of_jobs(routes: APIRouter, service: Service) -> None:
 
     @routes.delete("/v1/jobs/{identity}", summary="Cancel a job, or remove one that has ended")
     def cancel(identity: str, request: Request) -> dict[str, Any]:
-        found = _own(service, request, identity)
-        _jobs(service).cancel(found)
-        return found.described()
+        target = _own(service, request, identity)
+        jobs_of(service).cancel(target)
+        return target.described()
 
     @routes.get(
         "/v1/jobs/{identity}/events", summary="What happens to a job", response_class=StreamingResponse
@@ -130,7 +120,7 @@ def _of_jobs(routes: APIRouter, service: Service) -> None:
         request: Request,
         seen: Annotated[int, Header(alias="Last-Event-ID", ge=0, le=2**53)] = 0,
     ) -> StreamingResponse:
-        stream = _events(service, _own(service, request, identity), seen)
+        stream = job_events(service, _own(service, request, identity), seen)
         return StreamingResponse(stream, media_type="text/event-stream")
 
     @routes.post("/v1/batches", status_code=202, summary="Classify a file", openapi_extra=_LINES)
@@ -139,24 +129,18 @@ def _of_jobs(routes: APIRouter, service: Service) -> None:
         model: Annotated[str | None, Query(description="Task of lines that name none.")] = None,
     ) -> Response:
         scope = request.scope
-        return await service.parsed(_batch, service, scope[BODY], model, scope.get(READER))
+        return await service.parsed(requests.batch, service, scope[BODY], model, scope.get(READER))
 
     @routes.get("/v1/batches/{identity}", summary="The answers for a file", response_class=FileResponse)
     def answers(identity: str, request: Request) -> FileResponse:
-        found = _own(service, request, identity)
-        if found.kind != "batch":
+        job = _own(service, request, identity)
+        if job.kind != "batch":
             raise RefusalError(404, "unknown_job", f"job {identity!r} is no file: GET /v1/jobs/{identity}")
-        if found.status != "done":
+        if job.status != "done":
             raise RefusalError(
-                409, "not_done", f"job {identity!r} is {found.status}: see /v1/jobs/{identity}/events"
+                409, "not_done", f"job {identity!r} is {job.status}: see /v1/jobs/{identity}/events"
             )
-        return FileResponse(found.folder / files.OUTPUT, media_type="application/jsonl")
-
-
-def _jobs(service: Service) -> Jobs:
-    if service.jobs is None:
-        raise RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
-    return service.jobs
+        return FileResponse(job.folder / files.OUTPUT, media_type="application/jsonl")
 
 
 def _sees(request: Request, job: Job) -> bool:
@@ -166,100 +150,10 @@ def _sees(request: Request, job: Job) -> bool:
 
 def _own(service: Service, request: Request, identity: str) -> Job:
     """A job, for those who may see it."""
-    found = _jobs(service).get(identity)
-    if not _sees(request, found):
+    job = jobs_of(service).get(identity)
+    if not _sees(request, job):
         raise unknown_job(identity)
-    return found
-
-
-def _fit(service: Service, request: Request, body: bytes) -> Response:
-    jobs = _jobs(service)
-    if request.headers["content-type"].lower().startswith("text/csv"):
-        query: dict[str, Any] = dict(request.query_params)
-        if "labels" in query:
-            query["labels"] = [label.strip() for label in query["labels"].split(",")]
-        if isinstance(query.get("template"), str):
-            query["template"] = query["template"].replace("\\n", "\n")
-        options = _valid(schemas.FitOptions, query, strict=False)  # all of a query is text
-        inputs = {"input.csv": body}
-    else:
-        given = _parsed(body)
-        fit = _valid(schemas.Fit, given)
-        options = schemas.FitOptions(**fit.model_dump(exclude={"examples", "test"}))
-        inputs = {"input.json": _json(given["examples"])}
-        if fit.test:
-            inputs["input.test.json"] = _json(given["test"])
-    require_name(options.name)
-    _require_other(service, options.name)
-    told = options.model_dump(exclude={"check"})
-    with jobs.scratch() as folder:
-        for name, content in inputs.items():
-            (folder / name).write_bytes(content)
-        task, demonstrations = fits.checked(service.decoder, told, folder)
-    if options.check:
-        rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(demonstrations)}
-        data = fits.surveyed(service.decoder, task)
-        return JSONResponse({"object": "check", "labels": list(task.labels), **rows, "data": data})
-    return _accepted(jobs.add("fit", told, inputs))
-
-
-def _batch(service: Service, body: IO[bytes], model: str | None, owner: str | None) -> Response:
-    jobs = _jobs(service)
-    jobs.require_room("batch", owner)
-    with jobs.scratch() as folder:
-        path = folder / files.INPUT
-        with path.open("wb") as rows:
-            count, names = files.checked(body, model, service.tasks.entry, rows)
-        with service.tasks.kept(names) as digests:
-            told = {"rows": count, "tasks": names, "digests": digests}
-            return _accepted(jobs.add("batch", told, {files.INPUT: path}, owner))
-
-
-def _accepted(job: Job) -> Response:
-    return JSONResponse(job.described(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
-
-
-async def _events(service: Service, job: Job, seen: int) -> AsyncIterator[str]:
-    last = time.monotonic()
-    while True:
-        ended = job.ended
-        for told in job.events:
-            number = round(1000 * told["at"])  # which a start of the server anew does not change
-            if number > seen:
-                seen, last = number, time.monotonic()
-                yield f"id: {seen}\nevent: {told['event']}\ndata: {json.dumps(told)}\n\n"
-        if ended or not service.ready:
-            return
-        if time.monotonic() - last >= QUIET:
-            last = time.monotonic()
-            yield ": waiting\n\n"
-        await asyncio.sleep(LOOK)
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RefusalError(
-            422, "bad_request", f"the body is no JSON ({type(error).__name__}): correct it"
-        ) from None
-
-
-def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
-    try:
-        return kind.model_validate(given, strict=strict)
-    except pydantic.ValidationError as error:
-        message = f"{first_problem(error)}: see /openapi.json for what this address takes"
-        raise RefusalError(422, "bad_request", message.encode(errors="backslashreplace").decode()) from None
-
-
-def _json(rows: Any) -> bytes:
-    return json.dumps(rows).encode()
-
-
-def _require_other(service: Service, name: str) -> None:
-    if name == service.base:
-        raise RefusalError(422, "bad_name", f"{name!r} is the base model's name: choose another")
+    return job
 
 
 def _task(entry: Entry) -> dict[str, Any]:

@@ -1,30 +1,40 @@
 """Bodies of requests and answers, as /openapi.json describes them. What is not here is refused."""
 
+import secrets
+import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import Header
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from i2cl.injections.confidence import sure_place
+from i2cl.interfaces.server.refusals import RefusalError
+
 Text = Annotated[str, Field(min_length=1)]
-MOST_TEXTS = 2048
-"""Of a request; more are a 413 that says so, as in the vLLM plugin."""
+MOST_TEXTS = 2048  # of a request; more are a 413 that says so, as in the vLLM plugin
 
 Texts = Annotated[list[Text], Field(min_length=1, json_schema_extra={"maxItems": MOST_TEXTS})]
 Name = Annotated[str, Field(min_length=1, max_length=128, description="Of a task.")]
 
+# JSON has one kind of number: 5.0 is as whole as 5.
 Int = Annotated[
     int,
-    BeforeValidator(
-        lambda value: int(value) if isinstance(value, float) and value.is_integer() else value,
-    ),
+    BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value),
 ]
-"""JSON has one kind of number: 5.0 is as whole as 5."""
 
 Timeout = Annotated[
     Annotated[float, Field(ge=1, le=3600)] | None,
     WithJsonSchema({"type": "number", "minimum": 1, "maximum": 3600}),  # a header is there or not, never null
     Header(alias="X-Request-Timeout", description="Seconds before which the request has to begin."),
 ]
+
+
+def require_number(texts: Sequence[str], cure: str = "send them in parts") -> None:
+    """Refuse more texts than `MOST_TEXTS`. Raises RefusalError: 413."""
+    if len(texts) > MOST_TEXTS:
+        message = f"the request has {len(texts)} texts, and {MOST_TEXTS} may come at once"
+        raise RefusalError(413, "too_many_texts", f"{message}: {cure}")
 
 
 class _Body(BaseModel):
@@ -49,39 +59,10 @@ class Parameters(_Body):
 
 
 class Predict(_Body):
-    """Texts, as Hugging Face's clients and text-embeddings-inference send them."""
+    """Texts, as Hugging Face's clients send them."""
 
     inputs: Text | Texts
-    model: Name | None = None
     parameters: Parameters | None = None
-
-
-class Ignored(_Body):
-    """Fields of OpenAI's that change nothing in an answer that is one of a task's labels."""
-
-    temperature: float | int | None = None
-    top_p: float | int | None = None
-    seed: Int | None = None
-    user: str | None = None
-    presence_penalty: float | int | None = None
-    frequency_penalty: float | int | None = None
-    max_tokens: Annotated[Int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
-    store: bool | None = None
-    metadata: dict[str, str] | None = None
-    stream: bool | None = None
-    n: Int | None = None
-
-
-class Completion(Ignored):
-    """A text whose label is asked for as a completion."""
-
-    model: Name
-    prompt: Text | Texts
-    logprobs: Annotated[Int, Field(ge=0)] | None = None
-    echo: bool | None = None
-    best_of: Int | None = None
-    suffix: str | None = None
 
 
 class Part(_Body):
@@ -99,8 +80,8 @@ class Message(_Body):
     name: str | None = None
 
 
-class Chat(Ignored):
-    """A text whose label is asked for as the answer in a chat."""
+class Chat(_Body):
+    """A text whose label is asked for as the answer in a chat; most fields change nothing."""
 
     model: Name
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -109,6 +90,18 @@ class Chat(Ignored):
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
+    temperature: float | int | None = None
+    top_p: float | int | None = None
+    seed: Int | None = None
+    user: str | None = None
+    presence_penalty: float | int | None = None
+    frequency_penalty: float | int | None = None
+    max_tokens: Annotated[Int, Field(ge=1)] | None = None
+    stop: str | list[str] | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    stream: bool | None = None
+    n: Int | None = None
 
 
 LabelledText = Annotated[
@@ -174,6 +167,24 @@ class Classification(BaseModel):
     labels: list[str]
     data: list[Classified]
     usage: Usage
+
+    @classmethod
+    def of(
+        cls,
+        body: Classify,
+        labels: Sequence[str],
+        probabilities: Sequence[Sequence[float]],
+        tokens: Sequence[int],
+    ) -> "Classification":
+        """The answer to a request, from each text's probabilities and its number of tokens."""
+        data = []
+        for index, probs in enumerate(probabilities):
+            place = sure_place(probs, body.min_confidence)
+            label = "" if place is None else labels[place]
+            data.append(Classified(index=index, label=label, probs=list(probs), num_classes=len(probs)))
+        usage = Usage(prompt_tokens=sum(tokens), total_tokens=sum(tokens))
+        name, now = f"classify-{secrets.token_hex(12)}", int(time.time())
+        return cls(id=name, created=now, model=body.model, labels=list(labels), data=data, usage=usage)
 
 
 class LabelScore(BaseModel):

@@ -11,65 +11,48 @@ from typing import Any
 
 from i2cl.models.batching import Ids
 
-MOST_TOKENS = 128
-"""That vLLM tells log-probabilities of behind one prompt."""
+MOST_TOKENS = 128  # that vLLM tells log-probabilities of behind one prompt
 
+# Tokens of a prompt that may be told in any case, each a row as wide as the vocabulary for a moment.
 ROWS = 256
-"""Tokens of a prompt that may be told in any case, each a row as wide as the vocabulary for a moment."""
 
-SHARE = 4
-"""One of so many parts of vLLM's batch is the most that all of `classify` has in the engine at once."""
-
-Edge = tuple[Ids, int]
-"""A token of a label, and what stands between the query and it."""
+SHARE = 4  # one of so many parts of vLLM's batch is the most that all of `classify` has in the engine at once
+Edge = tuple[Ids, int]  # a token of a label, and what stands between the query and it
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A prompt, and the edges whose log-probabilities are wanted.
+class Prompt:
+    """A prompt, and the edges whose log-probabilities are wanted."""
 
-    Attributes:
-        query: what the prompt begins with.
-        before: what it ends with: how a label begins.
-        tokens: wanted behind it.
-        along: whether the edges of ``before`` are wanted too.
-    """
-
-    query: Ids
-    before: Ids
-    tokens: tuple[int, ...]
-    along: bool = False
+    query: Ids  # what the prompt begins with
+    before: Ids  # what it ends with: how a label begins
+    tokens: tuple[int, ...]  # wanted behind it
+    along: bool = False  # whether the edges of ``before`` are wanted too
 
     @property
-    def prompt(self) -> Ids:
+    def ids(self) -> Ids:
         """The whole of it."""
         return self.query + self.before
 
-    def told(self, output: Any) -> dict[Edge, float]:
+    def edges(self, output: Any) -> dict[Edge, float]:
         """Log-probabilities by edge, from vLLM's ``RequestOutput``."""
-        found = {(self.before, token): one.logprob for token, one in output.outputs[0].logprobs[0].items()}
+        values = {(self.before, token): one.logprob for token, one in output.outputs[0].logprobs[0].items()}
         if self.along:
             own = output.prompt_logprobs[len(self.query) :]
             for place, token in enumerate(self.before):
-                found[self.before[:place], token] = own[place][token].logprob
-        return found
+                values[self.before[:place], token] = own[place][token].logprob
+        return values
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What an engine's batches and cache are like.
+    """What an engine's batches and cache are like."""
 
-    Attributes:
-        block: tokens of a block that prompts of one beginning share; 0: they share none.
-        rows: longest prompt whose own tokens are told: vLLM keeps memory for a row for each of its sequences.
-        prompts: that all of `classify` may have in the engine.
-        tokens: of these prompts.
-    """
-
-    block: int
+    block: int  # tokens of a block that prompts of one beginning share; 0: they share none
+    # longest prompt whose own tokens are told: vLLM keeps memory for a row for each of its sequences
     rows: int
-    prompts: int
-    tokens: int
+    prompts: int  # that all of `classify` may have in the engine
+    tokens: int  # of these prompts
 
     @classmethod
     def of(cls, config: Any) -> "Reach":
@@ -85,13 +68,9 @@ class Reach:
 
 @dataclass(frozen=True)
 class Trie:
-    """Labels as token sequences, none of which is how another one begins.
+    """Labels as token sequences, none of which is how another one begins."""
 
-    Attributes:
-        labels: of a task.
-    """
-
-    labels: tuple[Ids, ...]
+    labels: tuple[Ids, ...]  # of a task
 
     @cached_property
     def _behind(self) -> dict[Ids, tuple[int, ...]]:
@@ -103,7 +82,7 @@ class Trie:
         """The same of labels' last tokens alone."""
         return _grouped([(ids[:-1], ids[-1]) for ids in self.labels])
 
-    def asked(self, query: Ids, reach: Reach) -> list[Asked]:
+    def prompts(self, query: Ids, reach: Reach) -> list[Prompt]:
         """What tells every edge behind a query, in the one of two ways in which the engine reads less.
 
         A prompt for every beginning tells what stands behind that, and the cache shares whole blocks of the
@@ -115,17 +94,17 @@ class Trie:
         by_label = sum(size + len(before) for before in self._last)
         along = by_label < by_beginning and size + max(map(len, self._last)) <= reach.rows
         return [
-            Asked(query, before, tokens[start : start + MOST_TOKENS], along and bool(before) and not start)
+            Prompt(query, before, tokens[start : start + MOST_TOKENS], along and bool(before) and not start)
             for before, tokens in (self._last if along else self._behind).items()
             for start in range(0, len(tokens), MOST_TOKENS)
         ]
 
 
 def _grouped(edges: Sequence[Edge]) -> dict[Ids, tuple[int, ...]]:
-    found: dict[Ids, dict[int, None]] = {}
+    groups: dict[Ids, dict[int, None]] = {}
     for before, token in edges:
-        found.setdefault(before, {})[token] = None
-    return {before: tuple(tokens) for before, tokens in found.items()}
+        groups.setdefault(before, {})[token] = None
+    return {before: tuple(tokens) for before, tokens in groups.items()}
 
 
 class Share:

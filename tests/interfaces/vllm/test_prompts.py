@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from i2cl.interfaces.vllm.asking import ROWS, SHARE, Reach, Share, Trie
+from i2cl.interfaces.vllm.prompts import ROWS, SHARE, Reach, Share, Trie
 
 from .standins import told_of, vllm_config
 
@@ -20,11 +20,8 @@ def reach(block=0, rows=100, prompts=4, tokens=1000):
 
 def answered(asked):
     """An engine's answer that tells of every edge from where it came: its prompt, by length."""
-    own = [
-        None,
-        *({token: SimpleNamespace(logprob=-place)} for place, token in enumerate(asked.prompt[1:], 1)),
-    ]
-    values = dict.fromkeys(asked.tokens, -len(asked.prompt))
+    own = [None, *({token: SimpleNamespace(logprob=-place)} for place, token in enumerate(asked.ids[1:], 1))]
+    values = dict.fromkeys(asked.tokens, -len(asked.ids))
     logprobs = [told_of(values, asked.tokens)]
     return SimpleNamespace(outputs=[SimpleNamespace(logprobs=logprobs)], prompt_logprobs=own)
 
@@ -33,51 +30,51 @@ def read(block, asked):
     """Tokens that an engine computes, prompt by prompt, whose cache shares whole blocks."""
     seen, computed = set(), 0
     for one in asked:
-        blocks = [one.prompt[:end] for end in range(block, len(one.prompt), block)] if block else []
+        blocks = [one.ids[:end] for end in range(block, len(one.ids), block)] if block else []
         hits = 0 if one.along else sum(1 for each in blocks if each in seen)
         seen |= set(blocks)
-        computed += len(one.prompt) - hits * block
+        computed += len(one.ids) - hits * block
     return computed
 
 
 @pytest.mark.parametrize("block", [0, 4, 16, 128])
 def test_every_edge_is_told_at_its_own_place(block):
     told = {}
-    for asked in Trie(LABELS).asked(QUERY, reach(block)):
-        told |= asked.told(answered(asked))
+    for asked in Trie(LABELS).prompts(QUERY, reach(block)):
+        told |= asked.edges(answered(asked))
     assert told == {(before, token): -len(QUERY + before) for before, token in EDGES}
 
 
 def test_labels_take_a_prompt_each_where_the_cache_shares_nothing():
     """Instead of one for every beginning: with twelve labels of several tokens 12 for 23."""
-    alone, shared = (Trie(LABELS).asked(QUERY, reach(block)) for block in (128, 4))
+    alone, shared = (Trie(LABELS).prompts(QUERY, reach(block)) for block in (128, 4))
     assert (len(alone), len(shared)) == (5, 7)
     assert {one.before for one in shared} == {before for before, _ in EDGES}
     many = (*((number, number, 1) for number in range(11)), (50,))
-    asked = Trie(many).asked(QUERY, reach(128))
+    asked = Trie(many).prompts(QUERY, reach(128))
     assert len(asked) == 12
     assert len({ids[:place] for ids in many for place in range(len(ids))}) == 23
-    assert sum(len(one.prompt) for one in asked) == 12 * len(QUERY) + 22
+    assert sum(len(one.ids) for one in asked) == 12 * len(QUERY) + 22
 
 
 @pytest.mark.parametrize("block", [0, 4, 16, 32, 128])
 @pytest.mark.parametrize("size", [3, 20, 40, 90, 300])
 def test_the_way_that_reads_less_is_taken(block, size):
     query, trie = tuple(range(1000, 1000 + size)), Trie(LABELS)
-    taken = read(block, trie.asked(query, reach(block, rows=1000)))
-    ways = [read(block, trie.asked(query, one)) for one in (reach(block, rows=0), reach(0, rows=1000))]
+    taken = read(block, trie.prompts(query, reach(block, rows=1000)))
+    ways = [read(block, trie.prompts(query, one)) for one in (reach(block, rows=0), reach(0, rows=1000))]
     assert taken <= min(ways)
 
 
 def test_one_token_each_is_one_prompt_whatever_the_cache_does():
     for block in (0, 16):
-        (asked,) = Trie(((1,), (2,), (3,))).asked(QUERY, reach(block))
-        assert (asked.prompt, asked.tokens, asked.along) == (QUERY, (1, 2, 3), False)
+        (asked,) = Trie(((1,), (2,), (3,))).prompts(QUERY, reach(block))
+        assert (asked.ids, asked.tokens, asked.along) == (QUERY, (1, 2, 3), False)
 
 
 def test_longer_prompts_than_vllm_keeps_rows_for_do_not_tell_their_own_tokens():
     for rows, along in ((len(QUERY) + 3, True), (len(QUERY) + 2, False)):
-        assert any(one.along for one in Trie(LABELS).asked(QUERY, reach(rows=rows))) == along
+        assert any(one.along for one in Trie(LABELS).prompts(QUERY, reach(rows=rows))) == along
 
 
 def test_reach_is_read_from_the_engine():

@@ -1,0 +1,228 @@
+"""Folding into weights: every family, against the hooks."""
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from export.cases import FOLDED, IDS, ONE_A_ROW, ROUNDED, decoder_of, hooked, injection_for, plain, relative
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.errors import I2CLError
+from i2cl.export import export_hf, fold
+from i2cl.export.families import FAMILIES, REFUSED
+from i2cl.models.architectures import ARCHITECTURES, Architecture
+from i2cl.models.decoder import Decoder
+from tiny import CASES
+
+ROOT = Path(__file__).parents[2]
+FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", [*ONE_A_ROW, "llama-tied", "mistral", "gemma"])
+def test_a_folded_temperature_divides_all_logits(case, tmp_path):
+    decoder = decoder_of(case)
+    injection = injection_for(decoder, temperature=2.25)
+    export_hf(decoder, injection, tmp_path / "warm", fold_temperature=True)
+    export_hf(decoder, injection, tmp_path / "plain")
+    ids = torch.tensor([IDS])
+    plain, warm = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32")(ids).logits
+        for name in ("plain", "warm")
+    )
+    torch.testing.assert_close(warm * 2.25, plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(plain[0], hooked(decoder, injection), atol=1e-3, rtol=1e-3)
+
+
+def test_every_model_type_is_folded_or_refused():
+    assert sorted([*FAMILIES, *REFUSED]) == sorted(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float32) for case in FOLDED), *((case, torch.bfloat16) for case in ONE_A_ROW)],
+    ids=str,
+)
+def test_a_folded_checkpoint_does_what_the_hooks_do(case, dtype, tmp_path):
+    decoder = decoder_of(case, dtype)
+    injection = injection_for(decoder)
+    export_hf(decoder, injection, tmp_path / "out")
+    made, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert made.dtype == dtype
+    expected = hooked(decoder, injection)
+    assert relative(plain(made), expected) <= (1e-5 if dtype == torch.float32 else ROUNDED)
+    assert relative(plain(decoder.model), expected) > 0.1  # the injection is not lost in the bound
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - set(FOLDED)))
+def test_what_cannot_be_folded_says_why_and_what_else(case):
+    decoder = decoder_of(case)
+    reason = REFUSED.get(decoder.model.config.model_type, "sliding window of 8 tokens is shorter than")
+    with pytest.raises(I2CLError) as told:
+        fold(decoder, injection_for(decoder))
+    assert reason in str(told.value)
+    assert str(told.value).endswith("predict with hooks instead (`i2cl predict`)")
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "overrides"),
+    [
+        ("gpt2", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("mistral", {"tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": 1024}),  # as long as the context
+        ("gemma", {"tie_word_embeddings": False}),
+        ("phi3", {"tie_word_embeddings": True}),
+        ("helium", {"attention_bias": True}),
+        ("gpt_neox", {"attention_bias": False}),
+        ("starcoder2", {"use_bias": False}),
+        ("opt", {"enable_bias": False}),
+        ("falcon", {"bias": True}),
+        ("cohere", {"attention_bias": True}),
+        ("granite", {"attention_bias": True}),
+        ("qwen2", {"num_key_value_heads": 1}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3", {"attention_bias": True, "num_key_value_heads": 1, "hidden_size": 36}),
+    ],
+    ids=str,
+)
+def test_variants_of_a_family_fold_exactly(case, overrides, tmp_path):
+    decoder = decoder_of(case, **overrides)
+    injection = injection_for(decoder)
+    made = fold(decoder, injection)
+    expected = hooked(decoder, injection)
+    assert relative(plain(made), expected) <= 1e-5
+    export_hf(decoder, injection, tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(plain(again), plain(made))
+    tied = again.config.tie_word_embeddings
+    assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
+    assert tied == (decoder.model.config.tie_word_embeddings and case != "gemma")
+
+
+def test_long_rotary_scaling_comes_along():
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+    }
+    for original in (16, 32):  # the tokens are more, and fewer
+        decoder = decoder_of(
+            "phi3",
+            rope_parameters=rope | {"rope_theta": 10000.0},
+            original_max_position_embeddings=original,
+            max_position_embeddings=64,
+        )
+        injection = injection_for(decoder)
+        assert relative(plain(fold(decoder, injection)), hooked(decoder, injection)) <= 1e-5
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma", "gpt2", "phi3"])
+def test_the_users_model_is_left_as_found(case, tmp_path):
+    decoder = decoder_of(case)
+    model = decoder.model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config, wanted = model.config.to_dict(), [p.requires_grad for p in model.parameters()]
+    made = fold(decoder, injection_for(decoder))
+    export_hf(decoder, injection_for(decoder), tmp_path / "out")
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.zero_()  # nothing is shared
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert model.config.to_dict() == config
+    assert [p.requires_grad for p in model.parameters()] == wanted
+    assert model.training
+    assert not made.training
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "rotates",
+        ),
+        ({"hidden_size": 36, "head_dim": 8, "num_attention_heads": 8}, "no multiple"),
+    ],
+)
+def test_configs_that_llama_cannot_hold_are_refused(fields, message):
+    decoder = decoder_of("phi3" if "rope_parameters" in fields else "mistral", **fields)
+    with pytest.raises(I2CLError, match=message):
+        fold(decoder, injection_for(decoder))
+
+
+def test_injections_that_are_no_bias_are_refused():
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    with pytest.raises(I2CLError, match="positions 'last'"):
+        fold(decoder, replace(injection, positions="last"))
+    values = torch.zeros(decoder.layers, 1, decoder.d_model)
+    hidden = ContextVector(values, ExtractConfig(writers="hidden", separator=False), 1)
+    with pytest.raises(I2CLError, match="block outputs"):
+        fold(decoder, replace(injection, context=hidden, coefficients=torch.zeros(decoder.layers, 1, 2)))
+    with pytest.raises(I2CLError, match=r"\(layers, width\) \(3, 32\)"):
+        fold(decoder_of("llama"), injection_for(decoder_of("llama", num_hidden_layers=3)))
+    own = Architecture("llama", "layers", "self_attn", "mlp.down_proj")
+    with pytest.raises(I2CLError, match="Architecture of your own"):
+        fold(Decoder(decoder.model, decoder.tokenizer, architecture=own), injection)
+
+
+def test_no_remote_code_is_named(tmp_path):
+    decoder = decoder_of("falcon")
+    decoder.model.config.auto_map = {"AutoConfig": "configuration.Own"}
+    export_hf(decoder, injection_for(decoder), tmp_path / "out")
+    assert "auto_map" not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
+    assert not list((tmp_path / "out").glob("*.py"))
+
+
+def test_offloaded_weights_are_refused():
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    with pytest.raises(I2CLError, match="not in memory"):
+        fold(decoder.model.to("meta"), injection)
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(ROOT / "scripts" / "architectures_table.py"))
+
+
+def test_the_page_of_model_types_is_printed_by_its_script(script):
+    assert (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"]()
+
+
+def test_every_type_of_the_library_is_supported_or_has_a_reason(script):
+    told = [name for names in script["UNSUPPORTED"].values() for name in names.split()]
+    known = [*ARCHITECTURES, *script["WRAPPERS"].split(), *told]
+    assert len(known) == len(set(known))
+    if transformers.__version__ == FIGURES["transformers"]:
+        assert set(known) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_the_measured_figures_hold_what_is_claimed(script):
+    assert list(FIGURES["types"]) == list(ARCHITECTURES)
+    for name, row in FIGURES["types"].items():
+        assert float(row["identity"].removeprefix("≤ ")) <= 1e-5
+        assert [row["float32"] == "-", row["verify"] == "-"] == [name in REFUSED] * 2
+        if name in FAMILIES:
+            assert row["verify"] == "holds"
+            assert float(row["float32"].removeprefix("≤ ")) <= 1e-5
+            assert float(row["bfloat16"].removeprefix("≤ ")) <= ROUNDED
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama", "qwen3_moe"])
+def test_the_figures_can_be_measured_again(script, name):
+    again = script["measured"](name)
+    assert {key: again[key] for key in ("identity", "float32", "verify")} == {
+        key: FIGURES["types"][name][key] for key in ("identity", "float32", "verify")
+    }

@@ -1,0 +1,209 @@
+"""Tokenizers as vocabularies of GGUF files, and llama.cpp's encoding beside transformers'."""
+
+import json
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast
+
+from commands import run
+from export.cases import injection_for
+from export.test_export_gguf import CLOSE, TEXTS, change, field, llama_cpp
+from i2cl.errors import I2CLError
+from i2cl.export import export_gguf, make_golden, verify_gguf
+from i2cl.export.gguf_vocabulary import Vocabulary
+from i2cl.export.llama_cpp import LlamaCpp
+from i2cl.models.decoder import Decoder
+from tiny import tiny_model, tiny_tokenizer
+
+
+def text_field(decoder, text):
+    return list(decoder.encoder([text])[0])
+
+
+def byte_level(*steps, ignore_merges=False, use_regex=False, normalizer=None):
+    """A small byte-level BPE with a pre-tokenizer of its own."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last
+    tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text * 3 for text in TEXTS], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def split(regex):
+    return pre_tokenizers.Split(Regex(regex), "isolated", invert=False)
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def pieces_of_sentencepiece(*, prefix=True, bos=True):
+    """A small tokenizer as Llama 2 has it: every pair that makes a token is in the list of merges."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(list(TEXTS), trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    words = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    names = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *(word for word, _ in words),
+    ]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    cuts = ((word[:cut], word[cut:]) for word, _ in words for cut in range(1, len(word)))
+    merges = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
+    return LlamaTokenizer(vocab=vocabulary, merges=merges, add_prefix_space=prefix, add_bos_token=bos)
+
+
+def changed(tokenizer, **parts):
+    """The same tokenizer with other parts in its tokenizer.json."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state | parts))
+    return tokenizer
+
+
+def prepended():
+    """As Llama 2 and Mistral have it: a normalizer puts the space before every piece of text."""
+    tokenizer = pieces_of_sentencepiece()
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+    return changed(tokenizer, pre_tokenizer=None)
+
+
+def stripping():
+    """As Phi-3 has it: blanks behind most added tokens are dropped."""
+    tokenizer = prepended()
+    tokenizer.add_tokens([AddedToken("<|endoftext|>", special=True)], special_tokens=True)
+    tokenizer.add_tokens([AddedToken("<|user|>", rstrip=True, special=True)], special_tokens=True)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["rstrip"] = token["content"] in {"</s>", "<|user|>"}
+    return changed(tokenizer, added_tokens=state["added_tokens"])
+
+
+TOKENIZERS = {
+    "tiny": (tiny_tokenizer, "gpt-2"),
+    "gpt-2": (lambda: byte_level(use_regex=True), "gpt-2"),
+    "smollm": (lambda: byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True), "smollm"),
+    "llama-3": (lambda: byte_level(split(LLAMA3), ignore_merges=True), "llama-bpe"),
+    "qwen2": (lambda: byte_level(split(LLAMA3.replace("{1,3}", "")), normalizer=normalizers.NFC()), "qwen2"),
+    "tekken": (lambda: byte_level(split(TEKKEN), ignore_merges=True), "tekken"),
+    "sentencepiece": (pieces_of_sentencepiece, "default"),
+    "sentencepiece-prepended": (prepended, "default"),
+    "sentencepiece-stripping": (stripping, "default"),
+    "sentencepiece-bare": (lambda: pieces_of_sentencepiece(prefix=False, bos=False), "default"),
+}
+
+
+def decoder_with(tokenizer, size=None):
+    return Decoder(tiny_model("llama", vocab_size=size or len(tokenizer)), tokenizer, name="tiny")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_pre_tokenizers_are_known_by_what_they_do(name):
+    make, expected = TOKENIZERS[name]
+    tokenizer = make()
+    vocabulary = Vocabulary.of(tokenizer, len(tokenizer) + 2)
+    assert vocabulary.pre == expected
+    assert vocabulary.tokens[:-2] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert vocabulary.kinds[-2:] == ["UNUSED", "UNUSED"]
+    kind, _, variant = name.partition("-")
+    assert (vocabulary.front is not None) == (kind == "sentencepiece" and variant != "bare")
+    assert vocabulary.space_prefix == (kind == "sentencepiece" and variant != "bare")
+    assert vocabulary.strips == (variant == "stripping")
+
+
+@llama_cpp
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_llama_cpp_encodes_as_transformers_does(name, tmp_path):
+    decoder = decoder_with(TOKENIZERS[name][0]())
+    export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
+    with LlamaCpp(tmp_path / "out.gguf", 16) as model:
+        for text in TEXTS:
+            if name == "sentencepiece" and (text.startswith(" ") or "</s>" in text):
+                continue  # there transformers puts no space, and llama.cpp does
+            assert model.tokens(text) == text_field(decoder, text), text
+
+
+def unmerged():
+    tokenizer = pieces_of_sentencepiece()
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    return changed(tokenizer, model=model | {"merges": model["merges"][:-1]})
+
+
+def stripped_in_front():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<mask>", lstrip=True)])
+    return tokenizer
+
+
+def stripped_behind():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<a>", rstrip=True), AddedToken("<b>")])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: byte_level(split(r"\w+"), use_regex=False), "splits texts in a way of its own"),
+        (lambda: byte_level(split(LLAMA3), ignore_merges=False), "splits texts in a way of its own"),
+        (lambda: byte_level(use_regex=True, normalizer=normalizers.Lowercase()), "normalises with Lowercase"),
+        (
+            lambda: PreTrainedTokenizerFast(
+                tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "x": 1}, unk_token="x"))
+            ),
+            "the tokenizer is WordLevel",
+        ),
+        (unmerged, "does not merge"),
+        (stripped_in_front, "depend on what stands before them"),
+        (stripped_behind, "drops blanks behind some"),
+    ],
+)
+def test_tokenizers_that_cannot_be_carried_are_refused(make, reason):
+    with pytest.raises(I2CLError, match=reason) as told:
+        Vocabulary.of(make(), 1000)
+    assert "--no-tokenizer" in str(told.value)
+
+
+@llama_cpp
+def test_another_tokenization_is_told(tmp_path, capsys):
+    decoder = decoder_with(pieces_of_sentencepiece())
+    injection, path = injection_for(decoder), tmp_path / "out.gguf"
+    export_gguf(decoder, injection, path, golden=lambda: make_golden(decoder, injection))
+    assert verify_gguf(path).passed
+    change(path, fields=[("tokenizer.ggml.add_bos_token", False)])
+    outcome = verify_gguf(path)
+    assert outcome.worst < CLOSE  # the ids themselves are answered as before
+    assert len(outcome.retokenized) == len(outcome.golden.prompts)
+    assert run("verify", path) == 1
+    assert "Its tokenizer encodes 2 of these prompts otherwise" in capsys.readouterr().out
+
+
+@llama_cpp
+def test_without_its_tokenizer_a_file_takes_ids(tmp_path):
+    decoder = decoder_with(byte_level(split(r"\w+")))
+    injection, path = injection_for(decoder), tmp_path / "out.gguf"
+    golden = lambda: make_golden(decoder, injection)  # noqa: E731
+    with pytest.raises(I2CLError, match="--no-tokenizer"):
+        export_gguf(decoder, injection, path, golden=golden)
+    export_gguf(decoder, injection, path, golden=golden, tokenizer=False)
+    assert field(path, "tokenizer.ggml.tokens") is None
+    assert verify_gguf(path).passed

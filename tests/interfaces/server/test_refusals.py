@@ -1,0 +1,167 @@
+"""What the server refuses, in which words, and with which cure."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("fastapi")
+from i2cl.interfaces.server.app import make_app
+from i2cl.interfaces.server.guard import Access
+from i2cl.interfaces.server.service import Service
+from i2cl.models.decoder import Decoder
+from tiny import tiny_model, tiny_tokenizer
+
+from .conftest import HOST, made
+from .test_app import CHAT, CLASSIFY, LINES, NAMED, SAID, TEXT, error_of
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory):
+    """A client of one service for all that is refused, which leaves it as it was."""
+    from starlette.testclient import TestClient
+
+    decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="tiny-llama")
+    service = Service(decoder, tmp_path_factory.mktemp("served") / "tasks")
+    service.tasks.put("films", made(decoder, 0))
+    yield TestClient(make_app(service, Access()), base_url=HOST, raise_server_exceptions=False)
+    service.close()
+
+
+REFUSED = [
+    (CLASSIFY, {"model": "none", "input": TEXT}, 404, "unknown_task"),
+    (CLASSIFY, {"model": "tiny-llama", "input": TEXT}, 400, "base_model"),
+    (CLASSIFY, {"model": "films", "input": ""}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": [TEXT, "  "]}, 422, "bad_input"),
+    (CLASSIFY, {"model": "films", "input": []}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": 3}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": TEXT, "more": 1}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": 0}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": 1.5}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": "high"}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films"}, 422, "bad_request"),
+    (CLASSIFY, {"model": "films", "input": "long " * 3000}, 413, "text_too_long"),
+    (CLASSIFY, {"model": "films", "input": ["so " * 100] * 500}, 413, "request_too_long"),
+    (CLASSIFY, {"model": "films", "input": ["a"] * 2049}, 413, "too_many_texts"),
+    ("/models/films", {"inputs": ["a"] * 2049}, 413, "too_many_texts"),
+    ("/models/none", {"inputs": TEXT}, 404, "unknown_task"),
+    ("/models/films", {"inputs": TEXT, "parameters": {"function_to_apply": "sigmoid"}}, 422, "bad_request"),
+    (CHAT, {"model": "films", "messages": [], "stream": True}, 422, "bad_request"),
+    (CHAT, {**SAID, "messages": [{"role": "system", "content": "a"}, *SAID["messages"]]}, 400, "label_alone"),
+    *((CHAT, SAID | more, 400, "label_alone") for more in ({"stream": True}, {"n": 2}, {"tools": [{}]})),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "code"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_classified_is_told(refusing, path, body, status, code):
+    assert error_of(refusing.post(path, json=body)) == (status, code)
+    assert refusing.post(CLASSIFY, json={"model": "films", "input": TEXT}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"examples": [{"text": "a", "label": "x"}, {"text": " ", "label": "y"}]},
+            "item 2: the text is empty",
+        ),
+        (
+            {"examples": [{"text": "a", "label": "x"}, {"text": 3, "label": "y"}]},
+            "item 2: the text is 3, not",
+        ),
+        (
+            {"examples": [{"text": "a", "label": "x"}, {"text": "\ud800", "label": "y"}]},
+            "item 2: .* surrogate",
+        ),
+        ({"examples": [{"text": "a", "label": "x"}, {"text": "b", "label": None}]}, "item 2: label None"),
+        ({"labels": ["good", "bad"]}, "item 1: label 'x' is not one of good, bad"),
+        ({"labels": ["x", "x"]}, "given twice"),
+        ({"labels": ["x"]}, "at least two|not one of"),
+        ({"examples": [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}]}, "every label is 'x'"),
+        ({"examples": []}, "examples"),
+        ({"template": "no field"}, r"\{text\} 0 times"),
+        ({"name": " "}, "cannot be called"),
+        ({"name": "a/../films"}, "cannot be called"),
+        ({"name": "tiny-llama"}, "base model's name"),
+        ({"shots": 5}, "fewer shots"),
+        ({"settings": {"none": 1}}, "no chosen method has the option"),
+        ({"method": "anchored", "recipe": "fast"}, "leave the recipe out"),
+        ({"method": "svm"}, "method"),
+        ({"chat": True}, "no chat template"),
+        ({"more": 1}, "more"),
+    ],
+    ids=str,
+)
+def test_examples_that_make_no_task_are_refused_row_by_row(refusing, change, told):
+    rows = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
+    body = json.dumps({**NAMED, "examples": rows, "check": True, **change})
+    reply = refusing.post("/v1/tasks", content=body, headers={"Content-Type": "application/json"})
+    assert error_of(reply)[0] == 422, reply.text
+    assert re.search(told, reply.json()["error"]["message"]), reply.text
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [({"shots": "9" * 5000}, "shots"), ({"shots": "x"}, "shots"), ({"check": "maybe"}, "check")],
+    ids=["long", "word", "doubt"],
+)
+def test_a_query_that_cannot_be_read_is_refused(refusing, query, told):
+    headers = {"Content-Type": "text/csv"}
+    reply = refusing.post(
+        "/v1/tasks", params=NAMED | query, content="text,label\na,x\nb,y\n", headers=headers
+    )
+    assert error_of(reply) == (422, "bad_request")
+    assert told in reply.json()["error"]["message"]
+
+
+def test_a_table_without_its_columns_is_refused_with_a_cure_for_clients(refusing):
+    query = {"name": "new", "template": "{text} {label}"}
+    reply = refusing.post("/v1/tasks", params=query, content="a,b\n", headers={"Content-Type": "text/csv"})
+    assert reply.json()["error"]["cure"] == "name the columns text and label"
+
+
+def test_what_is_too_long_or_too_much_is_told_with_its_place_limit_and_cure(refusing):
+    told = refusing.post(CLASSIFY, json={"model": "films", "input": [TEXT, "long " * 3000]}).json()["error"]
+    assert re.match(r"text 2 takes \d+ tokens with its prompt, and \d+ fit .*: shorten it", told["message"])
+    assert told.keys() == {"message", "type", "code", "cure"}
+    told = refusing.post(CLASSIFY, json={"model": "films", "input": ["a"] * 3000}).json()["error"]
+    assert re.match("the request has 3000 texts, and 2048 may come at once: send fewer", told["message"])
+    described = refusing.get("/openapi.json").json()["components"]["schemas"]["Classify"]
+    assert [one.get("maxItems") for one in described["properties"]["input"]["anyOf"]] == [None, 2048]
+
+
+def test_a_text_that_cannot_be_used_is_named_in_its_list(refusing):
+    for text in ("", 3, "\ud800"):
+        body = json.dumps({"model": "films", "input": ["a", text]})
+        reply = refusing.post(CLASSIFY, content=body, headers={"Content-Type": "application/json"})
+        assert error_of(reply) == (422, "bad_request")
+        assert reply.json()["error"]["message"].startswith("input.1 cannot be used")
+
+
+def test_every_row_that_is_refused_is_named(refusing):
+    rows = [
+        {"text": "a", "label": "x"},
+        {"text": "", "label": "y"},
+        {"text": "b", "label": [1]},
+        {"label": "y"},
+    ]
+    told = refusing.post("/v1/tasks", json={**NAMED, "examples": rows}).json()
+    assert [re.search(r"item (\d)", row)[1] for row in told["error"]["rows"]] == ["2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("", "no lines"),
+        ('{"input": "a"}\n{"input": ""}', "line 2: .*empty"),
+        ('{"input": "a"}\n{"input": 1}', "line 2"),
+        ('{"input": "a"}\n{', "line 2"),
+        ('{"input": "a", "url": "x"}', "line 1"),
+    ],
+)
+def test_files_that_cannot_be_classified_are_refused_line_by_line(refusing, body, told):
+    reply = refusing.post("/v1/batches?model=films", content=body, headers=LINES)
+    assert error_of(reply)[0] == 422
+    assert re.search(told, reply.json()["error"]["message"])
+    none = refusing.post("/v1/batches", content='{"input": "a"}', headers=LINES)
+    assert re.search("no task is named", none.json()["error"]["message"])

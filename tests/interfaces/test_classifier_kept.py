@@ -1,0 +1,236 @@
+"""I2CLClassifier kept and carried: clones, searches, pickles, folders, and one model for all of them."""
+
+import copy
+import gc
+import json
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from i2cl import (
+    Decoder,
+    I2CLError,
+    Injection,
+)
+from processes import finished
+from tiny import tiny_model, tiny_tokenizer
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+import joblib
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+
+from i2cl.interfaces.sklearn import I2CLClassifier, shared
+from i2cl.methods import calibrating_method
+from interfaces.test_classifier import QUERIES, QUICK, TASK, X, Y, fitted, quick, reference
+from tiny import tiny_folder
+
+
+def test_cross_validation_loads_a_named_model_once(tmp_path, monkeypatch):
+    tiny_folder(tmp_path)
+    loaded = []
+    load = Decoder.from_pretrained
+
+    def counted(name, **options):
+        loaded.append(name)
+        return load(name, **options)
+
+    monkeypatch.setattr(shared.Decoder, "from_pretrained", counted)
+    classifier = I2CLClassifier(tmp_path, shots=1, settings=QUICK)
+    assert len(cross_val_score(classifier, X, Y, cv=3)) == 3
+    assert loaded == [str(tmp_path)]
+
+
+def test_a_named_model_is_freed_when_nobody_holds_it(tmp_path):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        tiny_folder(folder)
+    first = shared.shared_decoder(folders[0])
+    assert shared.shared_decoder(str(folders[0])) is first
+    second = shared.shared_decoder(folders[1])
+    assert shared.shared_decoder(folders[0]) is first  # still held here
+    del first, second
+    shared.shared_decoder("reference")
+    gc.collect()
+    assert not {name for name, *_ in shared._ALIVE} & {str(folder) for folder in folders}
+
+
+def test_a_folder_of_that_name_does_not_hide_the_bundled_model(tmp_path, monkeypatch):
+    (tmp_path / "reference").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert shared.shared_decoder("reference").base.name == "reference"
+
+
+def test_a_folder_with_a_dangling_link_can_be_loaded(tmp_path):
+    tiny_folder(tmp_path)
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    assert shared.shared_decoder(tmp_path).layers == 2
+
+
+def test_a_folder_that_has_changed_is_loaded_anew(tmp_path):
+    tiny_folder(tmp_path)
+    before = shared.shared_decoder(tmp_path)
+    tiny_model("llama", seed=1).save_pretrained(tmp_path)
+    after = shared.shared_decoder(tmp_path)
+    assert after.base.difference(before.base).startswith("weights")
+
+
+def test_clones_share_the_model():
+    decoder = reference()
+    copied = clone(quick())
+    assert copied.model is decoder
+    assert not hasattr(copied, "injection_")
+    assert copied.get_params() == quick().get_params()
+    assert copied.set_params(shots=3).shots == 3
+    for twin in (copy.copy(fitted()), copy.deepcopy(fitted())):
+        assert twin.model is decoder
+        assert twin.predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
+    assert copy.deepcopy(fitted()).injection_.coefficients is not fitted().injection_.coefficients
+
+
+def searched(**how):
+    """Scores of a grid search in a pipeline, whether its best one holds the model itself, and its answers."""
+    strip = FunctionTransformer(np.char.strip)
+    pipeline = make_pipeline(strip, I2CLClassifier(reference(), method="anchored", evaluate=0))
+    grid = {"i2clclassifier__shots": [1, 5], "i2clclassifier__settings": [{"steps": 2}]}
+    search = GridSearchCV(pipeline, grid, cv=2, **how).fit(np.array(X), Y)
+    scores = search.cv_results_["mean_test_score"].tolist()
+    return [scores, search.best_estimator_[-1].model is reference(), search.predict(QUERIES).tolist()]
+
+
+IN_PROCESSES = """
+import json, sys, joblib
+from interfaces.test_classifier_kept import searched
+with joblib.parallel_config("multiprocessing"):  # forks, where loky would start Python anew
+    json.dump(searched(n_jobs=2), sys.stdout)
+"""
+
+
+def test_a_grid_search_over_processes_in_a_pipeline():
+    code, found, errors = finished(IN_PROCESSES)
+    assert code == 0, errors
+    here = searched()
+    assert json.loads(found) == here
+    assert here[1]
+
+
+@pytest.mark.parametrize("how", ["pickle", "joblib"])
+def test_a_pickle_holds_no_weights(tmp_path, how):
+    if how == "pickle":
+        carried = pickle.dumps(fitted())
+        found = pickle.loads(carried)
+    else:
+        joblib.dump(fitted(), tmp_path / "classifier")
+        carried = (tmp_path / "classifier").read_bytes()
+        found = joblib.load(tmp_path / "classifier")
+    tensors = fitted().injection_.context.values.nbytes + fitted().injection_.coefficients.nbytes
+    assert len(carried) < tensors + 5000
+    assert found.model == reference().base
+    assert not hasattr(found, "_held")  # nothing is loaded yet
+    assert np.array_equal(found.predict_proba(QUERIES), fitted().predict_proba(QUERIES))
+    assert clone(found).fit(X, Y).predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
+
+
+def test_a_pickle_works_in_a_fresh_process(tmp_path):
+    joblib.dump(fitted(), tmp_path / "classifier")
+    program = (
+        "import joblib, sys; found = joblib.load(sys.argv[1]); "
+        "assert 'model' in repr(found); print(*found.predict(sys.argv[2:]))"
+    )
+    code, told, errors = finished(program, tmp_path / "classifier", *QUERIES)
+    assert code == 0, errors
+    assert told.split() == fitted().predict(QUERIES).tolist()
+
+
+def test_precision_travels_with_a_pickle(tmp_path):
+    tiny_folder(tmp_path)
+    half = I2CLClassifier(Decoder.from_pretrained(str(tmp_path), dtype="bfloat16"), shots=1, settings=QUICK)
+    half.fit(X, Y)
+    found = pickle.loads(pickle.dumps(half))
+    assert found.dtype == "bfloat16"
+    assert np.array_equal(found.decision_function(QUERIES), half.decision_function(QUERIES))
+
+
+def test_another_model_under_the_same_name_is_refused(tmp_path):
+    tiny_folder(tmp_path)
+    by_name = I2CLClassifier(str(tmp_path), shots=1, settings=QUICK).fit(X, Y)
+    by_model = quick(model=Decoder.from_pretrained(str(tmp_path))).fit(X, Y)
+    unfitted = quick(model=Decoder.from_pretrained(str(tmp_path)))
+    carried = [pickle.dumps(one) for one in (by_name, by_model, unfitted)]
+    tiny_model("llama", seed=1).save_pretrained(tmp_path)
+    with pytest.raises(I2CLError, match=r"made on .* \(weights"):
+        pickle.loads(carried[0]).predict(QUERIES)
+    with pytest.raises(I2CLError, match=r"is not the model it was \(weights"):
+        pickle.loads(carried[1]).predict(QUERIES)
+    with pytest.raises(I2CLError, match=r"is not the model it was \(weights"):
+        pickle.loads(carried[2]).fit(X, Y)
+
+
+def test_a_model_in_memory_alone_is_given_again():
+    decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="./tiny-llama")
+    found = pickle.loads(pickle.dumps(quick(model=decoder).fit(X, Y)))
+    with pytest.raises(I2CLError, match=r"tiny-llama.*set_params\(model=...\)"):
+        found.predict(QUERIES)
+    found.set_params(model=decoder)
+    assert found.predict(QUERIES).tolist() == quick(model=decoder).fit(X, Y).predict(QUERIES).tolist()
+
+
+def test_saved_and_loaded(tmp_path):
+    ids = [TASK.labels.index(word) for word in Y]
+    words = dict(enumerate(TASK.labels))
+    made = I2CLClassifier(reference(), shots=2, labels=words, recipe="released", settings=QUICK).fit(X, ids)
+    made.save_pretrained(tmp_path / "mood")
+    found = I2CLClassifier.from_pretrained(tmp_path / "mood")
+    assert found.classes_.tolist() == [0, 1, 2, 3]
+    assert found.shots == 2
+    assert np.array_equal(found.predict_proba(QUERIES), made.predict_proba(QUERIES))
+    again = clone(found).fit(X, ids)
+    assert torch.equal(again.injection_.coefficients, made.injection_.coefficients)
+    plain = Injection.from_pretrained(tmp_path / "mood")
+    assert plain.predict(reference(), QUERIES) == [words[label] for label in made.predict(QUERIES)]
+
+
+def test_a_classifier_of_an_injection_with_other_settings_can_be_fitted(tmp_path):
+    combined = replace(fitted().injection_, settings={"combined": []})
+    combined.save_pretrained(tmp_path / "both")
+    found = I2CLClassifier.from_pretrained(tmp_path / "both", model=reference())
+    assert "epochs" not in found.settings
+    again = clone(found).set_params(settings=QUICK, shots=1).fit(X, Y)
+    assert again.predict(QUERIES).shape == (len(QUERIES),)
+    calibrating_method(found.method, found.settings, found.recipe)  # its own settings are known options
+
+
+def test_an_injection_is_a_classifier_of_its_label_words(tmp_path):
+    injection = replace(fitted().injection_, settings={})
+    backwards = replace(injection.task, labels=TASK.labels)
+    assert list(TASK.labels) != sorted(TASK.labels)
+    replace(injection, task=backwards).save_pretrained(tmp_path / "mood")
+    found = I2CLClassifier.from_pretrained(tmp_path / "mood", model=reference())
+    assert found.classes_.tolist() == sorted(TASK.labels)
+    assert found.predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
+    assert np.array_equal(found.predict_proba(QUERIES), fitted().predict_proba(QUERIES))
+
+
+def test_a_label_bias_follows_its_labels(tmp_path):
+    bias = tuple(50.0 * (word == "red") for word in TASK.labels)
+    assert list(TASK.labels) != sorted(TASK.labels)
+    injection = replace(fitted().injection_, task=replace(fitted().injection_.task, labels=TASK.labels))
+    injection = replace(injection, settings={}, label_bias=bias)
+    injection.save_pretrained(tmp_path / "mood")
+    found = I2CLClassifier.from_pretrained(tmp_path / "mood", model=reference())
+    wanted = injection.scores(reference(), QUERIES).softmax(-1).numpy()
+    order = [TASK.labels.index(word) for word in found.classes_]
+    np.testing.assert_allclose(found.predict_proba(QUERIES), wanted[:, order], rtol=1e-5)
+    assert set(found.predict(QUERIES)) == {"red"} != set(fitted().predict(QUERIES))
+
+
+def test_a_grid_search_over_numpy_numbers_can_be_saved(tmp_path):
+    best = quick(shots=np.arange(1, 3)[0]).fit(X, Y)
+    best.save_pretrained(tmp_path / "best")
+    stored = json.loads((tmp_path / "best" / "injection.json").read_text())
+    assert '"shots": 1' in json.dumps(stored)

@@ -1,0 +1,131 @@
+"""`i2cl predict`, run in process: what it reads, and what it writes."""
+
+import io
+import json
+import os
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from commands import jsonl
+from i2cl import Decoder, Injection
+from interfaces.test_cli import LABELS, make_home, parsed
+from processes import COMMAND, Program
+
+TEXTS = [f"a{' very' * (number % 4)} long film, number {number}" for number in range(10)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="module")
+def expected(home):
+    """What the Python API says about the texts: labels and probabilities."""
+    decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
+    injection = Injection.from_pretrained(home / "artefact")
+    return injection.predict(decoder, TEXTS), injection.scores(decoder, TEXTS).softmax(-1).float()
+
+
+def written_as(kind, path):
+    if kind == "lines":
+        path.write_text("\n".join(TEXTS), encoding="utf-8")
+    elif kind == "jsonl":
+        jsonl(path, [{"id": number, "text": text} for number, text in enumerate(TEXTS)])
+    elif kind == "json":
+        path.write_text(json.dumps([{"text": text} for text in TEXTS], indent=1), encoding="utf-8")
+    else:
+        mark = {"csv": ",", "tsv": "\t"}[kind]
+        lines = [f"id{mark}text", *(f'{number}{mark}"{text}"' for number, text in enumerate(TEXTS))]
+        path.write_text("\r\n".join(lines) + "\r\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["lines", "csv", "tsv", "jsonl", "json"])
+@pytest.mark.parametrize("told", [False, True], ids=["by-ending", "by-option"])
+def test_predictions_are_those_of_the_api_for_every_format(call, home, expected, tmp_path, kind, told):
+    ending = "data" if told else {"lines": "txt"}.get(kind, kind)
+    path = written_as(kind, tmp_path / f"texts.{ending}")
+    code, out, err = call("predict", home / "artefact", path, *(["--input-format", kind] if told else []))
+    assert (code, err) == (0, "")
+    labels, probabilities = parsed(out)
+    assert labels == expected[0]
+    assert torch.allclose(probabilities, expected[1], atol=2e-6)
+    assert torch.allclose(probabilities.sum(-1), torch.ones(len(TEXTS)), atol=1e-5)
+
+
+def test_texts_come_from_stdin(call, home, expected, monkeypatch):
+    for source in (["-"], []):
+        stdin = SimpleNamespace(buffer=io.BytesIO("\n".join(TEXTS).encode()))
+        monkeypatch.setattr(sys, "stdin", stdin)
+        _, out, _ = call("predict", home / "artefact", *source)
+        assert parsed(out)[0] == expected[0]
+
+
+def test_json_has_one_object_a_text(call, home, expected, tmp_path):
+    path = written_as("lines", tmp_path / "texts.txt")
+    _, out, _ = call("predict", home / "artefact", path, "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["label"] for record in records] == expected[0]
+    values = torch.tensor([[record["probabilities"][label] for label in LABELS] for record in records])
+    assert torch.allclose(values, expected[1], atol=2e-6)
+
+
+def test_input_longer_than_a_chunk_gives_the_same_lines(call, home, tmp_path):
+    path = written_as("lines", tmp_path / "texts.txt")
+    _, whole, _ = call("predict", home / "artefact", path)
+    _, parts, _ = call("predict", home / "artefact", path, "--chunk", "3")
+    (labels, values), (wanted, close) = parsed(parts), parsed(whole)
+    assert labels == wanted
+    assert torch.allclose(values, close, atol=2e-6)  # other batches round the last digit otherwise
+    assert len(parts.splitlines()) == 1 + len(TEXTS)
+
+
+def test_another_text_column(call, home, expected, tmp_path):
+    path = jsonl(tmp_path / "texts.jsonl", [{"review": text} for text in TEXTS])
+    _, out, _ = call("predict", home / "artefact", path, "--text-column", "review")
+    assert parsed(out)[0] == expected[0]
+
+
+def test_what_came_in_comes_back(call, home, tmp_path):
+    path = jsonl(
+        tmp_path / "texts.jsonl", [{"id": f"a{number}", "text": text} for number, text in enumerate(TEXTS)]
+    )
+    predict = ["predict", home / "artefact", path, "--chunk", "4"]
+    plain = call(*predict)[1].splitlines()
+    kept = call(*predict, "--row-number", "--keep", "id, text")[1].splitlines()
+    inputs = ["row\tid\ttext", *(f"{row}\ta{row - 1}\t{text}" for row, text in enumerate(TEXTS, start=1))]
+    assert kept == [f"{line}\t{answer}" for line, answer in zip(inputs, plain, strict=True)]
+    records = [json.loads(line) for line in call(*predict, "--keep", "id", "--json")[1].splitlines()]
+    assert [record["input"] for record in records] == [{"id": f"a{number}"} for number in range(len(TEXTS))]
+    code, out, err = call(*predict, "--keep", "row", "--row-number")
+    assert (code, out) == (2, "")
+    assert "leave one out" in err
+
+
+def test_the_output_file_holds_what_stdout_would(call, home, tmp_path):
+    path = written_as("lines", tmp_path / "texts.txt")
+    _, out, _ = call("predict", home / "artefact", path)
+    code, nothing, told = call("predict", home / "artefact", path, "-o", tmp_path / "out.tsv")
+    assert (code, nothing) == (0, "")
+    assert re.fullmatch(
+        rf"Saved {re.escape(str(tmp_path))}/out.tsv: {len(TEXTS)} rows in \d+\.\d s\.\n", told
+    )
+    assert (tmp_path / "out.tsv").read_text(encoding="utf-8") == out
+
+
+def test_a_reader_that_stops_early_gets_no_traceback(home, tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("a film\n" * 400, encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe")
+    program = Program(COMMAND, "predict", home / "artefact", path, "--chunk", "50", out=tmp_path / "pipe")
+    with (tmp_path / "pipe").open() as pipe:
+        assert pipe.readline().startswith("label")
+    program.process.join()
+    told = program.err.read_text(encoding="utf-8")
+    assert "Traceback" not in told
+    assert "Error" not in told

@@ -1,0 +1,152 @@
+"""What all commands share: help, JSON, groups of options, bars; and lists."""
+
+import io
+import json
+import re
+from dataclasses import dataclass
+from itertools import count
+from typing import Annotated
+
+import pytest
+import typer
+from rich.console import Console
+
+from i2cl.interfaces.cli import app, console
+from i2cl.interfaces.cli.options import expanded
+from i2cl.methods import METHODS
+from i2cl.version import __version__
+
+
+def commands(group, *path):
+    """Every command below a group, by its words."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+RANDOM = {("demo",), ("fit",), ("eval",)}  # commands that take --seed; a grid brings its own seeds
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_help_json_and_seed(call, words):
+    code, out, err = call(*words, "--help")
+    assert (code, err) == (0, "")
+    assert f"Usage: i2cl {' '.join(words)}" in out
+    told = {name: option.help for option in COMMANDS[words].params for name in option.opts}
+    assert told["--json"] == "Print JSON on stdout."
+    assert ("--seed" in told) == ("--seed " in out) == (words in RANDOM)
+    assert all(told.values())
+
+
+@pytest.mark.parametrize("words", [("fit",), ("eval",)], ids=" ".join)
+def test_many_options_are_shown_in_groups(call, words):
+    out = call(*words, "--help")[1]
+    titles = re.findall(r"─ (\w[\w ]*) ─", out)
+    assert titles == ["Arguments", "Options", "Method", "Task", "Model"]
+    tasks = out[out.index("─ Task ") : out.index("─ Model ")]
+    assert "--template" in tasks
+    assert "--device" not in tasks
+
+
+@dataclass(frozen=True)
+class Size:
+    """A group of options."""
+
+    PANEL = "Size"
+
+    wide: Annotated[int, typer.Option(min=1, help="Width.")] = 1
+    high: Annotated[int, typer.Option(help="Height.")] = 2
+
+
+def test_a_group_of_options_is_one_argument():
+    seen = []
+
+    @expanded
+    def one(name: str, *, size: Size, flag: bool = False) -> None:
+        seen.append((name, size, flag))
+
+    @expanded
+    def two(*, size: Annotated[Size, ("high",)]) -> None:
+        seen.append(size)
+
+    for command in (one, two):
+        grouped = typer.Typer()
+        grouped.command()(command)
+        words = ["--high", "5"] if command is two else ["box", "--wide", "3", "--flag"]
+        typer.main.get_command(grouped)(words, standalone_mode=False)
+    assert seen == [("box", Size(3, 2), True), Size(1, 5)]
+    with pytest.raises(Exception, match="--wide"):
+        typer.main.get_command(grouped)(["--wide", "3"], standalone_mode=False)
+
+
+def test_without_a_command_the_commands_are_listed(call):
+    code, out, _ = call()
+    assert code == 0
+    assert all(command in out for command in ("demo", "fit", "predict", "eval", "check", "ls"))
+    assert call("--version") == (0, __version__ + "\n", "")
+
+
+def test_time_left_is_known_where_an_epoch_takes_minutes(monkeypatch):
+    clock = count(step=90.0)
+    monkeypatch.setattr(
+        console, "err", Console(file=io.StringIO(), force_terminal=True, get_time=clock.__next__)
+    )
+    with console.progress(10, "calibrating") as bar:
+        for epoch in range(3):
+            bar.epoch(epoch + 1, 10, 0.5)
+        (task,) = bar._shown.tasks
+        assert task.time_remaining
+        assert "0.500" in task.description
+
+
+def test_what_is_waited_for_stands_in_the_bar_that_is_there(monkeypatch):
+    monkeypatch.setattr(console, "err", Console(file=io.StringIO(), force_terminal=True))
+    with console.progress(2, "evaluating") as bar:
+        with console.waiting("loading [one]"):
+            assert bar.what == "loading [one]"
+        assert bar.what == "evaluating"
+
+
+def test_ls_names_everything(call):
+    _, out, _ = call("ls", "tasks", "--json")
+    tasks = {record["name"]: record for record in json.loads(out)}
+    assert set(tasks) >= {"sst2", "dbpedia", "synthetic", "mood-letter-1"}
+    assert tasks["sst2"]["labels"] == ["negative", "positive"]
+    _, out, _ = call("ls", "architectures", "--json")
+    assert {"model_type": "gpt2", "layers": "h", "attention": "attn", "mlp": "mlp"} in json.loads(out)
+    _, out, _ = call("ls", "methods", "--json")
+    methods = {record["name"]: record for record in json.loads(out)}
+    assert list(methods) == list(METHODS)
+    assert methods["zero_shot"]["options"] == {}
+    assert methods["i2cl"]["paper_row"] == "I2CL (ours)"
+    options = methods["i2cl"]["options"]
+    assert options["formula"] == {"default": "linear", "choices": ["linear", "add", "balance"]}
+    assert options["epochs"] == {"default": "100", "choices": []}
+
+
+def keys(value):
+    """Every key of nested JSON."""
+    if isinstance(value, dict):
+        return set(value).union(*map(keys, value.values()))
+    return set().union(*map(keys, value)) if isinstance(value, list) else set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [*(("ls", what) for what in ("tasks", "architectures", "methods")), ("experiment", "ls")],
+    ids=" ".join,
+)
+def test_lists_as_json_have_plain_keys(call, words):
+    found = keys(json.loads(call(*words, "--json")[1]))
+    assert found
+    assert [key for key in found if not key.isidentifier()] == []
+
+
+@pytest.mark.parametrize("what", ["tasks", "architectures", "methods"])
+def test_ls_prints_a_table_for_people(call, what):
+    code, out, err = call("ls", what)
+    assert (code, err) == (0, "")
+    assert {"tasks": "agnews", "architectures": "gpt_neox", "methods": "zero_shot"}[what] in out
