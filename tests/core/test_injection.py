@@ -30,6 +30,9 @@ TASK = Task(
     title="Films",
 )
 TEXTS = ["a warm film", "dull"]
+OF_FORMAT_1 = dict(
+    name="x", revision=None, model_type="llama", layers=2, d_model=32, weights="a", tokenizer="b"
+)
 
 
 @cache
@@ -353,7 +356,8 @@ def test_a_malformed_description(saved, content):
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),
         ({"loss": ["low"]}, "loss.0='low': "),
         ({"base_model": {"name": "x"}}, "base_model entry is malformed"),
-        ({"format_version": 4}, "held a read-out, which i2cl has no more"),
+        ({"format_version": 1, "base_model": OF_FORMAT_1}, "base_model entry is malformed.*fit it again"),
+        ({"format_version": 4, "read_out": {}}, "read_out={}: Extra inputs"),
         ({"label_bias": [0.5]}, "not one finite number for each of 2 labels"),
         ({"label_bias": [0.5, float("nan")]}, "not one finite number for each of 2 labels"),
         ({"label_bias": ["low", 0.5]}, "label_bias.0='low': "),

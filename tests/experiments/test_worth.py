@@ -220,7 +220,7 @@ def test_a_text_with_copies_counts_once(decoder, task):
 
 FIT = """
 import sys
-lacking = {"scipy", "sklearn", "duckdb", "matplotlib"}  # as if not installed
+lacking = {"scipy", "sklearn", "matplotlib"}  # as if not installed
 for name in [name for name in sys.modules if name.partition(".")[0] in lacking | {"i2cl"}]:
     del sys.modules[name]
 sys.modules.update(dict.fromkeys(lacking))

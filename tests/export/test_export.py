@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection, UncheckedWarning
+from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, checkpoint, export_hf, fold, golden, make_golden, sources, upcast, verify
 from i2cl.export.families import FAMILIES, REFUSED
@@ -416,7 +416,7 @@ def test_nothing_half_written_stays(tmp_path, monkeypatch):
 MEASURE = """
 import sys, torch
 from i2cl.export import export_hf
-from i2cl.core.injection import Injection, UncheckedWarning
+from i2cl.core.injection import Injection
 from i2cl.models.batching import peak_memory
 base, artefact, out = sys.argv[1:]
 injection = Injection.from_pretrained(artefact)
@@ -585,17 +585,6 @@ def test_a_folder_with_another_configuration_is_refused(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-5}), encoding="utf-8")
     with pytest.raises(I2CLError, match=r"\(config.rms_norm_eps 1e-06 and not 1e-05\)"):
         export_hf(base, injection, tmp_path / "out")
-
-
-def test_an_artefact_of_format_1_is_exported_as_far_as_it_tells(tmp_path):
-    base, artefact = saved(decoder_of("llama"), tmp_path)
-    known = Decoder.from_pretrained(str(base), device="cpu")
-    injection = Injection.from_pretrained(artefact)
-    old = replace(injection, base=known.base_like(replace(known.base, config=None)))
-    with pytest.warns(UncheckedWarning, match="were not checked"):
-        export_hf(base, old, tmp_path / "out")
-    with pytest.raises(I2CLError, match="weights"):
-        export_hf(base, replace(old, base=replace(old.base, weights="other")), tmp_path / "again")
 
 
 def test_another_model_is_refused(artefact, tmp_path, capsys):

@@ -20,13 +20,12 @@ from i2cl.storage.card import CARD, model_card
 from i2cl.tasks import Task
 
 FORMAT_VERSION = 2
-"""1 knew less of the base model (`i2cl.models.fingerprint.ModelIdentity.sampled`) and is read too."""
 
 BIASED_VERSION = 3
 """Of an artefact with a label bias: an older i2cl is to say that it has to be upgraded."""
 
 TEMPERED_VERSION = 5
-"""Of an artefact with a temperature that is not 1, likewise; 4 held a read-out."""
+"""Of an artefact with a temperature that is not 1, likewise."""
 
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
@@ -58,8 +57,6 @@ class Stored(pydantic.BaseModel):
     @pydantic.field_validator("format_version")
     @classmethod
     def _known(cls, version: int) -> int:
-        if version == 4:
-            raise ValueError("format version 4 held a read-out, which i2cl has no more")
         if version > TEMPERED_VERSION:
             raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
         return version

@@ -81,7 +81,7 @@ class ContextVector:
             )
         if self.base is None:
             return
-        difference = self.base.difference(decoder.base_like(self.base))
+        difference = self.base.difference(decoder.base)
         if difference:
             raise I2CLError(
                 f"the context vector was extracted on {self.base.name!r}, not {decoder.name!r} "

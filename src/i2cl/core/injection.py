@@ -46,10 +46,6 @@ class PrecisionWarning(UserWarning):
     """An injection is used on its own model, but with weights quantized in another way."""
 
 
-class UncheckedWarning(UserWarning):
-    """An injection of an older version says too little about its model to check all of it."""
-
-
 @dataclass(frozen=True, eq=False)
 class Injection:
     """Context vector, coefficients and task, bound to one base model (paper, "Context Injection").
@@ -160,8 +156,7 @@ class Injection:
         """Refuse a decoder that is not the one this was made on.
 
         The same checkpoint in another dtype is that one. Where it is quantized in another way, a
-        `PrecisionWarning` says so: answers can differ. An artefact of format 1 is compared as far as it
-        tells, and an `UncheckedWarning` says what it leaves open.
+        `PrecisionWarning` says so: answers can differ.
 
         Args:
             decoder: the candidate, or what is known of it.
@@ -174,7 +169,7 @@ class Injection:
 
     def _check(self, decoder: Decoder | ModelIdentity, *, force: bool) -> None:
         """`require_base`, whose warnings are told where that, or `scores`, was called."""
-        other = decoder.base_like(self.base) if isinstance(decoder, Decoder) else decoder
+        other = decoder.base if isinstance(decoder, Decoder) else decoder
         difference = self.base.difference(other)
         same_shape = (self.base.layers, self.base.d_model) == (other.layers, other.d_model)
         if difference and not (force and same_shape):
@@ -190,12 +185,6 @@ class Injection:
                 f"this injection was made with {mine} and the model is loaded with {theirs}: fit it again"
             )
             warnings.warn(f"{message} if answers differ", PrecisionWarning, stacklevel=3)
-        if self.base.sampled:
-            message = (
-                "this injection is of an older i2cl, which noted a sample of its model's weights and its "
-                "vocabulary: other weights, configuration, buffers and the tokenizer's rules were not checked"
-            )
-            warnings.warn(f"{message}; fit it again to have them checked", UncheckedWarning, stacklevel=3)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, JSON and a model card; all of it or, on an error, nothing.
@@ -268,7 +257,7 @@ class Injection:
     def description(self) -> dict[str, Any]:
         """What `save_pretrained` writes beside the tensors."""
         told: dict[str, Any] = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
-        version = 1 if self.base.sampled else FORMAT_VERSION
+        version = FORMAT_VERSION
         if self.label_bias is not None:
             version, told["label_bias"] = BIASED_VERSION, list(self.label_bias)
         if self.temperature != 1:

@@ -38,7 +38,7 @@ TOLD_BY_RECORD = ("model", "task", "method", "seed", "versions")
 
 
 class Scores(BaseModel):
-    """Log-probabilities among the labels in half precision, as text that JSON and Parquet hold.
+    """Log-probabilities among the labels in half precision, as text that JSON holds.
 
     ``numpy.frombuffer(base64.b64decode(float16), "<f2").reshape(shape)`` reads them without this package.
 

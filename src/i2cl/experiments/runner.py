@@ -6,7 +6,7 @@ import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from itertools import chain
@@ -65,7 +65,8 @@ class Kept:
             cell, told = record.cell, record.provenance
             same = (cell.model, cell.revision, cell.dtype) == (like.model, like.revision, like.dtype)
             if record.status == "done" and same:
-                weights[told.get("dtype", "")] |= {told["weights"]} if "weights" in told else set()
+                if "rows" in told:  # before, weights were told in another way
+                    weights[told.get("dtype", "")].add(told["weights"])
                 rows[cell.task] |= {told["rows"]} if "rows" in told else set()
                 wording[cell.task] |= {told["wording"]} if "wording" in told else set()
         each = (weights, rows, wording)
@@ -79,7 +80,7 @@ class Kept:
         """
         decoder = bench.decoder
         strange = set(self.weights.get(software(decoder)["dtype"], ())) - {decoder.base.weights}
-        if strange and strange - {decoder.base_like(replace(decoder.base, config=None)).weights}:
+        if strange:
             raise I2CLError(
                 f"the store has results of other weights than {decoder.name!r} has now: "
                 "choose another --store"

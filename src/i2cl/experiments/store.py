@@ -1,44 +1,30 @@
 """Where results are kept: one line of JSON per cell, appended by a single writer.
 
-A kill loses at most the cells in the making (`i2cl.storage.journal`). JSON Lines rather than Parquet, since
-a Parquet file cannot grow: every append would rewrite it. DuckDB reads both
-(``select * from 'cells.jsonl'``), and `pack` makes Parquet of a finished store.
+A kill loses at most the cells in the making (`i2cl.storage.journal`). `pack` compresses a finished store.
 """
 
-import json
+import gzip
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pydantic
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from i2cl.errors import I2CLError, first_problem, needs
+from i2cl.errors import I2CLError, first_problem
 from i2cl.experiments.records import Record
 from i2cl.storage.atomic import new_folder, write_errors
 from i2cl.storage.journal import Journal, only_writer, whole_lines
 
 CELLS = "cells.jsonl"
-PACKED = "cells.parquet"
+PACKED = "cells.jsonl.gz"
 LOCK = ".lock"
 VECTORS = "vectors"
 PACKED_VECTORS = "vectors.safetensors"
-
-COLUMNS = {
-    "key": "varchar",
-    "status": "varchar",
-    "model": "varchar",
-    "task": "varchar",
-    "method": "varchar",
-    "seed": "integer",
-    "accuracy": "double",
-    "record": "varchar",
-}
-"""Of a packed store: what one would select on, and the whole record as JSON."""
 
 Vectors = Mapping[str, Mapping[str, np.ndarray]]
 """By cell key: context_vector, coefficients and class_vectors, see `i2cl.experiments.studies`."""
@@ -125,7 +111,7 @@ class Store:
         if self._keep is None:
             raise ValueError("the store was opened for reading")
         with _write_errors(self.folder):
-            self._keep(record.model_dump_json(exclude_none=True).encode() + b"\n")
+            self._keep(_line(record))
         _put(self.records, record)
 
     def vectors(self) -> Vectors:
@@ -152,36 +138,31 @@ class Store:
             I2CLError: if the folder exists and is not empty, or cannot be written.
         """
         with new_folder(Path(folder), frozenset()) as fresh:
-            lines = (record.model_dump_json(exclude_none=True) + "\n" for record in self.records.values())
-            (fresh / CELLS).write_text("".join(lines), encoding="utf-8")
+            (fresh / CELLS).write_bytes(self._lines())
             for key, tensors in self.vectors().items():
                 save_vectors(fresh / VECTORS, key, tensors)
 
     def pack(self, folder: str | Path) -> None:
-        """Write the newest record of every cell as Parquet, and all vectors as one file.
+        """Write the newest record of every cell as one compressed file, and all vectors as another.
 
         Raises:
-            I2CLError: if the package duckdb is lacking, or the folder cannot be written.
+            I2CLError: if the folder cannot be written.
         """
-        duckdb = _duckdb()
         with new_folder(Path(folder), {PACKED, PACKED_VECTORS}) as fresh:
-            lines = fresh / CELLS
-            lines.write_text(
-                "".join(_flat(record) + "\n" for record in self.records.values()), encoding="utf-8"
-            )
-            with duckdb.connect() as connection:
-                table = connection.read_json(str(lines), format="newline_delimited", columns=COLUMNS)
-                try:
-                    table.write_parquet(str(fresh / PACKED), compression="zstd")
-                except duckdb.IOException as error:
-                    raise OSError(None, str(error)) from None
-            lines.unlink()
+            (fresh / PACKED).write_bytes(gzip.compress(self._lines(), mtime=0))
             vectors = self.vectors()
             if vectors:
                 flat = {
                     f"{key}.{part}": value for key, parts in vectors.items() for part, value in parts.items()
                 }
                 save_file(flat, fresh / PACKED_VECTORS)
+
+    def _lines(self) -> bytes:
+        return b"".join(map(_line, self.records.values()))
+
+
+def _line(record: Record) -> bytes:
+    return record.model_dump_json(exclude_none=True).encode() + b"\n"
 
 
 def _put(records: dict[str, Record], record: Record) -> None:
@@ -201,30 +182,11 @@ def _write_errors(folder: Path) -> AbstractContextManager[None]:
     return write_errors(f"to {str(folder)!r}", "free space or choose another --store")
 
 
-def _flat(record: Record) -> str:
-    cell, found = record.cell, record.outcome
-    values = (
-        record.key,
-        record.status,
-        cell.model,
-        cell.task,
-        cell.method,
-        cell.seed,
-        found.accuracy if found else None,
-        record.model_dump_json(exclude_none=True),
-    )
-    return json.dumps(dict(zip(COLUMNS, values, strict=True)))
-
-
 def _unpacked(path: Path) -> list[bytes]:
-    duckdb = _duckdb()
     try:
-        with duckdb.connect() as connection:
-            rows = connection.execute("select record from read_parquet(?)", [str(path)]).fetchall()
-    except duckdb.Error as error:
-        what = str(error).splitlines()[0]
-        raise I2CLError(f"{str(path)!r} is damaged ({what}): copy it or pack the store again") from None
-    return [f"{row[0]}\n".encode() for row in rows]
+        return gzip.decompress(path.read_bytes()).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
+        raise I2CLError(f"{str(path)!r} is damaged ({error}): copy it or pack the store again") from None
 
 
 def _tensors(path: Path, cure: str) -> dict[str, np.ndarray]:
@@ -258,10 +220,3 @@ def save_vectors(folder: Path, key: str, tensors: Mapping[str, np.ndarray]) -> N
         scratch.replace(folder / f"{key}.safetensors")
     finally:
         scratch.unlink(missing_ok=True)
-
-
-def _duckdb() -> Any:
-    needs("a packed store", "experiments", "duckdb")
-    import duckdb
-
-    return duckdb

@@ -76,7 +76,7 @@ def export_hf(
     if fold_temperature:
         injection, temperature = at_temperature(injection), injection.temperature
     found, folding = opened(source, injection, revision, temperature)
-    injection.require_base(base_of(source, found, folding, injection.base), force=force)
+    injection.require_base(base_of(source, found, folding), force=force)
     expected = golden() if golden is not None else None
     if expected is not None:
         expected.require_prior_of(injection)
@@ -175,19 +175,17 @@ def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
     return shard
 
 
-def base_of(
-    source: Decoder | str | Path, found: Source, folding: Folding, like: ModelIdentity
-) -> ModelIdentity:
-    """Which model an opened source is, as far as another identity tells (`Decoder.base_like`)."""
+def base_of(source: Decoder | str | Path, found: Source, folding: Folding) -> ModelIdentity:
+    """Which model an opened source is."""
     if isinstance(source, Decoder):
-        return source.base_like(like)
+        return source.base
     return ModelIdentity(
         name=str(source),
         revision=None,
         model_type=found.config.model_type,
         layers=found.config.num_hidden_layers,
         d_model=found.config.hidden_size,
-        weights=folding.fingerprint(sampled=like.sampled),
-        tokenizer=tokenizer_fingerprint(found.tokenizer, sampled=like.sampled),
-        config=None if like.sampled else told_config(found.config),
+        weights=folding.fingerprint(),
+        tokenizer=tokenizer_fingerprint(found.tokenizer),
+        config=told_config(found.config),
     )

@@ -121,10 +121,10 @@ class Folding:
         """What files call a tensor of the result."""
         return name if self.family.target else name.replace("lm_head.", f"{self.family.head}.")
 
-    def fingerprint(self, *, sampled: bool = False) -> str:
+    def fingerprint(self) -> str:
         """That of the source's weights (see `i2cl.models.fingerprint.weights_fingerprint`)."""
-        names = [name for name, _ in named_weights(self._nothing, sampled=sampled)]
-        return tensors_fingerprint(((name, self._source_tensor(name)) for name in names), sampled=sampled)
+        names = [name for name, _ in named_weights(self._nothing)]
+        return tensors_fingerprint((name, self._source_tensor(name)) for name in names)
 
     def bias_norms(self) -> dict[str, float]:
         """L2 norm of every bias that holds a constant, as it is written."""

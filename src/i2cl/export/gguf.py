@@ -80,7 +80,7 @@ def export_gguf(
     found, folding = opened(source, injection, revision)
     weights = Weights(package, folding, dtype or folding.dtype)
     vocabulary = Vocabulary.of(found.tokenizer, folding.config.vocab_size) if tokenizer else None
-    injection.require_base(base_of(source, found, folding, injection.base), force=force)
+    injection.require_base(base_of(source, found, folding), force=force)
     expected = golden() if golden is not None else None
     if expected is not None:
         expected.require_prior_of(injection)

@@ -161,17 +161,6 @@ class Decoder:
         second for a billion parameters in bfloat16 and is not done again: make a new `Decoder` of a model
         whose weights you have changed.
         """
-        return self._read_identity()
-
-    @cached_property
-    def _sampled_base(self) -> ModelIdentity:
-        return self._read_identity(sampled=True)
-
-    def base_like(self, other: ModelIdentity) -> ModelIdentity:
-        """Its identity as far as the other one tells: that of an artefact of format 1 told less."""
-        return self._sampled_base if other.sampled else self.base
-
-    def _read_identity(self, *, sampled: bool = False) -> ModelIdentity:
         here = Path(self.name)
         with lock_of(self.model):
             return ModelIdentity(
@@ -180,11 +169,11 @@ class Decoder:
                 model_type=self.model.config.model_type,
                 layers=self.layers,
                 d_model=self.d_model,
-                weights=weights_fingerprint(self.model, sampled=sampled),
-                tokenizer=tokenizer_fingerprint(self.tokenizer, sampled=sampled),
+                weights=weights_fingerprint(self.model),
+                tokenizer=tokenizer_fingerprint(self.tokenizer),
                 dtype=str(self.model.dtype).removeprefix("torch."),
                 quantization=quantization_of(self.model.config),
-                config=None if sampled else told_config(self.model.config),
+                config=told_config(self.model.config),
             )
 
     @property

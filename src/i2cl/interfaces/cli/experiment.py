@@ -213,7 +213,7 @@ def _watch(bar: console.Bar) -> "Callable[[Record], None]":
 def pack(
     store: options.StoreFolder, out: NewFolder, seed: options.NoSeed = 0, json: options.Json = False
 ) -> None:
-    """Write a store as Parquet and one safetensors file, to keep and to share.
+    """Write a store as a gzip file of lines and one safetensors file, to keep and to share.
 
     `i2cl report` reads it; `i2cl experiment unpack` turns it back.
     """

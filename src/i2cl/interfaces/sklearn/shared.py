@@ -36,7 +36,7 @@ def find_decoder(source: ModelSource, *, dtype: str | None, device: str | None) 
         found = shared_decoder(name, revision=revision, dtype=dtype, device=device)
     except I2CLError as error:
         raise I2CLError(f"{error} (set_params(model=...) gives it another place or a Decoder)") from None
-    difference = base.difference(found.base_like(base)) if base else None
+    difference = base.difference(found.base) if base else None
     if difference:
         raise I2CLError(
             f"{name!r} is not the model it was ({difference}): fit again, or set_params(model=...)"
