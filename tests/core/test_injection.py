@@ -30,9 +30,8 @@ TASK = Task(
     title="Films",
 )
 TEXTS = ["a warm film", "dull"]
-OF_FORMAT_1 = dict(
-    name="x", revision=None, model_type="llama", layers=2, d_model=32, weights="a", tokenizer="b"
-)
+OF_FORMAT_1 = {"name": "x", "revision": None, "model_type": "llama", "layers": 2, "d_model": 32}
+OF_FORMAT_1 |= {"weights": "a", "tokenizer": "b"}
 
 
 @cache

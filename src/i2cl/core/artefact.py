@@ -114,12 +114,7 @@ def write(
 ) -> None:
     """Write the three files.
 
-    Args:
-        folder: it is there already.
-        tensors: the context vector and the coefficients, by name.
-        description: see `i2cl.Injection.description`.
-        name: hub id or folder that it will be loaded from.
-        shared: shorten the base model's local path, which is nobody else's business.
+    If shared, the base model's local path is shortened: it is nobody else's business.
 
     Raises:
         I2CLError: if the description is none that `read` takes.
@@ -143,10 +138,6 @@ def write(
 
 def read(folder: Path, name: str) -> dict[str, Any]:
     """The fields of the `i2cl.Injection` in a folder.
-
-    Args:
-        folder: where its files are.
-        name: what it is called in errors.
 
     Raises:
         I2CLError: on a missing, damaged or newer artefact.

@@ -134,10 +134,6 @@ class NoisyEdit(Edit):
     residual stream after attention and after MLP (``place="residual"``, the paper's text), or of each
     writer's output (``place="writer"``, the released code). Sites that are not ``active`` get neither
     injection nor noise.
-
-    Attributes:
-        injection: the edit that noise is added to.
-        draw: standard Gaussian numbers in the shape of what it is given.
     """
 
     def __init__(
@@ -243,10 +239,7 @@ def _token_places(batch: Batch, lengths: Sequence[int]) -> Int[Tensor, " tokens"
 class RowsEdit(PlacedEdit):
     """A linear edit of its own for every query of a batch.
 
-    Attributes:
-        scaled: context vector of every task, times its lambda.
-        keep: beta of every task.
-        task: each query's task, in the order of the whole list of queries.
+    ``scaled`` is each task's context vector times its lambda, ``keep`` its beta, ``task`` that of each query.
     """
 
     def __init__(

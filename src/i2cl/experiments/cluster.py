@@ -42,9 +42,6 @@ class Cluster:
 def joined(address: str | None) -> Iterator[Cluster]:
     """A cluster for as long as the block runs.
 
-    Args:
-        address: of a running cluster, such as ``auto`` or ``ray://head:10001``; None starts one here.
-
     Raises:
         I2CLError: if the package ray is lacking, or no cluster answers.
     """
@@ -107,11 +104,7 @@ def run_on_ray(
 ) -> Iterator[list[Record]]:
     """Records of each job as it ends.
 
-    Args:
-        source: loads the model, in every actor.
-        jobs: what to run.
-        address: of a running cluster, such as ``auto`` or ``ray://head:10001``; None starts one here.
-        workers: actors; default: one per GPU of the cluster, or per core without any.
+    See `joined` for the address; by default one worker per GPU of the cluster, or per core without any.
 
     Raises:
         I2CLError: if the package ray is lacking, no cluster answers, the model cannot be loaded, a store

@@ -64,11 +64,7 @@ class Draw:
 def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
     """So many rows of each class, or all that it has: as `Task.sample` draws where all have so many.
 
-    Args:
-        task: with its training rows.
-        shots: of each class at most.
-        seed: of the draw.
-        keep_back: one row in so many of each class that has `ENOUGH`; 0 for none.
+    Of a class that has `ENOUGH`, one row in ``keep_back`` is left out; 0 for none.
 
     Raises:
         I2CLError: if a class has no row at all.
@@ -129,14 +125,6 @@ def fitting(
     """As many demonstrations as anchored calibration takes in `PATIENCE`: `USUAL` to `MOST_SHOTS` of a class.
 
     Fewer than `USUAL` are taken where more would be too many for it, never to save time.
-
-    Args:
-        decoder: the model, which is timed.
-        task: as it will be asked.
-        steps: of the fit, at most.
-        seed: of the draw.
-        keep_back: see `draw`.
-        scored: see `draw`.
     """
     kept = (KEPT_BACK if scored else 0) if keep_back is None else keep_back
     pace = _Pace.of(decoder, task, steps)

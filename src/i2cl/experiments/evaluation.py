@@ -35,13 +35,7 @@ OUT_OF_MEMORY = "out of memory: take a smaller model, --dtype bfloat16, or fewer
 class Fitted:
     """A method fitted with one seed.
 
-    Attributes:
-        method: what was fitted.
-        predictor: what came of it.
-        demonstrations: what it was fitted to.
-        seed: of the method.
-        seconds: that it took; an equal share of the time where several seeds were fitted together.
-        together: how many these were.
+    ``seconds`` are an equal share of the time where several seeds were fitted ``together``.
     """
 
     method: Method
@@ -109,15 +103,7 @@ def measure(
     queries: Sequence[Example],
     progress: Progress | None = None,
 ) -> Run:
-    """Score what was fitted on queries.
-
-    Args:
-        decoder: the model.
-        task: that it was fitted to.
-        fitted: see `fit_seeds`.
-        queries: of the task.
-        progress: called as queries finish.
-    """
+    """Score what was fitted on queries."""
     started = time.perf_counter()
     scores = fitted.predictor.scores([query.text for query in queries], progress)
     seconds = time.perf_counter() - started

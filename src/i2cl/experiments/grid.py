@@ -260,10 +260,7 @@ class Experiment(_Frozen):
     def cells(self, base: Cell, tasks: Sequence[str], scale: Scale) -> Iterator[Cell]:
         """All cells, seed by seed, so that an unfinished run holds whole tables of fewer seeds.
 
-        Args:
-            base: gives model, revision and dtype.
-            tasks: what "all" means for this model.
-            scale: seeds, queries and share of the tasks.
+        ``base`` gives model, revision and dtype; ``tasks`` are what "all" means for this model.
         """
         chosen = spread(tasks if self.tasks == "all" else self.tasks, scale.tasks)
         for seed, skew in itertools.product(range(scale.seeds), self.skews):

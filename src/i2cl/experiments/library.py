@@ -104,11 +104,6 @@ def require_methods(experiments: Sequence[Experiment]) -> None:
 def require_known(tasks: Sequence[str], known: Sequence[str], nobody: str) -> None:
     """Refuse a task that is not known.
 
-    Args:
-        tasks: that were asked for.
-        known: that there are.
-        nobody: has it, as the error says.
-
     Raises:
         I2CLError: naming the first.
     """

@@ -31,10 +31,8 @@ from i2cl.storage.atomic import WriteError
 class Group:
     """Cells of a grid that are fitted together, since they differ in their seed alone; or a single cell.
 
-    Attributes:
-        cells: all that the grid has, also those that a store holds already, so that what a killed run
-            had done changes nothing in what comes after.
-        lacking: those whose records are wanted.
+    ``cells`` are also those that a store holds already, so that what a killed run had done changes nothing in
+    what comes after; ``lacking`` are those whose records are wanted.
     """
 
     cells: tuple[Cell, ...]
@@ -45,10 +43,7 @@ class Group:
 class Kept:
     """What the results that a store has of a model stand on.
 
-    Attributes:
-        weights: fingerprints, by the precision that they were loaded in.
-        rows: of each task, see `Bench.rows`.
-        wording: of each task, see `Bench.wording`; older records do not tell it.
+    Weights by the precision that they were loaded in, rows and wordings (`Bench`) by task.
     """
 
     weights: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -164,10 +159,7 @@ Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]
 class Tally:
     """What a run came to.
 
-    Attributes:
-        done: cells that ended well.
-        failed: cells that did not.
-        skipped: cells whose method needs another model.
+    Cells whose method needs another model are skipped.
     """
 
     done: int
@@ -224,13 +216,6 @@ def run_groups(
     watch: Callable[[Record], None] | None = None,
 ) -> Tally:
     """Run what groups lack and append the records.
-
-    Args:
-        groups: what to run, see `pending`.
-        store: opened for writing.
-        execute: where.
-        data_dir: of the tasks.
-        watch: called with every record.
 
     Raises:
         I2CLError: if what the store has is of other weights, or of other rows.

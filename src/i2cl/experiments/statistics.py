@@ -103,11 +103,6 @@ def accuracy(tasks: Result, *, resamples: int = 2000, seed: int = 0) -> Accuracy
     ``sd`` is what papers print: how much the demonstrations matter on these queries. The interval also counts
     that other queries could have been asked.
 
-    Args:
-        tasks: one array per task; a list of one for one task.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
-
     Raises:
         I2CLError: if there are no results, or the seeds differ in number.
     """
@@ -160,9 +155,6 @@ def holm(p_values: Sequence[float] | Float[np.ndarray, " n"]) -> Float[np.ndarra
 
     Step-down (Holm, Scandinavian Journal of Statistics 6(2), 1979), with no need of independence: the k-th
     smallest of n is multiplied by n - k + 1, and none may fall below a smaller one.
-
-    Args:
-        p_values: of all comparisons, at best of a whole table.
 
     Returns:
         Corrected p-values, at most 1, in the same order.

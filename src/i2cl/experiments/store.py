@@ -33,9 +33,7 @@ Vectors = Mapping[str, Mapping[str, np.ndarray]]
 class Store:
     """A folder of results. Reading needs no lock; one process at a time writes.
 
-    Attributes:
-        folder: where it is.
-        records: the newest record of every cell, by key; one that failed takes no place of one that did not.
+    ``records`` has the newest of every cell by key; one that failed takes no place of one that did not.
     """
 
     def __init__(self, folder: Path, records: dict[str, Record]) -> None:

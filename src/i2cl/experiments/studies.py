@@ -43,11 +43,8 @@ JUDGED_ON = 100
 class Bench:
     """Where cells are run.
 
-    Attributes:
-        decoder: the model.
-        data_dir: folder of the tasks' rows, or None.
-        vectors: folder that keeps what plain I2CL cells were fitted to, for other cells and for figures.
-        fits: what was fitted here, by `fit_key`; cells that stand on the same fit find it here.
+    ``vectors`` keeps what plain I2CL cells were fitted to, for other cells and for figures; ``fits`` what was
+    fitted here, by `fit_key`.
     """
 
     decoder: Decoder
@@ -142,11 +139,7 @@ def plain(cell: Cell, task: str) -> Cell:
 class FittedCell:
     """A cell whose method is fitted, to be scored.
 
-    Attributes:
-        bench: where.
-        cell: what is run.
-        fitted: its method.
-        judged: held-out rows that its demonstrations were chosen by.
+    ``judged`` are the held-out rows that its demonstrations were chosen by.
     """
 
     bench: Bench

@@ -60,14 +60,7 @@ class AdaptedDecoder(Decoder):
     """
 
     def __init__(self, bare: Decoder, model: Any, virtual_tokens: int = 0, taken: int = 0) -> None:
-        """Run ``model``, a PeftModel around the bare decoder's own.
-
-        Args:
-            bare: the decoder.
-            model: its model with the adapter.
-            virtual_tokens: embeddings in front of every query.
-            taken: places of the context that virtual tokens take, those that are cached keys too.
-        """
+        """Run ``model``, a PeftModel around the bare decoder's own."""
         super().__init__(
             bare.model,
             bare.tokenizer,
@@ -144,14 +137,7 @@ def train_adapter(
 ) -> TrainedAdapter:
     """Put an adapter on, train it on a loss, keep its tensors, take it off.
 
-    Args:
-        decoder: the bare model.
-        config: the adapter.
-        training: rates and decay.
-        batches: what the loss is given, step by step.
-        loss_on: the loss of a decoder that wears the adapter.
-        seed: of the adapter's start and dropout.
-        start: its first tensors, in place of drawn ones.
+    ``start`` are its first tensors, in place of drawn ones.
 
     Raises:
         I2CLError: on a loss that is not finite.

@@ -184,10 +184,7 @@ def class_scores(
 ) -> Float[Tensor, "texts labels"]:
     """Log-probabilities by a fitted scikit-learn classifier; minus infinity for a label that it never saw.
 
-    Args:
-        model: whose ``classes_`` are label ids.
-        features: of each text, as the classifier takes them.
-        labels: how many the task has.
+    Its ``classes_`` are label ids.
     """
     scores = torch.full((len(features), labels), -torch.inf)
     if len(features):
@@ -196,11 +193,7 @@ def class_scores(
 
 
 class Wrapper(Method):
-    """A method on top of another one, written ``below+name``.
-
-    Attributes:
-        default: the method below where none is named.
-    """
+    """A method on top of another one, written ``below+name``."""
 
     default: ClassVar[str] = "few_shot"
     formula: ClassVar[str] = "that of the method below"

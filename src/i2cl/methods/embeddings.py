@@ -244,9 +244,7 @@ def local_encoder() -> str | None:
 def load_encoder(name: str, device: str) -> Any:
     """A ``SentenceTransformer`` in float32, ready to be trained or used; only safetensors are read.
 
-    Args:
-        name: ``minilm``, a folder, or a hub id, which is taken from the hub's cache where it is there.
-        device: where it runs.
+    A hub id is taken from the hub's cache where it is there.
 
     Raises:
         I2CLError: if it is not there, or is none.

@@ -62,12 +62,7 @@ class InjectionMethod(Method):
 class Plan:
     """What one seed is calibrated on, and what it then injects.
 
-    Attributes:
-        task: as calibration sees it.
-        demonstrations: as calibration sees them.
-        context: injected while calibrating.
-        injected: injected to predict, where that is another vector.
-        held_out: labelled examples used beyond the demonstrations.
+    ``injected`` is what is injected to predict, where that is another vector than while calibrating.
     """
 
     task: Task

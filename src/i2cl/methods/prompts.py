@@ -36,12 +36,7 @@ Shown = tuple[tuple[str, str], ...]
 class PromptPredictor:
     """Scores label words behind a prompt: the query, after demonstrations or not, under an edit or not.
 
-    Attributes:
-        questions: the task, asked of the model.
-        shown: demonstrations in front of the query.
-        prefix: their keys and values, if they were run once beforehand.
-        edit: applied to every layer, to prompt and query alike.
-        cost: what all that takes.
+    The prefix holds the keys and values of what is shown, if they were run once beforehand.
     """
 
     questions: Questions

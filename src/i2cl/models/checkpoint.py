@@ -95,9 +95,8 @@ def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Ten
 def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Those tensors of one file, on the CPU, whose name is wanted; what is no tensor is left out.
 
-    Args:
-        name: a file in safetensors or a pickle (`unpickled`), here or as owner/repository/file of the hub.
-        wanted: by the names in the file.
+    The name is that of a file in safetensors or a pickle (`unpickled`), here or owner/repository/file of the
+    hub.
 
     Raises:
         I2CLError: if there is no such file, or it is damaged or no mere weights.

@@ -215,13 +215,9 @@ class Decoder:
         """What ``run`` returns for each batch of queries of similar length, longest first.
 
         A batch that exceeds the memory is run again as two, and the token budget is lowered, so that this
-        happens, and is told, once. The queries' order does not change what a batch holds.
-
-        Args:
-            ids: token ids of each query.
-            run: what to do with a batch.
-            reserve: cached tokens in front of every query: they are kept, but not run, so that they count
-                towards `KEPT_BUDGET` (`CPU_KEPT_BUDGET`) alone.
+        happens, and is told, once. The queries' order does not change what a batch holds. Cached tokens in
+        front of every query, the ``reserve``, are kept, but not run, so that they count towards `KEPT_BUDGET`
+        (`CPU_KEPT_BUDGET`) alone.
 
         Raises:
             I2CLError: if a single query exceeds the memory.

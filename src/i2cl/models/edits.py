@@ -51,8 +51,7 @@ class Edit:
 class Keep(Edit):
     """Copies what is put out at one token of each row, in the order of the sites, and changes nothing.
 
-    Attributes:
-        kept: one (batch x d) tensor a site.
+    ``kept`` has one (batch x d) tensor a site.
     """
 
     def __init__(self, site: Site, at: Int[Tensor, " batch"]) -> None:
@@ -72,15 +71,7 @@ class Keep(Edit):
 def editing(
     edit: Edit | None, model: Any, blocks: Sequence[nn.Module], places: Places, batch: Batch
 ) -> Iterator[None]:
-    """Let an edit work on a model while the block runs.
-
-    Args:
-        edit: or None, for nothing.
-        model: any decoder, perhaps with an adapter on.
-        blocks: its decoder blocks.
-        places: where its sites are.
-        batch: what is to run.
-    """
+    """Let an edit work on a model while the block runs."""
     if edit is None:
         yield
         return

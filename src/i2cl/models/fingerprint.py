@@ -124,9 +124,6 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
     Tensors are read one by one, at about a gigabyte a second; quantized ones are dequantized one by one. A
     tensor that is split over processes is put together first, so all of them are to call this.
-
-    Args:
-        model: in memory, quantized or offloaded.
     """
     return tensors_fingerprint(_told(model))
 

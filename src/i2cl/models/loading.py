@@ -309,10 +309,6 @@ def is_gguf(path: Path) -> bool:
 def gguf_reader(path: Path, cure: str) -> Any:
     """A ``gguf.GGUFReader``, which maps the file into memory.
 
-    Args:
-        path: of the file.
-        cure: for a damaged one.
-
     Raises:
         I2CLError: if it is not there, no GGUF file, or a damaged one, or the package is not installed.
     """

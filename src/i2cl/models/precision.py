@@ -21,9 +21,8 @@ Quantization = Literal["8bit", "4bit"] | QuantizationConfigMixin
 def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -> Any:
     """What transformers is told: LLM.int8 for ``"8bit"``, NF4 for ``"4bit"``, None for None.
 
-    Args:
-        wanted: ``"8bit"``, ``"4bit"``, or a config, which is returned as it is.
-        dtype: that 4-bit layers compute in; ``"auto"`` leaves it to their input.
+    A config is returned as it is; 4-bit layers compute in ``dtype``, or with ``"auto"`` in that of their
+    input.
 
     Raises:
         I2CLError: on another name, or if bitsandbytes or accelerate is lacking.
@@ -53,12 +52,7 @@ def quantization_of(config: PreTrainedConfig) -> str | None:
 
 
 def dequantized(module: Any, parameter: Any) -> Tensor | None:
-    """The numbers that a parameter's codes stand for, or None where it holds numbers.
-
-    Args:
-        module: its owner.
-        parameter: of bitsandbytes, torchao, or of torch itself.
-    """
+    """The numbers that a parameter's codes stand for, or None where it holds numbers."""
     kind = type(parameter).__name__
     found: Tensor
     if kind == "Params4bit":
@@ -79,11 +73,6 @@ def dequantized(module: Any, parameter: Any) -> Tensor | None:
 
 def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None:
     """What `dequantized` gives once a parameter's quantizer has made codes of these numbers.
-
-    Args:
-        parameter: as `dequantized` takes it, and decodes it.
-        numbers: of its shape.
-        settings: the quantization config of its model.
 
     Returns:
         None where the config does not quantize a layer that is told by its weight alone.

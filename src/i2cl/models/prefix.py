@@ -125,10 +125,7 @@ def _changed(cache: Cache, change: Callable[[Tensor], Tensor]) -> DynamicCache:
 def keys_at(model: PreTrainedModel, blocks: list[nn.Module], places: Int[Tensor, " keys"]) -> Iterator[None]:
     """Give each key the bias of its place while the block runs; nothing to do without ALiBi.
 
-    Args:
-        model: any decoder.
-        blocks: its decoder blocks.
-        places: token index of every key, cached ones first.
+    ``places`` are the token index of every key, cached ones first.
     """
     found: dict[str, tuple[str, Any]] = {
         "bloom": ("self_attention", _bloom),

@@ -85,10 +85,7 @@ class LabelLikelihood:
     """Log-probability of the right label after each of some queries: what training raises.
 
     What runs are rows: each query with its label, or, where whole labels compete, with one label a row.
-
-    Attributes:
-        rows: the rows of each query.
-        lengths: tokens of each row, those of a prefix apart.
+    ``rows`` are those of each query, ``lengths`` the tokens of each row, those of a prefix apart.
     """
 
     def __init__(
@@ -100,15 +97,7 @@ class LabelLikelihood:
         *,
         among_labels: bool,
     ) -> None:
-        """Say what is to be learnt.
-
-        Args:
-            decoder: the model.
-            queries: token ids of each query, without a prefix.
-            labels: each query's own.
-            gold: the right one of these.
-            among_labels: whether labels compete with each other, and not with the whole vocabulary.
-        """
+        """Say what is to be learnt."""
         self.decoder, self.labels, self.gold = decoder, labels, gold
         self.whole = among_labels and any(own.full for own in labels)
         self.first = among_labels and not self.whole
@@ -123,13 +112,7 @@ class LabelLikelihood:
     def __call__(
         self, chosen: Sequence[int], run: Callable[[Sequence[int]], Float[Tensor, " rows"]], reserve: int = 0
     ) -> Float[Tensor, " chosen"]:
-        """That of the chosen queries, in nats.
-
-        Args:
-            chosen: places of queries.
-            run: `of_rows` of rows that may share a batch.
-            reserve: tokens of a prefix in front of every row.
-        """
+        """That of the chosen queries, in nats."""
         rows = [row for place in chosen for row in self.rows[place]]
         parts = self.decoder.together([reserve + self.lengths[row] for row in rows])
         found = torch.cat([run([rows[place] for place in part]) for part in parts])
@@ -329,9 +312,6 @@ class Backward:
     In float16 small gradients become 0 on their way, so the loss is scaled up and the gradients, which
     arrive in float32, are scaled down. A scale at which something exceeds float16 is halved until
     nothing does (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling).
-
-    Attributes:
-        scale: of the loss; always 1 but for float16.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype | None = None) -> None:

@@ -19,12 +19,7 @@ class ReadAsWarning(UserWarning):
 
 
 class RowError(I2CLError):
-    """Rows that cannot be used as they are: the file has to be repaired first.
-
-    Attributes:
-        place: file and row, where it is about one row.
-        why: what is wrong with that row, and the cure.
-    """
+    """Rows that cannot be used as they are: the file has to be repaired first."""
 
     def __init__(self, message: str, place: str = "", why: str = "") -> None:
         super().__init__(message)

@@ -40,10 +40,7 @@ _NO_LINES = ("yaml", "yml", "toml", "xml", "html", "htm")
 class Row:
     """One row as the file has it.
 
-    Attributes:
-        place: file and "row 3", "line 3" or "item 3", for error messages. Rows are counted from 1, the
-            header included.
-        values: of the columns that were asked for.
+    The place is the file and "row 3", "line 3" or "item 3"; rows are counted from 1, the header included.
     """
 
     place: str
@@ -54,10 +51,7 @@ class Row:
 class Columns:
     """Which columns or keys are read.
 
-    Attributes:
-        text: holds the text.
-        label: holds the label; None to read texts alone.
-        kept: read and passed on as they are.
+    Without a label, texts alone are read; ``kept`` are read and passed on as they are.
     """
 
     text: str = "text"

@@ -25,12 +25,7 @@ _MOST_REASONS = 6
 
 
 class Query(NamedTuple):
-    """A text to be classified.
-
-    Attributes:
-        text: what is asked about.
-        kept: values of the columns that are to come back with its answer, as the file has them.
-    """
+    """A text to be classified."""
 
     text: str
     kept: tuple[object, ...] = ()
@@ -173,10 +168,7 @@ def read_queries(
 def read_rows(source: str, columns: Columns, kind: RowFormat | None = None) -> Generator[Row, None, None]:
     """Rows of a file, or of stdin for ``-``, one at a time; their values are unchecked.
 
-    Args:
-        source: path or ``-``.
-        columns: what is read of each row.
-        kind: how the rows are written; default: by the file's ending.
+    ``-`` is stdin; without a kind, the file's ending says how rows are written.
 
     Raises:
         I2CLError: if the file cannot be opened.

@@ -16,14 +16,8 @@ LONGEST = 20
 class Survey:
     """Training rows, counted.
 
-    Attributes:
-        rows: all of them.
-        distinct: texts that differ.
-        labels: rows of each label, in the labels' order.
-        slips: labels that look like another one written otherwise, each with that one.
-        contradictions: texts that have several labels, each with these.
-        longest: the texts with the most characters.
-        numbered: whether the labels are numbers.
+    ``slips`` are labels that look like another one written otherwise, each with that one; ``contradictions``
+    texts that have several labels; ``longest`` those with the most characters.
     """
 
     rows: int

@@ -31,12 +31,7 @@ MOST_ROWS = 100_000
 class Selection:
     """A threshold, and what was seen of it.
 
-    Attributes:
-        target: accuracy that was asked for.
-        threshold: least probability of an answer.
-        coverage: share of the rows that reach it.
-        accuracy: of those.
-        rows: all of them.
+    Answers reach the ``threshold`` in a share of the rows, the ``coverage``, and this ``accuracy``.
     """
 
     target: float
@@ -68,11 +63,6 @@ def require_target(target: float, rows: int) -> None:
 
 def select(sure: Sure, right: Right, target: float) -> Selection | None:
     """The threshold that answers most among those shown to reach an accuracy; None where none is.
-
-    Args:
-        sure: probability of each row's answer.
-        right: whether it is right.
-        target: accuracy of what is answered.
 
     Raises:
         I2CLError: see `require_target`.

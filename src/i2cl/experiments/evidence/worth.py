@@ -42,12 +42,7 @@ Split = Literal["train", "test", "demonstrations"]
 class Score:
     """How one method did.
 
-    Attributes:
-        accuracy: share of the rows answered rightly.
-        low, high: its 95 % interval (`wilson`).
-        fit_seconds: from demonstrations to a predictor.
-        milliseconds_per_query: tokenisation included.
-        cached_bytes: kept per task.
+    ``low`` and ``high`` are its 95 % interval (`wilson`); bytes are those kept per task.
     """
 
     accuracy: float
@@ -103,10 +98,7 @@ def baselines() -> list[Method]:
 def labelled_rows(task: Task, demonstrations: Sequence[Example], limit: int) -> tuple[Example, ...]:
     """Rows to score on: test rows or, without any, training rows; none whose text is a demonstration's.
 
-    Args:
-        task: with its splits.
-        demonstrations: that something was fitted to.
-        limit: at most so many, as equal in number per class as the rows allow; 0 for none.
+    At most ``limit``, as equal in number per class as the rows allow; 0 for none.
 
     Returns:
         No rows where none remain.
@@ -182,18 +174,6 @@ def with_folds(
     A text that several demonstrations have is asked once. What else has demonstrations is made anew for
     the same folds. A refit has fewer of them than the fit, so what is measured is on the whole a little low.
 
-    Args:
-        injection: made of all demonstrations.
-        decoder: the model.
-        task: with its labels.
-        demonstrations: see `i2cl.methods.calibrated.folds.fold_rows`.
-        make: makes an injection of some of them, as this one was made.
-        seconds: see `with_worth`, as for what follows.
-        method: see there.
-        folds: how many refits.
-        watch: see there.
-        progress: see there.
-
     Raises:
         I2CLError: where some refit would not see all labels.
     """
@@ -233,12 +213,7 @@ def _fits(
 
 
 def tempered(run: Run, temperatures: tuple[float, float]) -> tuple[float, Confidence]:
-    """The most probable temperature given a run's rows, and the four numbers of confidence at it.
-
-    Args:
-        run: with its scores.
-        temperatures: the prior's; see `i2cl.methods.Method.temperatures`.
-    """
+    """The most probable temperature given a run's rows, and the four numbers of confidence at it."""
     scores = run.scores.array if run.scores else np.empty((0, len(run.labels)))
     gold = np.array(run.gold)
     temperature = likely_temperature(scores, gold, *temperatures)

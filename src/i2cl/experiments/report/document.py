@@ -63,13 +63,8 @@ LONGEST_ERROR = 300
 class Section:
     """One experiment under one setting.
 
-    Attributes:
-        experiment: what was asked.
-        setting: model and queries, or None where there are no cells.
-        anchor: name of the section, unlike any other's.
-        tables: of all views.
-        figures: by view; writing them uses them up.
-        missing: what is not shown, and why, in a line each.
+    Its anchor is unlike any other's, writing its figures uses them up, and ``missing`` says what is not shown
+    and why.
     """
 
     experiment: Experiment
@@ -101,13 +96,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is rendered.
-
-    Attributes:
-        sections: at least one for every experiment, in their order.
-        failures: cells of these experiments that did not end well, if any.
-        provenance: name and values, most of them one value.
-    """
+    """Everything that is rendered."""
 
     sections: tuple[Section, ...]
     failures: Table | None
@@ -122,15 +111,7 @@ def build(
     printed: PrintedFor = printed_for,
     figures: bool = True,
 ) -> Report:
-    """Compute every table and draw every figure.
-
-    Args:
-        experiments: what to report; each gets a section, with results or without.
-        records: of a store, one for each cell.
-        vectors: of a store, by the key of the cell.
-        printed: finds the paper's tables.
-        figures: whether to draw any.
-    """
+    """Compute every table and draw every figure."""
     records = tuple(records)
     sections: list[Section] = []
     used: dict[str, Record] = {}

@@ -65,10 +65,6 @@ FIGURES: Mapping[View, Drawing] = MappingProxyType(
 def save(figure: Figure, stem: Path) -> list[Path]:
     """Write a figure as PNG and SVG and empty it; equal figures give equal bytes.
 
-    Args:
-        figure: drawn by this package; it cannot be used afterwards.
-        stem: path without an ending; its folder is made if need be.
-
     Returns:
         The two paths.
     """

@@ -47,11 +47,8 @@ def new_figure(width: float, height: float) -> Figure:
 def panels(count: int, width: float, height: float, *, shared: bool = False) -> tuple[Figure, list[Axes]]:
     """A figure of so many panels in at most four columns, the last row possibly shorter.
 
-    Args:
-        count: of panels.
-        width: of one, in inches.
-        height: of one.
-        shared: whether all have the same axes, with ticks named at the left and where no panel is below.
+    Sizes are one panel's, in inches. If shared, all have the same axes, named at the left and where none is
+    below.
     """
     columns = min(4, math.ceil(math.sqrt(count)))
     rows = math.ceil(count / columns)

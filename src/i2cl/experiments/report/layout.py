@@ -19,13 +19,8 @@ WIDE = 10
 class Table:
     """One table.
 
-    Attributes:
-        title: what it shows.
-        columns: their names; the first one names the lines.
-        rows: as many cells each as there are columns.
-        notes: lines below.
-        values: the raw numbers behind the cells, one line per row and task.
-        words: columns that hold no numbers, beside the first.
+    The first column names the lines; ``words`` are other columns that hold no numbers; ``values`` are the raw
+    numbers, one line per row and task.
     """
 
     title: str

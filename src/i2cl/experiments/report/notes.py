@@ -16,11 +16,7 @@ WHERE = ("machine", "accelerator", "device", "dtype", "threads")
 class Entry(NamedTuple):
     """One cell of a table.
 
-    Attributes:
-        text: as shown.
-        bold: only for what can be told from all others.
-        printed: whether the paper printed it, as opposed to measured.
-        mark: signs that the table's notes explain.
+    Bold is only what can be told from all others; a mark is a sign that the table's notes explain.
     """
 
     text: str

@@ -29,12 +29,7 @@ PrintedFor = Callable[[str, str], PrintedTable | None]
 
 @dataclass(frozen=True, eq=False)
 class Paper:
-    """What the paper prints for an experiment.
-
-    Attributes:
-        found: our results.
-        table: the paper's table for this experiment and model, or None.
-    """
+    """What the paper prints for an experiment."""
 
     found: Results
     table: PrintedTable | None
@@ -89,12 +84,7 @@ class Paper:
         return found if row.average is None else [*found, average]
 
     def notes(self, rows: Iterable[Sequence[Entry]], *, averaged: bool) -> list[str]:
-        """What a reader must know of the printed numbers.
-
-        Args:
-            rows: of the table, with the marks that were given.
-            averaged: whether the table shows averages.
-        """
+        """What a reader must know of the printed numbers."""
         if self.table is None:
             return []
         marks = {sign for row in rows for cell in row for sign in cell.mark}

@@ -64,14 +64,7 @@ class PrintedTable(_Frozen):
 
 
 class InconsistentAverage(NamedTuple):
-    """A printed average that its own row contradicts.
-
-    Attributes:
-        table: where it is printed.
-        row: name of the row.
-        printed: the average as printed.
-        recomputed: mean of the row's printed accuracies.
-    """
+    """A printed average that its own row contradicts."""
 
     table: PrintedTable
     row: str
@@ -94,8 +87,7 @@ def _file() -> _File:
 def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
     """The paper's tables of results, in the paper's order.
 
-    Args:
-        name: only those of this name; ``main`` has one for each model.
+    ``main`` has one for each model.
 
     Raises:
         I2CLError: if no table has that name.

@@ -48,11 +48,7 @@ class Setting:
 class Line:
     """A row of an experiment, or the part of it with one number of demonstrations or one source.
 
-    Attributes:
-        place: of the row in the experiment.
-        shots: demonstrations per class, where the row has several numbers of them.
-        source: task that was moved from, where the row moves.
-        row: itself.
+    Shots are told where the row has several numbers of them, the source task where the row moves.
     """
 
     place: int
@@ -86,12 +82,7 @@ class Line:
 class Results:
     """What a store holds of one experiment under one setting; what is computed of it is computed once.
 
-    Attributes:
-        experiment: rows and views.
-        setting: model and queries.
-        tasks: those with any result, by name.
-        cells: records that ended well.
-        left_out: tasks that at most half of the rows have; other experiments ran the rest of them.
+    ``left_out`` are tasks that at most half of the rows have; other experiments ran the rest of them.
     """
 
     experiment: Experiment
@@ -223,10 +214,7 @@ class Results:
     ) -> Accuracy | None:
         """Accuracy on a task; without one, over all tasks of the line, for the seeds that they share.
 
-        Args:
-            line: of these results.
-            task: one, or None for the average.
-            among: only these tasks count in the average.
+        Among some tasks, only these count in the average.
 
         Returns:
             None where there is no seed that all tasks have.

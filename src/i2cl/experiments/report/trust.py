@@ -24,11 +24,7 @@ UNITS = {"log_loss": "nats", "brier": "squared distance", "ece": "percent", "aur
 class Scored:
     """A line's queries on one task for the seeds that all its tasks have.
 
-    Attributes:
-        temperature: the best one of all seeds together, found with the right labels of these queries.
-        scores: as kept.
-        gold: right label ids.
-        answers: label ids that were answered.
+    The temperature is the best of all seeds together, found with the right labels of these queries.
     """
 
     temperature: float

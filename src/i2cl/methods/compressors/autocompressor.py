@@ -52,10 +52,8 @@ class AutoCompressorConfig(BaseModel):
 class Summarizer:
     """A language model with its summary embeddings.
 
-    Attributes:
-        decoder: the model.
-        embeddings: one input embedding for each summary vector.
-        accumulate: whether a segment sees the summaries of all before it, or of the last alone.
+    ``embeddings`` has one for each summary vector; if it accumulates, a segment sees the summaries of all
+    before it, else of the last alone.
     """
 
     decoder: Decoder
@@ -97,11 +95,6 @@ class Summarizer:
 
     def segments(self, shown: Sequence[Ids], front: Ids, most: int) -> list[Ids]:
         """Demonstrations in as few segments as their order allows, none cut in two.
-
-        Args:
-            shown: token ids of each demonstration.
-            front: what stands before the first.
-            most: tokens of a segment.
 
         Raises:
             I2CLError: if one is longer than a segment, or the summaries fill the context.

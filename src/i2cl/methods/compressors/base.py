@@ -33,12 +33,7 @@ class NoCompressorError(I2CLError):
 
 @dataclass(frozen=True)
 class Compressor:
-    """A trained compressor.
-
-    Attributes:
-        settings: what its configuration says of it.
-        tensors: its parameters by their names in the checkpoint, on the CPU.
-    """
+    """A trained compressor."""
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -80,12 +75,6 @@ def once(decoder: Decoder, key: Hashable, make: Callable[[], T]) -> T:
 
 def beside(decoder: Decoder, kind: str, wanted: Callable[[str], bool], cure: str) -> Compressor:
     """The compressor whose tensors stand beside the model's own in its checkpoint.
-
-    Args:
-        decoder: the model.
-        kind: name of the method.
-        wanted: whether a tensor of the checkpoint is one of the compressor's.
-        cure: where there is such a checkpoint.
 
     Raises:
         I2CLError: if there is none, or the files are damaged.
@@ -144,12 +133,7 @@ def asked_behind(decoder: Decoder, task: Task) -> Questions:
 class BehindVectors:
     """Scores label words behind queries that stand behind vectors.
 
-    Attributes:
-        questions: the task, asked of the model; see `asked_behind`.
-        prefix: of the vectors.
-        right: tokens behind each query.
-        edit: applied to queries.
-        cost: what all that takes.
+    The tokens ``right`` stand behind each query.
     """
 
     questions: Questions

@@ -58,10 +58,6 @@ class CrossAttention(Edit):
     """Adds to what a layer's attention writes the cross-attention of the stream behind it to some states.
 
     The keys and values of all layers are made at once, so that a batch costs only the attention itself.
-
-    Attributes:
-        heads: of the decoder's attention.
-        eps: of its norms.
     """
 
     sees_input = True
@@ -117,12 +113,7 @@ class CrossAttention(Edit):
 class ContextEncoder:
     """A bidirectional encoder and the layers that read its states.
 
-    Attributes:
-        encoder: a Llama, run without a causal mask.
-        layers: by the number of the decoder's block that each belongs to.
-        heads: of the decoder's attention.
-        eps: of its norms.
-        budget: padded tokens that the encoder runs at once.
+    ``layers`` are by the decoder's block that each belongs to, ``budget`` is in padded tokens.
     """
 
     encoder: LlamaModel
@@ -155,10 +146,7 @@ class ContextEncoder:
 class CrossPredictor:
     """Scores label words behind a prompt whose tokens attend to the states of demonstrations too.
 
-    Attributes:
-        prompt: the query, behind demonstrations or not.
-        own: the encoder.
-        states: of the other demonstrations; their keys and values are made at each call.
+    The keys and values of the states are made at each call.
     """
 
     prompt: PromptPredictor

@@ -102,11 +102,8 @@ class PutIn(Edit):
 class AutoEncoder:
     """A frozen model with what makes it write memory slots.
 
-    Attributes:
-        decoder: the model.
-        embeddings: input embeddings of the memory, then of ae, lm and ft.
-        adapter: low-rank pairs by module, (rank x in) and (out x rank), the scale in the second.
-        version: of the release.
+    ``embeddings`` are those of the memory, then of ae, lm and ft; the adapter has pairs (rank x in) and (out
+    x rank) by module, the scale in the second.
     """
 
     decoder: Decoder
