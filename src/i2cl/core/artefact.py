@@ -114,10 +114,8 @@ def write(
 ) -> None:
     """Write the three files.
 
-    If shared, the base model's local path is shortened: it is nobody else's business.
-
-    Raises:
-        I2CLError: if the description is none that `read` takes.
+    If shared, the base model's local path is shortened: it is nobody else's business. Raises I2CLError if the
+    description is none that `read` takes.
     """
     try:
         Stored.model_validate(description)
@@ -138,9 +136,7 @@ def write(
 
 def read(folder: Path, name: str) -> dict[str, Any]:
     """The fields of the `i2cl.Injection` in a folder.
-
-    Raises:
-        I2CLError: on a missing, damaged or newer artefact.
+    Raises I2CLError on a missing, damaged or newer artefact.
     """
     if not (folder / DESCRIPTION).is_file():
         raise I2CLError(f"{name!r} is no injection: it has no {DESCRIPTION} (made by `i2cl fit`)")

@@ -212,9 +212,7 @@ def extract(
 
 def _common_base(vectors: Sequence[ContextVector]) -> ModelIdentity | None:
     """The model that all of them whose model is known were extracted on.
-
-    Raises:
-        I2CLError: if there are two.
+    Raises I2CLError if there are two.
     """
     known = [vector.base for vector in vectors if vector.base is not None]
     for other in known[1:]:
@@ -255,9 +253,7 @@ def extract_classes(
 
 def require_demonstrations(task: Task, demonstrations: Sequence[Example]) -> None:
     """Refuse to work without demonstrations, or with labels that the task does not have.
-
-    Raises:
-        I2CLError: naming the demonstration.
+    Raises I2CLError naming the demonstration.
     """
     if not demonstrations:
         raise I2CLError("no demonstrations were given: at least one is needed")
@@ -266,9 +262,7 @@ def require_demonstrations(task: Task, demonstrations: Sequence[Example]) -> Non
 
 def require_labels(task: Task, demonstrations: Sequence[Example]) -> None:
     """Refuse labels that the task does not have, and texts that are no Unicode.
-
-    Raises:
-        I2CLError: naming the demonstration.
+    Raises I2CLError naming the demonstration.
     """
     for number, example in enumerate(demonstrations, start=1):
         if not 0 <= example.label < len(task.labels):

@@ -57,9 +57,7 @@ class CalibrationRun:
 
     def require_fit(self, config: CalibrationConfig) -> None:
         """Refuse what cannot be calibrated, before any work.
-
-        Raises:
-            I2CLError: see `i2cl.core.calibration.calibrate`.
+        Raises I2CLError: see `i2cl.core.calibration.calibrate`.
         """
         require_demonstrations(self.questions.task, self.demonstrations)
         self.context.require_base(self.questions.decoder)

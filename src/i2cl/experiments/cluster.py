@@ -41,9 +41,7 @@ class Cluster:
 @contextmanager
 def joined(address: str | None) -> Iterator[Cluster]:
     """A cluster for as long as the block runs.
-
-    Raises:
-        I2CLError: if the package ray is lacking, or no cluster answers.
+    Raises I2CLError if the package ray is lacking, or no cluster answers.
     """
     needs("--executor ray", "ray", "ray")
     import ray
@@ -105,10 +103,8 @@ def run_on_ray(
     """Records of each job as it ends.
 
     See `joined` for the address; by default one worker per GPU of the cluster, or per core without any.
-
-    Raises:
-        I2CLError: if the package ray is lacking, no cluster answers, the model cannot be loaded, a store
-            cannot be written, or an actor dies.
+    Raises I2CLError if the package ray is lacking, no cluster answers, the model cannot be loaded, a store
+    cannot be written, or an actor dies.
     """
     with joined(address) as cluster:
         import ray

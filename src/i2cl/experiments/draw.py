@@ -64,10 +64,8 @@ class Draw:
 def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
     """So many rows of each class, or all that it has: as `Task.sample` draws where all have so many.
 
-    Of a class that has `ENOUGH`, one row in ``keep_back`` is left out; 0 for none.
-
-    Raises:
-        I2CLError: if a class has no row at all.
+    Of a class that has `ENOUGH`, one row in ``keep_back`` is left out; 0 for none. Raises I2CLError if a
+    class has no row at all.
     """
     task.sample(1, seed)
     groups = group_by_label(task.train, len(task.labels))

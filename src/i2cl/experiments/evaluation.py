@@ -60,9 +60,7 @@ def fit_seeds(
     seeds: Sequence[int],
 ) -> list[Fitted]:
     """Fit a method with each of some seeds and its demonstrations, all in one call.
-
-    Raises:
-        I2CLError: if one of them cannot be fitted; see `i2cl.methods.Method.fit_many`.
+    Raises I2CLError if one of them cannot be fitted; see `i2cl.methods.Method.fit_many`.
     """
     started = time.perf_counter()
     predictors = method.fit_many(decoder, task, demonstrations, seeds)
@@ -75,9 +73,7 @@ def fit_seeds(
 
 def stand_on(decoder: Decoder, method: Wrapper, below: Fitted, task: Task) -> Fitted:
     """A wrapper on top of what the method below it was fitted to; its seconds are those of both.
-
-    Raises:
-        I2CLError: if it lacks something that it needs.
+    Raises I2CLError if it lacks something that it needs.
     """
     started = time.perf_counter()
     predictor = method.over(decoder, below.predictor, task, below.demonstrations, below.seed)
@@ -207,9 +203,7 @@ class Evaluation:
 
     def run(self, decoder: Decoder) -> list[Run | NotRun]:
         """One run for each seed and method.
-
-        Raises:
-            I2CLError: see `evaluate`, from the first seed that cannot be fitted; unless it goes on.
+        Raises I2CLError: see `evaluate`, from the first seed that cannot be fitted; unless it goes on.
         """
         queries = self.task.queries(self.limit)
         found: list[Run | NotRun] = []

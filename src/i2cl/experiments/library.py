@@ -50,9 +50,7 @@ BROUGHT = (
 
 def load_experiment(name: str | Path) -> Experiment:
     """An experiment by name, or from a TOML file.
-
-    Raises:
-        I2CLError: on an unknown name, or a file that is missing or wrong, naming what to correct.
+    Raises I2CLError on an unknown name, or a file that is missing or wrong, naming what to correct.
     """
     path = Path(name)
     if path.suffix == ".toml":
@@ -68,9 +66,7 @@ def load_experiment(name: str | Path) -> Experiment:
 
 def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Experiment]:
     """The same grids over these tasks; those that name tasks of their own over what they share with them.
-
-    Raises:
-        I2CLError: on a task that none of the grids has.
+    Raises I2CLError on a task that none of the grids has.
     """
     known = dict.fromkeys(task for one in experiments if one.tasks != "all" for task in one.tasks)
     if all(one.tasks != "all" for one in experiments):
@@ -87,9 +83,7 @@ def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Exp
 
 def require_methods(experiments: Sequence[Experiment]) -> None:
     """Refuse rows whose method or options do not exist, before anything is run.
-
-    Raises:
-        I2CLError: naming the first row.
+    Raises I2CLError naming the first row.
     """
     from i2cl.methods import make_methods
 
@@ -102,11 +96,7 @@ def require_methods(experiments: Sequence[Experiment]) -> None:
 
 
 def require_known(tasks: Sequence[str], known: Sequence[str], nobody: str) -> None:
-    """Refuse a task that is not known.
-
-    Raises:
-        I2CLError: naming the first.
-    """
+    """Refuse a task that is not known. Raises I2CLError naming the first."""
     for task in tasks:
         if task not in known:
             hint = did_you_mean(task, known)
@@ -115,9 +105,7 @@ def require_known(tasks: Sequence[str], known: Sequence[str], nobody: str) -> No
 
 def compared_with(experiments: Sequence[Experiment], row: str) -> list[Experiment]:
     """The same grids, their rows tested against this one; those without such a row as they are.
-
-    Raises:
-        I2CLError: if none of the grids has such a row.
+    Raises I2CLError if none of the grids has such a row.
     """
     names = list(dict.fromkeys(own.name for one in experiments for own in one.rows))
     if row not in names:

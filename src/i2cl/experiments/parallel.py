@@ -55,10 +55,8 @@ def run_jobs(
     """Place and result of each job as it is done.
 
     Every process has its share of the threads, warns through this one, and ends when the generator does. With
-    one worker the decoder is used, with several the source.
-
-    Raises:
-        I2CLError: from the first job that fails with one, or if a process dies; the others are dropped.
+    one worker the decoder is used, with several the source. Raises I2CLError from the first job that fails
+    with one, or if a process dies; the others are dropped.
     """
     if workers == 1:
         yield from ((place, job.run(decoder)) for place, job in enumerate(jobs))

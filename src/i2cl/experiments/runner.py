@@ -69,9 +69,7 @@ class Kept:
 
     def require_same(self, bench: Bench, cells: Iterable[Cell]) -> None:
         """Refuse to add results of other weights or other rows.
-
-        Raises:
-            I2CLError: naming the model or the task.
+        Raises I2CLError naming the model or the task.
         """
         decoder = bench.decoder
         strange = set(self.weights.get(software(decoder)["dtype"], ())) - {decoder.base.weights}
@@ -104,9 +102,7 @@ class GroupJob:
 
     def run(self, decoder: Decoder) -> list[Record]:
         """Records of what is lacking; what goes wrong with a cell becomes part of its record.
-
-        Raises:
-            I2CLError: if the store's results are of other weights, or of other rows of these tasks.
+        Raises I2CLError if the store's results are of other weights, or of other rows of these tasks.
         """
         bench = Bench(decoder, self.data_dir, self.vectors)
         self.kept.require_same(bench, [cell for group in self.groups for cell in group.lacking])
@@ -216,9 +212,7 @@ def run_groups(
     watch: Callable[[Record], None] | None = None,
 ) -> Tally:
     """Run what groups lack and append the records.
-
-    Raises:
-        I2CLError: if what the store has is of other weights, or of other rows.
+    Raises I2CLError if what the store has is of other weights, or of other rows.
     """
     same: dict[str, list[Group]] = defaultdict(list)
     for group in groups:

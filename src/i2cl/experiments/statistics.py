@@ -101,10 +101,8 @@ def accuracy(tasks: Result, *, resamples: int = 2000, seed: int = 0) -> Accuracy
     """Mean accuracy with its spread over seeds and its interval over seeds and queries.
 
     ``sd`` is what papers print: how much the demonstrations matter on these queries. The interval also counts
-    that other queries could have been asked.
-
-    Raises:
-        I2CLError: if there are no results, or the seeds differ in number.
+    that other queries could have been asked. Raises I2CLError if there are no results, or the seeds differ in
+    number.
     """
     cells = _checked(tasks)
     per_seed = np.mean([task.mean(1) for task in cells], axis=0)

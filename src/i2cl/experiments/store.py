@@ -44,9 +44,7 @@ class Store:
     @classmethod
     def open(cls, folder: str | Path) -> "Store":
         """Read a store, packed or not.
-
-        Raises:
-            I2CLError: if it is none, or a line other than a torn last one cannot be read.
+        Raises I2CLError if it is none, or a line other than a torn last one cannot be read.
         """
         path = Path(folder)
         if (path / PACKED).is_file():
@@ -61,9 +59,7 @@ class Store:
     @contextmanager
     def writing(cls, folder: str | Path) -> Iterator["Store"]:
         """Open a store for appending, or make it; a torn last line is cut off.
-
-        Raises:
-            I2CLError: if another process is writing to it, or it cannot be written.
+        Raises I2CLError if another process is writing to it, or it cannot be written.
         """
         path = Path(folder)
         if (path / PACKED).is_file():
@@ -101,11 +97,7 @@ class Store:
         return key in self.records and self.records[key].status != "failed"
 
     def append(self, record: Record) -> None:
-        """Keep a record for good. Only inside `writing`.
-
-        Raises:
-            I2CLError: if it cannot be written.
-        """
+        """Keep a record for good. Only inside `writing`. Raises I2CLError if it cannot be written."""
         if self._keep is None:
             raise ValueError("the store was opened for reading")
         with _write_errors(self.folder):
@@ -113,11 +105,7 @@ class Store:
         _put(self.records, record)
 
     def vectors(self) -> Vectors:
-        """Vectors of every cell that kept some.
-
-        Raises:
-            I2CLError: on a damaged file, naming it.
-        """
+        """Vectors of every cell that kept some. Raises I2CLError on a damaged file, naming it."""
         packed = self.folder / PACKED_VECTORS
         found: dict[str, dict[str, np.ndarray]] = {}
         if packed.is_file():
@@ -131,9 +119,7 @@ class Store:
 
     def unpack(self, folder: str | Path) -> None:
         """Write the same as lines and single files of vectors, which can be added to.
-
-        Raises:
-            I2CLError: if the folder exists and is not empty, or cannot be written.
+        Raises I2CLError if the folder exists and is not empty, or cannot be written.
         """
         with new_folder(Path(folder), frozenset()) as fresh:
             (fresh / CELLS).write_bytes(self._lines())
@@ -142,9 +128,7 @@ class Store:
 
     def pack(self, folder: str | Path) -> None:
         """Write the newest record of every cell as one compressed file, and all vectors as another.
-
-        Raises:
-            I2CLError: if the folder cannot be written.
+        Raises I2CLError if the folder cannot be written.
         """
         with new_folder(Path(folder), {PACKED, PACKED_VECTORS}) as fresh:
             (fresh / PACKED).write_bytes(gzip.compress(self._lines(), mtime=0))

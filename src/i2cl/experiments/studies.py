@@ -54,9 +54,7 @@ class Bench:
 
     def task(self, cell: Cell) -> Task:
         """A cell's task with its rows, read once per process.
-
-        Raises:
-            I2CLError: if it is to be a chat and the tokenizer has no template for one.
+        Raises I2CLError if it is to be a chat and the tokenizer has no template for one.
         """
         task = _task(cell.task, self.data_dir, cell.wording)
         return task.chat(self.decoder.tokenizer) if cell.chat else task
@@ -161,9 +159,7 @@ class FittedCell:
 
 def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
     """Fit cells that differ in nothing but their seed, together.
-
-    Raises:
-        I2CLError: if the task, the method or the demonstrations of one of them do not allow it.
+    Raises I2CLError if the task, the method or the demonstrations of one of them do not allow it.
     """
     first = cells[0]
     _asked(bench, first).queries(first.limit)  # none are told before anything is fitted
@@ -213,11 +209,7 @@ def _asked(bench: Bench, cell: Cell) -> Task:
 
 
 def run_study(bench: Bench, cell: Cell) -> Run:
-    """Run a cell by itself.
-
-    Raises:
-        I2CLError: see `fit_cells`.
-    """
+    """Run a cell by itself. Raises I2CLError: see `fit_cells`."""
     (fitted,) = fit_cells(bench, [cell])
     return fitted.run()
 
@@ -243,10 +235,8 @@ def worst_group(
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
     """The group of demonstrations with which few-shot does worst on held-out rows, and those rows.
 
-    Held-out rows are of the training split and in none of the groups.
-
-    Raises:
-        I2CLError: if no rows remain to judge on.
+    Held-out rows are of the training split and in none of the groups. Raises I2CLError if no rows remain to
+    judge on.
     """
     groups = [task.sample(shots, 1_000_000 + GROUPS * seed + number) for number in range(GROUPS)]
     used = {example.text: example for group in groups for example in group}

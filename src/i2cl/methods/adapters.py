@@ -100,9 +100,7 @@ def fit_adapter(
     start: dict[str, Tensor] | None = None,
 ) -> TrainedAdapter:
     """Train an adapter to predict the demonstrations' labels after their queries.
-
-    Raises:
-        I2CLError: without demonstrations, on one that is none, or on a loss that is not finite.
+    Raises I2CLError without demonstrations, on one that is none, or on a loss that is not finite.
     """
     require_demonstrations(task, demonstrations)
 
@@ -137,10 +135,7 @@ def train_adapter(
 ) -> TrainedAdapter:
     """Put an adapter on, train it on a loss, keep its tensors, take it off.
 
-    ``start`` are its first tensors, in place of drawn ones.
-
-    Raises:
-        I2CLError: on a loss that is not finite.
+    ``start`` are its first tensors, in place of drawn ones. Raises I2CLError on a loss that is not finite.
     """
     from peft import get_peft_model_state_dict
 
@@ -159,10 +154,8 @@ def adapted(
 ) -> Iterator[AdaptedDecoder]:
     """Put an adapter on while the block runs, new or with a trained state; the model is left as found.
 
-    So is the state of the random numbers; within the block they are the seed's.
-
-    Raises:
-        I2CLError: if PEFT cannot adapt this model.
+    So is the state of the random numbers; within the block they are the seed's. Raises I2CLError if PEFT
+    cannot adapt this model.
     """
     from peft import get_peft_model, set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTuner
@@ -229,9 +222,7 @@ class AdapterPredictor:
 
 def attention_targets(decoder: Decoder) -> list[str]:
     """Names of the query and value projections, or of the fused projection that holds both.
-
-    Raises:
-        I2CLError: if the model has none of the known names.
+    Raises I2CLError if the model has none of the known names.
     """
     names = _linear_names(decoder)
     for known in (QUERY_VALUE, *((fused,) for fused in FUSED)):

@@ -170,9 +170,7 @@ class Method(ABC):
 
 def require_two_classes(method: str, task: Task, demonstrations: Sequence[Example]) -> None:
     """Refuse what no classifier can be fitted to.
-
-    Raises:
-        I2CLError: without demonstrations of two classes, or on one that is none.
+    Raises I2CLError without demonstrations of two classes, or on one that is none.
     """
     require_demonstrations(task, demonstrations)
     if len({example.label for example in demonstrations}) < 2:
@@ -214,11 +212,7 @@ class Wrapper(Method):
 
     @property
     def below(self) -> Method:
-        """The method below.
-
-        Raises:
-            I2CLError: if there is none.
-        """
+        """The method below. Raises I2CLError if there is none."""
         if self._below is None:
             raise I2CLError(f"{self.name} stands on another method: name one, such as few_shot+{self.name}")
         return self._below
@@ -233,9 +227,7 @@ class Wrapper(Method):
         self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> Predictor:
         """What it makes of the method below once that is fitted.
-
-        Raises:
-            I2CLError: if it lacks something that it needs.
+        Raises I2CLError if it lacks something that it needs.
         """
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:

@@ -87,11 +87,8 @@ class SentenceEmbeddings(Method):
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> "EmbeddingsPredictor":
-        """Fit on the demonstrations' vectors; the decoder is not asked.
-
-        Raises:
-            I2CLError: without the extra or demonstrations of two classes, on an empty text, or if the encoder
-                cannot be loaded.
+        """Fit on the demonstrations' vectors; the decoder is not asked. Raises I2CLError without the extra or
+        demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
         """
         needs(self.name, EXTRA, "sentence_transformers", "sklearn")
         require_two_classes(self.name, task, demonstrations)
@@ -119,11 +116,9 @@ class SetFit(Method):
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> "EmbeddingsPredictor":
-        """Train an encoder and its classifier on the demonstrations; the decoder is not asked.
-
-        Raises:
-            I2CLError: without the extra or demonstrations of two classes, on an empty text, or if the encoder
-                cannot be loaded.
+        """Train an encoder and its classifier on the demonstrations; the decoder is not asked. Raises
+        I2CLError without the extra or demonstrations of two classes, on an empty text, or if the encoder
+        cannot be loaded.
         """
         needs(self.name, EXTRA, "setfit", "datasets", "accelerate", "sklearn")
         require_two_classes(self.name, task, demonstrations)
@@ -197,9 +192,7 @@ class EmbeddingsPredictor:
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label; minus infinity for one without demonstrations.
-
-        Raises:
-            I2CLError: on an empty text.
+        Raises I2CLError on an empty text.
         """
         return class_scores(self.head, embed(self.encoder, texts, progress), self.labels)
 
@@ -207,11 +200,7 @@ class EmbeddingsPredictor:
 def embed(
     encoder: Any, texts: Sequence[str], progress: Progress | None = None
 ) -> Float[np.ndarray, "texts d"]:
-    """Vectors of unit length by a ``SentenceTransformer``, in float32.
-
-    Raises:
-        I2CLError: on an empty text.
-    """
+    """Vectors of unit length by a ``SentenceTransformer``, in float32. Raises I2CLError on an empty text."""
     require_texts(texts)
     parts = []
     for start in range(0, len(texts), AT_ONCE):
@@ -244,10 +233,7 @@ def local_encoder() -> str | None:
 def load_encoder(name: str, device: str) -> Any:
     """A ``SentenceTransformer`` in float32, ready to be trained or used; only safetensors are read.
 
-    A hub id is taken from the hub's cache where it is there.
-
-    Raises:
-        I2CLError: if it is not there, or is none.
+    A hub id is taken from the hub's cache where it is there. Raises I2CLError if it is not there, or is none.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -272,11 +258,9 @@ _frozen_encoder = lru_cache(maxsize=1)(load_encoder)
 
 
 def encoder_source(name: str) -> str:
-    """Where the encoder of a name is: a folder, or the hub id that was given.
-
-    Raises:
-        I2CLError: if the package that holds ``minilm`` is not installed, a folder is not there or holds no
-            encoder, or the hub does not answer.
+    """Where the encoder of a name is: a folder, or the hub id that was given. Raises I2CLError if the package
+    that holds ``minilm`` is not installed, a folder is not there or holds no encoder, or the hub does not
+    answer.
     """
     if name == MINILM:
         archive = _archive()

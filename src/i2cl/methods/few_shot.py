@@ -45,9 +45,7 @@ class FewShot(Method):
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> PromptPredictor:
         """Run the demonstrations once, if they are to be cached.
-
-        Raises:
-            I2CLError: if not even one per class fits into the context, naming tokens needed and available.
+        Raises I2CLError if not even one per class fits into the context, naming tokens needed and available.
         """
         return few_shot_prompt(Questions(decoder, task), demonstrations, cached=self.cache)
 

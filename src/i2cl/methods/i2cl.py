@@ -177,9 +177,7 @@ class I2CLUnseen(I2CL):
 
     def plan(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Plan:
         """Calibrate on one set, inject the vector of the other.
-
-        Raises:
-            I2CLError: if the training split has too few further examples.
+        Raises I2CLError if the training split has too few further examples.
         """
         others = task.held_out(len(demonstrations), demonstrations, seed)
         seen = extract(decoder, task, demonstrations, self.extraction, seed=seed)
@@ -217,11 +215,9 @@ class I2CLOverICL(InjectionMethod):
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> PromptPredictor:
-        """Extract, then calibrate behind the demonstrations.
-
-        Raises:
-            I2CLError: if not even one demonstration per class fits into the context, or on positions other
-                than all: in front of a cache nothing tells which tokens are a query's first or last.
+        """Extract, then calibrate behind the demonstrations. Raises I2CLError if not even one demonstration
+        per class fits into the context, or on positions other than all: in front of a cache nothing tells
+        which tokens are a query's first or last.
         """
         if self.calibration.positions != "all":
             raise I2CLError(

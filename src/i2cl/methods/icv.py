@@ -113,9 +113,7 @@ class ICV(Method):
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> PromptPredictor:
         """Find directions, then the strength.
-
-        Raises:
-            I2CLError: if too few held-out examples remain, or the paper has no strength for the task.
+        Raises I2CLError if too few held-out examples remain, or the paper has no strength for the task.
         """
         questions = Questions(decoder, task)
         variant, strength = self.config.variant, self.config.strength

@@ -55,9 +55,7 @@ class KNNPrompting(Method):
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> "KNNPredictor":
         """Keep each anchor's distribution.
-
-        Raises:
-            I2CLError: if the training split has too few further examples, or the context is too small.
+        Raises I2CLError if the training split has too few further examples, or the context is too small.
         """
         held_out = task.held_out(self.config.anchors, demonstrations, seed)
         questions = Questions(decoder, task)

@@ -27,11 +27,9 @@ class LabelAnchor(Method):
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> PromptPredictor:
-        """Run all demonstrations once and keep the anchors' entries.
-
-        Raises:
-            I2CLError: if not even one demonstration per class fits into the context, the tokenizer cannot
-                tell where in the text a token stands, or the model caches more than keys and values.
+        """Run all demonstrations once and keep the anchors' entries. Raises I2CLError if not even one
+        demonstration per class fits into the context, the tokenizer cannot tell where in the text a token
+        stands, or the model caches more than keys and values.
         """
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)

@@ -75,11 +75,8 @@ class LinearProbe(Method):
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> "ProbePredictor":
-        """Fit on the demonstrations' states.
-
-        Raises:
-            I2CLError: without scikit-learn or demonstrations of two classes, if the model has no such
-                layer, or if its tokenizer cannot tell which tokens are the text's.
+        """Fit on the demonstrations' states. Raises I2CLError without scikit-learn or demonstrations of two
+        classes, if the model has no such layer, or if its tokenizer cannot tell which tokens are the text's.
         """
         needs(self.name, "sklearn", "sklearn")
         require_two_classes(self.name, task, demonstrations)

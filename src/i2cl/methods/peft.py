@@ -52,11 +52,7 @@ class AdapterMethod(Method):
 
     @abstractmethod
     def config(self, decoder: Decoder) -> "PeftConfig":
-        """The adapter for this model.
-
-        Raises:
-            I2CLError: if the model has nothing that it can adapt.
-        """
+        """The adapter for this model. Raises I2CLError if the model has nothing that it can adapt."""
 
     def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
         """The tensors that training starts from, under PEFT's names; None for what PEFT draws."""
@@ -65,11 +61,8 @@ class AdapterMethod(Method):
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> AdapterPredictor:
-        """Train, keep the adapter's tensors, take it off again.
-
-        Raises:
-            I2CLError: without the package peft, on a model that the adapter or its start does not fit, or on
-                a loss that is not finite.
+        """Train, keep the adapter's tensors, take it off again. Raises I2CLError without the package peft, on
+        a model that the adapter or its start does not fit, or on a loss that is not finite.
         """
         needs(self.name, "peft", "peft")
         config, start = self.config(decoder), self.start(decoder)
@@ -160,9 +153,7 @@ class VirtualTokenMethod(AdapterMethod):
 
     def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
         """What the tokens of `start_text` are to the model.
-
-        Raises:
-            I2CLError: if the text is no Unicode or has no token.
+        Raises I2CLError if the text is no Unicode or has no token.
         """
         text = self.training.start_text
         if not text:
@@ -178,11 +169,7 @@ class VirtualTokenMethod(AdapterMethod):
         }
 
     def require_room(self, decoder: Decoder) -> None:
-        """Refuse virtual tokens that leave a query no place.
-
-        Raises:
-            I2CLError: naming both numbers.
-        """
+        """Refuse virtual tokens that leave a query no place. Raises I2CLError naming both numbers."""
         count, most = self.training.virtual_tokens, decoder.max_length
         if most is not None and count >= most:
             raise I2CLError(f"virtual_tokens is {count}, but the context holds {most} tokens: take fewer")
@@ -234,9 +221,7 @@ class PrefixTuning(VirtualTokenMethod):
 
     def config(self, decoder: Decoder) -> "PeftConfig":
         """As many heads, and as wide, as the model's keys have.
-
-        Raises:
-            I2CLError: on a model whose keys and values differ in shape, or that caches more than these.
+        Raises I2CLError on a model whose keys and values differ in shape, or that caches more than these.
         """
         from peft import PrefixTuningConfig
 
@@ -272,9 +257,7 @@ class PrefixTuning(VirtualTokenMethod):
 
     def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens numbers"]:
         """Keys and values at the first positions, flat in PEFT's order: layer, (key, value), head, width.
-
-        Raises:
-            I2CLError: if there are more than a layer's window keeps.
+        Raises I2CLError if there are more than a layer's window keeps.
         """
         held = self.cached(decoder, ids)
         if any(each.shape[1] != len(ids) for each in held):

@@ -87,9 +87,7 @@ def few_shot_prompt(
     questions: Questions, demonstrations: Sequence[Example], *, cached: bool = True
 ) -> PromptPredictor:
     """Few-shot: the demonstrations in front of every query, run once if they are to be cached.
-
-    Raises:
-        I2CLError: if not even one per class fits into the context, naming tokens needed and available.
+    Raises I2CLError if not even one per class fits into the context, naming tokens needed and available.
     """
     pairs = fitting(questions, demonstrations)
     ids = shared_ids(questions, pairs)
@@ -103,9 +101,7 @@ def unlabelled_texts(
     method: str, task: Task, most: int, demonstrations: Sequence[Example], seed: int
 ) -> tuple[str, ...]:
     """Training texts beside the demonstrations, up to ``most``; nobody looks at their labels.
-
-    Raises:
-        I2CLError: if there are none.
+    Raises I2CLError if there are none.
     """
     texts = task.unlabelled(most, demonstrations, seed)
     if not texts:
@@ -118,11 +114,9 @@ def unlabelled_texts(
 def fitting(questions: Questions, demonstrations: Sequence[Example]) -> Shown:
     """Demonstrations for a prompt, as many per class as fit into the context with a query behind them.
 
-    Room is kept for a query as long as the longest demonstration. Warns where fewer are shown.
-
-    Raises:
-        I2CLError: if not even one per class fits, naming tokens needed and available; or on a label or a text
-            that is none.
+    Room is kept for a query as long as the longest demonstration. Warns where fewer are shown. Raises
+    I2CLError if not even one per class fits, naming tokens needed and available; or on a label or a text that
+    is none.
     """
     require_labels(questions.task, demonstrations)
     task, encoder, limit = questions.task, questions.decoder.encoder, questions.decoder.max_length
@@ -165,17 +159,13 @@ def _first_of_each(task: Task, demonstrations: Sequence[Example], per_class: int
 
 def encode_prompts(questions: Questions, demonstrations: Shown, texts: Sequence[str]) -> list[Ids]:
     """Token ids of demonstrations and query, for each text.
-
-    Raises:
-        I2CLError: if the demonstrations do not fit, naming tokens needed and available.
+    Raises I2CLError if the demonstrations do not fit, naming tokens needed and available.
     """
     return questions.queries(texts, partial(questions.task.template.prompt, demonstrations))
 
 
 def shared_ids(questions: Questions, demonstrations: Shown) -> Ids:
     """The tokens that prompts have in common, whatever the query.
-
-    Raises:
-        I2CLError: if the demonstrations do not fit, naming tokens needed and available.
+    Raises I2CLError if the demonstrations do not fit, naming tokens needed and available.
     """
     return shared_front(encode_prompts(questions, demonstrations, ["a", "7"]))

@@ -108,9 +108,7 @@ class TaskVector(Method):
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> PromptPredictor:
         """Take the states of all layers at once, then try each on the held-out examples.
-
-        Raises:
-            I2CLError: if the training split has too few further examples, or the context is too small.
+        Raises I2CLError if the training split has too few further examples, or the context is too small.
         """
         dummy, *held_out = task.held_out(HELD_OUT + 1, demonstrations, seed)
         questions = Questions(decoder, task)
@@ -175,9 +173,7 @@ class LinearTaskVector(Method):
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> PromptPredictor:
         """Run the texts with and without the demonstrations, and solve.
-
-        Raises:
-            I2CLError: if no training text remains beside the demonstrations, or the context is too small.
+        Raises I2CLError if no training text remains beside the demonstrations, or the context is too small.
         """
         questions = Questions(decoder, task)
         texts = unlabelled_texts(self.name, task, self.config.unlabelled, demonstrations, seed)

@@ -47,11 +47,8 @@ class Tfidf(Method):
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> "TfidfPredictor":
-        """Fit on the demonstrations' texts; the decoder is not asked.
-
-        Raises:
-            I2CLError: without scikit-learn or demonstrations of two classes, on an empty text, or if no
-                text has a word.
+        """Fit on the demonstrations' texts; the decoder is not asked. Raises I2CLError without scikit-learn
+        or demonstrations of two classes, on an empty text, or if no text has a word.
         """
         needs(self.name, "sklearn", "sklearn")
         require_two_classes(self.name, task, demonstrations)
@@ -85,9 +82,7 @@ class TfidfPredictor:
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label; minus infinity for one without demonstrations.
-
-        Raises:
-            I2CLError: on an empty text.
+        Raises I2CLError on an empty text.
         """
         require_texts(texts)
         return class_scores(self.model, texts, self.labels)

@@ -145,9 +145,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
     """Look up a model by the model type of its text model.
-
-    Raises:
-        I2CLError: if the model type is not in `ARCHITECTURES`.
+    Raises I2CLError if the model type is not in `ARCHITECTURES`.
     """
     model_type = model.config.get_text_config().model_type
     if model_type in ARCHITECTURES:

@@ -81,9 +81,7 @@ def checkpoint_folder(model: PreTrainedModel) -> Path | None:
 
 def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Those tensors of a folder's safetensors, on the CPU, whose name there is wanted.
-
-    Raises:
-        I2CLError: on a damaged file.
+    Raises I2CLError on a damaged file.
     """
     found: dict[str, Tensor] = {}
     for path in _weight_files(folder):
@@ -96,10 +94,7 @@ def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Those tensors of one file, on the CPU, whose name is wanted; what is no tensor is left out.
 
     The name is that of a file in safetensors or a pickle (`unpickled`), here or owner/repository/file of the
-    hub.
-
-    Raises:
-        I2CLError: if there is no such file, or it is damaged or no mere weights.
+    hub. Raises I2CLError if there is no such file, or it is damaged or no mere weights.
     """
     path = Path(name)
     try:
@@ -116,10 +111,8 @@ def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
 def unpickled(path: Path) -> dict[str, Any]:
     """What a pickle of weights holds, by torch's loader that runs no code of the file.
 
-    Source: https://docs.pytorch.org/docs/stable/generated/torch.load.html, ``weights_only``.
-
-    Raises:
-        I2CLError: if the file is damaged, or holds anything but tensors and plain values.
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.load.html, ``weights_only``. Raises I2CLError
+    if the file is damaged, or holds anything but tensors and plain values.
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)

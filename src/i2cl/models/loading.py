@@ -284,9 +284,7 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
 
 def located(name: str) -> str:
     """Where the model of a name is: the files of ``"reference"`` or ``"smollm2"``, else the name itself.
-
-    Raises:
-        I2CLError: if the package that holds smollm2 is not installed.
+    Raises I2CLError if the package that holds smollm2 is not installed.
     """
     if name == REFERENCE:
         return str(resources.files("i2cl.models").joinpath("reference"))
@@ -308,9 +306,7 @@ def is_gguf(path: Path) -> bool:
 
 def gguf_reader(path: Path, cure: str) -> Any:
     """A ``gguf.GGUFReader``, which maps the file into memory.
-
-    Raises:
-        I2CLError: if it is not there, no GGUF file, or a damaged one, or the package is not installed.
+    Raises I2CLError if it is not there, no GGUF file, or a damaged one, or the package is not installed.
     """
     needs("a GGUF file", "gguf", "gguf")
     if not path.is_file():

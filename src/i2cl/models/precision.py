@@ -22,10 +22,7 @@ def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -
     """What transformers is told: LLM.int8 for ``"8bit"``, NF4 for ``"4bit"``, None for None.
 
     A config is returned as it is; 4-bit layers compute in ``dtype``, or with ``"auto"`` in that of their
-    input.
-
-    Raises:
-        I2CLError: on another name, or if bitsandbytes or accelerate is lacking.
+    input. Raises I2CLError on another name, or if bitsandbytes or accelerate is lacking.
     """
     if wanted is None or isinstance(wanted, QuantizationConfigMixin):
         return wanted
@@ -111,11 +108,9 @@ def settle_4bit(model: PreTrainedModel) -> None:
     """Have bitsandbytes' 4-bit layers on a CPU compute what their codes stand for, with gradients.
 
     On some CPUs they would repack their codes in place at the first run, for kernels without gradients
-    (`bitsandbytes.nn.Linear4bit.forward`). The weights themselves are not changed.
-
-    Raises:
-        I2CLError: if that has happened, or on widths that bitsandbytes decodes wrongly on a CPU: its
-            decoder starts a new block in every row, its encoder does not.
+    (`bitsandbytes.nn.Linear4bit.forward`). The weights themselves are not changed. Raises I2CLError if that
+    has happened, or on widths that bitsandbytes decodes wrongly on a CPU: its decoder starts a new block in
+    every row, its encoder does not.
     """
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
@@ -137,9 +132,7 @@ def settle_4bit(model: PreTrainedModel) -> None:
 
 def execution_device(module: nn.Module) -> torch.device:
     """Where a module with a weight runs, which is not where an offloaded weight is.
-
-    Raises:
-        I2CLError: if the weight has no values and nothing brings them.
+    Raises I2CLError if the weight has no values and nothing brings them.
     """
     weight: Any = module.weight
     if not weight.is_meta:
@@ -152,11 +145,7 @@ def execution_device(module: nn.Module) -> torch.device:
 
 
 def offloaded_weight(module: nn.Module, name: str) -> Tensor:
-    """The values of an offloaded parameter, read from where they are.
-
-    Raises:
-        I2CLError: if there are none.
-    """
+    """The values of an offloaded parameter, read from where they are. Raises I2CLError if there are none."""
     for hook in _hooks(module):
         weights = getattr(hook, "weights_map", None)
         if weights is not None:

@@ -48,9 +48,7 @@ def fewest_rows(target: float) -> int:
 
 def require_target(target: float, rows: int) -> None:
     """Refuse an accuracy that is none, or that so many rows cannot show.
-
-    Raises:
-        I2CLError: naming the rows that it takes.
+    Raises I2CLError naming the rows that it takes.
     """
     if not 0.5 <= target < 1:
         raise I2CLError(f"target accuracy {target!r}: give a number from 0.5 to below 1, such as 0.95")
@@ -63,9 +61,7 @@ def require_target(target: float, rows: int) -> None:
 
 def select(sure: Sure, right: Right, target: float) -> Selection | None:
     """The threshold that answers most among those shown to reach an accuracy; None where none is.
-
-    Raises:
-        I2CLError: see `require_target`.
+    Raises I2CLError: see `require_target`.
     """
     n = len(sure)
     require_target(target, n)

@@ -171,11 +171,9 @@ def with_folds(
 ) -> Injection:
     """`with_worth` where no other labelled rows remain: refits answer what they have not seen.
 
-    A text that several demonstrations have is asked once. What else has demonstrations is made anew for
-    the same folds. A refit has fewer of them than the fit, so what is measured is on the whole a little low.
-
-    Raises:
-        I2CLError: where some refit would not see all labels.
+    A text that several demonstrations have is asked once. What else has demonstrations is made anew for the
+    same folds. A refit has fewer of them than the fit, so what is measured is on the whole a little low.
+    Raises I2CLError where some refit would not see all labels.
     """
     shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method or I2CL())
     asked = tuple({example.text: example for example in reversed(shown)}.values())[::-1]

@@ -87,10 +87,7 @@ def _file() -> _File:
 def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
     """The paper's tables of results, in the paper's order.
 
-    ``main`` has one for each model.
-
-    Raises:
-        I2CLError: if no table has that name.
+    ``main`` has one for each model. Raises I2CLError if no table has that name.
     """
     tables = _file().table
     if name is None:

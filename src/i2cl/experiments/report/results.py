@@ -158,9 +158,7 @@ class Results:
 
     def check_queries(self) -> None:
         """Refuse records of one task that classify different queries, or of other rows, wording or weights.
-
-        Raises:
-            I2CLError: naming two such cells.
+        Raises I2CLError naming two such cells.
         """
         first: dict[tuple[object, ...], Record] = {}
         for record in self.cells:

@@ -86,18 +86,14 @@ class Summarizer:
 
     def behind(self, task: Task, soft: Float[Tensor, "vectors d"]) -> BehindVectors:
         """A task whose queries stand behind some vectors.
-
-        Raises:
-            I2CLError: see `i2cl.models.encoding.label_tokens`.
+        Raises I2CLError: see `i2cl.models.encoding.label_tokens`.
         """
         prefix = self.decoder.prefix_of(soft, self.positions(len(soft), 0, 0))
         return BehindVectors(asked_behind(self.decoder, task), prefix, cost=Cost.of(prefix))
 
     def segments(self, shown: Sequence[Ids], front: Ids, most: int) -> list[Ids]:
         """Demonstrations in as few segments as their order allows, none cut in two.
-
-        Raises:
-            I2CLError: if one is longer than a segment, or the summaries fill the context.
+        Raises I2CLError if one is longer than a segment, or the summaries fill the context.
         """
         found = [front]
         for number, ids in enumerate(shown, 1):
@@ -142,11 +138,8 @@ class AutoCompressor(Method):
     def fit(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> BehindVectors:
-        """Run the demonstrations, then their summaries.
-
-        Raises:
-            I2CLError: if MODEL is no AutoCompressor, a demonstration is longer than a segment, or the
-                context is full.
+        """Run the demonstrations, then their summaries. Raises I2CLError if MODEL is no AutoCompressor, a
+        demonstration is longer than a segment, or the context is full.
         """
         own = summarizer(decoder)
         texts = exchanges(decoder, task, demonstrations)
@@ -158,9 +151,7 @@ class AutoCompressor(Method):
 
 def summarizer(decoder: Decoder) -> Summarizer:
     """The AutoCompressor that a model is.
-
-    Raises:
-        I2CLError: if it is none, or its summary embeddings do not fit it.
+    Raises I2CLError if it is none, or its summary embeddings do not fit it.
     """
     require_type(decoder, AutoCompressor.name, COUNTED)
 

@@ -40,9 +40,7 @@ class Compressor:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """One of the parameters, of the shape it must have; -1 stands for any size.
-
-        Raises:
-            I2CLError: if it is missing, or has another shape.
+        Raises I2CLError if it is missing, or has another shape.
         """
         if name not in self.tensors:
             raise I2CLError(f"the compressor lacks {name}: download or copy it again")
@@ -75,9 +73,7 @@ def once(decoder: Decoder, key: Hashable, make: Callable[[], T]) -> T:
 
 def beside(decoder: Decoder, kind: str, wanted: Callable[[str], bool], cure: str) -> Compressor:
     """The compressor whose tensors stand beside the model's own in its checkpoint.
-
-    Raises:
-        I2CLError: if there is none, or the files are damaged.
+    Raises I2CLError if there is none, or the files are damaged.
     """
     folder = checkpoint_folder(decoder.model)
     tensors = {} if folder is None else stored_tensors(folder, wanted)
@@ -96,11 +92,7 @@ def bundled(decoder: Decoder, kind: str) -> Compressor | None:
 
 
 def require_type(decoder: Decoder, kind: str, known: Collection[str]) -> None:
-    """Refuse a model type that a compressor is not known for.
-
-    Raises:
-        I2CLError: naming those that are.
-    """
+    """Refuse a model type that a compressor is not known for. Raises I2CLError naming those that are."""
     found = decoder.model.config.model_type
     if found not in known:
         raise NoCompressorError(f"{kind} is known for {' and '.join(sorted(known))}, not for {found!r}")
@@ -108,9 +100,7 @@ def require_type(decoder: Decoder, kind: str, known: Collection[str]) -> None:
 
 def exchanges(decoder: Decoder, task: Task, demonstrations: Sequence[Example]) -> list[str]:
     """Each demonstration with its label word and the separator, as text.
-
-    Raises:
-        I2CLError: if there are none.
+    Raises I2CLError if there are none.
     """
     if not demonstrations:
         raise I2CLError("a compressor needs demonstrations: give at least one")

@@ -182,9 +182,7 @@ class CEPE(Method):
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> CrossPredictor:
         """Encode the demonstrations, and run those that stand before the query.
-
-        Raises:
-            I2CLError: if MODEL is no CEPE model, or what stands before the query does not fit the context.
+        Raises I2CLError if MODEL is no CEPE model, or what stands before the query does not fit the context.
         """
         own = context_encoder(decoder)
         first = demonstrations[: self.config.in_decoder]
@@ -209,9 +207,7 @@ def _ends(chunks: Sequence[Ids], task: Task) -> list[Ids]:
 
 def context_encoder(decoder: Decoder) -> ContextEncoder:
     """The encoder beside a model, and the layers that read it; loaded once.
-
-    Raises:
-        I2CLError: if there is none, or it does not fit the model.
+    Raises I2CLError if there is none, or it does not fit the model.
     """
     require_type(decoder, CEPE.name, {"llama"})
     return once(decoder, CEPE.name, lambda: _loaded(decoder))

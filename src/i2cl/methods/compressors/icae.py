@@ -144,9 +144,7 @@ class AutoEncoder:
 
     def slots(self, segments: Sequence[Ids]) -> Float[Tensor, "slots d"]:
         """The memory slots of some segments, in their order.
-
-        Raises:
-            I2CLError: if a segment and its memory exceed the context.
+        Raises I2CLError if a segment and its memory exceed the context.
         """
         longest, limit = max(map(len, segments)) + len(self.memory), self.decoder.max_length
         if limit is not None and longest > limit:
@@ -178,9 +176,7 @@ class ICAE(Method):
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> BehindVectors:
         """Write the slots, then run them.
-
-        Raises:
-            I2CLError: if there is no compressor or it does not fit the model, or the context is full.
+        Raises I2CLError if there is no compressor or it does not fit the model, or the context is full.
         """
         own = auto_encoder(decoder, self.config)
         text = task.template.opening + "".join(exchanges(decoder, task, demonstrations))
@@ -193,9 +189,7 @@ def behind_slots(
     own: AutoEncoder, task: Task, slots: Float[Tensor, "slots d"], config: ICAEConfig
 ) -> BehindVectors:
     """A task whose queries stand behind memory slots, in the form that is asked for.
-
-    Raises:
-        I2CLError: if the slots fill the context, or the vocabulary lacks a token id of the form.
+    Raises I2CLError if the slots fill the context, or the vocabulary lacks a token id of the form.
     """
     decoder, edit = own.decoder, None
     right: Ids = ()
@@ -216,9 +210,7 @@ def behind_slots(
 
 def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
     """A model with a compressor of its own.
-
-    Raises:
-        I2CLError: if none is given, or it does not fit the model.
+    Raises I2CLError if none is given, or it does not fit the model.
     """
     require_type(decoder, ICAE.name, VERSIONS)
     ours = None if config.compressor else bundled(decoder, ICAE.name)
