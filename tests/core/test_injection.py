@@ -356,7 +356,7 @@ def test_a_malformed_description(saved, content):
         ({"loss": ["low"]}, "loss.0='low': "),
         ({"base_model": {"name": "x"}}, "base_model entry is malformed"),
         ({"format_version": 1, "base_model": OF_FORMAT_1}, "base_model entry is malformed.*fit it again"),
-        ({"format_version": 4, "read_out": {}}, "read_out={}: Extra inputs"),
+        ({"format_version": 4, "read_out": {}}, "read_out: Extra inputs"),
         ({"label_bias": [0.5]}, "not one finite number for each of 2 labels"),
         ({"label_bias": [0.5, float("nan")]}, "not one finite number for each of 2 labels"),
         ({"label_bias": ["low", 0.5]}, "label_bias.0='low': "),

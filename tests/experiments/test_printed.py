@@ -12,7 +12,8 @@ from i2cl.experiments.report.printed import (
     printed_tables,
     recomputed_average,
 )
-from i2cl.tasks.registry import PAPER_TASKS, SYNTHETIC
+from i2cl.tasks.registry import PAPER_TASKS
+from i2cl.tasks.synthetic import NAME as SYNTHETIC
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
 GPTJ = "EleutherAI/gpt-j-6b"

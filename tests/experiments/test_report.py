@@ -13,6 +13,7 @@ import pytest
 
 from i2cl.errors import I2CLError
 from i2cl.experiments.confidence import NAMES, confidence
+from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.records import COUNTS, Record, Run, Scores
@@ -22,7 +23,7 @@ from i2cl.experiments.report.printed import PrintedRow, PrintedTable, printed_fo
 from i2cl.experiments.report.render import csv_text, html, latex, markdown
 from i2cl.experiments.report.results import results_of, right
 from i2cl.experiments.report.tables import TABLES
-from i2cl.experiments.statistics import accuracy, difference, holm
+from i2cl.experiments.statistics import accuracy, difference
 from i2cl.injections.temperature import best_temperature, normalised
 
 LLAMA = "meta-llama/Llama-2-7b-hf"

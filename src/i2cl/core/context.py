@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from i2cl.errors import HALF_PAIR, I2CLError
@@ -19,13 +18,14 @@ from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
 from i2cl.models.fingerprint import ModelIdentity
+from i2cl.models.training import Settings
 from i2cl.tasks import Example, Task
 from i2cl.tasks.sampling import group_by_label
 
 Writers = Literal["both", "mha", "mlp", "hidden"]
 
 
-class ExtractConfig(BaseModel):
+class ExtractConfig(Settings):
     """How demonstrations become a context vector. Defaults are the paper's.
 
     Attributes:
@@ -36,8 +36,6 @@ class ExtractConfig(BaseModel):
         separator: end each demonstration with the template's separator, whose token is then the last
             (the released code behind all published numbers); False ends it with the label.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     writers: Writers = "both"
     token: Literal["last", "first", "random"] = "last"

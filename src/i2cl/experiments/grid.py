@@ -43,11 +43,13 @@ View = Literal[
 ]
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """What cannot be changed, and takes no field that it does not know."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Wording(_Frozen):
+class Wording(Frozen):
     """What a grid says of a task, mostly a file of somebody's rows.
 
     Attributes:
@@ -59,7 +61,7 @@ class Wording(_Frozen):
     test: str | None = None
 
 
-class Cell(_Frozen):
+class Cell(Frozen):
     """One thing to run, and its identity: equal cells have equal results up to rounding.
 
     Attributes:
@@ -110,7 +112,7 @@ class Cell(_Frozen):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class GridRow(_Frozen):
+class GridRow(Frozen):
     """One row of a table, or one line or group of bars of a figure.
 
     Attributes:
@@ -172,7 +174,7 @@ def _from(cell: Cell, sources: tuple[str, ...]) -> Cell:
     return cell.model_copy(update={"sources": sources, "own": used})
 
 
-class Scale(_Frozen):
+class Scale(Frozen):
     """How much of an experiment is run.
 
     Attributes:
@@ -188,7 +190,7 @@ class Scale(_Frozen):
     shots: int | None = Field(None, ge=1)
 
 
-class Experiment(_Frozen):
+class Experiment(Frozen):
     """A table or figure: rows x tasks x seeds, and how the report shows them.
 
     Attributes:

@@ -10,41 +10,15 @@ from i2cl.errors import I2CLError, did_you_mean, first_problem
 from i2cl.experiments.grid import Experiment
 from i2cl.tasks.schema import parse_toml
 
-ORDER = (
-    "main",
-    "peft",
-    "efficiency",
-    "shots",
-    "robustness",
-    "formation",
-    "taskids",
-    "transfer",
-    "coefficients",
-    "ablation-module",
-    "ablation-layer",
-    "ablation-position",
-    "ablation-noise",
-    "ablation-formula",
-    "synthetic",
-    "over-icl",
-)
+_PAPER = """main peft efficiency shots robustness formation taskids transfer coefficients ablation-module
+ablation-layer ablation-position ablation-noise ablation-formula synthetic over-icl"""
+_OTHERS = """real main-real skewed chat successors real-ablations anchored-ablations anchored-shots
+anchored-unlabelled unlabelled"""
+
+ORDER = tuple(_PAPER.split())
 """The paper's experiments, in its order; what `all` means."""
 
-BROUGHT = (
-    *(
-        "real",
-        "main-real",
-        "skewed",
-        "chat",
-        "successors",
-        "real-ablations",
-        "anchored-ablations",
-        "anchored-shots",
-        "anchored-unlabelled",
-        "unlabelled",
-    ),
-    *ORDER,
-)
+BROUGHT = (*_OTHERS.split(), *ORDER)
 """All that the package brings."""
 
 

@@ -86,7 +86,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method minus the reference; ``q``: p corrected by `holm` over all tests made, 1 where none can be."""
+    """A method minus the reference; ``q``: p after Holm's correction over all tests, 1 where none can be."""
 
     difference: Difference
     q: float
@@ -146,23 +146,6 @@ def difference(
     low, high = _interval(cells, resamples, seed)
     p_queries, p_seeds = _p_queries(cells, permutations, seed), _p_seeds(cells) if drawn else 0.0
     return Difference(_macro(cells), low, high, p_queries, p_seeds, len(cells[0]), drawn)
-
-
-def holm(p_values: Sequence[float] | Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """Correct p-values so that the chance of any false finding stays below the level.
-
-    Step-down (Holm, Scandinavian Journal of Statistics 6(2), 1979), with no need of independence: the k-th
-    smallest of n is multiplied by n - k + 1, and none may fall below a smaller one.
-
-    Returns:
-        Corrected p-values, at most 1, in the same order.
-    """
-    p = np.asarray(p_values, float)
-    order = np.argsort(p, kind="stable")
-    stepped = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
-    corrected = np.empty_like(p)
-    corrected[order] = np.minimum(stepped, 1)
-    return corrected
 
 
 def _checked(tasks: Result) -> Cells:

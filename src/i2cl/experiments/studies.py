@@ -24,7 +24,7 @@ from i2cl.experiments.records import Run
 from i2cl.experiments.store import save_vectors
 from i2cl.injections.transfer import transfer
 from i2cl.methods import Cost, Method, make_methods
-from i2cl.methods.base import Wrapper
+from i2cl.methods.base import Wrapper, right_answers
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
@@ -242,18 +242,9 @@ def worst_group(
     used = {example.text: example for group in groups for example in group}
     free = sum(example.text not in used for example in task.train)
     judged = task.held_out(max(1, min(JUDGED_ON, free)), list(used.values()), seed)
-    gold = torch.tensor([example.label for example in judged])
     (few_shot,) = make_methods(["few_shot"])
-    right = [
-        int(
-            (
-                few_shot.fit(decoder, task, group, seed).scores([one.text for one in judged]).argmax(-1)
-                == gold
-            ).sum()
-        )
-        for group in groups
-    ]
-    return groups[right.index(min(right))], judged
+    worst = min(groups, key=lambda group: right_answers(few_shot.fit(decoder, task, group, seed), judged))
+    return worst, judged
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,18 @@ def class_scores(
     return scores
 
 
+def head_cost(head: Any, *more: Float[np.ndarray, " numbers"]) -> Cost:
+    """What a logistic regression trains and keeps, and what is kept beside it."""
+    trained, *rest = (torch.from_numpy(one) for one in (head.coef_, head.intercept_, *more))
+    return Cost.of(trained, *rest, trained=trained.numel() + rest[0].numel())
+
+
+def right_answers(predictor: Predictor, rows: Sequence[Example]) -> int:
+    """How many rows a predictor answers rightly."""
+    best = predictor.scores([row.text for row in rows]).argmax(-1)
+    return int((best == torch.tensor([row.label for row in rows])).sum())
+
+
 class Wrapper(Method):
     """A method on top of another one, written ``below+name``."""
 

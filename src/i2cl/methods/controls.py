@@ -9,21 +9,19 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from i2cl.core.context import ContextVector
+from i2cl.models.training import Settings
 from i2cl.tasks import Example, Task, Template
 
 
-class NoiseConfig(BaseModel):
+class NoiseConfig(Settings):
     """How large the noise vector is.
 
     Attributes:
         noise_vector: entries of variance one (``standard``, released code), or the norm of the context
             vector it replaces, per layer and writer (``matched``).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     noise_vector: Literal["standard", "matched"] = "standard"
 
@@ -37,7 +35,7 @@ def noise_like(real: ContextVector, config: NoiseConfig, seed: int) -> ContextVe
     return replace(real, values=drawn)
 
 
-class CorruptionConfig(BaseModel):
+class CorruptionConfig(Settings):
     """What is spoilt, and for whom.
 
     Attributes:
@@ -47,8 +45,6 @@ class CorruptionConfig(BaseModel):
         stage: the one that gets to see it. The other stage has the intact demonstrations, and queries
             the task's own template, always.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     corruption: Literal["random_label", "random_order", "without_format"] = "random_label"
     stage: Literal["vectorization", "calibration"] = "vectorization"

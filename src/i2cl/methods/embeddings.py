@@ -22,14 +22,15 @@ import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method, class_scores, require_two_classes
+from i2cl.methods.base import Cost, Method, class_scores, head_cost, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
+from i2cl.models.training import Settings
 from i2cl.storage.archive import unpacked
 from i2cl.storage.hub import require_reachable
 from i2cl.tasks import Example, Task
@@ -49,14 +50,12 @@ AT_ONCE = 64
 """Texts between two calls of a progress function."""
 
 
-class EncoderConfig(BaseModel):
+class EncoderConfig(Settings):
     """What makes vectors of texts.
 
     Attributes:
         encoder: ``minilm``, a folder of the library sentence-transformers, or a hub id.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     encoder: str = Field(HUB_ID, min_length=1)
 
@@ -98,7 +97,7 @@ class SentenceEmbeddings(Method):
         vectors = embed(encoder, [example.text for example in demonstrations])
         head = LogisticRegression(C=self.config.embeddings_c, max_iter=10_000)
         head.fit(vectors, [example.label for example in demonstrations])
-        return EmbeddingsPredictor(encoder, head, len(task.labels), _cost(head))
+        return EmbeddingsPredictor(encoder, head, len(task.labels), head_cost(head))
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class SetFit(Method):
         head = _trained(encoder, demonstrations, seed)
         encoder.to(decoder.device).eval()
         kept = list(encoder.parameters())
-        cost = Cost.of(*kept, trained=sum(one.numel() for one in kept)) + _cost(head)
+        cost = Cost.of(*kept, trained=sum(one.numel() for one in kept)) + head_cost(head)
         return EmbeddingsPredictor(encoder, head, len(task.labels), cost)
 
 
@@ -209,13 +208,6 @@ def embed(
         if progress is not None:
             progress(len(some))
     return np.concatenate(parts) if parts else np.empty((0, 0))
-
-
-def _cost(head: Any) -> Cost:
-    """What a logistic regression trains and keeps."""
-    kept = head.coef_, head.intercept_
-    values, size = sum(one.size for one in kept), sum(one.nbytes for one in kept)
-    return Cost(values, values, size)
 
 
 def local_encoder() -> str | None:

@@ -12,17 +12,18 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost, Method
+from i2cl.methods.base import Cost, Method, right_answers
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.scoring import Questions
+from i2cl.models.training import Settings
 from i2cl.tasks import Example, Task
 
 Variant = Literal["paper", "released"]
@@ -32,22 +33,13 @@ HELD_OUT = 32
 COARSE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 FINE = tuple(step / 100 for step in range(1, 11))
 PAPER_STRENGTHS: Mapping[str, float] = MappingProxyType(
-    {
-        "sst2": 0.01,
-        "sst5": 0.02,
-        "trec": 0.02,
-        "agnews": 0.0001,
-        "subj": 0.02,
-        "hate_speech18": 0.02,
-        "dbpedia": 0.001,
-        "emoc": 0.02,
-        "mr": 0.02,
-    }
+    dict.fromkeys(("sst5", "trec", "subj", "hate_speech18", "emoc", "mr"), 0.02)
+    | {"sst2": 0.01, "agnews": 0.0001, "dbpedia": 0.001}
 )
 """The paper's table of strengths, found on Llama2-7b."""
 
 
-class ICVConfig(BaseModel):
+class ICVConfig(Settings):
     """Where the direction and its strength come from.
 
     Attributes:
@@ -57,8 +49,6 @@ class ICVConfig(BaseModel):
         strength: ``search`` (the paper's two-stage grid, here on held-out examples), ``paper`` (its
             table, for the paper's tasks), or a number.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     variant: Variant = "paper"
     strength: Annotated[float, Field(allow_inf_nan=False)] | Literal["search", "paper"] = "search"
@@ -130,10 +120,7 @@ class ICV(Method):
 def _searched(make: Callable[[float, int], PromptPredictor], held_out: Sequence[Example]) -> PromptPredictor:
     """Best of the coarse and the fine grid; ties go to the first tried, the smaller."""
     tried = [make(strength, len(held_out)) for strength in COARSE + FINE]
-    gold = torch.tensor([example.label for example in held_out])
-    texts = [example.text for example in held_out]
-    right = [int((candidate.scores(texts).argmax(-1) == gold).sum()) for candidate in tried]
-    return tried[right.index(max(right))]
+    return max(tried, key=lambda one: right_answers(one, held_out))
 
 
 def _predictor(

@@ -9,20 +9,21 @@ from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
+from i2cl.models.training import Settings
 from i2cl.tasks import Example, Task
 
 AT_ONCE = 256
 """Texts whose distributions over the whole vocabulary are held together."""
 
 
-class KNNConfig(BaseModel):
+class KNNConfig(Settings):
     """The vote.
 
     Attributes:
@@ -31,8 +32,6 @@ class KNNConfig(BaseModel):
         divergence: from the query's distribution to the anchor's, KL(query || anchor), as the paper's
             equation reads; or KL(anchor || query), as its released code computes.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     neighbours: int = Field(3, ge=1)
     anchors: int = Field(32, ge=1)

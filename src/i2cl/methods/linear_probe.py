@@ -12,15 +12,16 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method, class_scores, require_two_classes
+from i2cl.methods.base import Cost, Method, class_scores, head_cost, require_two_classes
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.scoring import Progress, Questions
+from i2cl.models.training import Settings
 from i2cl.tasks import Example, Task
 
 Tokens = Literal["last", "mean", "both"]
@@ -44,7 +45,7 @@ class Choice(NamedTuple):
     c: float
 
 
-class ProbeConfig(BaseModel):
+class ProbeConfig(Settings):
     """The states and the classifier; ``folds`` chooses by stratified folds of the demonstrations.
 
     Attributes:
@@ -52,8 +53,6 @@ class ProbeConfig(BaseModel):
         probe_tokens: at the query's ``last`` token, as the ``mean`` over the text's tokens, or ``both``.
         probe_c: inverse strength of the L2 penalty (scikit-learn's ``C``).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     probe_layer: int | Literal["folds"] = "folds"
     probe_tokens: Literal["folds", "last", "mean", "both"] = "folds"
@@ -89,9 +88,7 @@ class LinearProbe(Method):
         of_layer = dict(zip(layers, states.unbind(1), strict=True))
         best = _best({one: _features(of_layer[one.layer], one.tokens) for one in choices}, labels, seed)
         model = _classifier(best.c).fit(_features(of_layer[best.layer], best.tokens), labels)
-        weights = model[-1].coef_, model[-1].intercept_
-        values, size = sum(one.size for one in weights), sum(one.nbytes for one in weights)
-        return ProbePredictor(questions, best, model, Cost(values, values, size))
+        return ProbePredictor(questions, best, model, head_cost(model[-1]))
 
     def _choices(self, decoder: Decoder) -> list[Choice]:
         """All that the folds choose from; first what is taken without folds: the second of the layers."""

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.methods.base import Cost, Method
@@ -30,6 +30,7 @@ from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.scoring import Questions, score
+from i2cl.models.training import Settings
 from i2cl.tasks import Example, Task
 
 HELD_OUT = 32
@@ -143,15 +144,13 @@ def layer_scores(
     return torch.stack(found, dim=1)
 
 
-class LinearVectorConfig(BaseModel):
+class LinearVectorConfig(Settings):
     """The regression.
 
     Attributes:
         unlabelled: texts without labels to fit it to, at most.
         ridge: penalty on the squared entries of the map.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     unlabelled: int = Field(256, ge=1)
     ridge: float = Field(5.0, gt=0, allow_inf_nan=False)

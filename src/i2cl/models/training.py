@@ -32,7 +32,13 @@ StepProgress = Callable[[int, int, float], None]
 _CURE = "lower the noise or the learning rate, or load the model in float32"
 
 
-class TrainConfig(BaseModel):
+class Settings(BaseModel):
+    """What somebody chooses: it cannot be changed, and takes no name that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TrainConfig(Settings):
     """Optimiser and schedule (paper, section "Experimental Setup").
 
     Attributes:
@@ -46,8 +52,6 @@ class TrainConfig(BaseModel):
         loss: what a label competes with: the whole vocabulary (the paper), or the task's other labels, as
             prediction has it.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     epochs: int = Field(100, ge=0)
     batch_size: int = Field(2, ge=1)

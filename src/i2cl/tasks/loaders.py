@@ -13,13 +13,13 @@ from i2cl.tasks.registry import (
     BUILTIN,
     BUNDLED_TASKS,
     PAPER_TASKS,
-    SYNTHETIC,
     builtin_spec,
     reference_task,
     unknown_task,
 )
 from i2cl.tasks.rows import read_examples, read_labelled
 from i2cl.tasks.schema import FilesSource, TaskSpec, read_spec
+from i2cl.tasks.synthetic import NAME as SYNTHETIC
 from i2cl.tasks.synthetic import synthetic_task
 from i2cl.tasks.task import Example, Task, Template
 from i2cl.tasks.template import DEFAULT

@@ -98,7 +98,7 @@ def rows_for(gain: float, discordant: float) -> int:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """P-values corrected for there being several.
+    """P-values corrected so that the chance of any false finding stays below the level; in the same order.
 
     Source: Holm, Scandinavian Journal of Statistics 6(2), 1979.
     """

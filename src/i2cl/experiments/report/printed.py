@@ -7,19 +7,16 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from i2cl.errors import I2CLError
+from i2cl.experiments.grid import Frozen
 
 TOLERANCE = 0.05
 """Percentage points that a printed average may lie away from the mean of its row."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PrintedRow(_Frozen):
+class PrintedRow(Frozen):
     """One row of a table; accuracies are in percent.
 
     Attributes:
@@ -38,7 +35,7 @@ class PrintedRow(_Frozen):
     cached: str | None = None
 
 
-class PrintedTable(_Frozen):
+class PrintedTable(Frozen):
     """One table of the paper.
 
     Attributes:
@@ -72,7 +69,7 @@ class InconsistentAverage(NamedTuple):
     recomputed: float
 
 
-class _File(_Frozen):
+class _File(Frozen):
     models: Mapping[str, tuple[str, ...]]
     own_models: Mapping[str, tuple[str, ...]]
     table: tuple[PrintedTable, ...]

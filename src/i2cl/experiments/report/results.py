@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import Bool
 
 from i2cl.errors import I2CLError
+from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import Experiment, GridRow, Scale, spread
 from i2cl.experiments.records import Record, Run
-from i2cl.experiments.statistics import ALPHA, Accuracy, Difference, accuracy, difference, holm
+from i2cl.experiments.statistics import ALPHA, Accuracy, Difference, accuracy, difference
 from i2cl.methods import METHODS, draws
 
 Right = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, as `i2cl.experiments.statistics` wants it
@@ -296,7 +297,7 @@ class Results:
             if found is None or found.low <= 0 or found.p >= ALPHA or not found.decidable:
                 return None
             p_values.append(found.p)
-        return best if bool((holm(p_values) < ALPHA).all()) else None
+        return best if max(holm(p_values)) < ALPHA else None
 
 
 def outcome(record: Record) -> Run:

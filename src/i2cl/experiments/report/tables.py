@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import View
 from i2cl.experiments.records import COUNTS
 from i2cl.experiments.report.layout import NOTHING, Table, mark_of, measured
@@ -20,45 +21,13 @@ from i2cl.experiments.report.paper import Paper, Values
 from i2cl.experiments.report.printed import PrintedRow
 from i2cl.experiments.report.results import Line, Results, mean_times
 from i2cl.experiments.report.trust import confidence_table
-from i2cl.experiments.statistics import (
-    ALPHA,
-    FEWEST_SEEDS,
-    Accuracy,
-    Comparison,
-    Difference,
-    holm,
-)
+from i2cl.experiments.statistics import ALPHA, FEWEST_SEEDS, Accuracy, Comparison, Difference
 
 HIGHER, LOWER, ALIKE = "▲", "▼", "·"
 
-VALUES = (
-    *(
-        "view",
-        "row",
-        "task",
-        "origin",
-        "against",
-        "measure",
-        "temperature",
-        "unit",
-        "mean",
-        "sd",
-        "low",
-        "high",
-        "p",
-    ),
-    *(
-        "q",
-        "seeds",
-        "queries",
-        "trainable_parameters",
-        "cached_values",
-        "cached_bytes",
-        "fit_seconds",
-        "ms_per_query",
-    ),
-    *("held_out", "unlabelled", "lacking"),
-)
+_VALUES = """view row task origin against measure temperature unit mean sd low high p q seeds queries
+trainable_parameters cached_values cached_bytes fit_seconds ms_per_query held_out unlabelled lacking"""
+VALUES = tuple(_VALUES.split())
 """Names of the raw numbers of a table, in the order of a file's columns; no table has all of them."""
 
 COLUMNS = {
@@ -295,7 +264,7 @@ def _tested(found: Results, pairs: Pairs, tasks: Sequence[str | None]) -> Tested
     asked = {(line, task): found.difference(line, other, task) for line, other in pairs for task in tasks}
     got = {key: difference for key, difference in asked.items() if difference is not None}
     told = {key: difference.p for key, difference in got.items() if difference.decidable}
-    q = dict(zip(told, holm(list(told.values())).tolist(), strict=True))
+    q = dict(zip(told, holm(list(told.values())), strict=True))
     return {key: Comparison(got[key], q.get(key, 1.0)) if key in got else None for key in asked}
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
@@ -29,6 +29,7 @@ from i2cl.methods.compressors.base import (
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.restore import lock_of
+from i2cl.models.training import Settings
 from i2cl.tasks import Example, Task
 
 SUMMARY = "embed_summary.weight"
@@ -36,14 +37,12 @@ COUNTED = {"llama": True, "opt": False}
 """Whether vectors have positions: OPT gives all of them the row of its table before the first token's."""
 
 
-class AutoCompressorConfig(BaseModel):
+class AutoCompressorConfig(Settings):
     """How demonstrations are cut into segments.
 
     Attributes:
         segment: tokens of a segment, at most (2,048 in the release).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     segment: int = Field(2048, ge=1)
 

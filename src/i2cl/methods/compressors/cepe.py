@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaModel
@@ -24,21 +24,20 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.scoring import Progress, Questions
+from i2cl.models.training import Settings
 from i2cl.tasks import Example, Task
 
 CHUNK = 256
 """Tokens of a chunk, at most."""
 
 
-class CEPEConfig(BaseModel):
+class CEPEConfig(Settings):
     """Where demonstrations stand.
 
     Attributes:
         in_decoder: so many of them as text before the query, the first ones; the others as chunks (the
             release's own evaluation has 2).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     in_decoder: int = Field(0, ge=0)
 

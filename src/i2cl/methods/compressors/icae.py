@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
@@ -34,6 +34,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.hooks import add_to_outputs
+from i2cl.models.training import Settings
 from i2cl.tasks import Example, Task
 
 VERSIONS = {"llama": "1", "mistral": "2"}
@@ -55,7 +56,7 @@ FILES = ("icae.safetensors", "icae.pt")
 PAIR = re.compile(r"icae\.base_model\.model\.(?P<module>.+)\.lora_A\.default\.weight")
 
 
-class ICAEConfig(BaseModel):
+class ICAEConfig(Settings):
     """The compressor, and how it is used.
 
     Attributes:
@@ -69,8 +70,6 @@ class ICAEConfig(BaseModel):
         left: version 2, ``ft``: token ids in front of the slots, spaces between (default: Mistral's [INST]).
         right: the same, behind the query.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     compressor: str | None = None
     version: Literal["auto", "1", "2"] = "auto"
