@@ -22,13 +22,13 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.scoring import Questions
 from i2cl.models.training import StepProgress, minimize, train_together
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 
 def calibrate(
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
+    demonstrations: Examples,
     context: ContextVector,
     config: CalibrationConfig | None = None,
     *,
@@ -71,7 +71,7 @@ def calibrate(
 def calibrate_many(
     decoder: Decoder,
     tasks: Sequence[Task],
-    demonstrations: Sequence[Sequence[Example]],
+    demonstrations: Sequence[Examples],
     contexts: Sequence[ContextVector],
     config: CalibrationConfig | None = None,
     *,

@@ -19,7 +19,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.training import Settings
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 from i2cl.tasks.sampling import group_by_label
 
 Writers = Literal["both", "mha", "mlp", "hidden"]
@@ -167,7 +167,7 @@ class ContextVector:
 def extract(
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
+    demonstrations: Examples,
     config: ExtractConfig | None = None,
     *,
     seed: int = 0,
@@ -226,7 +226,7 @@ def _common_base(vectors: Sequence[ContextVector]) -> ModelIdentity | None:
 def extract_classes(
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
+    demonstrations: Examples,
     config: ExtractConfig | None = None,
     *,
     seed: int = 0,
@@ -249,7 +249,7 @@ def extract_classes(
     return tuple(extract(decoder, task, group, config, seed=seed) for group in groups)
 
 
-def require_demonstrations(task: Task, demonstrations: Sequence[Example]) -> None:
+def require_demonstrations(task: Task, demonstrations: Examples) -> None:
     """Refuse to work without demonstrations, or with labels that the task does not have.
     Raises I2CLError naming the demonstration.
     """
@@ -258,7 +258,7 @@ def require_demonstrations(task: Task, demonstrations: Sequence[Example]) -> Non
     require_labels(task, demonstrations)
 
 
-def require_labels(task: Task, demonstrations: Sequence[Example]) -> None:
+def require_labels(task: Task, demonstrations: Examples) -> None:
     """Refuse labels that the task does not have, and texts that are no Unicode.
     Raises I2CLError naming the demonstration.
     """
@@ -272,9 +272,7 @@ def require_labels(task: Task, demonstrations: Sequence[Example]) -> None:
             raise I2CLError(f"demonstration {number} holds half a surrogate pair: repair its text")
 
 
-def _encode(
-    decoder: Decoder, task: Task, demonstrations: Sequence[Example], config: ExtractConfig
-) -> list[Ids]:
+def _encode(decoder: Decoder, task: Task, demonstrations: Examples, config: ExtractConfig) -> list[Ids]:
     builds = [
         partial(
             task.template.demonstration, label_word=task.labels[example.label], separator=config.separator

@@ -1,7 +1,6 @@
 """Which rows of a file of one's own are demonstrations: as many as pay in the time that somebody waits."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median_low
@@ -12,7 +11,7 @@ from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, score
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Example, Examples, Task
 from i2cl.tasks.sampling import group_by_label, sample_per_class, seeded
 
 MOST_SHOTS = 20
@@ -139,11 +138,11 @@ def fitting(
     return Draw(shown, shots, len(task.train), kept, pace.seconds(shown), more)
 
 
-def _takes(shown: Sequence[Example], pace: "_Pace", shots: int) -> bool:
+def _takes(shown: Examples, pace: "_Pace", shots: int) -> bool:
     return _few(shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
 
 
-def _few(shown: Sequence[Example]) -> bool:
+def _few(shown: Examples) -> bool:
     try:
         require_few(shown)
     except I2CLError:
@@ -172,7 +171,7 @@ class _Pace:
             seconds = time.perf_counter() - started
         return cls(questions, seconds / sum(map(len, queries)), steps)
 
-    def seconds(self, shown: Sequence[Example]) -> float:
+    def seconds(self, shown: Examples) -> float:
         """Estimate of a fit: each step reads all tokens once and goes back through them for each column.
 
         `benchmarks/fits.py` counts the passes. Labels that are scored as whole sequences are read one by one,

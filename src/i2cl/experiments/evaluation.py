@@ -25,7 +25,7 @@ from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
 from i2cl.models.precision import quantization_of
 from i2cl.models.scoring import Progress
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Example, Examples, Task
 from i2cl.version import __version__
 
 OUT_OF_MEMORY = "out of memory: take a smaller model, --dtype bfloat16, or fewer or shorter texts"
@@ -56,7 +56,7 @@ def fit_seeds(
     decoder: Decoder,
     task: Task,
     method: Method,
-    demonstrations: Sequence[Sequence[Example]],
+    demonstrations: Sequence[Examples],
     seeds: Sequence[int],
 ) -> list[Fitted]:
     """Fit a method with each of some seeds and its demonstrations, all in one call.
@@ -96,7 +96,7 @@ def measure(
     decoder: Decoder,
     task: Task,
     fitted: Fitted,
-    queries: Sequence[Example],
+    queries: Examples,
     progress: Progress | None = None,
 ) -> Run:
     """Score what was fitted on queries."""
@@ -135,7 +135,7 @@ def evaluate(
     shots: int | None = None,
     seed: int = 0,
     limit: int | None = None,
-    demonstrations: Sequence[Example] | None = None,
+    demonstrations: Examples | None = None,
     progress: Progress | None = None,
 ) -> Run:
     """Fit a method on demonstrations drawn with ``seed`` and score it on the task's queries.

@@ -29,7 +29,7 @@ from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
 from i2cl.storage.atomic import write_errors
-from i2cl.tasks import Example, Task, load_task
+from i2cl.tasks import Example, Examples, Task, load_task
 from i2cl.tasks.loaders import default_template
 
 GROUPS = 20
@@ -172,9 +172,7 @@ def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
     ]
 
 
-def _fitted(
-    bench: Bench, cells: Sequence[Cell], method: Method, shown: Sequence[Sequence[Example]]
-) -> list[Fitted]:
+def _fitted(bench: Bench, cells: Sequence[Cell], method: Method, shown: Sequence[Examples]) -> list[Fitted]:
     if isinstance(method, Wrapper):
         task = _asked(bench, cells[0])
         return [
@@ -260,7 +258,7 @@ class Move(Method):
         self,
         decoder: Decoder,
         task: Task,
-        demonstrations: Sequence[Example],  # noqa: ARG002 - the protocol fixes the arguments
+        demonstrations: Examples,  # noqa: ARG002 - the protocol fixes the arguments
         seed: int,  # noqa: ARG002
     ) -> PromptPredictor:
         """Nothing to fit."""
@@ -279,9 +277,7 @@ class Transfer(Method):
         self.anchors = anchors
         self.weights: dict[str, float] = {}
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """See `i2cl.injections.transfer.transfer`."""
         found = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
         self.weights = {self.anchors[place].task.name: weight for place, weight in found.weights}

@@ -24,7 +24,7 @@ from i2cl.models.prefix import Prefix
 from i2cl.models.restore import uninterrupted
 from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import LabelLikelihood, TrainConfig, train
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -93,7 +93,7 @@ class AdaptedDecoder(Decoder):
 def fit_adapter(
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
+    demonstrations: Examples,
     config: "PeftConfig",
     training: TrainConfig,
     seed: int,

@@ -18,7 +18,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Progress, biased
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 C = TypeVar("C", bound="Method")
@@ -149,7 +149,7 @@ class Method(ABC):
         return False
 
     @abstractmethod
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Prepare for a task.
 
         Raises:
@@ -157,7 +157,7 @@ class Method(ABC):
         """
 
     def fit_many(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Examples], seeds: Sequence[int]
     ) -> Sequence[Predictor]:
         """What `fit` makes of each seed and its demonstrations, to rounding.
 
@@ -168,7 +168,7 @@ class Method(ABC):
         return [self.fit(decoder, task, shown, seed) for shown, seed in pairs]
 
 
-def require_two_classes(method: str, task: Task, demonstrations: Sequence[Example]) -> None:
+def require_two_classes(method: str, task: Task, demonstrations: Examples) -> None:
     """Refuse what no classifier can be fitted to.
     Raises I2CLError without demonstrations of two classes, or on one that is none.
     """
@@ -196,7 +196,7 @@ def head_cost(head: Any, *more: Float[np.ndarray, " numbers"]) -> Cost:
     return Cost.of(trained, *rest, trained=trained.numel() + rest[0].numel())
 
 
-def right_answers(predictor: Predictor, rows: Sequence[Example]) -> int:
+def right_answers(predictor: Predictor, rows: Examples) -> int:
     """How many rows a predictor answers rightly."""
     best = predictor.scores([row.text for row in rows]).argmax(-1)
     return int((best == torch.tensor([row.label for row in rows])).sum())
@@ -236,19 +236,19 @@ class Wrapper(Method):
 
     @abstractmethod
     def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
     ) -> Predictor:
         """What it makes of the method below once that is fitted.
         Raises I2CLError if it lacks something that it needs.
         """
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Fit the method below, and stand on it."""
         below = self.below.fit(decoder, task, demonstrations, seed)
         return self.over(decoder, below, task, demonstrations, seed)
 
     def fit_many(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Examples], seeds: Sequence[int]
     ) -> Sequence[Predictor]:
         """Fit the method below to every seed, and stand on each."""
         fitted = self.below.fit_many(decoder, task, demonstrations, seeds)

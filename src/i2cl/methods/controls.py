@@ -4,7 +4,6 @@ Source: paper, "Noise Vector" and section "Influencing Factors of the Context Ve
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -12,7 +11,7 @@ import torch
 
 from i2cl.core.context import ContextVector
 from i2cl.models.training import Settings
-from i2cl.tasks import Example, Task, Template
+from i2cl.tasks import Example, Examples, Task, Template
 
 
 class NoiseConfig(Settings):
@@ -51,7 +50,7 @@ class CorruptionConfig(Settings):
 
 
 def corrupted(
-    task: Task, demonstrations: Sequence[Example], config: CorruptionConfig, seed: int
+    task: Task, demonstrations: Examples, config: CorruptionConfig, seed: int
 ) -> tuple[Task, tuple[Example, ...]]:
     """The task and demonstrations that the chosen stage gets to see."""
     own = random.Random(f"corrupted demonstrations {seed}")  # batches are drawn from the seed itself

@@ -33,7 +33,7 @@ from i2cl.models.scoring import Progress, require_texts
 from i2cl.models.training import Settings
 from i2cl.storage.archive import unpacked
 from i2cl.storage.hub import require_reachable
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 EXTRA = "embeddings"
 
@@ -83,9 +83,7 @@ class SentenceEmbeddings(Method):
 
     config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "EmbeddingsPredictor":
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "EmbeddingsPredictor":
         """Fit on the demonstrations' vectors; the decoder is not asked. Raises I2CLError without the extra or
         demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
         """
@@ -112,9 +110,7 @@ class SetFit(Method):
 
     config: EncoderConfig = field(default_factory=EncoderConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "EmbeddingsPredictor":
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "EmbeddingsPredictor":
         """Train an encoder and its classifier on the demonstrations; the decoder is not asked. Raises
         I2CLError without the extra or demonstrations of two classes, on an empty text, or if the encoder
         cannot be loaded.
@@ -130,7 +126,7 @@ class SetFit(Method):
         return EmbeddingsPredictor(encoder, head, len(task.labels), cost)
 
 
-def _trained(encoder: Any, demonstrations: Sequence[Example], seed: int) -> Any:
+def _trained(encoder: Any, demonstrations: Examples, seed: int) -> Any:
     """Train an encoder in place, and a classifier on its vectors, which is returned."""
     from datasets import Dataset
     from setfit import SetFitModel, Trainer, TrainingArguments, logging

@@ -21,10 +21,10 @@ from i2cl.methods.base import Cost, Method, right_answers
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
+from i2cl.models.edits import Edit, States
 from i2cl.models.scoring import Questions
 from i2cl.models.training import Settings
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 Variant = Literal["paper", "released"]
 """How a direction is found and added: as Liu et al. write, or as their released code does."""
@@ -67,9 +67,7 @@ class AddPreservingNorm(Edit):
         self.released = variant == "released"
         self.site = "writers" if self.released else "hidden"
 
-    def output(
-        self, layer: int, index: int, output: Float[Tensor, "batch tokens d"], _batch: Batch
-    ) -> Float[Tensor, "batch tokens d"] | None:
+    def output(self, layer: int, index: int, output: States, _batch: Batch) -> States | None:
         """The turned block output, or the turned output of the MLP alone, at every token of every layer."""
         if self.released and index == 0:
             return None
@@ -99,9 +97,7 @@ class ICV(Method):
 
     config: ICVConfig = field(default_factory=ICVConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Find directions, then the strength.
         Raises I2CLError if too few held-out examples remain, or the paper has no strength for the task.
         """
@@ -117,7 +113,7 @@ class ICV(Method):
         return make(strength)
 
 
-def _searched(make: Callable[[float, int], PromptPredictor], held_out: Sequence[Example]) -> PromptPredictor:
+def _searched(make: Callable[[float, int], PromptPredictor], held_out: Examples) -> PromptPredictor:
     """Best of the coarse and the fine grid; ties go to the first tried, the smaller."""
     tried = [make(strength, len(held_out)) for strength in COARSE + FINE]
     return max(tried, key=lambda one: right_answers(one, held_out))
@@ -135,7 +131,7 @@ def _predictor(
 
 
 def directions(
-    decoder: Decoder, task: Task, demonstrations: Sequence[Example], variant: Variant = "paper"
+    decoder: Decoder, task: Task, demonstrations: Examples, variant: Variant = "paper"
 ) -> Float[Tensor, "layers d"]:
     """Unit vector per layer along which answer and sentence states differ, pointing to the answer.
 

@@ -17,7 +17,7 @@ from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import Settings
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 AT_ONCE = 256
 """Texts whose distributions over the whole vocabulary are held together."""
@@ -50,9 +50,7 @@ class KNNPrompting(Method):
 
     config: KNNConfig = field(default_factory=KNNConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "KNNPredictor":
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "KNNPredictor":
         """Keep each anchor's distribution.
         Raises I2CLError if the training split has too few further examples, or the context is too small.
         """

@@ -19,10 +19,10 @@ from i2cl.errors import I2CLError, needs
 from i2cl.methods.base import Cost, Method, class_scores, head_cost, require_two_classes
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
+from i2cl.models.edits import Edit, States
 from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import Settings
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 Tokens = Literal["last", "mean", "both"]
 """The query's last token, the mean over the text's tokens, or one behind the other."""
@@ -71,9 +71,7 @@ class LinearProbe(Method):
 
     config: ProbeConfig = field(default_factory=ProbeConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "ProbePredictor":
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "ProbePredictor":
         """Fit on the demonstrations' states. Raises I2CLError without scikit-learn or demonstrations of two
         classes, if the model has no such layer, or if its tokenizer cannot tell which tokens are the text's.
         """
@@ -160,7 +158,7 @@ class KeepPooled(Edit):
         self.spans = spans
         self.kept: list[Tensor] = []
 
-    def output(self, layer: int, _index: int, output: Float[Tensor, "batch tokens d"], batch: Batch) -> None:
+    def output(self, layer: int, _index: int, output: States, batch: Batch) -> None:
         """Copy them."""
         if layer not in self.layers:
             return

@@ -14,7 +14,6 @@ Source: paper, appendix "Implementation of Baseline Methods", and of each:
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,7 +36,7 @@ from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import holds_keys_alone
 from i2cl.models.training import TrainConfig
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -58,9 +57,7 @@ class AdapterMethod(Method):
         """The tensors that training starts from, under PEFT's names; None for what PEFT draws."""
         return None
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> AdapterPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> AdapterPredictor:
         """Train, keep the adapter's tensors, take it off again. Raises I2CLError without the package peft, on
         a model that the adapter or its start does not fit, or on a loss that is not finite.
         """

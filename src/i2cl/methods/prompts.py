@@ -26,7 +26,7 @@ from i2cl.models.scoring import (
     require_finite,
     score,
 )
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 Shown = tuple[tuple[str, str], ...]
 """Demonstrations as (text, label word), in the order they stand in a prompt."""
@@ -84,7 +84,7 @@ class PromptPredictor:
 
 
 def few_shot_prompt(
-    questions: Questions, demonstrations: Sequence[Example], *, cached: bool = True
+    questions: Questions, demonstrations: Examples, *, cached: bool = True
 ) -> PromptPredictor:
     """Few-shot: the demonstrations in front of every query, run once if they are to be cached.
     Raises I2CLError if not even one per class fits into the context, naming tokens needed and available.
@@ -98,7 +98,7 @@ def few_shot_prompt(
 
 
 def unlabelled_texts(
-    method: str, task: Task, most: int, demonstrations: Sequence[Example], seed: int
+    method: str, task: Task, most: int, demonstrations: Examples, seed: int
 ) -> tuple[str, ...]:
     """Training texts beside the demonstrations, up to ``most``; nobody looks at their labels.
     Raises I2CLError if there are none.
@@ -111,7 +111,7 @@ def unlabelled_texts(
     return texts
 
 
-def fitting(questions: Questions, demonstrations: Sequence[Example]) -> Shown:
+def fitting(questions: Questions, demonstrations: Examples) -> Shown:
     """Demonstrations for a prompt, as many per class as fit into the context with a query behind them.
 
     Room is kept for a query as long as the longest demonstration. Warns where fewer are shown. Raises
@@ -146,7 +146,7 @@ def fitting(questions: Questions, demonstrations: Sequence[Example]) -> Shown:
     return _first_of_each(task, demonstrations, fits)
 
 
-def _first_of_each(task: Task, demonstrations: Sequence[Example], per_class: int) -> Shown:
+def _first_of_each(task: Task, demonstrations: Examples, per_class: int) -> Shown:
     """Texts and label words of the first few demonstrations of each class, in the given order."""
     seen: Counter[int] = Counter()
     chosen: list[tuple[str, str]] = []

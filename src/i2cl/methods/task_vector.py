@@ -28,10 +28,10 @@ from i2cl.methods.prompts import (
 )
 from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
+from i2cl.models.edits import Edit, States
 from i2cl.models.scoring import Questions, score
 from i2cl.models.training import Settings
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 HELD_OUT = 32
 
@@ -45,9 +45,7 @@ class ReplaceLast(Edit):
         self.layer = layer
         self.state = state
 
-    def output(
-        self, layer: int, _index: int, output: Float[Tensor, "batch tokens d"], batch: Batch
-    ) -> Float[Tensor, "batch tokens d"] | None:
+    def output(self, layer: int, _index: int, output: States, batch: Batch) -> States | None:
         """The replacement at one token of one layer."""
         if layer != self.layer:
             return None
@@ -62,9 +60,7 @@ class ReplaceEach(Edit):
     def __init__(self, states: Float[Tensor, "layers d"]) -> None:
         self.states = states
 
-    def output(
-        self, layer: int, _index: int, output: Float[Tensor, "batch tokens d"], batch: Batch
-    ) -> Float[Tensor, "batch tokens d"]:
+    def output(self, layer: int, _index: int, output: States, batch: Batch) -> States:
         """The replacement at one token of those rows that run this query."""
         rows = torch.tensor([row == layer for row in batch.rows], device=output.device)
         state = self.states[layer].to(output.device, output.dtype)
@@ -89,7 +85,7 @@ class MapHead(Edit):
         return (states + mapped).to(output.dtype)
 
 
-def _last(output: Float[Tensor, "batch tokens d"], batch: Batch) -> Bool[Tensor, "batch tokens 1"]:
+def _last(output: States, batch: Batch) -> Bool[Tensor, "batch tokens 1"]:
     """Where each row's last query token is."""
     tokens = torch.arange(output.shape[1], device=output.device)
     return (tokens == batch.last.to(output.device)[:, None])[..., None]
@@ -105,9 +101,7 @@ class TaskVector(Method):
     needs: ClassVar[str] = f"demonstrations, {HELD_OUT} held-out examples (layer) and a dummy query"
     formula: ClassVar[str] = "D"
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Take the states of all layers at once, then try each on the held-out examples.
         Raises I2CLError if the training split has too few further examples, or the context is too small.
         """
@@ -168,9 +162,7 @@ class LinearTaskVector(Method):
 
     config: LinearVectorConfig = field(default_factory=LinearVectorConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Run the texts with and without the demonstrations, and solve.
         Raises I2CLError if no training text remains beside the demonstrations, or the context is too small.
         """

@@ -16,7 +16,7 @@ from i2cl.methods.base import Cost, Method, class_scores, head_cost, require_two
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
 from i2cl.models.training import Settings
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 
 class TfidfConfig(Settings):
@@ -43,9 +43,7 @@ class Tfidf(Method):
 
     config: TfidfConfig = field(default_factory=TfidfConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "TfidfPredictor":
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "TfidfPredictor":
         """Fit on the demonstrations' texts; the decoder is not asked. Raises I2CLError without scikit-learn
         or demonstrations of two classes, on an empty text, or if no text has a word.
         """

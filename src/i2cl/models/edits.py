@@ -15,6 +15,9 @@ from i2cl.models.batching import Batch
 from i2cl.models.hooks import edit_inputs, edit_outputs
 from i2cl.models.restore import uninterrupted
 
+States = Float[Tensor, "lines tokens d"]
+"""What a layer reads or writes; a line is a row of the batch, or all of its rows where they are packed."""
+
 Site = Literal["writers", "hidden"]
 """What is captured and edited: the two residual writers of a layer, or its block output."""
 
@@ -38,12 +41,10 @@ class Edit:
     sees_input: bool = False
     everywhere: bool = False
 
-    def enter(self, layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
+    def enter(self, layer: int, residual: States) -> None:
         """Look at the residual stream that enters a block."""
 
-    def output(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
-    ) -> Float[Tensor, "lines tokens d"] | None:
+    def output(self, layer: int, index: int, output: States, batch: Batch) -> States | None:
         """Return what replaces ``output`` (never edit in place), or None to leave it."""
         raise NotImplementedError
 
@@ -59,9 +60,7 @@ class Keep(Edit):
         self.at = at
         self.kept: list[Tensor] = []
 
-    def output(
-        self, _layer: int, _index: int, output: Float[Tensor, "lines tokens d"], _batch: Batch
-    ) -> None:
+    def output(self, _layer: int, _index: int, output: States, _batch: Batch) -> None:
         """Copy it."""
         row = torch.arange(len(output), device=output.device)
         self.kept.append(output[row, self.at.to(output.device)])  # a copy, also where the block adds in place

@@ -27,7 +27,7 @@ from i2cl.methods.i2cl import I2CL
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Example, Examples, Task
 
 FREE = ("zero_shot", "zero_shot+batch_calibration")
 """What costs nothing beside the model: an injection has to beat all of it."""
@@ -95,7 +95,7 @@ def baselines() -> list[Method]:
     return make_methods(BASELINES) + ([rival.configured({"encoder": encoder})] if encoder else [])
 
 
-def labelled_rows(task: Task, demonstrations: Sequence[Example], limit: int) -> tuple[Example, ...]:
+def labelled_rows(task: Task, demonstrations: Examples, limit: int) -> tuple[Example, ...]:
     """Rows to score on: test rows or, without any, training rows; none whose text is a demonstration's.
 
     At most ``limit``, as equal in number per class as the rows allow; 0 for none.
@@ -115,8 +115,8 @@ def with_worth(
     injection: Injection,
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
-    queries: Sequence[Example],
+    demonstrations: Examples,
+    queries: Examples,
     *,
     seconds: float,
     method: Method | None = None,
@@ -160,8 +160,8 @@ def with_folds(
     injection: Injection,
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
-    make: Callable[[Sequence[Example]], Injection],
+    demonstrations: Examples,
+    make: Callable[[Examples], Injection],
     *,
     seconds: float,
     method: Method | None = None,
@@ -225,7 +225,7 @@ def _told(
     split: Split,
     decoder: Decoder,
     task: Task,
-    queries: Sequence[Example],
+    queries: Examples,
     watch: Callable[[str], None] | None,
     progress: Progress | None,
     target: float | None = None,

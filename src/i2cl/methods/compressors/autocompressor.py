@@ -30,7 +30,7 @@ from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.restore import lock_of
 from i2cl.models.training import Settings
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 SUMMARY = "embed_summary.weight"
 COUNTED = {"llama": True, "opt": False}
@@ -134,9 +134,7 @@ class AutoCompressor(Method):
 
     config: AutoCompressorConfig = field(default_factory=AutoCompressorConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> BehindVectors:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
         """Run the demonstrations, then their summaries. Raises I2CLError if MODEL is no AutoCompressor, a
         demonstration is longer than a segment, or the context is full.
         """

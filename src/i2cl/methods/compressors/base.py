@@ -19,7 +19,7 @@ from i2cl.models.edits import Edit
 from i2cl.models.loading import REFERENCE
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Progress, Questions, require_finite, require_texts, score
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ def require_type(decoder: Decoder, kind: str, known: Collection[str]) -> None:
         raise NoCompressorError(f"{kind} is known for {' and '.join(sorted(known))}, not for {found!r}")
 
 
-def exchanges(decoder: Decoder, task: Task, demonstrations: Sequence[Example]) -> list[str]:
+def exchanges(decoder: Decoder, task: Task, demonstrations: Examples) -> list[str]:
     """Each demonstration with its label word and the separator, as text.
     Raises I2CLError if there are none.
     """

@@ -21,11 +21,11 @@ from i2cl.methods.compressors.base import Compressor, bare, beside, bundled, exc
 from i2cl.methods.prompts import PromptPredictor, shared_ids
 from i2cl.models.batching import Batch, Ids, budget_chunks, make_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
+from i2cl.models.edits import Edit, States
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import Settings
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 CHUNK = 256
 """Tokens of a chunk, at most."""
@@ -79,20 +79,18 @@ class CrossAttention(Edit):
         }
         self._residual = states
 
-    def enter(self, _layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
+    def enter(self, _layer: int, residual: States) -> None:
         """Remember the stream: attention adds to it."""
         self._residual = residual
 
-    def output(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], _batch: Batch
-    ) -> Float[Tensor, "lines tokens d"] | None:
+    def output(self, layer: int, index: int, output: States, _batch: Batch) -> States | None:
         """Attention's own output and the cross-attention of their sum; nothing else of the MLP's."""
         own = self.layers.get(layer)
         if index == 1 or own is None:
             return None
         return output + self.attend(layer, self._residual.to(output.device) + output)
 
-    def attend(self, layer: int, stream: Float[Tensor, "lines tokens d"]) -> Float[Tensor, "lines tokens d"]:
+    def attend(self, layer: int, stream: States) -> States:
         """What the cross-attention of a layer writes, given the residual stream."""
         own, where = self.layers[layer], stream.device
         normed = rms_norm(stream, (stream.shape[-1],), own.norm.to(where), self.eps)
@@ -177,9 +175,7 @@ class CEPE(Method):
 
     config: CEPEConfig = field(default_factory=CEPEConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> CrossPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CrossPredictor:
         """Encode the demonstrations, and run those that stand before the query.
         Raises I2CLError if MODEL is no CEPE model, or what stands before the query does not fit the context.
         """

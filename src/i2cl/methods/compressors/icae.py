@@ -31,11 +31,11 @@ from i2cl.methods.compressors.base import (
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.checkpoint import checkpoint_folder, read_tensors
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
+from i2cl.models.edits import Edit, States
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.hooks import add_to_outputs
 from i2cl.models.training import Settings
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 VERSIONS = {"llama": "1", "mistral": "2"}
 """The release that a model type belongs to."""
@@ -88,9 +88,7 @@ class PutIn(Edit):
     def __init__(self, vector: Float[Tensor, " d"]) -> None:
         self.vector = vector
 
-    def output(
-        self, _layer: int, _index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
-    ) -> Float[Tensor, "lines tokens d"]:
+    def output(self, _layer: int, _index: int, output: States, batch: Batch) -> States:
         """The vector there, the tokens' own embeddings elsewhere."""
         here: Bool[Tensor, "lines tokens"] = torch.zeros_like(batch.input_ids, dtype=torch.bool)
         here[0 if batch.packed else torch.arange(len(here)), batch.last] = True
@@ -171,9 +169,7 @@ class ICAE(Method):
 
     config: ICAEConfig = field(default_factory=ICAEConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> BehindVectors:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
         """Write the slots, then run them.
         Raises I2CLError if there is no compressor or it does not fit the model, or the context is full.
         """
