@@ -48,7 +48,7 @@ from i2cl.experiments.evidence.verdicts import (
     ],
 )
 def test_the_verdict_is_what_both_free_rows_and_the_interval_allow(zero_shot, batch, n, said):
-    assert verdict({"zero_shot": zero_shot, "batch": batch}, n).words == said
+    assert verdict({"zero_shot": zero_shot, "batch": batch}, n).verdict == said
 
 
 def test_three_against_three_of_twenty_rows_is_no_reason_to_drop_a_fit():

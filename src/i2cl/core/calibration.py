@@ -120,11 +120,15 @@ def _fitted(
     waiting = _groups(runs, config, decoder.token_budget)
     while waiting:
         places = waiting.pop(0)
-        made = _fit_or_none(decoder, [runs[place] for place in places], config, progress)
-        if made is None:
-            waiting[:0] = _halves(places)
-        else:
-            found |= dict(zip(places, made, strict=True))
+        try:
+            found |= dict(
+                zip(places, _fit(decoder, [runs[one] for one in places], config, progress), strict=True)
+            )
+            continue
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        waiting[:0] = _halves(places)  # what the error held on to is free by now
     return [found[place] for place in range(len(runs))]
 
 
@@ -153,21 +157,6 @@ def _halves(places: list[int]) -> list[list[int]]:
     message = f"out of memory with {len(places)} calibrations together; going on with {half}"
     warnings.warn(message, MemoryWarning, stacklevel=4)
     return [places[:half], places[half:]]
-
-
-def _fit_or_none(
-    decoder: Decoder,
-    group: Sequence[CalibrationRun],
-    config: CalibrationConfig,
-    progress: StepProgress | None,
-) -> list[Injection] | None:
-    """What `_fit` makes, or None where memory ran out; what the error held on to is free by then."""
-    try:
-        return _fit(decoder, group, config, progress)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            return None
-        raise
 
 
 def _fit(

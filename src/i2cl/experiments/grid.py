@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -20,6 +20,9 @@ GOLDEN = (5**0.5 - 1) / 2
 
 DEFAULT_AGAINST = "I2CL"
 """Row that others are tested against where it is there and nobody says otherwise."""
+
+SHARED = ("study", "method", "options", "demonstrations", "chat")
+"""Fields of a row that are those of its cells."""
 
 MOST_SEEDS = 10_000
 """Beyond which a number of seeds is a slip."""
@@ -144,13 +147,7 @@ class GridRow(Frozen):
 
     def cells(self, base: Cell, tasks: Sequence[str], most_shots: int | None) -> Iterator[Cell]:
         """The row's cells for one seed."""
-        fields = {
-            "study": self.study,
-            "method": self.method,
-            "options": self.options,
-            "demonstrations": self.demonstrations,
-            "chat": self.chat,
-        }
+        fields = {name: getattr(self, name) for name in SHARED}
         curve = [shots for shots in self.shots if most_shots is None or shots <= most_shots]
         for task, shots in itertools.product(tasks, curve if self.shots else (None,)):
             cell = base.model_copy(update={**fields, "task": task, "shots": shots})
@@ -163,9 +160,8 @@ class GridRow(Frozen):
 
     def holds(self, cell: Cell) -> bool:
         """Whether a cell belongs to this row, whatever its model, task, seed and queries."""
-        mine = (self.study, self.method, self.options, self.demonstrations, self.chat)
-        theirs = (cell.study, cell.method, cell.options, cell.demonstrations, cell.chat)
-        return mine == theirs and cell.shots in (self.shots or (None,))
+        same = all(getattr(self, name) == getattr(cell, name) for name in SHARED)
+        return same and cell.shots in (self.shots or (None,))
 
 
 def _from(cell: Cell, sources: tuple[str, ...]) -> Cell:
@@ -275,15 +271,8 @@ class Experiment(Frozen):
 
 def spread(names: Sequence[str], count: int | None) -> tuple[str, ...]:
     """So many of the names, evenly over the list; a smaller choice is part of every larger one."""
-    total = len(names)
-    places = (int(total * (step * GOLDEN % 1)) for step in itertools.count())
-    chosen = itertools.islice(_distinct(places), total if count is None else min(count, total))
+    total, steps = len(names), itertools.count()
+    chosen: set[int] = set()
+    while len(chosen) < (total if count is None else min(count, total)):
+        chosen.add(int(total * (next(steps) * GOLDEN % 1)))
     return tuple(names[place] for place in sorted(chosen))
-
-
-def _distinct(places: Iterable[int]) -> Iterator[int]:
-    seen: set[int] = set()
-    for place in places:
-        if place not in seen:
-            seen.add(place)
-            yield place

@@ -41,54 +41,55 @@ class Group:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the results that a store has of a model stand on.
+    """Fingerprints that the results of a model in a store stand on.
 
-    Weights by the precision that they were loaded in, rows and wordings (`Bench`) by task.
+    They are those of weights, by the precision that these were loaded in, and of the rows and the wording of
+    each task, see `Bench`.
     """
 
-    weights: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    rows: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    wording: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    known: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, store: Store, like: Cell) -> "Kept":
-        """That of a store's cells with the same model, as given at loading."""
-        weights: dict[str, set[str]] = defaultdict(set)
-        rows: dict[str, set[str]] = defaultdict(set)
-        wording: dict[str, set[str]] = defaultdict(set)
+        """Those of a store's cells with the same model, as given at loading."""
+        known: dict[tuple[str, str], set[str]] = defaultdict(set)
         for record in store.records.values():
             cell, told = record.cell, record.provenance
             same = (cell.model, cell.revision, cell.dtype) == (like.model, like.revision, like.dtype)
             if record.status == "done" and same:
-                if "rows" in told:  # before, weights were told in another way
-                    weights[told.get("dtype", "")].add(told["weights"])
-                rows[cell.task] |= {told["rows"]} if "rows" in told else set()
-                wording[cell.task] |= {told["wording"]} if "wording" in told else set()
-        each = (weights, rows, wording)
-        return cls(*({name: frozenset(held) for name, held in one.items()} for one in each))
+                for part, where in (("weights", told.get("dtype", "")), *_parts_of(cell)):
+                    if part in told and "rows" in told:  # before these, weights were told in another way
+                        known[part, where].add(told[part])
+        return cls({key: frozenset(held) for key, held in known.items()})
 
     def require_same(self, bench: Bench, cells: Iterable[Cell]) -> None:
         """Refuse to add results of other weights or other rows.
         Raises I2CLError naming the model or the task.
         """
         decoder = bench.decoder
-        strange = set(self.weights.get(software(decoder)["dtype"], ())) - {decoder.base.weights}
-        if strange:
+        if self._strange(("weights", software(decoder)["dtype"]), decoder.base.weights):
             raise I2CLError(
                 f"the store has results of other weights than {decoder.name!r} has now: "
                 "choose another --store"
             )
         for task, cell in sorted({cell.task: cell for cell in cells}.items()):
-            if set(self.rows.get(task, ())) - {bench.rows(cell)}:
+            if self._strange(("rows", task), bench.rows(cell)):
                 raise I2CLError(
                     f"the store has results on other rows of task {task!r}: choose another --store, or the "
                     "--data-dir they were made with"
                 )
-            if set(self.wording.get(task, ())) - {bench.wording(cell)}:
+            if self._strange(("wording", task), bench.wording(cell)):
                 raise I2CLError(
                     f"the store has results of task {task!r} with another template, label words, instruction "
                     "or shots: choose another --store, or set the task back"
                 )
+
+    def _strange(self, key: tuple[str, str], now: str) -> bool:
+        return bool(self.known.get(key, frozenset()) - {now})
+
+
+def _parts_of(cell: Cell) -> tuple[tuple[str, str], ...]:
+    return ("rows", cell.task), ("wording", cell.task)
 
 
 @dataclass(frozen=True)

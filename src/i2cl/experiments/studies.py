@@ -291,18 +291,12 @@ def _method(cell: Cell) -> Method:
     return method
 
 
-def _move(bench: Bench, cell: Cell) -> Method:
-    return Move(bench.injection(plain(cell, cell.sources[0])))
-
-
-def _transfer(bench: Bench, cell: Cell) -> Method:
-    anchors = [bench.injection(plain(cell, source)) for source in cell.sources]
-    return Transfer(bench.injection(plain(cell, cell.task)), anchors)
-
-
 STUDIES: dict[str, Callable[[Bench, Cell], Method]] = {
     "method": lambda _bench, cell: _method(cell),
-    "move": _move,
-    "transfer": _transfer,
+    "move": lambda bench, cell: Move(bench.injection(plain(cell, cell.sources[0]))),
+    "transfer": lambda bench, cell: Transfer(
+        bench.injection(plain(cell, cell.task)),
+        [bench.injection(plain(cell, source)) for source in cell.sources],
+    ),
 }
 """How the method of each study is made."""

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from i2cl.models.batching import Batch
-from i2cl.models.hooks import edit_inputs, edit_outputs
+from i2cl.models.hooks import Hook, edit_inputs, edit_outputs
 from i2cl.models.restore import uninterrupted
 
 States = Float[Tensor, "lines tokens d"]
@@ -74,19 +74,18 @@ def editing(
     if edit is None:
         yield
         return
+    looks: list[tuple[nn.Module, Hook]] = []
+    changes: list[tuple[nn.Module, Hook]] = []
     if edit.site == "head":
-        head = model.get_output_embeddings()
-        with edit_inputs([(head, lambda states: edit.output(len(blocks), 0, states, batch))]):
-            yield
-        return
-    if edit.site == "embeddings":
-        first = model.get_input_embeddings()
-        with edit_outputs([(first, lambda vectors: edit.output(0, 0, vectors, batch))]):
-            yield
-        return
-    changes = [(module, partial(_changed, edit, layer, at, batch)) for layer, at, module in places(edit.site)]
-    entries = enumerate(blocks) if edit.sees_input else ()
-    looks = [(block, partial(edit.enter, layer)) for layer, block in entries]
+        looks = [(model.get_output_embeddings(), lambda states: edit.output(len(blocks), 0, states, batch))]
+    elif edit.site == "embeddings":
+        changes = [(model.get_input_embeddings(), lambda vectors: edit.output(0, 0, vectors, batch))]
+    else:
+        changes = [
+            (module, partial(_changed, edit, layer, at, batch)) for layer, at, module in places(edit.site)
+        ]
+        entries = enumerate(blocks) if edit.sees_input else ()
+        looks = [(block, partial(edit.enter, layer)) for layer, block in entries]
     with edit_inputs(looks), edit_outputs(changes):
         yield
 

@@ -97,7 +97,7 @@ def load_model_and_tokenizer(
         raise I2CLError("transformers reads docstrings, which python -OO drops: use python -O, or neither")
     source = located(name)
     if is_gguf(Path(source)):
-        _require_whole(revision, quantization, device_map, offload_folder)
+        _require_plain(revision, quantization, device_map, offload_folder)
     elif Path(source).exists():
         _check_folder(Path(source))
     elif source.startswith((".", "/", "~")) or source.count("/") > 1:
@@ -182,7 +182,7 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
     )
 
 
-def _require_whole(revision: Any, quantization: Any, device_map: Any, offload_folder: Any) -> None:
+def _require_plain(revision: Any, quantization: Any, device_map: Any, offload_folder: Any) -> None:
     """Refuse options that mean nothing for a GGUF file."""
     if revision is not None:
         raise I2CLError("a GGUF file has no revision: leave out --revision")
@@ -349,18 +349,14 @@ def _check_folder(folder: Path) -> None:
 
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
-        return _default_device()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator if accelerator is not None else torch.device("cpu")
     try:
         return torch.empty(1, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises the latter
         raise I2CLError(
             f"cannot use device {str(device)!r} ({_first_line(error)}): choose cpu, or one this machine has"
         ) from None
-
-
-def _default_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator if accelerator is not None else torch.device("cpu")
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:

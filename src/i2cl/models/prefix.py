@@ -133,16 +133,12 @@ def keys_at(model: PreTrainedModel, blocks: list[nn.Module], places: Int[Tensor,
         "mpt": ("attn", _mpt),
     }
     name, build = found.get(model.config.model_type, ("", None))
-    if build is None or not _has_alibi(model):
+    if build is None or not getattr(model.config, "alibi", True):  # only Falcon has a choice
         yield
         return
     change: KeywordChange = build(places)
     with edit_keywords([(block.get_submodule(name), change) for block in blocks]):
         yield
-
-
-def _has_alibi(model: PreTrainedModel) -> bool:
-    return bool(getattr(model.config, "alibi", True))  # only Falcon has a choice
 
 
 def _bloom(places: Int[Tensor, " keys"]) -> KeywordChange:

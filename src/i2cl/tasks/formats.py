@@ -234,11 +234,7 @@ def _jsonl_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iter
     for number, line in enumerate(lines, start=1):
         if not line.isspace():
             place = f"{source.name} line {number}"
-            try:
-                row: Row | RowError = _object_row(_parsed(line, place), columns, place)
-            except RowError as error:
-                row = error
-            yield row
+            yield _or_error(_line_row, line, columns, place)
 
 
 def _json_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iterator[Row | RowError]:
@@ -251,11 +247,20 @@ def _json_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Itera
     if not isinstance(records, list):
         raise RowError(f"{source.name}: holds a JSON {type(records).__name__}: write a list of objects")
     for number, record in enumerate(records, start=1):
-        try:
-            row: Row | RowError = _object_row(record, columns, f"{source.name} item {number}")
-        except RowError as error:
-            row = error
-        yield row
+        yield _or_error(_object_row, record, columns, f"{source.name} item {number}")
+
+
+def _or_error(
+    read: Callable[[Any, Columns, str], Row], given: Any, columns: Columns, place: str
+) -> Row | RowError:
+    try:
+        return read(given, columns, place)
+    except RowError as error:
+        return error
+
+
+def _line_row(line: str, columns: Columns, place: str) -> Row:
+    return _object_row(_parsed(line, place), columns, place)
 
 
 def _parsed(content: str, place: str, cure: str = "correct that line") -> Any:

@@ -2,6 +2,7 @@
 
 import string
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from i2cl.tasks.sampling import seeded
@@ -18,7 +19,6 @@ def synthetic_task(seed: int = 0, train_per_class: int = 100, test_per_class: in
     Texts have 5 to 12 characters; the paper gives neither lengths nor a template, so both are ours.
     Source: paper, appendix "Analysis on Synthetic Dataset".
     """
-    described = describe_synthetic()
     rng = seeded(seed)
     train: list[Example] = []
     test: list[Example] = []
@@ -28,16 +28,7 @@ def synthetic_task(seed: int = 0, train_per_class: int = 100, test_per_class: in
         test += [Example(text, label) for text in texts[train_per_class:]]
     rng.shuffle(train)
     rng.shuffle(test)
-    return Task(
-        name=described.name,
-        labels=described.labels,
-        template=described.template,
-        train=tuple(train),
-        test=tuple(test),
-        title=described.title,
-        description=described.description,
-        group=described.group,
-    )
+    return replace(describe_synthetic(), train=tuple(train), test=tuple(test))
 
 
 def describe_synthetic() -> Task:

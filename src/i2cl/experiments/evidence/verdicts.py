@@ -30,14 +30,14 @@ class Verdict:
     """What a comparison shows.
 
     Attributes:
-        words: whether to use the fit.
+        verdict: whether to use the fit, in words.
         against: the best of the rivals on these rows, of those shown better than the fit if there are any.
         difference: accuracy minus that rival's, a share.
         low, high: its 95 % interval (`paired_interval`).
         p: of the test against that rival (`mcnemar`), after Holm's correction over all rivals.
     """
 
-    words: str
+    verdict: str
     against: str
     difference: float
     low: float

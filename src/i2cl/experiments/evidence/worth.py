@@ -267,21 +267,10 @@ def _compared(
     mine = _right(ours)
     free = {name: _right(runs[name]) for name in FREE if name in runs}
     counts = {name: (int((mine & ~one).sum()), int((one & ~mine).sum())) for name, one in free.items()}
-    told = verdict(counts, ours.n)
     scores = {name: _score(run) for name, run in runs.items()}
+    told: dict[str, Any] = asdict(verdict(counts, ours.n))
     return Worth(
-        ours.n,
-        split,
-        told.words,
-        told.against,
-        told.difference,
-        told.low,
-        told.high,
-        told.p,
-        scores,
-        not_run,
-        asdict(sure),
-        {},
+        ours.n, split, **told, methods=scores, not_run=not_run, confidence=asdict(sure), selection={}
     )
 
 
