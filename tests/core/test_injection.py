@@ -228,10 +228,7 @@ def test_a_temperature_is_kept_and_1_leaves_the_files_as_they_were(saved, tmp_pa
 
 @pytest.mark.parametrize(
     ("prior", "told"),
-    [
-        (None, "equally frequent."),
-        ([0.75, 0.25], "as frequent as positive 0.75, negative 0.25."),
-    ],
+    [(None, "equally frequent."), ([0.75, 0.25], "as frequent as positive 0.75, negative 0.25.")],
 )
 def test_the_card_says_what_a_label_bias_takes_for_granted(tmp_path, prior, told):
     settings = {"label_prior": {"texts": 64, "prior": prior}}

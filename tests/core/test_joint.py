@@ -118,11 +118,7 @@ def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, 
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     moods = Task("moods", ("positive", "poor", "negative", "odd"), FILMS.template)
     grades = Task("grades", ("poorest", "poorer"), BOOKS.template)
-    runs = [
-        *RUNS[:2],
-        (moods, shots(5, 4, "dull"), 2),
-        (grades, shots(5, 2, "a novel of many pages"), 5),
-    ]
+    runs = [*RUNS[:2], (moods, shots(5, 4, "dull"), 2), (grades, shots(5, 2, "a novel of many pages"), 5)]
     config = QUIET.model_copy(update={"noise": 0.05, "loss": "labels"})
     groups = []
     make = CalibrationLoss.__init__

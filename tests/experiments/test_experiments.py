@@ -11,15 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from i2cl import (
-    CalibrationConfig,
-    Decoder,
-    I2CLError,
-    Injection,
-    calibrate_many,
-    extract,
-    load_task,
-)
+from i2cl import CalibrationConfig, Decoder, I2CLError, Injection, calibrate_many, extract, load_task
 from i2cl.experiments import studies
 from i2cl.experiments.evaluation import fit_seeds
 from i2cl.experiments.grid import Cell, Experiment

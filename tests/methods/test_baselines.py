@@ -536,11 +536,7 @@ def test_icv_in_half_precision_rounds_once(dtype, variant):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("icv", {"strength": "nan"}),
-        ("icv", {"strength": "inf"}),
-        ("linear_task_vector", {"ridge": "inf"}),
-    ],
+    [("icv", {"strength": "nan"}), ("icv", {"strength": "inf"}), ("linear_task_vector", {"ridge": "inf"})],
 )
 def test_numbers_that_are_none_are_refused(name, options):
     with pytest.raises(I2CLError, match=next(iter(options))):

@@ -386,12 +386,7 @@ def test_the_table_of_methods_is_complete_and_cannot_be_changed():
 
 
 @pytest.mark.parametrize(
-    ("options", "sites", "each"),
-    [
-        ({}, 4, 32),
-        ({"writers": "mha"}, 2, 32),
-        ({"writers": "hidden"}, 2, 32),
-    ],
+    ("options", "sites", "each"), [({}, 4, 32), ({"writers": "mha"}, 2, 32), ({"writers": "hidden"}, 2, 32)]
 )
 def test_anchored_calibration_counts_the_numbers_that_it_fits(films, demonstrations, options, sites, each):
     predictor = fitted("anchored", made("llama"), films, demonstrations, **options)

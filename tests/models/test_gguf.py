@@ -191,10 +191,7 @@ def refused(name, **options):
 
 @pytest.mark.parametrize(
     "extra",
-    [
-        {"blk.0.attn_output.bias": np.ones(32, np.float32)},
-        {"rope_freqs.weight": np.full(4, 2.0, np.float32)},
-    ],
+    [{"blk.0.attn_output.bias": np.ones(32, np.float32)}, {"rope_freqs.weight": np.full(4, 2.0, np.float32)}],
     ids=["bias", "rotary"],
 )
 def test_tensors_that_would_be_left_out_are_refused(tmp_path, extra):

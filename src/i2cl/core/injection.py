@@ -15,15 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.core.artefact import (
-    BIASED_VERSION,
-    FILES,
-    FORMAT_VERSION,
-    TEMPERED_VERSION,
-    own_files,
-    read,
-    write,
-)
+from i2cl.core.artefact import BIASED_VERSION, FILES, FORMAT_VERSION, TEMPERED_VERSION, own_files, read, write
 from i2cl.core.context import ContextVector
 from i2cl.core.edits import LinearEdit, Positions
 from i2cl.errors import I2CLError

@@ -53,11 +53,7 @@ class Fitted:
 
 
 def fit_seeds(
-    decoder: Decoder,
-    task: Task,
-    method: Method,
-    demonstrations: Sequence[Examples],
-    seeds: Sequence[int],
+    decoder: Decoder, task: Task, method: Method, demonstrations: Sequence[Examples], seeds: Sequence[int]
 ) -> list[Fitted]:
     """Fit a method with each of some seeds and its demonstrations, all in one call.
     Raises I2CLError if one of them cannot be fitted; see `i2cl.methods.Method.fit_many`.
@@ -93,11 +89,7 @@ def _on_top(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -> Fit
 
 
 def measure(
-    decoder: Decoder,
-    task: Task,
-    fitted: Fitted,
-    queries: Examples,
-    progress: Progress | None = None,
+    decoder: Decoder, task: Task, fitted: Fitted, queries: Examples, progress: Progress | None = None
 ) -> Run:
     """Score what was fitted on queries."""
     started = time.perf_counter()

@@ -155,9 +155,7 @@ def directions(
     return torch.nn.functional.normalize(found.view(difference.shape[1:]), dim=-1)
 
 
-def _first(
-    rows: Float[Tensor, "rows wide"],
-) -> tuple[Float[Tensor, " wide"], Float[Tensor, " rows"]]:
+def _first(rows: Float[Tensor, "rows wide"]) -> tuple[Float[Tensor, " wide"], Float[Tensor, " rows"]]:
     """First right singular vector, and how far each row goes along it."""
     _, _, axes = torch.linalg.svd(rows, full_matrices=False)
     return axes[0], rows @ axes[0]

@@ -19,13 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import (
-    PromptPredictor,
-    encode_prompts,
-    few_shot_prompt,
-    fitting,
-    unlabelled_texts,
-)
+from i2cl.methods.prompts import PromptPredictor, encode_prompts, few_shot_prompt, fitting, unlabelled_texts
 from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States

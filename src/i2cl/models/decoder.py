@@ -31,12 +31,7 @@ from i2cl.models.batching import (
 )
 from i2cl.models.edits import Edit, Keep, Site, editing
 from i2cl.models.encoding import Encoder
-from i2cl.models.fingerprint import (
-    ModelIdentity,
-    tokenizer_fingerprint,
-    told_config,
-    weights_fingerprint,
-)
+from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config, weights_fingerprint
 from i2cl.models.hooks import edit_inputs
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit

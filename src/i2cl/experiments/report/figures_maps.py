@@ -12,13 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from i2cl.errors import needs
-from i2cl.experiments.report.figures_base import (
-    COLOURS,
-    MARKERS,
-    SIZES,
-    new_figure,
-    panels,
-)
+from i2cl.experiments.report.figures_base import COLOURS, MARKERS, SIZES, new_figure, panels
 from i2cl.experiments.report.results import Results, outcome
 from i2cl.experiments.store import Vectors
 

@@ -62,11 +62,7 @@ class CrossAttention(Edit):
     sees_input = True
 
     def __init__(
-        self,
-        layers: Mapping[int, CrossLayer],
-        states: Float[Tensor, "tokens width"],
-        heads: int,
-        eps: float,
+        self, layers: Mapping[int, CrossLayer], states: Float[Tensor, "tokens width"], heads: int, eps: float
     ) -> None:
         self.layers = layers if len(states) else {}
         self.heads, self.eps = heads, eps
