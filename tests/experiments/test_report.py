@@ -212,7 +212,7 @@ def test_comparison_is_row_minus_i2cl_corrected_over_the_table():
     for one in (by_task, table("comparison", asked, made)):
         assert "q < 0.05" in noted(one, "Shown:")
     q = holm([one["p"] for one in by_task.values])
-    assert [one["q"] for one in by_task.values] == q.tolist()
+    assert [one["q"] for one in by_task.values] == q
 
 
 def test_the_p_that_is_printed_is_the_one_that_decides():
