@@ -194,11 +194,17 @@ def extract(
     decoder.require_identity()
     ids = sorted(_encode(decoder, task, demonstrations, config))
     picker = random.Random(seed)
-    places = [_place(row, config, picker) for row in ids]
+    ends = [(len(row) - 1) * (config.token == "last") for row in ids]
+    places = [picker.randrange(len(row)) for row in ids] if config.token == "random" else ends
+
+    def captured_at(batch: Batch) -> Float[Tensor, "batch layers sites d"]:
+        at = torch.tensor([places[row] for row in batch.rows], device=batch.last.device)
+        return decoder.capture(batch, at, site=config.site)
+
     mean = torch.zeros(())
     kept: list[Tensor] = []
     seen = 0
-    for _, captured in decoder.run_batches(ids, partial(_captured, decoder, places, config.site)):
+    for _, captured in decoder.run_batches(ids, captured_at):
         seen += len(captured)
         mean = mean + (captured - mean).sum(0) / seen
         if config.aggregate == "pca":
@@ -281,19 +287,6 @@ def _encode(decoder: Decoder, task: Task, demonstrations: Examples, config: Extr
     ]
     texts = [example.text for example in demonstrations]
     return decoder.encoder.fitted_each(builds, texts, decoder.max_length)
-
-
-def _captured(
-    decoder: Decoder, places: Sequence[int], site: Site, batch: Batch
-) -> Float[Tensor, "batch layers sites d"]:
-    at = torch.tensor([places[row] for row in batch.rows], device=batch.last.device)
-    return decoder.capture(batch, at, site=site)
-
-
-def _place(row: Ids, config: ExtractConfig, picker: random.Random) -> int:
-    if config.token == "random":
-        return picker.randrange(len(row))
-    return 0 if config.token == "first" else len(row) - 1
 
 
 def _first_direction(

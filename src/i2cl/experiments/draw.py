@@ -68,12 +68,10 @@ def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Exampl
     """
     task.sample(1, seed)
     groups = group_by_label(task.train, len(task.labels))
-    quotas = [min(shots, _free(len(group), keep_back)) for group in groups]
+    counts = [len(group) for group in groups]
+    free = [n - ceil(n / keep_back) if keep_back and n >= ENOUGH else n for n in counts]
+    quotas = [min(shots, max(1, n)) for n in free]
     return sample_per_class(groups, quotas, seeded(seed))
-
-
-def _free(count: int, keep_back: int) -> int:
-    return max(1, count - ceil(count / keep_back)) if keep_back and count >= ENOUGH else count
 
 
 def draw(
@@ -125,7 +123,12 @@ def fitting(
     """
     kept = (KEPT_BACK if scored else 0) if keep_back is None else keep_back
     pace = _Pace.of(decoder, task, steps)
-    shots = next(one for one in CHOICES if one == 1 or _takes(up_to(task, one, seed, kept), pace, one))
+
+    def takes(shots: int) -> bool:
+        shown = up_to(task, shots, seed, kept)
+        return _few(shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
+
+    shots = next(one for one in CHOICES if one == 1 or takes(one))
     shown = up_to(task, shots, seed, kept)
     shots = min(shots, max(len(group) for group in group_by_label(shown, len(task.labels))))
     largest = max(len(group) for group in group_by_label(task.train, len(task.labels)))
@@ -136,10 +139,6 @@ def fitting(
             more = larger, len(asked), pace.seconds(asked)
             break
     return Draw(shown, shots, len(task.train), kept, pace.seconds(shown), more)
-
-
-def _takes(shown: Examples, pace: "_Pace", shots: int) -> bool:
-    return _few(shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
 
 
 def _few(shown: Examples) -> bool:

@@ -203,7 +203,7 @@ class Evaluation:
             together = self._together(decoder)
             for seed in self.seeds:
                 with self._told(found, seed, self.methods):
-                    fitted = together.get(seed) or self._fitted(decoder, seed)
+                    fitted = together.get(seed) or self._fits(decoder, [seed])[0]
                     for method in self.methods:
                         with self._told(found, seed, [method]):
                             on_top = _on_top(decoder, method, fitted, self.task)
@@ -230,18 +230,14 @@ class Evaluation:
 
     def _together(self, decoder: Decoder) -> dict[int, Fitted]:
         """All seeds, where they are fitted together."""
-        method = bottom(self.methods[0])
-        if method.joint and len(self.seeds) > 1:
-            shown = [self.task.sample(self.shots, seed) for seed in self.seeds]
+        if bottom(self.methods[0]).joint and len(self.seeds) > 1:
             with suppress(I2CLError):  # by itself, each seed tells its own
-                fits = fit_seeds(decoder, self.task, method, shown, self.seeds)
-                return dict(zip(self.seeds, fits, strict=True))
+                return dict(zip(self.seeds, self._fits(decoder, self.seeds), strict=True))
         return {}
 
-    def _fitted(self, decoder: Decoder, seed: int) -> Fitted:
-        """By itself."""
-        shown = self.task.sample(self.shots, seed)
-        return fit_seeds(decoder, self.task, bottom(self.methods[0]), [shown], [seed])[0]
+    def _fits(self, decoder: Decoder, seeds: Sequence[int]) -> list[Fitted]:
+        shown = [self.task.sample(self.shots, seed) for seed in seeds]
+        return fit_seeds(decoder, self.task, bottom(self.methods[0]), shown, seeds)
 
 
 def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: int) -> float:

@@ -57,7 +57,8 @@ class Kept:
             cell, told = record.cell, record.provenance
             same = (cell.model, cell.revision, cell.dtype) == (like.model, like.revision, like.dtype)
             if record.status == "done" and same:
-                for part, where in (("weights", told.get("dtype", "")), *_parts_of(cell)):
+                places = {"weights": told.get("dtype", ""), "rows": cell.task, "wording": cell.task}
+                for part, where in places.items():
                     if part in told and "rows" in told:  # before these, weights were told in another way
                         known[part, where].add(told[part])
         return cls({key: frozenset(held) for key, held in known.items()})
@@ -86,10 +87,6 @@ class Kept:
 
     def _strange(self, key: tuple[str, str], now: str) -> bool:
         return bool(self.known.get(key, frozenset()) - {now})
-
-
-def _parts_of(cell: Cell) -> tuple[tuple[str, str], ...]:
-    return ("rows", cell.task), ("wording", cell.task)
 
 
 @dataclass(frozen=True)
@@ -132,6 +129,7 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
             status, error = "skipped", str(lacking)
         except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
             status, error = "failed", f"{type(raised).__name__}: {raised}"
+    told = {"rows": bench.rows(cell), "wording": bench.wording(cell)} if outcome else {}
     return Record(
         key=cell.key,
         cell=cell,
@@ -140,12 +138,8 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
         error=error,
         started=started,
         peak_memory_bytes=max(memory, peak.bytes),
-        provenance=provenance(bench.decoder) | (_fingerprints(bench, cell) if outcome else {}),
+        provenance=provenance(bench.decoder) | told,
     )
-
-
-def _fingerprints(bench: Bench, cell: Cell) -> dict[str, str]:
-    return {"rows": bench.rows(cell), "wording": bench.wording(cell)}
 
 
 Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]
@@ -178,7 +172,8 @@ def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) ->
             that the store holds as fitted with others is lacking.
     """
     asked = {cell.key: cell for cell in cells}
-    used = [plain(cell, task) for cell in asked.values() for task in _used(cell)]
+    others = [cell for cell in asked.values() if cell.study != "method"]
+    used = [plain(cell, task) for cell in others for task in (cell.task, *cell.sources)]
     alone = {*timed, *(cell.key for cell in used)}
     groups: dict[tuple[str, bool], list[Cell]] = defaultdict(list)
     for key, cell in asked.items():
@@ -190,11 +185,6 @@ def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) ->
     ]
     found.sort(key=lambda group: (group.cells[0].seed, group.cells[0].study != "method"))
     return [group for group in found if group.lacking]
-
-
-def _used(cell: Cell) -> tuple[str, ...]:
-    """Tasks whose plain I2CL a cell uses."""
-    return () if cell.study == "method" else (cell.task, *cell.sources)
 
 
 def _kept(store: Store, cell: Cell, alone: bool) -> bool:

@@ -163,7 +163,13 @@ def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
     """
     first = cells[0]
     _asked(bench, first).queries(first.limit)  # none are told before anything is fitted
-    drawn = [_demonstrations(bench, cell) for cell in cells]
+    task, worst = bench.task(first), first.demonstrations == "worst"
+    drawn = [
+        worst_group(bench.decoder, task, one.shots, one.seed)
+        if worst
+        else (task.sample(one.shots, one.seed), ())
+        for one in cells
+    ]
     method = STUDIES[first.study](bench, first)
     found = _fitted(bench, cells, method, [shown for shown, _ in drawn])
     return [
@@ -218,14 +224,6 @@ def is_joint(cell: Cell) -> bool:
         return cell.study == "method" and _method(cell).joint
     except I2CLError:  # running the cell tells what is wrong with its method
         return False
-
-
-def _demonstrations(bench: Bench, cell: Cell) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """A cell's demonstrations, and the held-out rows that they were chosen by."""
-    task = bench.task(cell)
-    if cell.demonstrations == "worst":
-        return worst_group(bench.decoder, task, cell.shots, cell.seed)
-    return task.sample(cell.shots, cell.seed), ()
 
 
 def worst_group(

@@ -3,7 +3,7 @@
 Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of that name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,17 +34,12 @@ FUSED = ("query_key_value", "c_attn", "qkv_proj", "Wqkv")
 FEED_FORWARD = ("down_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.c_proj")
 
 
-Loss = Callable[[Sequence[int]], Tensor]
-"""Mean loss of what some numbers stand for, in nats."""
-
-
 @dataclass(frozen=True)
 class TrainedAdapter:
     """A trained adapter: what kind, and its tensors."""
 
     config: "PeftConfig"
     state: dict[str, Tensor]
-    virtual_tokens: int
 
     @property
     def values(self) -> int:
@@ -99,53 +94,29 @@ def fit_adapter(
     seed: int,
     start: dict[str, Tensor] | None = None,
 ) -> TrainedAdapter:
-    """Train an adapter to predict the demonstrations' labels after their queries.
-    Raises I2CLError without demonstrations, on one that is none, or on a loss that is not finite.
-    """
-    require_demonstrations(task, demonstrations)
+    """Put an adapter on, train it to predict the demonstrations' labels after their queries, take it off.
 
-    def loss_on(wearing: AdaptedDecoder) -> Loss:
+    ``start`` are its first tensors, in place of drawn ones. Raises I2CLError without demonstrations, on one
+    that is none, or on a loss that is not finite.
+    """
+    from peft import get_peft_model_state_dict
+
+    require_demonstrations(task, demonstrations)
+    gold, words = [example.label for example in demonstrations], training.loss == "labels"
+    with adapted(decoder, config, start, seed) as wearing:
         questions = Questions(wearing, task)
         queries = questions.queries([example.text for example in demonstrations])
-        likelihood = LabelLikelihood(
-            wearing,
-            queries,
-            [questions.labels] * len(queries),
-            [example.label for example in demonstrations],
-            among_labels=training.loss == "labels",
-        )
+        labels = [questions.labels] * len(queries)
+        likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
 
         def loss(chosen: Sequence[int]) -> Tensor:
             return -likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows))).mean()
 
-        return loss
-
-    batches = training.batches(len(demonstrations), seed)
-    return train_adapter(decoder, config, training, batches, loss_on, seed, start)
-
-
-def train_adapter(
-    decoder: Decoder,
-    config: "PeftConfig",
-    training: TrainConfig,
-    batches: Sequence[Sequence[int]],
-    loss_on: Callable[[AdaptedDecoder], Loss],
-    seed: int,
-    start: dict[str, Tensor] | None = None,
-) -> TrainedAdapter:
-    """Put an adapter on, train it on a loss, keep its tensors, take it off.
-
-    ``start`` are its first tensors, in place of drawn ones. Raises I2CLError on a loss that is not finite.
-    """
-    from peft import get_peft_model_state_dict
-
-    with adapted(decoder, config, start, seed) as wearing:
-        loss = loss_on(wearing)
         parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
-        train(parameters, loss, batches, training, dtype=decoder.model.dtype)
+        train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)
         state = get_peft_model_state_dict(wearing.model)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-        return TrainedAdapter(config, kept, wearing.virtual_tokens)
+        return TrainedAdapter(config, kept)
 
 
 @uninterrupted

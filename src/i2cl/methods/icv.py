@@ -4,7 +4,7 @@ Source: paper, appendix "Implementation of Baseline Methods"; Liu et al. 2024,
 https://arxiv.org/abs/2311.06668, and for ``variant="released"`` https://github.com/shengliu66/ICV.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -103,31 +103,22 @@ class ICV(Method):
         """
         questions = Questions(decoder, task)
         variant, strength = self.config.variant, self.config.strength
-        make = partial(_predictor, questions, directions(decoder, task, demonstrations, variant), variant)
-        if strength == "search":
-            return _searched(make, task.held_out(HELD_OUT, demonstrations, seed))
+        found = directions(decoder, task, demonstrations, variant)
+
+        def make(strength: float, held_out: int = 0) -> PromptPredictor:
+            edit = AddPreservingNorm(found, strength, variant)
+            return PromptPredictor(questions, edit=edit, cost=Cost.of(found, held_out=held_out))
+
+        if strength == "search":  # ties go to the first tried, the smaller
+            rows = task.held_out(HELD_OUT, demonstrations, seed)
+            return max(
+                (make(one, len(rows)) for one in COARSE + FINE), key=lambda one: right_answers(one, rows)
+            )
         if strength == "paper":
             if task.name not in PAPER_STRENGTHS:
                 raise I2CLError(f"the paper gives no ICV strength for {task.name!r}: use strength=search")
             strength = PAPER_STRENGTHS[task.name]
         return make(strength)
-
-
-def _searched(make: Callable[[float, int], PromptPredictor], held_out: Examples) -> PromptPredictor:
-    """Best of the coarse and the fine grid; ties go to the first tried, the smaller."""
-    tried = [make(strength, len(held_out)) for strength in COARSE + FINE]
-    return max(tried, key=lambda one: right_answers(one, held_out))
-
-
-def _predictor(
-    questions: Questions,
-    found: Float[Tensor, "layers d"],
-    variant: Variant,
-    strength: float,
-    held_out: int = 0,
-) -> PromptPredictor:
-    cost = Cost.of(found, held_out=held_out)
-    return PromptPredictor(questions, edit=AddPreservingNorm(found, strength, variant), cost=cost)
 
 
 def directions(

@@ -334,14 +334,14 @@ class Backward:
     def gradients(self, value: Tensor) -> list[Tensor | None]:
         """Those of one value, whose graph stays for others; None for a parameter that it does not know."""
         gradients = self._scaled(value)
-        while self.scale > 1.0 and value.isfinite() and not _finite(gradients):
+        while (
+            self.scale > 1.0
+            and value.isfinite()
+            and not all(one is None or one.isfinite().all() for one in gradients)
+        ):
             self.scale /= 2
             gradients = self._scaled(value)
         return [None if one is None else one / self.scale for one in gradients]
 
     def _scaled(self, value: Tensor) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(value * self.scale, self.parameters, retain_graph=True, allow_unused=True)
-
-
-def _finite(gradients: Sequence[Tensor | None]) -> bool:
-    return all(one is None or bool(one.isfinite().all()) for one in gradients)

@@ -3,6 +3,7 @@
 import string
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 from i2cl.tasks.sampling import seeded
@@ -22,7 +23,9 @@ def synthetic_task(seed: int = 0, train_per_class: int = 100, test_per_class: in
     rng = seeded(seed)
     train: list[Example] = []
     test: list[Example] = []
-    for label, generate in enumerate((_letters, _specials, _number)):
+    alphabets = string.ascii_letters, string.punctuation
+    kinds: list[Callable[[Random], str]] = [*(partial(_characters, one) for one in alphabets), _number]
+    for label, generate in enumerate(kinds):
         texts = _distinct(generate, train_per_class + test_per_class, rng)
         train += [Example(text, label) for text in texts[:train_per_class]]
         test += [Example(text, label) for text in texts[train_per_class:]]
@@ -53,14 +56,6 @@ def _distinct(generate: Callable[[Random], str], count: int, rng: Random) -> lis
 
 def _characters(alphabet: str, rng: Random) -> str:
     return "".join(rng.choices(alphabet, k=rng.randint(MIN_LENGTH, MAX_LENGTH)))
-
-
-def _letters(rng: Random) -> str:
-    return _characters(string.ascii_letters, rng)
-
-
-def _specials(rng: Random) -> str:
-    return _characters(string.punctuation, rng)
 
 
 def _number(rng: Random) -> str:

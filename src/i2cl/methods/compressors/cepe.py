@@ -205,8 +205,9 @@ def context_encoder(decoder: Decoder) -> ContextEncoder:
 
 
 def _loaded(decoder: Decoder) -> ContextEncoder:
+    wanted = lambda name: name.startswith("encoder.") or ".cross_attn." in name  # noqa: E731
     cure = "give a CEPE model as MODEL, such as hyen/CEPE-LLaMA-2-7B"
-    found = bundled(decoder, CEPE.name) or beside(decoder, CEPE.name, _is_ours, cure)
+    found = bundled(decoder, CEPE.name) or beside(decoder, CEPE.name, wanted, cure)
     count, told = found.settings.get("num_cross_attn_layers"), found.settings.get("encoder_config")
     if not isinstance(count, int) or not 0 < count <= decoder.layers or not isinstance(told, dict):
         raise I2CLError(
@@ -241,7 +242,3 @@ def _layer(decoder: Decoder, found: Compressor, number: int, width: int) -> Cros
     start = f"model.layers.{number}.cross_attn"
     tensors = [found.tensor(f"{start}.{name}.weight", *shape) for name, shape in shapes.items()]
     return CrossLayer(*(one.to(decoder.device, decoder.model.dtype) for one in tensors))
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith("encoder.") or ".cross_attn." in name
