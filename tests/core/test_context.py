@@ -1,7 +1,6 @@
 import math
 import weakref
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -98,13 +97,6 @@ def test_which_token(token, place, separator):
     decoder = decoder_of("llama")
     found = extract(decoder, TASK, SHOTS, ExtractConfig(token=token, separator=separator))
     assert close(found.values, rows(decoder, "llama", place=place, separator=separator).mean(0))
-
-
-def test_the_separator_is_the_last_token():
-    assert [tiny_tokenizer().decode(prompt(shot)[-1]) for shot in SHOTS] == ["\n"] * len(SHOTS)
-    with_it = extract(decoder_of("llama"), TASK, SHOTS)
-    without = extract(decoder_of("llama"), TASK, SHOTS, ExtractConfig(separator=False))
-    assert not close(with_it.values, without.values)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -241,14 +233,7 @@ def test_it_adds_scales_and_averages():
     assert torch.equal(average.values, torch.stack([one.values, two.values]).mean(0))
     assert average.demonstrations == 5
     assert average.config == one.config
-
-
-def test_arithmetic_leaves_its_operands_alone():
-    one, two = vector(1), vector(2)
-    before = one.values.clone(), two.values.clone()
-    _ = (one + two, one - two, 2.0 * one, one / 2.0)
-    assert torch.equal(one.values, before[0])
-    assert torch.equal(two.values, before[1])
+    assert torch.equal(sum([one, two]).values, (one + two).values)
 
 
 @pytest.mark.parametrize("other", [vector(2, layers=3), vector(2, "mha"), vector(2, "hidden")])
@@ -281,38 +266,6 @@ def test_vectors_of_two_models_are_refused():
     assert (own + own).base is None
 
 
-def alike(one, other):
-    torch.testing.assert_close(one.values, other.values, atol=1e-6, rtol=1e-6)
-    assert one.demonstrations == other.demonstrations
-    return True
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_vectors_make_a_vector_space(seed):
-    a, b, c = (vector(3 * seed + number) for number in range(3))
-    assert alike((a + b) + c, a + (b + c))
-    assert torch.equal((a + b).values, (b + a).values)
-    assert alike(2.5 * (a + b), 2.5 * a + 2.5 * b)
-    assert alike((2.0 + 0.7) * a, replace(2.0 * a + 0.7 * a, demonstrations=a.demonstrations))
-    assert torch.equal((a - a).values, torch.zeros_like(a.values))
-    assert torch.equal((-a).values, -a.values)
-    assert alike(sum([a, b, c]), a + b + c)
-    assert torch.equal((1.0 * a).values, a.values)
-
-
-@pytest.mark.parametrize("other", ["2", None, [1.0]])
-def test_only_numbers_scale(other):
-    with pytest.raises(TypeError):
-        vector(1) * other
-
-
-def test_a_product_of_vectors_is_not_defined():
-    with pytest.raises(TypeError):
-        vector(1) * vector(2)
-    with pytest.raises(TypeError):
-        vector(1) / vector(2)
-
-
 @pytest.mark.parametrize("weights", [None, [1.0, 1.0, 1.0], [3.0, 0.0, 1.0], [0.2, 0.3, 0.5]])
 def test_the_weighted_mean_is_that_of_numpy(weights):
     vectors = [vector(seed) for seed in range(3)]
@@ -322,27 +275,6 @@ def test_the_weighted_mean_is_that_of_numpy(weights):
     assert found.values.dtype == torch.float32
     assert found.demonstrations == 1 + 2 + 3
     assert found.config == vectors[0].config
-
-
-@pytest.mark.parametrize("writers", ["both", "mha", "hidden"])
-def test_the_mean_of_one_is_that_one_bit_for_bit(writers):
-    one = vector(1, writers)
-    for weights in (None, [7.0], [0.3]):
-        assert torch.equal(ContextVector.mean([one], weights).values, one.values)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_order_and_size_of_the_weights_do_not_change_the_mean(seed):
-    vectors, weights = [vector(4 * seed + number) for number in range(4)], [0.5, 2.0, 0.0, 1.5]
-    mean = ContextVector.mean(vectors, weights)
-    assert alike(mean, ContextVector.mean(vectors[::-1], weights[::-1]))
-    assert alike(mean, ContextVector.mean(vectors, [10 * weight for weight in weights]))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_mean_of_means_is_the_mean(seed):
-    a, b, c = (vector(3 * seed + number) for number in range(3))
-    assert alike(ContextVector.mean([ContextVector.mean([a, b]), c], [2, 1]), ContextVector.mean([a, b, c]))
 
 
 def test_a_mean_by_demonstrations_is_that_of_all_of_them():

@@ -134,19 +134,6 @@ def test_both_forms_of_a_block(case, parallel):
     assert close(found, by_hand(decoder, case, values, coefficients))
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("which", [0, 1], ids=["lambda", "beta"])
-def test_each_coefficient_has_its_place(layer, index, which):
-    decoder = decoder_of("llama")
-    values, _ = drawn(decoder)
-    coefficients = torch.tensor([0.0, 1.0]).repeat(decoder.layers, 2, 1)
-    coefficients[layer, index, which] = 0.5
-    found = edited(decoder, LinearEdit(values, coefficients))
-    assert close(found, by_hand(decoder, "llama", values, coefficients))
-    assert not close(found, plain(decoder))
-
-
 @pytest.mark.parametrize(("dtype", "more"), [(torch.bfloat16, 3e-3), (torch.float16, 4e-4)])
 def test_coefficients_are_not_rounded_to_the_precision_of_the_model(dtype, more):
     generator = torch.Generator().manual_seed(2)

@@ -511,6 +511,10 @@ def test_ls_lists_every_experiment(capsys):
     listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(listed) == list(BROUGHT)
     assert listed["main"]["paper"].startswith("Table 1")
+    asked = load_experiment("real")
+    assert listed["real"]["cells_per_task"] == sum(
+        min(asked.full.seeds, row.seeds or 99) for row in asked.rows
+    )
 
 
 # Kills
@@ -712,14 +716,6 @@ def test_what_would_do_nothing_or_mix_is_refused(words, message, capsys):
         main(words)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_list_counts_cells_of_one_task(capsys):
-    with pytest.raises(SystemExit):
-        main(["experiment", "ls", "--json"])
-    told = {one["name"]: one["cells_per_task"] for one in json.loads(capsys.readouterr().out)}
-    asked = load_experiment("real")
-    assert told["real"] == sum(min(asked.full.seeds, row.seeds or 99) for row in asked.rows)
 
 
 def test_a_grid_is_run_by_its_name_or_by_its_file(tmp_path):

@@ -22,7 +22,6 @@ from i2cl.experiments.report.page import write
 from i2cl.experiments.report.printed import PrintedRow, PrintedTable, printed_for
 from i2cl.experiments.report.render import csv_text, html, latex, markdown
 from i2cl.experiments.report.results import results_of, right
-from i2cl.experiments.report.tables import TABLES
 from i2cl.experiments.statistics import accuracy, difference
 from i2cl.injections.temperature import best_temperature, normalised
 
@@ -379,18 +378,6 @@ def test_what_is_right_everywhere_is_bold():
     assert bold(table("average", asked, always_right())) == [("Few-shot (ICL)", "Average")]
 
 
-def test_the_best_that_ties_with_one_is_not_bold():
-    made = always_right(wrong=("i2cl",))
-    made += [record("icv", task, seed, "1" * 40) for task in ("sst2", "trec") for seed in range(4)]
-    assert bold(table("tasks", experiment(("Few-shot (ICL)", "ICV", "I2CL")), made)) == []
-
-
-def test_a_row_alone_is_not_bold_and_nothing_is_said_of_it():
-    found = table("tasks", experiment(["I2CL"]), trial())
-    assert bold(found) == []
-    assert not any("bold" in note.lower() for note in found.notes)
-
-
 # The paper's numbers.
 
 
@@ -416,11 +403,6 @@ def test_printed_rows_stand_below_ours_by_name_of_task():
     assert "2 here, 9 there" in noted(found, "other tasks than the paper's")
     assert printed["Average"].mark == ""  # other tasks: nothing to compare
     assert noted(found, "without results here").endswith("Task-vector, ICV and 3 more.")
-
-
-def test_printed_numbers_inside_our_interval_are_not_marked():
-    found = table("tasks", experiment(["I2CL"], printed="main"), llama(shares=(0.87, 0.8)))
-    assert [cell.mark for cell in cells(found)["I2CL (paper)"].values()] == [""] * 3
 
 
 def test_a_task_that_the_paper_lacks_stays_empty():
@@ -688,15 +670,6 @@ def test_a_single_row_that_another_experiment_brought_makes_no_section():
     assert only.tables
 
 
-def test_every_view_is_a_table_or_a_figure():
-    pytest.importorskip("matplotlib")
-    from i2cl.experiments.grid import View
-    from i2cl.experiments.report import figures
-
-    assert CAPTIONS.keys() == figures.FIGURES.keys()
-    assert TABLES.keys() | CAPTIONS.keys() == set(View.__args__)
-
-
 def test_a_pair_is_computed_once_and_turned_round():
     (results,) = results_of(experiment(("ICV", "I2CL")), [*llama(model="r"), *llama("icv", "r", (0.9, 0.9))])
     icv, ours = results.lines
@@ -720,8 +693,15 @@ def odd():
     return build([asked], made, {}, figures=False)
 
 
-def test_markdown_shows_the_same_numbers():
-    text = markdown(build([experiment()], trial(), {}, figures=False))
+def test_every_format_shows_the_same_numbers():
+    report = build([experiment()], trial(), {}, figures=False)
+    plain = re.sub(r"\\textbf{([^}]*)}", r"\1", latex(report))
+    assert r"I2CL & 61.7 ± 12.6 & 73.3 ± 25.2 & 50.0 ± 0.0 \\" in plain
+    assert r"\begin{tabular}{lrrr}" in plain
+    page = html(report, {})
+    assert ["I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"] in Page(page).rows
+    assert '<th scope="row">I2CL</th>' in page
+    text = markdown(report)
     lines = [[part.strip(" *") for part in line.split("|")] for line in text.splitlines()]
     assert ["", "I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0", ""] in lines
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
@@ -737,13 +717,6 @@ def test_markdown_escapes_and_emphasises():
     assert "*94.44 ± 1.44* ‡" in text
     assert "| hate_speech18 |" in text
     assert r"\<script>alert(1)" in text
-
-
-def test_latex_shows_the_same_numbers():
-    text = latex(build([experiment()], trial(), {}, figures=False))
-    plain = re.sub(r"\\textbf{([^}]*)}", r"\1", text)
-    assert r"I2CL & 61.7 ± 12.6 & 73.3 ± 25.2 & 50.0 ± 0.0 \\" in plain
-    assert r"\begin{tabular}{lrrr}" in text
 
 
 def test_latex_escapes():
@@ -823,17 +796,6 @@ class Page(HTMLParser):
         if "strong" in self.open:
             self.strong.append(data)
         assert "script" not in self.open
-
-
-def test_html_shows_the_same_numbers():
-    page = Page(html(build([experiment()], trial(), {}, figures=False), {}))
-    assert ["I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"] in page.rows
-    assert ["Row", "Average", "sst2", "trec"] in page.rows
-
-
-def test_lines_are_named_by_their_first_cell():
-    text = html(build([experiment()], trial(), {}, figures=False), {})
-    assert '<th scope="row">I2CL</th>' in text
 
 
 def test_accuracies_are_shaded_by_their_size_and_other_numbers_are_not():

@@ -153,22 +153,13 @@ def test_task_vector_tries_each_layer_as_if_by_itself(model_type, scoring, films
 def test_task_vector_takes_the_layer_that_does_best(films, demonstrations):
     decoder = made("llama")
     chosen = fit("task_vector", decoder, films, demonstrations)
-    held_out = films.held_out(33, demonstrations, 0)[1:]
-    gold = torch.tensor([example.label for example in held_out])
-    right = []
+    dummy, *held_out = films.held_out(33, demonstrations, 0)
+    states = block_outputs(decoder, shown_string(films) + films.template.query(dummy.text))
+    gold, right = torch.tensor([example.label for example in held_out]), []
     for layer in range(decoder.layers):
-        chosen.edit.layer, before = layer, chosen.edit.layer
-        chosen.edit.state, state = (
-            block_outputs(decoder, _dummy_prompt(films, demonstrations))[layer, -1],
-            chosen.edit.state,
-        )
-        right.append((chosen.scores([example.text for example in held_out]).argmax(-1) == gold).sum().item())
-        chosen.edit.layer, chosen.edit.state = before, state
-    assert right[chosen.edit.layer] == max(right)
-
-
-def _dummy_prompt(task, demonstrations):
-    return shown_string(task) + task.template.query(task.held_out(33, demonstrations, 0)[0].text)
+        tried = replace(chosen, edit=ReplaceLast(layer, states[layer, -1]))
+        right.append((tried.scores([example.text for example in held_out]).argmax(-1) == gold).sum().item())
+    assert chosen.edit.layer == right.index(max(right))
 
 
 @pytest.mark.parametrize("variant", ["paper", "released"])
@@ -532,15 +523,6 @@ def test_icv_in_half_precision_rounds_once(dtype, variant):
     turned = AddPreservingNorm(directions, 0.5, variant).output(*place, state, batch)
     wanted = AddPreservingNorm(directions, 0.5, variant).output(*place, state.float(), batch)
     torch.testing.assert_close(turned, wanted.to(dtype))
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("icv", {"strength": "nan"}), ("icv", {"strength": "inf"}), ("linear_task_vector", {"ridge": "inf"})],
-)
-def test_numbers_that_are_none_are_refused(name, options):
-    with pytest.raises(I2CLError, match=next(iter(options))):
-        make_methods([name], options)
 
 
 @pytest.mark.parametrize("case", ["deepseek_v32", "minimax_m3_vl_text"])
