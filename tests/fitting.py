@@ -1,5 +1,7 @@
 """Methods fitted on tiny models, and what a plain model is asked to compare them with."""
 
+from contextlib import ExitStack, contextmanager
+
 import torch
 
 from i2cl import Decoder
@@ -31,17 +33,39 @@ def first_tokens(decoder, task):
     return [ids(decoder, prompt + task.template.continuation(word))[start] for word in task.labels]
 
 
+@contextmanager
+def replacing(changes):
+    """Each module puts out what its change makes of it, unless that is None: by hooks of our own."""
+    with ExitStack() as stack:
+        for module, change in changes:
+
+            def hook(_module, _args, output, change=change):
+                old = output[0] if isinstance(output, tuple) else output
+                new = change(old)
+                if new is None:
+                    return None
+                return (new, *output[1:]) if isinstance(output, tuple) else new
+
+            stack.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
+def injecting(decoder, values, coefficients):
+    """Every writer puts out lambda v + beta a."""
+
+    def mixing(vector, pair):
+        return lambda output: pair[0] * vector + pair[1] * output
+
+    places = [(layer, index) for layer in range(decoder.layers) for index in (0, 1)]
+    return replacing(
+        (decoder.writers[layer][index], mixing(values[layer, index], coefficients[layer, index]))
+        for layer, index in places
+    )
+
+
 def block_outputs(decoder, text):
     """What each block puts out at each token of a text, (layers x tokens x d)."""
     kept = []
-    handles = [
-        block.register_forward_hook(
-            lambda _module, _args, output: kept.append(output[0] if isinstance(output, tuple) else output)
-        )
-        for block in decoder.blocks
-    ]
-    with torch.no_grad():
+    with torch.no_grad(), replacing((block, kept.append) for block in decoder.blocks):
         decoder.model(torch.tensor([ids(decoder, text)]))
-    for handle in handles:
-        handle.remove()
     return torch.stack([one[0] for one in kept])

@@ -1,6 +1,5 @@
 import copy
 import math
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -9,6 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from fitting import injecting
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.edits import NoisyEdit
@@ -64,22 +64,9 @@ def encode(text):
 
 
 def loss_by_hand(case, coefficients, chosen, *, full=False):
-    """The paper's loss, row by row, with hooks of its own (for modules that return a tensor or a tuple)."""
-    decoder, values, losses = decoder_of(case), context_of(case).values, []
-
-    def hook(layer, index):
-        def change(_module, _args, output):
-            old = output[0] if isinstance(output, tuple) else output
-            amount, keep = coefficients[layer, index]
-            new = amount * values[layer, index] + keep * old
-            return (new, *output[1:]) if isinstance(output, tuple) else new
-
-        return change
-
-    with ExitStack() as stack:
-        for layer, pair in enumerate(decoder.writers):
-            for index, module in enumerate(pair):
-                stack.callback(module.register_forward_hook(hook(layer, index)).remove)
+    """The paper's loss, row by row, with hooks of its own."""
+    decoder, losses = decoder_of(case), []
+    with injecting(decoder, context_of(case).values, coefficients):
         for row in chosen:
             query = encode(TASK.template.query(SHOTS[row].text))
             label = encode(TASK.labels[SHOTS[row].label])[: None if full else 1]

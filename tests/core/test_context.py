@@ -1,12 +1,12 @@
 import math
 import weakref
-from contextlib import ExitStack
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
+from fitting import replacing
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
@@ -51,25 +51,21 @@ def prompt(example, separator=True):
     return encode(text + "\n" * separator)
 
 
-def first(output):
-    return output[0] if isinstance(output, tuple) else output
-
-
 def single(decoder, case, ids, place, site="writers"):
     """What raw hooks see at one token of one unpadded row: [layer, site, d]."""
     seen = []
     path, *names = PATHS[case]
-    with ExitStack() as stack, torch.no_grad():
-        for block in decoder.model.get_submodule(path):
-            for module in [block] if site == "hidden" else [block.get_submodule(name) for name in names]:
-                keep = module.register_forward_hook(
-                    lambda _module, _args, output: seen.append(
-                        first(output).reshape(len(ids), -1)[place].clone()
-                    )
-                )
-                stack.callback(keep.remove)
+    blocks = decoder.model.get_submodule(path)
+    modules = [
+        one for block in blocks for one in ([block] if site == "hidden" else map(block.get_submodule, names))
+    ]
+    with (
+        torch.no_grad(),
+        replacing((module, lambda output: seen.append(output.clone())) for module in modules),
+    ):
         decoder.model(torch.tensor([ids]), use_cache=False)
-    return torch.stack(seen).view(decoder.layers, -1, decoder.d_model)
+    kept = [output.reshape(len(ids), -1)[place] for output in seen]
+    return torch.stack(kept).view(decoder.layers, -1, decoder.d_model)
 
 
 def rows(decoder, case, *, place=-1, site="writers", separator=True):

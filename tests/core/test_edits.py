@@ -4,6 +4,7 @@ from functools import cache
 import pytest
 import torch
 
+from fitting import replacing
 from i2cl.core.edits import LinearEdit, NoisyEdit, draw_from
 from i2cl.models.batching import make_batch
 from i2cl.models.decoder import Decoder
@@ -58,22 +59,21 @@ def raw_modules(model, case, site):
 def by_hand(decoder, case, values, coefficients, *, site="writers", mask=None):
     """Logits of every position, the equation written out in torch hooks of its own."""
 
-    def hook(vector, amount, keep):
-        def change(_module, _args, output):
-            old = first(output)
+    def mixing(vector, pair):
+        def change(old):
             rows = old.reshape(*BATCH.input_ids.shape, -1)
-            new = amount * vector + keep * rows
+            new = pair[0] * vector + pair[1] * rows
             new = new if mask is None else torch.where(mask[..., None], new, rows)
-            new = new.reshape(old.shape)
-            return (new, *output[1:]) if isinstance(output, tuple) else new
+            return new.reshape(old.shape)
 
         return change
 
-    with ExitStack() as stack, torch.no_grad():
-        for layer, modules in enumerate(raw_modules(decoder.model, case, site)):
-            for index, module in enumerate(modules):
-                change = hook(values[layer, index], *coefficients[layer, index])
-                stack.callback(module.register_forward_hook(change).remove)
+    changes = [
+        (module, mixing(values[layer, index], coefficients[layer, index]))
+        for layer, modules in enumerate(raw_modules(decoder.model, case, site))
+        for index, module in enumerate(modules)
+    ]
+    with replacing(changes), torch.no_grad():
         return decoder.model(BATCH.input_ids, use_cache=False).logits
 
 

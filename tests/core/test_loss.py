@@ -1,11 +1,10 @@
 """The loss among the task's labels: what prediction compares is what calibration learns."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from fitting import injecting
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
 from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
 from i2cl.models.scoring import Questions
@@ -57,20 +56,7 @@ def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
 def by_hand(decoder, task, values, coefficients):
     """Mean loss among the labels: a plain row for each label of each text, under hooks of its own."""
     whole, scores = task is WHOLE, []
-
-    def hook(layer, index):
-        def change(_module, _args, output):
-            old = output[0] if isinstance(output, tuple) else output
-            amount, keep = coefficients[layer, index]
-            new = amount * values[layer, index] + keep * old
-            return (new, *output[1:]) if isinstance(output, tuple) else new
-
-        return change
-
-    with ExitStack() as stack:
-        for layer, pair in enumerate(decoder.writers):
-            for index, module in enumerate(pair):
-                stack.callback(module.register_forward_hook(hook(layer, index)).remove)
+    with injecting(decoder, values, coefficients):
         for text in TEXTS:
             query = encode(TEMPLATE.query(text))
             for word in task.labels:

@@ -961,13 +961,6 @@ def test_rows_that_cannot_be_tested_cost_the_others_nothing():
     assert "the family is the one test" in noted(found, "Holm")
 
 
-def test_one_seed_tells_nothing_of_others():
-    made = [record("zero_shot", "sst2", 0, "0" * 40), record("i2cl", "sst2", 0, "1" * 40)]
-    found = table("comparison", experiment(), made)
-    assert found.rows[0][-1].text == "fewer than 4 seeds cannot tell"
-    assert not any(cell.bold for row in table("tasks", experiment(), made).rows for cell in row)
-
-
 def test_what_no_single_query_could_be_asked_of_is_named_in_every_table():
     rows = [
         GridRow(name="Zero-shot", method="zero_shot", seeds=1),

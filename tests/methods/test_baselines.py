@@ -12,7 +12,7 @@ import torch
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from fitting import block_outputs, first_tokens, fit, ids, made
+from fitting import block_outputs, first_tokens, fit, ids, injecting, made, replacing
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.methods import knn_prompting, make_methods
@@ -43,6 +43,11 @@ def films():
 @pytest.fixture
 def demonstrations():
     return [Example(text, label) for text, label in SHOWN]
+
+
+def plain_logits(decoder, prompts):
+    """Those of the bare model behind each prompt."""
+    return torch.stack([decoder.model(torch.tensor([ids(decoder, one)])).logits[0, -1] for one in prompts])
 
 
 def shown_string(task):
@@ -119,19 +124,12 @@ def test_task_vector_replaces_one_state(model_type, films, demonstrations):
     states = block_outputs(decoder, prompt)
     torch.testing.assert_close(state, states[layer, -1], **CLOSE)
 
-    def replace(_module, _args, output):
-        first = (output[0] if isinstance(output, tuple) else output).clone()
-        first[:, -1] = state
-        return (first, *output[1:]) if isinstance(output, tuple) else first
+    def last(output):
+        return torch.cat([output[:, :-1], state.expand_as(output[:, -1:])], 1)
 
-    handle = decoder.blocks[layer].register_forward_hook(replace)
-    with torch.no_grad():
-        expected = [
-            decoder.model(torch.tensor([ids(decoder, films.template.query(text))])).logits[0, -1]
-            for text in TEXTS
-        ]
-    handle.remove()
-    expected = torch.stack(expected).log_softmax(-1)[:, first_tokens(decoder, films)]
+    with torch.no_grad(), replacing([(decoder.blocks[layer], last)]):
+        expected = plain_logits(decoder, [films.template.query(text) for text in TEXTS])
+    expected = expected.log_softmax(-1)[:, first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
     assert (predictor.cost.cached_values, predictor.cost.held_out) == (decoder.d_model, 33)
 
@@ -175,17 +173,10 @@ def test_icv_turns_states_and_keeps_their_norm(model_type, variant, films, demon
     expected /= np.linalg.norm(expected, axis=-1, keepdims=True)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-4)
     places = decoder.blocks if variant == "paper" else [pair[1] for pair in decoder.writers]
-    handles = [
-        place.register_forward_hook(_turned(found[layer], 0.3, variant)) for layer, place in enumerate(places)
-    ]
-    with torch.no_grad():
-        scores = [
-            decoder.model(torch.tensor([ids(decoder, films.template.query(text))])).logits[0, -1]
-            for text in TEXTS
-        ]
-    for handle in handles:
-        handle.remove()
-    scores = torch.stack(scores).log_softmax(-1)[:, first_tokens(decoder, films)]
+    turned = [(place, _turned(found[layer], 0.3, variant)) for layer, place in enumerate(places)]
+    with torch.no_grad(), replacing(turned):
+        scores = plain_logits(decoder, [films.template.query(text) for text in TEXTS])
+    scores = scores.log_softmax(-1)[:, first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.scores(TEXTS), scores, atol=1e-4, rtol=1e-4)
 
 
@@ -208,15 +199,13 @@ def direction_of_the_released_code(differences):
 
 
 def _turned(direction, strength, variant):
-    def hook(_module, _args, output):
-        first = output[0] if isinstance(output, tuple) else output
+    def turn(first):
         norm = first.norm(dim=-1, keepdim=True)
         against = torch.nn.functional.cosine_similarity(first, -direction, dim=-1).clamp(min=0)
         amount = strength * (1 + against[..., None]) if variant == "released" else strength
-        turned = torch.nn.functional.normalize(first / norm + amount * direction, dim=-1) * norm
-        return (turned, *output[1:]) if isinstance(output, tuple) else turned
+        return torch.nn.functional.normalize(first / norm + amount * direction, dim=-1) * norm
 
-    return hook
+    return turn
 
 
 @pytest.mark.parametrize(
@@ -382,28 +371,9 @@ def test_unseen_demonstrations_make_the_vector(films, demonstrations):
 def test_i2cl_over_icl_injects_into_demonstrations_too(model_type, films, demonstrations):
     decoder = made(model_type)
     predictor = fit("i2cl_over_icl", decoder, films, demonstrations, epochs=2)
-    coefficients, values = predictor.edit.coefficients, predictor.edit.values
-
-    def injected(layer, index):
-        def hook(_module, _args, output):
-            first = output[0] if isinstance(output, tuple) else output
-            amount, keep = coefficients[layer, index]
-            changed = amount * values[layer, index] + keep * first
-            return (changed, *output[1:]) if isinstance(output, tuple) else changed
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(injected(layer, index))
-        for layer, pair in enumerate(decoder.writers)
-        for index, module in enumerate(pair)
-    ]
-    with torch.no_grad():
-        prompts = [shown_string(films) + films.template.query(text) for text in TEXTS]
-        expected = [decoder.model(torch.tensor([ids(decoder, prompt)])).logits[0, -1] for prompt in prompts]
-    for handle in handles:
-        handle.remove()
-    expected = torch.stack(expected).log_softmax(-1)[:, first_tokens(decoder, films)]
+    prompts = [shown_string(films) + films.template.query(text) for text in TEXTS]
+    with torch.no_grad(), injecting(decoder, predictor.edit.values, predictor.edit.coefficients):
+        expected = plain_logits(decoder, prompts).log_softmax(-1)[:, first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
 
 

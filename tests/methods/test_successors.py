@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import fit, made
+from fitting import first_tokens, fit, ids, made
 from i2cl import Decoder, Example, I2CLError, Task, Template, load_task
 
 FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
@@ -33,20 +33,14 @@ def films_in(words):
     return Task("films", words, Template("Review: {text}\nSentiment:{label}"), train=train, test=train[:4])
 
 
-def ids(decoder, text):
-    return torch.tensor([decoder.tokenizer(text)["input_ids"]])
-
-
-def first_tokens(decoder, task):
-    prompt = task.template.query("x")
-    start = ids(decoder, prompt).shape[1]
-    return [ids(decoder, prompt + task.template.continuation(word))[0, start].item() for word in task.labels]
-
-
 def last_state(decoder, text):
     """What the LM head reads at the last token."""
     with torch.no_grad():
-        return decoder.model(ids(decoder, text), output_hidden_states=True).hidden_states[-1][0, -1].double()
+        return (
+            decoder.model(torch.tensor([ids(decoder, text)]), output_hidden_states=True)
+            .hidden_states[-1][0, -1]
+            .double()
+        )
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
