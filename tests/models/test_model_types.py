@@ -53,13 +53,8 @@ def test_the_context_vector_is_the_mean_of_what_the_writers_put_out_last(decoder
 
         return add
 
-    pairs = zip(decoder.writers, wanted, strict=True)
-    each = [
-        (module, adding(mean))
-        for modules, means in pairs
-        for module, mean in zip(modules, means, strict=True)
-    ]
-    with torch.no_grad(), replacing(each):
+    modules = [module for pair in decoder.writers for module in pair]
+    with torch.no_grad(), replacing(zip(modules, map(adding, wanted.flatten(0, 1)), strict=True)):
         for ids in demonstrations(decoder):
             decoder.model(input_ids=torch.tensor([ids]), use_cache=False)
     context = extract(decoder, TASK, SHOTS)
