@@ -113,7 +113,6 @@ def write(
     shared: bool = False,
 ) -> None:
     """Write the three files.
-
     If shared, the base model's local path is shortened: it is nobody else's business. Raises I2CLError if the
     description is none that `read` takes.
     """

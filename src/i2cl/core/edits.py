@@ -176,12 +176,8 @@ class NoisyEdit(Edit):
 
 class Draw:
     """Gaussian numbers for a batch that several runs share: each run gets those it would draw alone.
-
-    Args:
-        generators: one a run.
-        alone: the batch each run would have by itself.
-        shared: the batch they have together, its queries run by run.
-        lengths: tokens of every query of it.
+    Each run would have its batch of ``alone``; ``shared`` has their queries run by run, of these lengths in
+    tokens.
     """
 
     def __init__(
@@ -230,7 +226,6 @@ def _token_places(batch: Batch, lengths: Sequence[int]) -> Int[Tensor, " tokens"
 
 class RowsEdit(PlacedEdit):
     """A linear edit of its own for every query of a batch.
-
     ``scaled`` is each task's context vector times its lambda, ``keep`` its beta, ``task`` that of each query.
     """
 

@@ -129,7 +129,6 @@ class Coefficients:
 
 class CalibrationLoss:
     """Cross-entropy of the labels of each run, under its own injection and its own noise.
-
     Where a query runs once a label, each of these rows draws its own noise.
     """
 
@@ -203,7 +202,6 @@ class CalibrationLoss:
 
     def _batch(self, rows: Sequence[int]) -> Batch:
         """Queries with their targets, in one row where the model can do that and it saves work.
-
         Cached tokens in front of all of them rule out packing.
         """
         packs = self.decoder.architecture.packs and not self.shared

@@ -28,10 +28,7 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]
 @dataclass(frozen=True)
 class Cluster:
     """A cluster in use.
-
-    Attributes:
-        share: what one worker takes: a GPU, or a core where there are no GPUs.
-        workers: how many such workers fit.
+    One worker takes a share, a GPU or a core where there are no GPUs, and so many workers fit.
     """
 
     share: dict[str, Any]
@@ -76,7 +73,6 @@ def _require_answer(address: str) -> None:
 @contextmanager
 def quiet_core() -> Iterator[None]:
     """Keep what Ray's C++ core writes to stderr away from users; Python's own stderr stays.
-
     Ray Data makes it warn of its own doing with every actor: https://github.com/ray-project/ray/issues/57733.
     """
     before = sys.stderr
@@ -101,7 +97,6 @@ def run_on_ray(
     source: Callable[[], Decoder], jobs: Sequence[GroupJob], address: str | None, workers: int | None = None
 ) -> Iterator[list[Record]]:
     """Records of each job as it ends.
-
     See `joined` for the address; by default one worker per GPU of the cluster, or per core without any.
     Raises I2CLError if the package ray is lacking, no cluster answers, the model cannot be loaded, a store
     cannot be written, or an actor dies.

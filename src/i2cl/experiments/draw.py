@@ -42,14 +42,9 @@ CHOICES = (MOST_SHOTS, 15, 10, 8, 6, USUAL, 4, 3, 2, 1)
 @dataclass(frozen=True)
 class Draw:
     """Demonstrations of a task, and what they were drawn from.
-
-    Attributes:
-        demonstrations: at most `shots` of each class, all that it has where these are fewer.
-        shots: of each class at most.
-        rows: training rows that there are.
-        keep_back: one row in so many was kept back; 0 for none.
-        seconds: that a fit will take by the estimate; None where nobody timed the model.
-        more: a larger number of shots that somebody may prefer, with its rows and seconds.
+    ``shots`` is the most of a class, ``rows`` how many there are to draw from, ``seconds`` what a fit will
+    take by the estimate, None where nobody timed the model; ``more`` a larger number of shots that somebody
+    may prefer, with its rows and seconds.
     """
 
     demonstrations: tuple[Example, ...]
@@ -62,7 +57,6 @@ class Draw:
 
 def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
     """So many rows of each class, or all that it has: as `Task.sample` draws where all have so many.
-
     Of a class that has `ENOUGH`, one row in ``keep_back`` is left out; 0 for none. Raises I2CLError if a
     class has no row at all.
     """
@@ -86,14 +80,9 @@ def draw(
 ) -> Draw | None:
     """The demonstrations, unless it takes the model to say how many they are: see `fitting`.
 
-    Args:
-        task: with its training rows.
-        method: that will be fitted.
-        shots: of each class; default: the task's own, or of a file of somebody's own as many as pay.
-        seed: of the draw.
-        own: whether it is such a file, of which a class may have fewer rows than are asked for.
-        keep_back: see `up_to`; default: `KEPT_BACK` where shots are not given and rows are scored.
-        scored: whether something is to be scored, and no test rows are there.
+    Shots are by default the task's own, or of a file of somebody's ``own``, of which a class may have fewer
+    rows than are asked for, as many as pay. ``keep_back`` (see `up_to`) is by default `KEPT_BACK` where shots
+    are not given and something is to be ``scored`` without test rows.
 
     Raises:
         I2CLError: if rows are lacking, or too many for anchored calibration.
@@ -118,7 +107,6 @@ def fitting(
     decoder: Decoder, task: Task, steps: int, seed: int, *, keep_back: int | None, scored: bool
 ) -> Draw:
     """As many demonstrations as anchored calibration takes in `PATIENCE`: `USUAL` to `MOST_SHOTS` of a class.
-
     Fewer than `USUAL` are taken where more would be too many for it, never to save time.
     """
     kept = (KEPT_BACK if scored else 0) if keep_back is None else keep_back
@@ -172,7 +160,6 @@ class _Pace:
 
     def seconds(self, shown: Examples) -> float:
         """Estimate of a fit: each step reads all tokens once and goes back through them for each column.
-
         `benchmarks/fits.py` counts the passes. Labels that are scored as whole sequences are read one by one,
         which comes to the same. A fit skips steps that it does not need; other work on the machine slows it.
         """

@@ -34,7 +34,6 @@ OUT_OF_MEMORY = "out of memory: take a smaller model, --dtype bfloat16, or fewer
 @dataclass(frozen=True)
 class Fitted:
     """A method fitted with one seed.
-
     ``seconds`` are an equal share of the time where several seeds were fitted ``together``.
     """
 
@@ -174,15 +173,8 @@ class NotRun:
 @dataclass(frozen=True)
 class Evaluation:
     """Methods that stand on one fit, on a task with some seeds: a job for `run_jobs`.
-
-    Attributes:
-        task: with its splits.
-        methods: equal but for the wrappers on top; see `i2cl.methods.make_methods` and `bottom`.
-        seeds: of demonstrations and methods; fitted together where that gains time.
-        shots: demonstrations per class; default: the task's own.
-        limit: at most so many queries.
-        skip: whether methods that need another model are left out with a `SkippedWarning`.
-        goes_on: whether one that cannot be run is told as such, and the others are run.
+    The methods are equal but for the wrappers on top (`bottom`). With ``skip``, those that need another model
+    are left out with a `SkippedWarning`; if it ``goes_on``, one that cannot be run is told as a `NotRun`.
     """
 
     task: Task
@@ -242,7 +234,6 @@ class Evaluation:
 
 def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: int) -> float:
     """Mean F1 over all classes of the task; a class that neither occurs nor is predicted counts as 0.
-
     The same as scikit-learn's ``f1_score(average="macro", labels=range(classes), zero_division=0)``.
     """
     table = np.zeros((classes, classes))

@@ -54,10 +54,7 @@ class Frozen(BaseModel):
 
 class Wording(Frozen):
     """What a grid says of a task, mostly a file of somebody's rows.
-
-    Attributes:
-        template: how it is asked.
-        test: file with its test rows.
+    The template is how it is asked, ``test`` a file with its test rows.
     """
 
     template: str | None = None
@@ -257,7 +254,6 @@ class Experiment(Frozen):
 
     def cells(self, base: Cell, tasks: Sequence[str], scale: Scale) -> Iterator[Cell]:
         """All cells, seed by seed, so that an unfinished run holds whole tables of fewer seeds.
-
         ``base`` gives model, revision and dtype; ``tasks`` are what "all" means for this model.
         """
         chosen = spread(tasks if self.tasks == "all" else self.tasks, scale.tasks)

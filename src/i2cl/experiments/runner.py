@@ -30,7 +30,6 @@ from i2cl.storage.atomic import WriteError
 @dataclass(frozen=True)
 class Group:
     """Cells of a grid that are fitted together, since they differ in their seed alone; or a single cell.
-
     ``cells`` are also those that a store holds already, so that what a killed run had done changes nothing in
     what comes after; ``lacking`` are those whose records are wanted.
     """
@@ -42,7 +41,6 @@ class Group:
 @dataclass(frozen=True)
 class Kept:
     """Fingerprints that the results of a model in a store stand on.
-
     They are those of weights, by the precision that these were loaded in, and of the rows and the wording of
     each task, see `Bench`.
     """
@@ -149,7 +147,6 @@ Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]
 @dataclass(frozen=True)
 class Tally:
     """What a run came to.
-
     Cells whose method needs another model are skipped.
     """
 
@@ -163,13 +160,9 @@ def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) ->
 
     Seed by seed, so that an unfinished run leaves whole tables of fewer seeds; and plain methods before
     studies that use what those were fitted to. By itself stands what gains nothing from company, what is
-    timed, and what other cells use, so that they find the same whoever comes first.
-
-    Args:
-        cells: of one or more grids.
-        store: what is there already.
-        timed: keys of cells whose seconds are to be those of a single fit, see `Experiment.timed`; one
-            that the store holds as fitted with others is lacking.
+    timed, and what other cells use, so that they find the same whoever comes first. ``timed`` are keys of
+    cells whose seconds are to be those of a single fit (`Experiment.timed`): one that the store holds as
+    fitted with others is lacking.
     """
     asked = {cell.key: cell for cell in cells}
     others = [cell for cell in asked.values() if cell.study != "method"]

@@ -99,7 +99,6 @@ class Comparison:
 
 def accuracy(tasks: Result, *, resamples: int = 2000, seed: int = 0) -> Accuracy:
     """Mean accuracy with its spread over seeds and its interval over seeds and queries.
-
     ``sd`` is what papers print: how much the demonstrations matter on these queries. The interval also counts
     that other queries could have been asked. Raises I2CLError if there are no results, or the seeds differ in
     number.
@@ -125,19 +124,12 @@ def difference(
     The interval is for the size of the difference had other demonstrations *and* other queries been drawn: it
     resamples seeds and queries. There are two p-values. ``p_queries`` holds the seeds fixed: were the methods
     equal, each query's difference, averaged over seeds, would as likely have the other sign; with one seed on
-    one task this is McNemar's exact test, up to sampling: a sampled p-value is at least
-    2 / (``permutations`` + 1). ``p_seeds`` holds the queries fixed: a paired t-test over the seeds'
-    macro-averages, which are means of many queries and so near to normal. Either alone errs where the other's
-    source of chance is the larger one; a claim needs both and the interval (`Comparison.distinguishable`).
-
-    Args:
-        ours: one array per task.
-        theirs: of the same tasks, queries and seeds, in the same order. A method that draws nothing may have
-            one seed, on either side; it is paired with every seed of the other.
-        drawn: whether either draws anything; where none does, chance in the seeds means nothing.
-        resamples: of the bootstrap.
-        permutations: sign flips sampled; all are enumerated where there are no more than that.
-        seed: of bootstrap and test.
+    one task this is McNemar's exact test, up to sampling: a sampled p-value is at least 2 / (``permutations``
+    + 1). ``p_seeds`` holds the queries fixed: a paired t-test over the seeds' macro-averages, which are means
+    of many queries and so near to normal. Either alone errs where the other's source of chance is the larger
+    one; a claim needs both and the interval (`Comparison.distinguishable`). A method that draws nothing may
+    have one seed, on either side; it is paired with every seed of the other. If neither is ``drawn``, chance
+    in the seeds means nothing. All sign flips are enumerated where there are no more than ``permutations``.
 
     Raises:
         I2CLError: if there are no results, or they cannot be paired.
@@ -216,7 +208,6 @@ def _p_seeds(cells: Cells) -> float:
 
 def _p_queries(cells: Cells, permutations: int, seed: int) -> float:
     """Sign-flip test on the differences of queries, weighted so that tasks count equally.
-
     Equal to scipy's ``permutation_test`` of one sample to the last digit, and many times as fast: that one
     loops over the queries in Python.
     """

@@ -42,7 +42,6 @@ JUDGED_ON = 100
 @dataclass(frozen=True)
 class Bench:
     """Where cells are run.
-
     ``vectors`` keeps what plain I2CL cells were fitted to, for other cells and for figures; ``fits`` what was
     fitted here, by `fit_key`.
     """
@@ -136,7 +135,6 @@ def plain(cell: Cell, task: str) -> Cell:
 @dataclass(frozen=True)
 class FittedCell:
     """A cell whose method is fitted, to be scored.
-
     ``judged`` are the held-out rows that its demonstrations were chosen by.
     """
 
@@ -230,7 +228,6 @@ def worst_group(
     decoder: Decoder, task: Task, shots: int | None, seed: int
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
     """The group of demonstrations with which few-shot does worst on held-out rows, and those rows.
-
     Held-out rows are of the training split and in none of the groups. Raises I2CLError if no rows remain to
     judge on.
     """

@@ -27,21 +27,11 @@ def sweep(
 ) -> list[Run]:
     """Evaluate tasks x methods x seeds, in that order; seeds go together where a method gains by it.
 
-    Methods that stand on the same fit, such as one with and without a label prior, share it.
-
-    Args:
-        source: loads the model.
-        tasks: with their splits.
-        methods: see `i2cl.methods.make_methods`.
-        seeds: of demonstrations and methods.
-        shots: demonstrations per class; default: each task's own.
-        limit: at most so many queries per task.
-        workers: processes; default: by the model's size.
-        skip: leave out methods that need another model, with a `SkippedWarning`.
-        word: gives a task other words once the model is there, such as those of its chat template.
-        watch: called with each run as it ends, in any order.
-        refused: called with each method that cannot be run, and the others go on; default: the first is
-            raised.
+    Methods that stand on the same fit, such as one with and without a label prior, share it. ``word`` gives a
+    task other words once the model is there, such as those of its chat template. ``watch`` is called with
+    each run as it ends, in any order; ``refused`` with each method that cannot be run, and the others go on;
+    without it the first is raised. With ``skip``, methods that need another model are left out with a
+    `SkippedWarning`.
 
     Raises:
         I2CLError: if rows are lacking, before the model is loaded; or if a method, or every one, cannot be

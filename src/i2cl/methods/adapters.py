@@ -49,9 +49,7 @@ class TrainedAdapter:
 
 class AdaptedDecoder(Decoder):
     """A decoder whose model wears an adapter; all else is as on the bare one, which is not changed.
-
-    Attributes:
-        virtual_tokens: how many embeddings stand in front of every query and shift its positions.
+    So many ``virtual_tokens`` stand in front of every query and shift its positions.
     """
 
     def __init__(self, bare: Decoder, model: Any, virtual_tokens: int = 0, taken: int = 0) -> None:
@@ -95,7 +93,6 @@ def fit_adapter(
     start: dict[str, Tensor] | None = None,
 ) -> TrainedAdapter:
     """Put an adapter on, train it to predict the demonstrations' labels after their queries, take it off.
-
     ``start`` are its first tensors, in place of drawn ones. Raises I2CLError without demonstrations, on one
     that is none, or on a loss that is not finite.
     """
@@ -124,7 +121,6 @@ def adapted(
     decoder: Decoder, config: "PeftConfig", state: dict[str, Tensor] | None = None, seed: int = 0
 ) -> Iterator[AdaptedDecoder]:
     """Put an adapter on while the block runs, new or with a trained state; the model is left as found.
-
     So is the state of the random numbers; within the block they are the seed's. Raises I2CLError if PEFT
     cannot adapt this model.
     """
@@ -154,7 +150,6 @@ def adapted(
 @contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
     """Put back every module that was replaced, and not taken off again, while the block ran.
-
     Gradient checkpointing is off meanwhile: for it PEFT leaves a hook behind at every call, and it does
     nothing in evaluation mode.
     """

@@ -181,7 +181,6 @@ def class_scores(
     model: Any, features: Float[np.ndarray, "texts features"] | Sequence[str], labels: int
 ) -> Float[Tensor, "texts labels"]:
     """Log-probabilities by a fitted scikit-learn classifier; minus infinity for a label that it never saw.
-
     Its ``classes_`` are label ids.
     """
     scores = torch.full((len(features), labels), -torch.inf)

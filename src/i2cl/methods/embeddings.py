@@ -52,9 +52,7 @@ AT_ONCE = 64
 
 class EncoderConfig(Settings):
     """What makes vectors of texts.
-
-    Attributes:
-        encoder: ``minilm``, a folder of the library sentence-transformers, or a hub id.
+    The encoder is ``minilm``, a folder of the library sentence-transformers, or a hub id.
     """
 
     encoder: str = Field(HUB_ID, min_length=1)
@@ -62,10 +60,7 @@ class EncoderConfig(Settings):
 
 class EmbeddingsConfig(EncoderConfig):
     """The encoder and the classifier.
-
-    Attributes:
-        embeddings_c: inverse strength of the L2 penalty (scikit-learn's ``C``), which is to be weak on
-            vectors of unit length.
+    ``embeddings_c`` is scikit-learn's ``C``: the L2 penalty is to be weak on vectors of unit length.
     """
 
     embeddings_c: float = Field(10.0, gt=0)
@@ -208,7 +203,6 @@ def embed(
 
 def local_encoder() -> str | None:
     """The name of the default encoder where it can be loaded without a download; else None.
-
     None too where the package sentence-transformers is lacking.
     """
     if any(find_spec(module) is None for module in ("sentence_transformers", "sklearn")):
@@ -220,7 +214,6 @@ def local_encoder() -> str | None:
 
 def load_encoder(name: str, device: str) -> Any:
     """A ``SentenceTransformer`` in float32, ready to be trained or used; only safetensors are read.
-
     A hub id is taken from the hub's cache where it is there. Raises I2CLError if it is not there, or is none.
     """
     from sentence_transformers import SentenceTransformer

@@ -61,7 +61,6 @@ class InjectionMethod(Method):
 @dataclass(frozen=True)
 class Plan:
     """What one seed is calibrated on, and what it then injects.
-
     ``injected`` is what is injected to predict, where that is another vector than while calibrating.
     """
 

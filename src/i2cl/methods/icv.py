@@ -164,7 +164,6 @@ def _states(decoder: Decoder, texts: Sequence[str]) -> Float[Tensor, "texts laye
 
 def _front(decoder: Decoder) -> Ids:
     """What stands before a text that runs alone, where the tokenizer itself puts nothing there.
-
     The first token of a row is where attention gathers, and its state is of its own kind, a hundred times
     longer and much the same whatever the token: that of a one-token label would tell nothing of the label.
     """

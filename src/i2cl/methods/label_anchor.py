@@ -45,7 +45,6 @@ class LabelAnchor(Method):
 
 def anchors(decoder: Decoder, task: Task, pairs: Shown, count: int) -> tuple[int, ...]:
     """Places of the first ``count`` prompt tokens that hold something other than a demonstration's text.
-
     A token that holds both counts, as do special tokens in front.
     """
     tokenizer = decoder.tokenizer

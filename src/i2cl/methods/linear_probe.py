@@ -47,11 +47,8 @@ class Choice(NamedTuple):
 
 class ProbeConfig(Settings):
     """The states and the classifier; ``folds`` chooses by stratified folds of the demonstrations.
-
-    Attributes:
-        probe_layer: block whose output is used; negative counts from the last.
-        probe_tokens: at the query's ``last`` token, as the ``mean`` over the text's tokens, or ``both``.
-        probe_c: inverse strength of the L2 penalty (scikit-learn's ``C``).
+    A negative layer counts from the last; tokens are the query's ``last``, the ``mean`` over the text's, or
+    ``both``; ``probe_c`` is scikit-learn's ``C``.
     """
 
     probe_layer: int | Literal["folds"] = "folds"
@@ -118,7 +115,6 @@ def _best(
     features: dict[Choice, Float[np.ndarray, "texts _"]], labels: Int[np.ndarray, " texts"], seed: int
 ) -> Choice:
     """That with the least log-loss on texts which a fit has not seen; accuracy would be of few texts.
-
     The first, where there is nothing to choose or a class has a single demonstration.
     """
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
@@ -146,9 +142,7 @@ def _features(states: Float[Tensor, "texts tokens d"], tokens: Tokens) -> Float[
 
 class KeepPooled(Edit):
     """Copies some layers' block outputs, at each query's last token and as the mean over its text.
-
-    Attributes:
-        kept: one (batch x tokens x d) tensor a layer, in float32 on the CPU; tokens are 1 without spans.
+    ``kept`` has one (batch x tokens x d) tensor a layer, in float32 on the CPU; tokens are 1 without spans.
     """
 
     site = "hidden"
@@ -176,7 +170,6 @@ def query_states(
     questions: Questions, texts: Sequence[str], layers: Sequence[int], *, pooled: bool
 ) -> Float[Tensor, "texts layers tokens d"]:
     """Block outputs at each query's last token and, if pooled, their mean over the text's tokens.
-
     One pass of each text gives those of all layers, in float32.
     """
     decoder, queries = questions.decoder, questions.queries(texts)
@@ -196,7 +189,6 @@ def query_states(
 
 def _spans(questions: Questions, texts: Sequence[str], queries: Sequence[Ids]) -> Iterator[tuple[int, int]]:
     """First token of each text in its query, and the one behind its last; a token of two parts is the text's.
-
     What follows a text is counted from the end, since a long one was cut there.
     """
     encoder, template, line = questions.decoder.encoder, questions.task.template, questions.labels.line

@@ -35,7 +35,6 @@ Shown = tuple[tuple[str, str], ...]
 @dataclass(frozen=True)
 class PromptPredictor:
     """Scores label words behind a prompt: the query, after demonstrations or not, under an edit or not.
-
     The prefix holds the keys and values of what is shown, if they were run once beforehand.
     """
 
@@ -113,7 +112,6 @@ def unlabelled_texts(
 
 def fitting(questions: Questions, demonstrations: Examples) -> Shown:
     """Demonstrations for a prompt, as many per class as fit into the context with a query behind them.
-
     Room is kept for a query as long as the longest demonstration. Warns where fewer are shown. Raises
     I2CLError if not even one per class fits, naming tokens needed and available; or on a label or a text that
     is none.

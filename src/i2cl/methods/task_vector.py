@@ -115,7 +115,6 @@ def layer_scores(
     questions: Questions, states: Float[Tensor, "layers d"], texts: Sequence[str]
 ) -> Float[Tensor, "layers texts labels"]:
     """Label scores of each text with its last state replaced at each layer.
-
     Where a row may run in parts, a text runs once up to its last token: no replaced state changes those keys.
     """
     decoder, labels = questions.decoder, questions.labels
@@ -134,10 +133,7 @@ def layer_scores(
 
 class LinearVectorConfig(Settings):
     """The regression.
-
-    Attributes:
-        unlabelled: texts without labels to fit it to, at most.
-        ridge: penalty on the squared entries of the map.
+    ``unlabelled`` is the most texts to fit it to, ``ridge`` the penalty on the squared entries of the map.
     """
 
     unlabelled: int = Field(256, ge=1)

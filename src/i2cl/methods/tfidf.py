@@ -21,10 +21,8 @@ from i2cl.tasks import Examples, Task
 
 class TfidfConfig(Settings):
     """The classifier.
-
-    Attributes:
-        tfidf_words: longest run of words that counts as a feature.
-        tfidf_c: inverse strength of the L2 penalty (``C``), which is to be weak on texts of unit length.
+    A run of at most ``tfidf_words`` words is a feature; ``tfidf_c`` is scikit-learn's ``C``: the L2 penalty
+    is to be weak on texts of unit length.
     """
 
     tfidf_words: int = Field(2, ge=1)

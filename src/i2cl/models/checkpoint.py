@@ -22,7 +22,6 @@ INDEX = "model.safetensors.index.json"
 
 class Files:
     """The weights in a folder of safetensors, read one at a time.
-
     A file is opened for one tensor and closed again, so that no pages of it stay in memory.
     """
 
@@ -92,7 +91,6 @@ def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Ten
 
 def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Those tensors of one file, on the CPU, whose name is wanted; what is no tensor is left out.
-
     The name is that of a file in safetensors or a pickle (`unpickled`), here or owner/repository/file of the
     hub. Raises I2CLError if there is no such file, or it is damaged or no mere weights.
     """
@@ -110,7 +108,6 @@ def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
 
 def unpickled(path: Path) -> dict[str, Any]:
     """What a pickle of weights holds, by torch's loader that runs no code of the file.
-
     Source: https://docs.pytorch.org/docs/stable/generated/torch.load.html, ``weights_only``. Raises I2CLError
     if the file is damaged, or holds anything but tensors and plain values.
     """

@@ -51,7 +51,6 @@ class Edit:
 
 class Keep(Edit):
     """Copies what is put out at one token of each row, in the order of the sites, and changes nothing.
-
     ``kept`` has one (batch x d) tensor a site.
     """
 

@@ -97,7 +97,6 @@ class ModelIdentity:
 
 def told_config(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of the text model's configuration that can change what it answers, as JSON reads them.
-
     Numbers keep six digits, since some files hold them in float32.
     """
 
@@ -192,9 +191,8 @@ def _gives(stored: Tensor, held: Tensor, codes: Tensor | None, model: PreTrained
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of the tokenizer's whole JSON and of one probe sentence's ids, as 16 hex digits.
-
-    How it pads and cuts is left out, since callers change that. A tokenizer without such JSON, a slow one,
-    is told by its vocabulary.
+    How it pads and cuts is left out, since callers change that. A tokenizer without such JSON, a slow one, is
+    told by its vocabulary.
     """
     probe = tokenizer("Review: a good film.\nSentiment: positive\n")["input_ids"]
     backend = getattr(tokenizer, "backend_tokenizer", None)

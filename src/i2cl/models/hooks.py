@@ -31,16 +31,14 @@ def _held(handles: Iterable[Any]) -> Iterator[None]:
 
 def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
     """Replace what each module returns by ``change(output)`` while the block runs.
-
-    Modules that return a tuple (attention) have its first element replaced. The change must
-    build a new tensor: editing in place would break autograd and the residual stream.
+    Modules that return a tuple (attention) have its first element replaced. The change must build a new
+    tensor: editing in place would break autograd and the residual stream.
     """
     return _held(module.register_forward_hook(_output_hook(change)) for module, change in changes)
 
 
 def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
     """Replace the first argument of each module by ``change(argument)`` while the block runs.
-
     The argument may be positional or the keyword ``hidden_states``, as transformers passes it.
     """
     return _held(

@@ -36,7 +36,6 @@ def _is_intel() -> bool:
 @contextmanager
 def fast_products(model: nn.Module) -> Iterator[None]:
     """Let oneDNN multiply in the model's frozen float32 linear layers, where that pays.
-
     Modules of other classes, trained or quantised ones, and those whose ``forward`` somebody else has
     replaced (Accelerate, when it offloads) are left alone, and so is all under autocast, or where oneDNN is
     switched off (`torch.backends.mkldnn.flags`). All is as it was on leaving.

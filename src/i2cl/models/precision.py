@@ -20,7 +20,6 @@ Quantization = Literal["8bit", "4bit"] | QuantizationConfigMixin
 
 def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -> Any:
     """What transformers is told: LLM.int8 for ``"8bit"``, NF4 for ``"4bit"``, None for None.
-
     A config is returned as it is; 4-bit layers compute in ``dtype``, or with ``"auto"`` in that of their
     input. Raises I2CLError on another name, or if bitsandbytes or accelerate is lacking.
     """

@@ -124,7 +124,6 @@ def _changed(cache: Cache, change: Callable[[Tensor], Tensor]) -> DynamicCache:
 @uninterrupted
 def keys_at(model: PreTrainedModel, blocks: list[nn.Module], places: Int[Tensor, " keys"]) -> Iterator[None]:
     """Give each key the bias of its place while the block runs; nothing to do without ALiBi.
-
     ``places`` are the token index of every key, cached ones first.
     """
     found: dict[str, tuple[str, Any]] = {

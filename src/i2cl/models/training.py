@@ -87,7 +87,6 @@ class TrainConfig(Settings):
 
 class LabelLikelihood:
     """Log-probability of the right label after each of some queries: what training raises.
-
     What runs are rows: each query with its label, or, where whole labels compete, with one label a row.
     ``rows`` are those of each query, ``lengths`` the tokens of each row, those of a prefix apart.
     """
@@ -154,13 +153,8 @@ def train(
 ) -> tuple[float, ...]:
     """Take one AdamW step per batch.
 
-    Args:
-        parameters: what is trained.
-        loss: mean loss of the demonstrations with these indices, in nats.
-        batches: indices of every step.
-        config: rates and decay.
-        progress: called after each epoch.
-        dtype: of the model that the loss comes from, if it is float16; see `Backward`.
+    The loss is the mean, in nats, of the demonstrations with these indices; ``dtype`` that of its model, if
+    it is float16 (`Backward`).
 
     Returns:
         Mean loss of each epoch.
@@ -242,17 +236,10 @@ def minimize(
     """Minimise a loss that gives the same value for the same parameters, by L-BFGS.
 
     The line search is that of `torch.optim.LBFGS`
-    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html). What is returned is the
-    best point it has seen.
-
-    Args:
-        parameters: what is trained; few, since L-BFGS keeps copies.
-        loss: mean loss of the demonstrations with these indices, in nats.
-        chunks: all demonstrations, in parts that fit into memory.
-        passes: evaluations of all of them, at most.
-        pull: added to the loss per squared distance of the parameters from their start.
-        progress: called after each pass.
-        dtype: of the model that the loss comes from, if it is float16; see `Backward`.
+    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html). What is returned is the best
+    point it has seen. ``chunks`` are all demonstrations, in parts that fit into memory, ``passes`` how often
+    all of them are evaluated at most, ``pull`` the loss per squared distance of the parameters from their
+    start. See `train` for the others.
 
     Returns:
         Mean loss of each pass, without the pull.
@@ -312,10 +299,9 @@ LOSS_SCALE = 2.0**16
 
 class Backward:
     """Gradients of a loss that flow back through a model in some precision.
-
-    In float16 small gradients become 0 on their way, so the loss is scaled up and the gradients, which
-    arrive in float32, are scaled down. A scale at which something exceeds float16 is halved until
-    nothing does (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling).
+    In float16 small gradients become 0 on their way, so the loss is scaled up and the gradients, which arrive
+    in float32, are scaled down. A scale at which something exceeds float16 is halved until nothing does
+    (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling).
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype | None = None) -> None:

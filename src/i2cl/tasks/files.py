@@ -47,7 +47,6 @@ def opened(path: Path) -> IO[bytes]:
 
 def encoding_of(lines: Iterable[bytes]) -> str:
     """How a file's lines are encoded: one of `ENCODINGS`.
-
     A byte order mark tells it. Without one the first line that is not ASCII does: what is no UTF-8 there was
     written by a program for Windows. No more is guessed: a few words are too little to tell code pages apart.
     """

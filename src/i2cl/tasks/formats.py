@@ -39,7 +39,6 @@ _NO_LINES = ("yaml", "yml", "toml", "xml", "html", "htm")
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row as the file has it.
-
     The place is the file and "row 3", "line 3" or "item 3"; rows are counted from 1, the header included.
     """
 
@@ -50,7 +49,6 @@ class Row:
 @dataclass(frozen=True)
 class Columns:
     """Which columns or keys are read.
-
     Without a label, texts alone are read; ``kept`` are read and passed on as they are.
     """
 
@@ -197,7 +195,6 @@ def _to_filled(pieces: Iterator[str]) -> Iterator[str]:
 
 def _delimiter(line: str, columns: Columns, usual: str) -> str:
     """What stands between the cells of a header: that under which the columns are there, or most cells are.
-
     Texts do not count, as they do for `csv.Sniffer`: they hold commas of their own.
     """
 

@@ -50,14 +50,9 @@ def read_labelled(
     """The examples of one file, and what its labels mean.
 
     A label is a label word (exact, else ignoring case) or a class id, counted from 0 or from 1; a cell that
-    is both counts as the word. Without ``labels`` the words are the file's distinct labels, sorted.
-
-    Args:
-        path: of the file.
-        labels: words by id, or what the labels of another file of the same task mean.
-        text_column: holds the text.
-        label_column: holds the label.
-        skip: leave out rows that cannot be used, with a `ReadAsWarning` that names them.
+    is both counts as the word. Without ``labels`` the words are the file's distinct labels, sorted. Labels
+    are words by id, or what those of another file of the same task mean. With ``skip``, rows that cannot be
+    used are left out with a `ReadAsWarning` that names them.
 
     Raises:
         I2CLError: naming the file and all rows that cannot be used, or what else keeps it from being read.
@@ -87,7 +82,6 @@ def read_labelled(
 
 def refused_rows(path: Path, labels: Sequence[str] | None = None) -> list[str]:
     """What is wrong with the rows of a file of examples (``text``, ``label``), each that is, one by one.
-
     What keeps `read_examples` from reading the rest is the last.
     """
     found: list[str] = []

@@ -15,7 +15,6 @@ LONGEST = 20
 @dataclass(frozen=True)
 class Survey:
     """Training rows, counted.
-
     ``slips`` are labels that look like another one written otherwise, each with that one; ``contradictions``
     texts that have several labels; ``longest`` those with the most characters.
     """

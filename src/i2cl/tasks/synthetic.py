@@ -16,9 +16,8 @@ MIN_LENGTH, MAX_LENGTH = 5, 12
 
 def synthetic_task(seed: int = 0, train_per_class: int = 100, test_per_class: int = 200) -> Task:
     """Random strings (A), random special characters (B), random numerical values (C); no text occurs twice.
-
-    Texts have 5 to 12 characters; the paper gives neither lengths nor a template, so both are ours.
-    Source: paper, appendix "Analysis on Synthetic Dataset".
+    Texts have 5 to 12 characters; the paper gives neither lengths nor a template, so both are ours. Source:
+    paper, appendix "Analysis on Synthetic Dataset".
     """
     rng = seeded(seed)
     train: list[Example] = []

@@ -30,7 +30,6 @@ MOST_ROWS = 100_000
 @dataclass(frozen=True)
 class Selection:
     """A threshold, and what was seen of it.
-
     Answers reach the ``threshold`` in a share of the rows, the ``coverage``, and this ``accuracy``.
     """
 
@@ -89,7 +88,6 @@ def selection(sure: Sure, right: Right, target: float) -> dict[str, float | int 
 
 def rows_needed(sure: Sure, right: Right, target: float) -> int | None:
     """About how many rows would show a threshold, if the surest of them are as often right as these.
-
     None where the surest ones are not right so often, or more than `MOST_ROWS` would be needed.
     """
     order = np.argsort(-sure, kind="stable")

@@ -47,13 +47,9 @@ class Verdict:
 
 def verdict(rivals: Mapping[str, tuple[int, int]], n: int) -> Verdict:
     """Whether a fit pays, from counts alone.
-
     It pays where it is shown better than every rival. It is not to be used where a rival is shown better, or
     where the interval against the best of them excludes a gain of `WORTHWHILE`. Anything else is not shown.
-
-    Args:
-        rivals: by name, how many rows the fit alone has right, and how many the rival alone.
-        n: all rows.
+    Each rival has how many of the n rows the fit alone has right, and how many the rival alone.
     """
     ps = dict(zip(rivals, holm([mcnemar(*counts) for counts in rivals.values()]), strict=True))
     shown_better = [name for name, (up, down) in rivals.items() if ps[name] < LEVEL and down > up]
@@ -83,12 +79,8 @@ def verdict(rivals: Mapping[str, tuple[int, int]], n: int) -> Verdict:
 
 def rows_for(gain: float, discordant: float) -> int:
     """How many rows would show a gain, to two digits, rounded up.
-
-    Source: Connor, Biometrics 43(1), 1987, at the level of the first step of Holm's correction over two.
-
-    Args:
-        gain: a share.
-        discordant: share of the rows that one of the two methods alone has right.
+    Source: Connor, Biometrics 43(1), 1987, at the level of the first step of Holm's correction over two. The
+    gain is a share, and so are the ``discordant`` rows, which one of the two methods alone has right.
     """
     apart = max(discordant, gain)
     level, power = NormalDist().inv_cdf(1 - LEVEL / 4), NormalDist().inv_cdf(POWER)
@@ -99,7 +91,6 @@ def rows_for(gain: float, discordant: float) -> int:
 
 def holm(ps: Sequence[float]) -> list[float]:
     """P-values corrected so that the chance of any false finding stays below the level; in the same order.
-
     Source: Holm, Scandinavian Journal of Statistics 6(2), 1979.
     """
     found, least = [0.0] * len(ps), 0.0
@@ -111,7 +102,6 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 def wilson(right: int, n: int) -> tuple[float, float]:
     """The 95 % interval of a share.
-
     Source: Wilson, Journal of the American Statistical Association 22(158), 1927.
     """
     share, spread = right / n, Z * Z / n
@@ -122,7 +112,6 @@ def wilson(right: int, n: int) -> tuple[float, float]:
 
 def mcnemar(better: int, worse: int) -> float:
     """Two-sided p-value of a difference, exact, from the rows that one of two methods alone has right.
-
     Were the methods equal, each of these rows would be either one's as likely: a sign test (McNemar,
     Psychometrika 12(2), 1947).
     """
@@ -135,7 +124,6 @@ def mcnemar(better: int, worse: int) -> float:
 
 def paired_interval(better: int, worse: int, n: int) -> tuple[float, float]:
     """The 95 % interval of the difference of two shares of the same n rows.
-
     Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37(4), 2012: Wald's, with one
     row more for each method that it alone has right.
     """

@@ -41,7 +41,6 @@ Split = Literal["train", "test", "demonstrations"]
 @dataclass(frozen=True)
 class Score:
     """How one method did.
-
     ``low`` and ``high`` are its 95 % interval (`wilson`); bytes are those kept per task.
     """
 
@@ -127,19 +126,9 @@ def with_worth(
     """The same injection with what it is worth on labelled rows, and a temperature that fits these.
 
     The baselines have the same demonstrations and seed. One that cannot be run, such as few-shot where the
-    demonstrations do not fit into the context, is told as such.
-
-    Args:
-        injection: calibrated.
-        decoder: the model.
-        task: with the splits.
-        demonstrations: that the injection was fitted to.
-        queries: see `labelled_rows`.
-        seconds: that the fit took.
-        method: that made the injection; default: I2CL.
-        target: accuracy of the answers that are sure enough; see `i2cl.experiments.evidence.selective`.
-        watch: called with the name of each method before it runs.
-        progress: called as queries finish.
+    demonstrations do not fit into the context, is told as such. ``queries`` are those of `labelled_rows`,
+    ``method`` made the injection in so many ``seconds`` (default: I2CL), ``target`` is an accuracy of
+    `i2cl.experiments.evidence.selective`. ``watch`` is called with the name of each method before it runs.
 
     Raises:
         I2CLError: without queries or with too few for the target, or on an empty text.
@@ -170,7 +159,6 @@ def with_folds(
     progress: Progress | None = None,
 ) -> Injection:
     """`with_worth` where no other labelled rows remain: refits answer what they have not seen.
-
     A text that several demonstrations have is asked once. What else has demonstrations is made anew for the
     same folds. A refit has fewer of them than the fit, so what is measured is on the whole a little low.
     Raises I2CLError where some refit would not see all labels.

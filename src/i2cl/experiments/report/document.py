@@ -62,7 +62,6 @@ LONGEST_ERROR = 300
 @dataclass(frozen=True)
 class Section:
     """One experiment under one setting.
-
     Its anchor is unlike any other's, writing its figures uses them up, and ``missing`` says what is not shown
     and why.
     """

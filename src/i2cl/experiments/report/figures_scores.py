@@ -88,9 +88,8 @@ def bars(results: Results, _vectors: Vectors) -> Figure | None:
 
 def shots(results: Results, _vectors: Vectors) -> Figure | None:
     """Mean accuracy against demonstrations per class, a line for each row that has several numbers of them.
-
-    Other rows are dashed horizontal lines. A line's points are means over the same tasks: those that its
-    row has at every number of demonstrations where it has any.
+    Other rows are dashed horizontal lines. A line's points are means over the same tasks: those that its row
+    has at every number of demonstrations where it has any.
     """
     wanted = sorted({count for row in results.rows if len(row.shots) > 1 for count in row.shots})
     if not wanted:

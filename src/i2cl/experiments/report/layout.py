@@ -18,7 +18,6 @@ WIDE = 10
 @dataclass(frozen=True)
 class Table:
     """One table.
-
     The first column names the lines; ``words`` are other columns that hold no numbers; ``values`` are the raw
     numbers, one line per row and task.
     """

@@ -15,7 +15,6 @@ WHERE = ("machine", "accelerator", "device", "dtype", "threads")
 
 class Entry(NamedTuple):
     """One cell of a table.
-
     Bold is only what can be told from all others; a mark is a sign that the table's notes explain.
     """
 

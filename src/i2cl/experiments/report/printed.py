@@ -83,7 +83,6 @@ def _file() -> _File:
 
 def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
     """The paper's tables of results, in the paper's order.
-
     ``main`` has one for each model. Raises I2CLError if no table has that name.
     """
     tables = _file().table
@@ -99,12 +98,8 @@ def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
 def printed_for(name: str, model: str) -> PrintedTable | None:
     """The table of a name that was measured on a model, or None if the paper has none.
 
-    Of a model that a single method needs, such as a prompt compressor's, that method's row alone.
-
-    Args:
-        name: of the table.
-        model: hub id or folder. Only its last part counts, and all of it: fine-tuned or instructed
-            variants are other models.
+    Of a model that a single method needs, such as a prompt compressor's, that method's row alone. Only the
+    last part of a model's name counts, and all of it: fine-tuned or instructed variants are other models.
 
     Raises:
         I2CLError: if no table has that name.

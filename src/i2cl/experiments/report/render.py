@@ -180,7 +180,6 @@ def _tex_text(text: str) -> str:
 
 def html(report: Report, images: Mapping[str, str]) -> str:
     """The report as one page without scripts or requests.
-
     ``images`` holds the data URI of each figure, by its stem.
     """
     source = (resources.files("i2cl.experiments.report") / "page.html.j2").read_text(encoding="utf-8")

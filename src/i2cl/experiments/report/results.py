@@ -48,7 +48,6 @@ class Setting:
 @dataclass(frozen=True)
 class Line:
     """A row of an experiment, or the part of it with one number of demonstrations or one source.
-
     Shots are told where the row has several numbers of them, the source task where the row moves.
     """
 
@@ -82,7 +81,6 @@ class Line:
 @dataclass(frozen=True, eq=False)
 class Results:
     """What a store holds of one experiment under one setting; what is computed of it is computed once.
-
     ``left_out`` are tasks that at most half of the rows have; other experiments ran the rest of them.
     """
 
@@ -227,7 +225,6 @@ class Results:
     @cached_property
     def most_seeds(self) -> int:
         """Seeds of the scale, or those that a line has on all tasks where that is more.
-
         Another experiment in the same store may have run more seeds of a few of the same cells.
         """
         everywhere = [min(len(self.records(line, task)) for task in self.tasks) for line in self.lines]
@@ -264,7 +261,6 @@ class Results:
 
     def _paired(self, line: Line, other: Line, task: str | None) -> tuple[Right, Right]:
         """What two lines got right on each task that both have, for the seeds that both have on all of these.
-
         A line that nothing is drawn for keeps its one seed, which is paired with every seed of the other.
         """
         theirs = self.tasks_of(other)
@@ -330,9 +326,8 @@ def listing(names: Sequence[str]) -> str:
 
 def results_of(experiment: Experiment, records: Iterable[Record]) -> list[Results]:
     """Results of an experiment, one for each setting that a store holds, most queries first.
-
-    A cell belongs to an experiment if one of its rows holds it, its task is among the experiment's (or
-    those are "all", which leaves out the synthetic task), and it ended well.
+    A cell belongs to an experiment if one of its rows holds it, its task is among the experiment's (or those
+    are "all", which leaves out the synthetic task), and it ended well.
     """
     groups: dict[Setting, list[Record]] = defaultdict(list)
     for record in records:

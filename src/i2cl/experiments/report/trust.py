@@ -23,7 +23,6 @@ UNITS = {"log_loss": "nats", "brier": "squared distance", "ece": "percent", "aur
 @dataclass(frozen=True)
 class Scored:
     """A line's queries on one task for the seeds that all its tasks have.
-
     The temperature is the best of all seeds together, found with the right labels of these queries.
     """
 

@@ -39,9 +39,7 @@ COUNTED = {"llama": True, "opt": False}
 
 class AutoCompressorConfig(Settings):
     """How demonstrations are cut into segments.
-
-    Attributes:
-        segment: tokens of a segment, at most (2,048 in the release).
+    ``segment`` is the most tokens of one (2,048 in the release).
     """
 
     segment: int = Field(2048, ge=1)
@@ -50,7 +48,6 @@ class AutoCompressorConfig(Settings):
 @dataclass(frozen=True)
 class Summarizer:
     """A language model with its summary embeddings.
-
     ``embeddings`` has one for each summary vector; if it accumulates, a segment sees the summaries of all
     before it, else of the last alone.
     """

@@ -62,7 +62,6 @@ _MADE: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 
 def once(decoder: Decoder, key: Hashable, make: Callable[[], T]) -> T:
     """What ``make`` returned when it was first called for this model, where and as it is now, and key.
-
     It must not hold the model.
     """
     made, whole = _MADE.setdefault(decoder.model, {}), (key, decoder.device, decoder.model.dtype)
@@ -122,7 +121,6 @@ def asked_behind(decoder: Decoder, task: Task) -> Questions:
 @dataclass(frozen=True)
 class BehindVectors:
     """Scores label words behind queries that stand behind vectors.
-
     The tokens ``right`` stand behind each query.
     """
 

@@ -33,10 +33,8 @@ CHUNK = 256
 
 class CEPEConfig(Settings):
     """Where demonstrations stand.
-
-    Attributes:
-        in_decoder: so many of them as text before the query, the first ones; the others as chunks (the
-            release's own evaluation has 2).
+    So many stand ``in_decoder``, as text before the query, the first ones; the others are chunks (the
+    release's own evaluation has 2).
     """
 
     in_decoder: int = Field(0, ge=0)
@@ -55,7 +53,6 @@ class CrossLayer:
 
 class CrossAttention(Edit):
     """Adds to what a layer's attention writes the cross-attention of the stream behind it to some states.
-
     The keys and values of all layers are made at once, so that a batch costs only the attention itself.
     """
 
@@ -105,7 +102,6 @@ class CrossAttention(Edit):
 @dataclass(frozen=True)
 class ContextEncoder:
     """A bidirectional encoder and the layers that read its states.
-
     ``layers`` are by the decoder's block that each belongs to, ``budget`` is in padded tokens.
     """
 
@@ -138,7 +134,6 @@ class ContextEncoder:
 @dataclass(frozen=True)
 class CrossPredictor:
     """Scores label words behind a prompt whose tokens attend to the states of demonstrations too.
-
     The keys and values of the states are made at each call.
     """
 

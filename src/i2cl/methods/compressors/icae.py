@@ -98,7 +98,6 @@ class PutIn(Edit):
 @dataclass(frozen=True)
 class AutoEncoder:
     """A frozen model with what makes it write memory slots.
-
     ``embeddings`` are those of the memory, then of ae, lm and ft; the adapter has pairs (rank x in) and (out
     x rank) by module, the scale in the second.
     """
