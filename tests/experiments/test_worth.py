@@ -11,7 +11,7 @@ import torch
 from i2cl import CalibrationConfig, Example, I2CLError, Injection, calibrate, extract
 from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evaluation import evaluate
-from i2cl.experiments.evidence.worth import BASELINES, labelled_rows, with_folds, with_worth
+from i2cl.experiments.evidence.baselines import BASELINES, labelled_rows, with_folds, with_worth
 from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder

@@ -101,14 +101,14 @@ def test_trained_numbers_of_adapters(name, count, films, demonstrations):
 def test_a_decoder_that_wears_an_adapter_is_the_bare_one_in_all_else():
     bare = Decoder(tiny_model("llama"), tiny_tokenizer(), name="bare", revision="r", token_budget=77)
     bare.max_length = 50
-    base, identity, model = bare.base, bare.identity, bare.model
+    base, identity, model = bare.base, bare.residual_identity, bare.model
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with adapted(bare, config) as wearing:
         assert (wearing.name, wearing.revision, wearing.token_budget) == ("bare", "r", 77)
         assert (wearing.architecture, wearing.max_length) == (bare.architecture, 47)
         wearing.token_budget = 5
     assert (bare.token_budget, bare.max_length, bare.model) == (77, 50, model)
-    assert (bare.base, bare.identity) == (base, identity)
+    assert (bare.base, bare.residual_identity) == (base, identity)
 
 
 def test_prompt_tuning_is_an_embedding_in_front(films, demonstrations):

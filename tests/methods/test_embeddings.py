@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 from fitting import fit, made
 from i2cl import Example, I2CLError, calibrate, extract
 from i2cl.core.calibration import CalibrationConfig
-from i2cl.experiments.evidence.worth import BASELINES, with_folds, with_worth
+from i2cl.experiments.evidence.baselines import BASELINES, with_folds, with_worth
 from i2cl.methods import embeddings, make_methods
 from tiny import redrawn, tiny_tokenizer
 

@@ -58,14 +58,14 @@ class Files:
 
 def stored_weights(model: PreTrainedModel) -> Files | None:
     """The checkpoint that a model was loaded from, where its files are on this machine."""
-    folder = checkpoint_folder(model)
+    folder = folder_of(model)
     try:
         return None if folder is None else Files(folder, model, "embed_out")
     except I2CLError:  # no weights, or damaged ones
         return None
 
 
-def checkpoint_folder(model: PreTrainedModel) -> Path | None:
+def folder_of(model: PreTrainedModel) -> Path | None:
     """The folder of files that a model was loaded from, where they are on this machine."""
     name = str(model.name_or_path or "")
     if name and Path(name).is_dir():

@@ -177,7 +177,7 @@ class Decoder:
         return window_of(self.model.config)
 
     @cached_property
-    def identity(self) -> ResidualIdentity:
+    def residual_identity(self) -> ResidualIdentity:
         """How exactly the blocks add what the two writers put out, measured once on a few tokens."""
         ids = torch.tensor(self.encoder([PROBE]), device=self.device)
         with self.frozen():
@@ -189,10 +189,10 @@ class Decoder:
         Raises:
             I2CLError: naming the cure.
         """
-        if not self.identity.passed:
+        if not self.residual_identity.passed:
             raise I2CLError(
                 f"the blocks of {self.name!r} add something other than its two residual writers put out "
-                f"(error {self.identity.worst:.2g}): pass an Architecture that `i2cl check` accepts"
+                f"(error {self.residual_identity.worst:.2g}): pass an Architecture that `i2cl check` accepts"
             )
 
     def sites(self, site: Site) -> list[tuple[int, int, torch.nn.Module]]:

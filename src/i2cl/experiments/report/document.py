@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from i2cl.errors import I2CLError, needs
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.records import Record
-from i2cl.experiments.report.layout import Table
-from i2cl.experiments.report.notes import Entry
+from i2cl.experiments.report.layout import Entry, Table
 from i2cl.experiments.report.paper import Paper, PrintedFor
 from i2cl.experiments.report.printed import printed_for
 from i2cl.experiments.report.results import Results, Setting, outcome, results_of

@@ -1,18 +1,41 @@
-"""What all tables are made of: the table itself, marks of lines, and what raw numbers say of themselves."""
+"""What all tables are made of: cells, marks, the table itself, what it says below its lines, raw numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from i2cl.experiments.grid import View
-from i2cl.experiments.report.notes import INCOMPLETE, Entry
-from i2cl.experiments.report.paper import AVERAGE, Values
-from i2cl.experiments.report.results import Line, Results
+from i2cl.experiments.report.results import Line, Results, listing
+from i2cl.experiments.statistics import ALPHA, FEWEST_SEEDS
+
+INCOMPLETE, OUTSIDE, CONTRADICTED = "†", "‡", "§"
+"""Marks of cells that a note explains."""
+
+WHERE = ("machine", "accelerator", "device", "dtype", "threads")
+"""Parts of a record's provenance that times depend on."""
 
 NOTHING = "–"
 """Stands where there is no result."""
 
 WIDE = 10
 """With more tasks than this, tasks are lines and rows are columns."""
+
+AVERAGE = "(average)"
+"""Stands for the task where a raw number is an average over tasks."""
+
+Values = Mapping[str, str | int | float | None]
+"""Raw numbers of one row on one task, by the names of a CSV file's columns; accuracies in percent."""
+
+
+class Entry(NamedTuple):
+    """One cell of a table.
+    Bold is only what can be told from all others; a mark is a sign that the table's notes explain.
+    """
+
+    text: str
+    bold: bool = False
+    printed: bool = False
+    mark: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,3 +82,92 @@ def measured(view: View, found: Results, task: str | None, line: Line, *others: 
         "origin": "measured",
         "lacking": "; ".join(lacking) or None,
     }
+
+
+def accuracy_notes(
+    found: Results, rows: Iterable[Sequence[Entry]], printed: Iterable[str], *meaning: str
+) -> list[str]:
+    """All that stands below a table of accuracies, what is said of printed ones last."""
+    said = [scale_note(found, found.lines), *meaning]
+    if len(found.lines) > 1 and any(cell.bold for row in rows for cell in row):
+        said.append(
+            f"Bold: the best, where it is shown to be better than every other row: q < {ALPHA}, a 95 % "
+            f"interval above 0, and at least {FEWEST_SEEDS} seeds. q: the larger p of tests over queries and "
+            "seeds, corrected by Holm; the family is the other rows on the same task or average."
+        )
+    elif len(found.lines) > 1:
+        said.append("Nothing is bold: nowhere can the best row be told from every other.")
+    return [*said, *transductive_notes(found), *incomplete_notes(found, found.lines), *printed]
+
+
+def scale_note(found: Results, lines: Iterable[Line]) -> str:
+    """What accuracies are made of."""
+    held = [found.outcomes(line, task) for line in lines for task in found.tasks_of(line)]
+    most = max(map(len, held))
+    span = number_range(len(outcomes[0].predictions) for outcomes in held).replace(",", "")
+    repeated = f"mean ± standard deviation over {most} seeds" if most > 1 else "one seed"
+    fixed = "; a single seed has no ±" if most > 1 and any(len(one) == 1 for one in held) else ""
+    return f"Accuracy in percent, {repeated}{fixed}. {span} queries per task."
+
+
+def transductive_notes(found: Results) -> list[str]:
+    """Which lines no single query could be asked of."""
+    told = list(dict.fromkeys(line.row.name for line in found.lines if line.transductive))
+    classes = "are not" if found.setting.skew > 1 else "are, where a test split allows it,"
+    return (
+        [f"Of all queries together, which {classes} of balanced classes: {'; '.join(told)}."] if told else []
+    )
+
+
+def incomplete_notes(found: Results, lines: Sequence[Line]) -> list[str]:
+    """One note for each way in which lines are incomplete; and the tasks that no line has."""
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        for part in found.lacking(line):
+            groups.setdefault(part, []).append(line)
+    said = [f"{INCOMPLETE} {part}: {_who(group, lines)}." for part, group in groups.items()]
+    return [*said, *([f"No results on {listing(found.absent)}."] if found.absent else [])]
+
+
+def _who(group: Sequence[Line], lines: Sequence[Line]) -> str:
+    """Names of lines; of whole rows where all of their lines are meant."""
+    if len(group) > 1 and all(line in group or line.row.seeds == 1 for line in lines):
+        return "all rows" + (" but those that no seed can change" if len(group) < len(lines) else "")
+    parts = {line.place for line in lines if line not in group}
+    return "; ".join(dict.fromkeys(line.name if line.place in parts else line.row.name for line in group))
+
+
+def time_notes(found: Results) -> list[str]:
+    """Where times were measured, and which are no times of single fits."""
+    return [*_places(found), *_together(found)]
+
+
+def _places(found: Results) -> list[str]:
+    """Where times were measured; a warning if not all in the same place."""
+    held = (found.records(line, task).values() for line in found.lines for task in found.tasks)
+    places = list(
+        dict.fromkeys(
+            ", ".join(f"{part} {got}" for part in WHERE if (got := record.provenance.get(part)) is not None)
+            for records in held
+            for record in records
+        )
+    )
+    if len(places) > 1:
+        told = "; ".join(places)
+        return [f"Times from different places cannot be compared; these are from {len(places)}: {told}."]
+    return [f"Measured on: {places[0]}."] if places[0] else []
+
+
+def _together(found: Results) -> list[str]:
+    told = [
+        line.name
+        for line in found.lines
+        if any(one.together > 1 for task in found.tasks_of(line) for one in found.outcomes(line, task))
+    ]
+    return [f"Seconds of equal shares of seeds that were fitted together: {'; '.join(told)}."] if told else []
+
+
+def number_range(values: Iterable[int]) -> str:
+    """A whole number, or the least and the most where there are several."""
+    found = sorted(set(values))
+    return "–".join(f"{value:,}" for value in dict.fromkeys((found[0], found[-1])))

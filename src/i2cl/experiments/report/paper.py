@@ -1,9 +1,9 @@
 """The paper's numbers beside measured ones, and what a table must say of them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from i2cl.experiments.report.notes import CONTRADICTED, OUTSIDE, Entry
+from i2cl.experiments.report.layout import AVERAGE, CONTRADICTED, OUTSIDE, Entry, Values
 from i2cl.experiments.report.printed import (
     InconsistentAverage,
     PrintedRow,
@@ -14,14 +14,8 @@ from i2cl.experiments.report.results import Line, Results, listing
 from i2cl.experiments.statistics import Accuracy
 from i2cl.tasks.registry import PAPER_TASKS
 
-AVERAGE = "(average)"
-"""Stands for the task where a raw number is an average over tasks."""
-
 HALF_DIGIT = 0.005
 """Printed numbers have two decimals: so far from an end of an interval they may still be inside."""
-
-Values = Mapping[str, str | int | float | None]
-"""Raw numbers of one row on one task, by the names of a CSV file's columns; accuracies in percent."""
 
 PrintedFor = Callable[[str, str], PrintedTable | None]
 """Finds the paper's table by name and model, like `i2cl.experiments.report.printed.printed_for`."""

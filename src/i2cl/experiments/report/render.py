@@ -15,8 +15,7 @@ from markdown_it.token import Token
 from markupsafe import Markup
 
 from i2cl.experiments.report.document import CAPTIONS, FIGURE_FOLDER, Report, Section
-from i2cl.experiments.report.layout import Table
-from i2cl.experiments.report.notes import Entry
+from i2cl.experiments.report.layout import Entry, Table
 from i2cl.experiments.report.results import listing
 from i2cl.experiments.report.tables import VALUES
 

@@ -7,17 +7,21 @@ import numpy as np
 from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import View
 from i2cl.experiments.records import COUNTS
-from i2cl.experiments.report.layout import NOTHING, Table, mark_of, measured
-from i2cl.experiments.report.notes import (
+from i2cl.experiments.report.layout import (
+    NOTHING,
     Entry,
+    Table,
+    Values,
     accuracy_notes,
     incomplete_notes,
+    mark_of,
+    measured,
     number_range,
     scale_note,
     time_notes,
     transductive_notes,
 )
-from i2cl.experiments.report.paper import Paper, Values
+from i2cl.experiments.report.paper import Paper
 from i2cl.experiments.report.printed import PrintedRow
 from i2cl.experiments.report.results import Line, Results, mean_times
 from i2cl.experiments.report.trust import confidence_table

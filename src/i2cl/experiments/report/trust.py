@@ -8,9 +8,8 @@ from jaxtyping import Float, Int
 
 from i2cl.experiments.confidence import BINS, NAMES, confidence
 from i2cl.experiments.records import Run
-from i2cl.experiments.report.layout import NOTHING, Table, mark_of, measured
-from i2cl.experiments.report.notes import Entry, incomplete_notes
-from i2cl.experiments.report.paper import Paper, Values
+from i2cl.experiments.report.layout import NOTHING, Entry, Table, Values, incomplete_notes, mark_of, measured
+from i2cl.experiments.report.paper import Paper
 from i2cl.experiments.report.results import Line, Results, outcome
 from i2cl.injections.temperature import best_temperature, normalised
 

@@ -183,8 +183,8 @@ def _execute(
     ray: bool,
     address: str | None,
 ) -> "Iterator[list[Record]]":
-    from i2cl.experiments.cluster import run_on_ray
-    from i2cl.experiments.parallel import run_jobs, suggested_workers
+    from i2cl.experiments.workers.cluster import run_on_ray
+    from i2cl.experiments.workers.processes import run_jobs, suggested_workers
 
     if not jobs:
         return

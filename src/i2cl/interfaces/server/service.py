@@ -106,7 +106,7 @@ class Service:
             self._held.enter_context(only_writer(folder / ".lock", busy))
         pool = InjectionPool(decoder)
         self.tasks = TaskFolder(folder, pool, most_resident=most_resident, read_only=read_only)
-        _ = decoder.base, decoder.identity  # read now, and not while the first request waits
+        _ = decoder.base, decoder.residual_identity  # read now, and not while the first request waits
         bound = most_waiting or WAITING_BATCHES * decoder.token_budget
         self.batcher = Batcher(pool, bound, self.metrics)
         self._parsing = ThreadPoolExecutor(READERS, "parsing")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
 from i2cl.models.batching import Ids
-from i2cl.models.checkpoint import checkpoint_folder, read_tensors, stored_tensors
+from i2cl.models.checkpoint import folder_of, read_tensors, stored_tensors
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.loading import REFERENCE
@@ -74,7 +74,7 @@ def beside(decoder: Decoder, kind: str, wanted: Callable[[str], bool], cure: str
     """The compressor whose tensors stand beside the model's own in its checkpoint.
     Raises I2CLError if there is none, or the files are damaged.
     """
-    folder = checkpoint_folder(decoder.model)
+    folder = folder_of(decoder.model)
     tensors = {} if folder is None else stored_tensors(folder, wanted)
     if not tensors:
         raise NoCompressorError(f"{decoder.name!r} holds no {kind} compressor beside its weights: {cure}")

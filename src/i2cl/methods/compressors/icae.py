@@ -29,7 +29,7 @@ from i2cl.methods.compressors.base import (
     require_type,
 )
 from i2cl.models.batching import Batch, Ids
-from i2cl.models.checkpoint import checkpoint_folder, read_tensors
+from i2cl.models.checkpoint import folder_of, read_tensors
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
 from i2cl.models.encoding import TruncationWarning
@@ -226,7 +226,7 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
 
 def _beside(decoder: Decoder) -> str:
     """The file that stands beside the model's weights."""
-    folder = checkpoint_folder(decoder.model)
+    folder = folder_of(decoder.model)
     found = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
     if found:
         return str(found[0])
