@@ -191,25 +191,25 @@ class Evaluation:
         Raises I2CLError: see `evaluate`, from the first seed that cannot be fitted; unless it goes on.
         """
         queries = self.task.queries(self.limit)
-        found: list[Run | NotRun] = []
+        runs: list[Run | NotRun] = []
         try:
             together = self._together(decoder)
             for seed in self.seeds:
-                with self._told(found, seed, self.methods):
+                with self._told(runs, seed, self.methods):
                     fitted = together.get(seed) or self._fits(decoder, [seed])[0]
                     for method in self.methods:
-                        with self._told(found, seed, [method]):
+                        with self._told(runs, seed, [method]):
                             on_top = _on_top(decoder, method, fitted, self.task)
-                            found.append(measure(decoder, self.task, on_top, queries))
+                            runs.append(measure(decoder, self.task, on_top, queries))
         except NoCompressorError as lacking:
             if not self.skip:
                 raise
             warnings.warn(f"left out: {lacking}", SkippedWarning, stacklevel=2)
             return []
-        return found
+        return runs
 
     @contextmanager
-    def _told(self, found: list[Run | NotRun], seed: int, methods: Sequence[Method]) -> Iterator[None]:
+    def _told(self, runs: list[Run | NotRun], seed: int, methods: Sequence[Method]) -> Iterator[None]:
         """Add what cannot be run, where others are to go on."""
         try:
             yield
@@ -219,7 +219,7 @@ class Evaluation:
             if lacking or not (self.goes_on and ours):
                 raise
             why = str(error) if isinstance(error, I2CLError) else OUT_OF_MEMORY
-            found += [NotRun(self.task.name, method.called, seed, why) for method in methods]
+            runs += [NotRun(self.task.name, method.called, seed, why) for method in methods]
 
     def _together(self, decoder: Decoder) -> dict[int, Fitted]:
         """All seeds, where they are fitted together."""

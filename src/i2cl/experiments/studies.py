@@ -71,8 +71,8 @@ class Bench:
         task = self.task(cell)
         path = self.vectors / f"{cell.key}.safetensors"
         if not path.is_file():
-            (found,) = fit_cells(self, [cell])
-            self.keep(cell, found.fitted)
+            (one,) = fit_cells(self, [cell])
+            self.keep(cell, one.fitted)
         kept = load_file(path)
         return Injection(
             ContextVector(kept["context_vector"]),
@@ -169,10 +169,10 @@ def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
         for one in cells
     ]
     method = STUDIES[first.study](bench, first)
-    found = _fitted(bench, cells, method, [shown for shown, _ in drawn])
+    fits = _fitted(bench, cells, method, [shown for shown, _ in drawn])
     return [
         FittedCell(bench, cell, fitted, judged)
-        for cell, fitted, (_, judged) in zip(cells, found, drawn, strict=True)
+        for cell, fitted, (_, judged) in zip(cells, fits, drawn, strict=True)
     ]
 
 
@@ -274,9 +274,9 @@ class Transfer(Method):
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """See `i2cl.injections.transfer.transfer`."""
-        found = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
-        self.weights = {self.anchors[place].task.name: weight for place, weight in found.weights}
-        edit = found.injection.edit()
+        made = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
+        self.weights = {self.anchors[place].task.name: weight for place, weight in made.weights}
+        edit = made.injection.edit()
         cost = Cost.of(edit.values, trained=edit.coefficients.numel())
         return PromptPredictor(Questions(decoder, task), edit=edit, cost=cost)
 

@@ -80,8 +80,8 @@ class AddPreservingNorm(Edit):
             added = added * (1 - (unit @ direction).clamp(max=0))[..., None]
         turned = unit + added
         turned = turned / turned.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-        found: Tensor = (norm * turned).to(output.dtype)
-        return found
+        states: Tensor = (norm * turned).to(output.dtype)
+        return states
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class ICV(Method):
         """
         questions = Questions(decoder, task)
         variant, strength = self.config.variant, self.config.strength
-        found = directions(decoder, task, demonstrations, variant)
+        axes = directions(decoder, task, demonstrations, variant)
 
         def make(strength: float, held_out: int = 0) -> PromptPredictor:
-            edit = AddPreservingNorm(found, strength, variant)
-            return PromptPredictor(questions, edit=edit, cost=Cost.of(found, held_out=held_out))
+            edit = AddPreservingNorm(axes, strength, variant)
+            return PromptPredictor(questions, edit=edit, cost=Cost.of(axes, held_out=held_out))
 
         if strength == "search":  # ties go to the first tried, the smaller
             rows = task.held_out(HELD_OUT, demonstrations, seed)
@@ -139,11 +139,11 @@ def directions(
     mean = joint.mean(0)
     if variant == "released":
         first, projected = _first(joint - mean)
-        found = mean + first * projected[projected.abs().argmax()].sign()
+        axis = mean + first * projected[projected.abs().argmax()].sign()
     else:
         first, projected = _first(joint)
-        found = first if projected.sum() >= 0 else -first
-    return torch.nn.functional.normalize(found.view(difference.shape[1:]), dim=-1)
+        axis = first if projected.sum() >= 0 else -first
+    return torch.nn.functional.normalize(axis.view(difference.shape[1:]), dim=-1)
 
 
 def _first(rows: Float[Tensor, "rows wide"]) -> tuple[Float[Tensor, " wide"], Float[Tensor, " rows"]]:

@@ -46,8 +46,8 @@ class Files:
         """One of them, on the CPU."""
         path, stored = self._homes[name]
         with _readable(path), safe_open(path, "pt") as file:
-            found: Tensor = file.get_tensor(stored)
-        return found
+            tensor: Tensor = file.get_tensor(stored)
+        return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one of them, from the file's header."""
@@ -72,21 +72,21 @@ def folder_of(model: PreTrainedModel) -> Path | None:
         return Path(name)
     try:
         commit = getattr(model.config, "_commit_hash", None)
-        found = try_to_load_from_cache(name, "config.json", revision=commit)
+        path = try_to_load_from_cache(name, "config.json", revision=commit)
     except ValueError:  # a name that is no hub id
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Those tensors of a folder's safetensors, on the CPU, whose name there is wanted.
     Raises I2CLError on a damaged file.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
         with _readable(path), safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
-    return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
+    return tensors
 
 
 def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -112,16 +112,16 @@ def unpickled(path: Path) -> dict[str, Any]:
     if the file is damaged, or holds anything but tensors and plain values.
     """
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - a damaged file raises whatever its bytes lead to
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise I2CLError(
             f"{str(path)!r} is damaged, or would run code when loaded ({shorten(reason, 120)}): take a copy "
             "in safetensors from those who made it"
         ) from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise I2CLError(f"{str(path)!r} holds no weights by name: give a checkpoint's file")
-    return found
+    return weights
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -72,9 +72,9 @@ class ModelIdentity:
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         shared = sorted(self.config.keys() & other.config.keys() - {"model_type"})
         pairs |= {f"config.{name}": (self.config[name], other.config[name]) for name in shared}
-        found = [f"{name} {one!r} and not {two!r}" for name, (one, two) in pairs.items() if one != two]
-        more = [f"{len(found) - MOST_NAMED} more"] if len(found) > MOST_NAMED else []
-        return ", ".join(found[:MOST_NAMED] + more) or None
+        differences = [f"{name} {one!r} and not {two!r}" for name, (one, two) in pairs.items() if one != two]
+        more = [f"{len(differences) - MOST_NAMED} more"] if len(differences) > MOST_NAMED else []
+        return ", ".join(differences[:MOST_NAMED] + more) or None
 
     def to_dict(self) -> dict[str, Any]:
         """Its fields for JSON."""
@@ -107,8 +107,8 @@ def told_config(config: PreTrainedConfig) -> dict[str, Any]:
         return float(f"{float(number):.6g}")
 
     text = json.dumps(config.get_text_config().to_dict(), default=str)
-    found: dict[str, Any] = json.loads(text, object_hook=telling, parse_constant=str, parse_float=rounded)
-    return found
+    fields: dict[str, Any] = json.loads(text, object_hook=telling, parse_constant=str, parse_float=rounded)
+    return fields
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
@@ -159,9 +159,9 @@ def _told(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             if not looked:
                 stored, looked = stored_weights(model), True
             if stored is not None and name in stored.names and stored.shape(name) == whole.shape:
-                found = stored.read(name)
-                if _gives(found, whole, weight if coded else None, model):
-                    whole = found
+                values = stored.read(name)
+                if _gives(values, whole, weight if coded else None, model):
+                    whole = values
         yield name, whole
 
 
@@ -171,8 +171,8 @@ def _whole(module: torch.nn.Module, name: str, weight: Tensor) -> tuple[Tensor, 
         return weight.full_tensor(), False
     if weight.is_meta:
         return offloaded_weight(module, name), False
-    found = dequantized(module, weight)
-    return (weight, False) if found is None else (found, True)
+    numbers = dequantized(module, weight)
+    return (weight, False) if numbers is None else (numbers, True)
 
 
 def _gives(stored: Tensor, held: Tensor, codes: Tensor | None, model: PreTrainedModel) -> bool:

@@ -38,10 +38,11 @@ def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -
 
 def quantization_of(config: PreTrainedConfig) -> str | None:
     """Method and bits of a quantized model, such as ``"bitsandbytes 4bit"``; None where it is not."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    settings: Any = getattr(config, "quantization_config", None)
+    if settings is None:
         return None
-    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    if not isinstance(settings, dict):
+        settings = settings.to_dict()
     method = settings.get("quant_method", "unknown")
     bits = [f"{number}bit" for number in (4, 8) if settings.get(f"load_in_{number}bit")]
     return " ".join([str(getattr(method, "value", method)), *bits])
@@ -50,21 +51,21 @@ def quantization_of(config: PreTrainedConfig) -> str | None:
 def dequantized(module: Any, parameter: Any) -> Tensor | None:
     """The numbers that a parameter's codes stand for, or None where it holds numbers."""
     kind = type(parameter).__name__
-    found: Tensor
+    numbers: Tensor
     if kind == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit
 
-        found = dequantize_4bit(parameter.data, parameter.quant_state)
+        numbers = dequantize_4bit(parameter.data, parameter.quant_state)
     elif kind == "Int8Params":
         from bitsandbytes.functional import int8_vectorwise_dequant
 
         scale = parameter.SCB if parameter.SCB is not None else module.state.SCB  # it moves at the first run
-        found = int8_vectorwise_dequant(parameter.data, scale)
+        numbers = int8_vectorwise_dequant(parameter.data, scale)
     elif type(parameter).__module__.startswith("torchao."):
-        found = parameter.dequantize()
+        numbers = parameter.dequantize()
     else:
         return None
-    return found
+    return numbers
 
 
 def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None:
@@ -74,7 +75,7 @@ def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None
         None where the config does not quantize a layer that is told by its weight alone.
     """
     kind, there = type(parameter).__name__, numbers.to(parameter.device)
-    found: Tensor
+    decoded: Tensor
     if kind == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -86,11 +87,11 @@ def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None
             quant_type=state.quant_type,
             quant_storage=parameter.quant_storage,
         )
-        found = dequantize_4bit(*codes)
+        decoded = dequantize_4bit(*codes)
     elif kind == "Int8Params":
         from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
 
-        found = int8_vectorwise_dequant(*int8_vectorwise_quant(there.half())[:2])
+        decoded = int8_vectorwise_dequant(*int8_vectorwise_quant(there.half())[:2])
     else:
         from torchao.quantization import quantize_
 
@@ -99,8 +100,8 @@ def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None
         quantize_(layer, settings.get_apply_tensor_subclass())
         if type(layer.weight) is nn.Parameter:
             return None
-        found = layer.weight.dequantize()
-    return found
+        decoded = layer.weight.dequantize()
+    return decoded
 
 
 def settle_4bit(model: PreTrainedModel) -> None:
@@ -148,8 +149,8 @@ def offloaded_weight(module: nn.Module, name: str) -> Tensor:
     for hook in _hooks(module):
         weights = getattr(hook, "weights_map", None)
         if weights is not None:
-            found: Tensor = weights[name]
-            return found
+            weight: Tensor = weights[name]
+            return weight
     raise _no_values(module, name)
 
 

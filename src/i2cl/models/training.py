@@ -118,12 +118,12 @@ class LabelLikelihood:
         """That of the chosen queries, in nats."""
         rows = [row for place in chosen for row in self.rows[place]]
         parts = self.decoder.together([reserve + self.lengths[row] for row in rows])
-        found = torch.cat([run([rows[place] for place in part]) for part in parts])
+        values = torch.cat([run([rows[place] for place in part]) for part in parts])
         self.decoder.pause()
-        order = torch.tensor([place for part in parts for place in part], device=found.device).argsort()
+        order = torch.tensor([place for part in parts for place in part], device=values.device).argsort()
         if not self.whole:
-            return found[order]
-        scores = found[order].split([len(self.rows[place]) for place in chosen])
+            return values[order]
+        scores = values[order].split([len(self.rows[place]) for place in chosen])
         return right_among(scores, [self.gold[place] for place in chosen])
 
     def batch(self, rows: Sequence[int], *, packed: bool = False) -> Batch:
@@ -178,8 +178,8 @@ def train_together(
     Returns:
         Mean loss of each epoch, of each run.
     """
-    found = list(_epochs(parameters, losses, batches, config, progress, dtype))
-    return tuple(tuple(run) for run in torch.stack(found, -1).tolist()) if found else ()
+    means = list(_epochs(parameters, losses, batches, config, progress, dtype))
+    return tuple(tuple(run) for run in torch.stack(means, -1).tolist()) if means else ()
 
 
 def _epochs(
@@ -313,9 +313,9 @@ class Backward:
         if self.scale == 1.0:
             value.backward()
             return
-        for parameter, found in zip(self.parameters, self.gradients(value), strict=True):
-            if found is not None:
-                parameter.grad = found if parameter.grad is None else parameter.grad + found
+        for parameter, gradient in zip(self.parameters, self.gradients(value), strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def gradients(self, value: Tensor) -> list[Tensor | None]:
         """Those of one value, whose graph stays for others; None for a parameter that it does not know."""

@@ -66,23 +66,23 @@ def select(sure: Sure, right: Right, target: float) -> Selection | None:
     require_target(target, n)
     order = np.argsort(-sure, kind="stable")
     wrong = np.cumsum(~right[order])
-    found = None
+    last = None
     for rank in _ranks(n, target):
         if binomial_tail(int(wrong[rank - 1]), rank, 1 - target) > LEVEL:
             break
-        found = rank
-    if found is None:
+        last = rank
+    if last is None:
         return None
-    threshold = float(sure[order[found - 1]])
+    threshold = float(sure[order[last - 1]])
     reached = sure >= threshold
     return Selection(target, threshold, float(reached.mean()), float(right[reached].mean()), n)
 
 
 def selection(sure: Sure, right: Right, target: float) -> dict[str, float | int | None]:
     """What `select` shows, as JSON has it; without a threshold, how many rows would show one."""
-    found = select(sure, right, target)
-    if found is not None:
-        return asdict(found)
+    threshold = select(sure, right, target)
+    if threshold is not None:
+        return asdict(threshold)
     return {"target": target, "rows": len(sure), "needed": rows_needed(sure, right, target)}
 
 

@@ -114,13 +114,13 @@ def build(
     sections: list[Section] = []
     used: dict[str, Record] = {}
     for experiment in experiments:
-        found, aside = _worth_showing(results_of(experiment, records))
-        used |= {record.key: record for results in found for record in results.cells}
-        if not found:
+        settings, aside = _worth_showing(results_of(experiment, records))
+        used |= {record.key: record for results in settings for record in results.cells}
+        if not settings:
             hint = f"no cells in this store: `{experiment.command}` makes them"
             anchor = _anchor(experiment.name, sections)
             sections.append(Section(experiment, None, anchor, missing=(hint,)))
-        for number, results in enumerate(found, start=1):
+        for number, results in enumerate(settings, start=1):
             anchor = _anchor(experiment.name, sections)
             skipped = _skipped(results, records)
             made = _section(results, vectors, anchor, printed, skipped, draw=figures)
@@ -176,13 +176,13 @@ def _section(
     return Section(experiment, results.setting, anchor, tuple(tables), tuple(figures), tuple(missing))
 
 
-def _worth_showing(found: Sequence[Results]) -> tuple[list[Results], list[str]]:
+def _worth_showing(settings: Sequence[Results]) -> tuple[list[Results], list[str]]:
     """Leave out settings with less than half the rows of another: those were run for other experiments."""
-    most = max((len(results.rows) for results in found), default=0)
-    enough = [one for one in found if most == 1 or (len(one.rows) > 1 and 2 * len(one.rows) >= most)]
+    most = max((len(results.rows) for results in settings), default=0)
+    enough = [one for one in settings if most == 1 or (len(one.rows) > 1 and 2 * len(one.rows) >= most)]
     return enough, [
         f"a section for {results.setting.words}: only {'; '.join(row.name for row in results.rows)} there"
-        for results in found
+        for results in settings
         if results not in enough
     ]
 

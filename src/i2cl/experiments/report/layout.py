@@ -67,14 +67,14 @@ class Table:
         return replace(self, columns=("Task", *heads), rows=rows)
 
 
-def mark_of(found: Results, *lines: Line) -> str:
+def mark_of(results: Results, *lines: Line) -> str:
     """A sign that some of these lines are incomplete."""
-    return INCOMPLETE if any(map(found.lacking, lines)) else ""
+    return INCOMPLETE if any(map(results.lacking, lines)) else ""
 
 
-def measured(view: View, found: Results, task: str | None, line: Line, *others: Line) -> Values:
+def measured(view: View, results: Results, task: str | None, line: Line, *others: Line) -> Values:
     """What all raw numbers say of themselves."""
-    lacking = dict.fromkeys(part for one in (line, *others) for part in found.lacking(one))
+    lacking = dict.fromkeys(part for one in (line, *others) for part in results.lacking(one))
     return {
         "view": view,
         "row": line.name,
@@ -85,24 +85,24 @@ def measured(view: View, found: Results, task: str | None, line: Line, *others: 
 
 
 def accuracy_notes(
-    found: Results, rows: Iterable[Sequence[Entry]], printed: Iterable[str], *meaning: str
+    results: Results, rows: Iterable[Sequence[Entry]], printed: Iterable[str], *meaning: str
 ) -> list[str]:
     """All that stands below a table of accuracies, what is said of printed ones last."""
-    said = [scale_note(found, found.lines), *meaning]
-    if len(found.lines) > 1 and any(cell.bold for row in rows for cell in row):
+    said = [scale_note(results, results.lines), *meaning]
+    if len(results.lines) > 1 and any(cell.bold for row in rows for cell in row):
         said.append(
             f"Bold: the best, where it is shown to be better than every other row: q < {ALPHA}, a 95 % "
             f"interval above 0, and at least {FEWEST_SEEDS} seeds. q: the larger p of tests over queries and "
             "seeds, corrected by Holm; the family is the other rows on the same task or average."
         )
-    elif len(found.lines) > 1:
+    elif len(results.lines) > 1:
         said.append("Nothing is bold: nowhere can the best row be told from every other.")
-    return [*said, *transductive_notes(found), *incomplete_notes(found, found.lines), *printed]
+    return [*said, *transductive_notes(results), *incomplete_notes(results, results.lines), *printed]
 
 
-def scale_note(found: Results, lines: Iterable[Line]) -> str:
+def scale_note(results: Results, lines: Iterable[Line]) -> str:
     """What accuracies are made of."""
-    held = [found.outcomes(line, task) for line in lines for task in found.tasks_of(line)]
+    held = [results.outcomes(line, task) for line in lines for task in results.tasks_of(line)]
     most = max(map(len, held))
     span = number_range(len(outcomes[0].predictions) for outcomes in held).replace(",", "")
     repeated = f"mean ± standard deviation over {most} seeds" if most > 1 else "one seed"
@@ -110,23 +110,23 @@ def scale_note(found: Results, lines: Iterable[Line]) -> str:
     return f"Accuracy in percent, {repeated}{fixed}. {span} queries per task."
 
 
-def transductive_notes(found: Results) -> list[str]:
+def transductive_notes(results: Results) -> list[str]:
     """Which lines no single query could be asked of."""
-    told = list(dict.fromkeys(line.row.name for line in found.lines if line.transductive))
-    classes = "are not" if found.setting.skew > 1 else "are, where a test split allows it,"
+    told = list(dict.fromkeys(line.row.name for line in results.lines if line.transductive))
+    classes = "are not" if results.setting.skew > 1 else "are, where a test split allows it,"
     return (
         [f"Of all queries together, which {classes} of balanced classes: {'; '.join(told)}."] if told else []
     )
 
 
-def incomplete_notes(found: Results, lines: Sequence[Line]) -> list[str]:
+def incomplete_notes(results: Results, lines: Sequence[Line]) -> list[str]:
     """One note for each way in which lines are incomplete; and the tasks that no line has."""
     groups: dict[str, list[Line]] = {}
     for line in lines:
-        for part in found.lacking(line):
+        for part in results.lacking(line):
             groups.setdefault(part, []).append(line)
     said = [f"{INCOMPLETE} {part}: {_who(group, lines)}." for part, group in groups.items()]
-    return [*said, *([f"No results on {listing(found.absent)}."] if found.absent else [])]
+    return [*said, *([f"No results on {listing(results.absent)}."] if results.absent else [])]
 
 
 def _who(group: Sequence[Line], lines: Sequence[Line]) -> str:
@@ -137,14 +137,14 @@ def _who(group: Sequence[Line], lines: Sequence[Line]) -> str:
     return "; ".join(dict.fromkeys(line.name if line.place in parts else line.row.name for line in group))
 
 
-def time_notes(found: Results) -> list[str]:
+def time_notes(results: Results) -> list[str]:
     """Where times were measured, and which are no times of single fits."""
-    return [*_places(found), *_together(found)]
+    return [*_places(results), *_together(results)]
 
 
-def _places(found: Results) -> list[str]:
+def _places(results: Results) -> list[str]:
     """Where times were measured; a warning if not all in the same place."""
-    held = (found.records(line, task).values() for line in found.lines for task in found.tasks)
+    held = (results.records(line, task).values() for line in results.lines for task in results.tasks)
     places = list(
         dict.fromkeys(
             ", ".join(f"{part} {got}" for part in WHERE if (got := record.provenance.get(part)) is not None)
@@ -158,16 +158,16 @@ def _places(found: Results) -> list[str]:
     return [f"Measured on: {places[0]}."] if places[0] else []
 
 
-def _together(found: Results) -> list[str]:
+def _together(results: Results) -> list[str]:
     told = [
         line.name
-        for line in found.lines
-        if any(one.together > 1 for task in found.tasks_of(line) for one in found.outcomes(line, task))
+        for line in results.lines
+        if any(one.together > 1 for task in results.tasks_of(line) for one in results.outcomes(line, task))
     ]
     return [f"Seconds of equal shares of seeds that were fitted together: {'; '.join(told)}."] if told else []
 
 
 def number_range(values: Iterable[int]) -> str:
     """A whole number, or the least and the most where there are several."""
-    found = sorted(set(values))
-    return "–".join(f"{value:,}" for value in dict.fromkeys((found[0], found[-1])))
+    distinct = sorted(set(values))
+    return "–".join(f"{value:,}" for value in dict.fromkeys((distinct[0], distinct[-1])))

@@ -25,7 +25,7 @@ PrintedFor = Callable[[str, str], PrintedTable | None]
 class Paper:
     """What the paper prints for an experiment."""
 
-    found: Results
+    results: Results
     table: PrintedTable | None
 
     @property
@@ -40,7 +40,7 @@ class Paper:
     @property
     def averages(self) -> bool:
         """Whether the paper prints an average of any row of ours."""
-        return any(row is not None and row.average is not None for row in map(self.row, self.found.lines))
+        return any(row is not None and row.average is not None for row in map(self.row, self.results.lines))
 
     def contradicted(self, line: Line) -> InconsistentAverage | None:
         """What is wrong with the printed average of a row, if anything is."""
@@ -51,14 +51,14 @@ class Paper:
         """What the paper prints for a row on a task, or without one on average; empty if nothing."""
         row = self.row(line)
         if task is None and row is not None and row.average is not None:
-            alike = set(self.found.tasks_of(line)) == set(self.tasks)
-            mark = _outside(row.average, self.found.accuracy(line)) if alike else ""
+            alike = set(self.results.tasks_of(line)) == set(self.tasks)
+            mark = _outside(row.average, self.results.accuracy(line)) if alike else ""
             mark += CONTRADICTED if self.contradicted(line) else ""
             return Entry(f"{row.average:.2f}", printed=True, mark=mark)
         if self.table is not None and row is not None and row.mean and task in self.table.tasks:
             place = self.table.tasks.index(task)
             spread = f" ± {row.sd[place]:.2f}" if row.sd else ""
-            mark = _outside(row.mean[place], self.found.accuracy(line, task))
+            mark = _outside(row.mean[place], self.results.accuracy(line, task))
             return Entry(f"{row.mean[place]:.2f}{spread}", printed=True, mark=mark)
         return Entry("", printed=True)
 
@@ -70,19 +70,19 @@ class Paper:
         common = {"view": view, "row": line.name, "origin": "paper", "unit": "percent"}
         spreads = row.sd or (None,) * len(row.mean)
         tasks = self.table.tasks if view == "tasks" else ()
-        found: list[Values] = [
+        printed: list[Values] = [
             {**common, "task": task, "mean": mean, "sd": sd}
             for task, mean, sd in zip(tasks, row.mean, spreads, strict=False)
         ]
         average = {**common, "task": AVERAGE, "mean": row.average}
-        return found if row.average is None else [*found, average]
+        return printed if row.average is None else [*printed, average]
 
     def notes(self, rows: Iterable[Sequence[Entry]], *, averaged: bool) -> list[str]:
         """What a reader must know of the printed numbers."""
         if self.table is None:
             return []
         marks = {sign for row in rows for cell in row for sign in cell.mark}
-        ours = [line for line in self.found.lines if self.row(line)]
+        ours = [line for line in self.results.lines if self.row(line)]
         names = {line.row.name for line in ours}
         others = [name for name in self.table.rows if name not in names]
         said = [f"(paper): as printed in {self.table.paper}, {self.table.model}."] if ours else []
@@ -99,9 +99,9 @@ class Paper:
                 for one in map(self.contradicted, ours)
                 if one
             ]
-        if averaged and self.averages and set(self.found.tasks) != set(self.tasks):
+        if averaged and self.averages and set(self.results.tasks) != set(self.tasks):
             said.append(
-                f"Averages are over other tasks than the paper's: {len(self.found.tasks)} here, "
+                f"Averages are over other tasks than the paper's: {len(self.results.tasks)} here, "
                 f"{len(self.tasks)} there. They are not compared."
             )
         return said

@@ -97,7 +97,7 @@ class Results:
     @cached_property
     def _records(self) -> dict[tuple[Line, str], dict[int, Record]]:
         """By line, task and seed, without seeds beyond a row's, which another experiment may have run."""
-        found: dict[tuple[Line, str], dict[tuple[str, ...], dict[int, Record]]] = defaultdict(dict)
+        by_sources: dict[tuple[Line, str], dict[tuple[str, ...], dict[int, Record]]] = defaultdict(dict)
         for record in self.cells:
             cell = record.cell
             for place, row in enumerate(self.experiment.rows):
@@ -105,11 +105,11 @@ class Results:
                     source = cell.sources[0] if row.study == "move" and cell.sources else None
                     line = Line(place, cell.shots if len(row.shots) > 1 else None, source, row)
                     sources = cell.sources if row.study == "transfer" else ()
-                    found[line, cell.task].setdefault(sources, {})[cell.seed] = record
+                    by_sources[line, cell.task].setdefault(sources, {})[cell.seed] = record
         # A transfer may have been run from more and from fewer tasks, which do not mix: first, most seeds.
         chosen = {
             place: max(sets.items(), key=lambda one: (len(one[1]), len(one[0])))[1]
-            for place, sets in found.items()
+            for place, sets in by_sources.items()
         }
         return {place: dict(sorted(seeds.items())) for place, seeds in chosen.items()}
 
@@ -193,8 +193,8 @@ class Results:
     def of_default(self, task: str) -> list[Record]:
         """Records of the row that others are tested against on a task, in the order of seeds."""
         lines = [line for line in self.lines if line.row is self.default]
-        found = [record for line in lines for record in self.records(line, task).values()]
-        return sorted(found, key=lambda one: one.cell.seed)
+        records = [record for line in lines for record in self.records(line, task).values()]
+        return sorted(records, key=lambda one: one.cell.seed)
 
     def tasks_of(self, line: Line) -> tuple[str, ...]:
         """Tasks that a line has results on."""
@@ -248,15 +248,15 @@ class Results:
     def difference(self, line: Line, other: Line, task: str | None = None) -> Difference | None:
         """Paired difference, on a task or over all tasks that both lines have; None if they share nothing."""
         if (other.place, other.shots or 0) < (line.place, line.shots or 0):  # each pair is compared once
-            found = self.difference(other, line, task)
-            return found and replace(found, mean=0.0 - found.mean, low=0.0 - found.high, high=0.0 - found.low)
+            gap = self.difference(other, line, task)
+            return gap and replace(gap, mean=0.0 - gap.mean, low=0.0 - gap.high, high=0.0 - gap.low)
         if (line, other, task) not in self._differences:
             pair = self._paired(line, other, task)
             asked = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
             often = PERMUTATIONS if task is None else max(PERMUTATIONS, asked)
             drawn = not (line.fixed and other.fixed)
-            found = difference(*pair, drawn=drawn, permutations=often) if pair[0] else None
-            self._differences[line, other, task] = found
+            gap = difference(*pair, drawn=drawn, permutations=often) if pair[0] else None
+            self._differences[line, other, task] = gap
         return self._differences[line, other, task]
 
     def _paired(self, line: Line, other: Line, task: str | None) -> tuple[Right, Right]:
@@ -276,8 +276,8 @@ class Results:
         """The line that another is tested against: of the default row, with as many demonstrations."""
         lines = [one for one in self.lines if one.row is self.default]
         alike = [one for one in lines if one.shots == line.shots]
-        found = alike[0] if alike else lines[0] if len(lines) == 1 else None
-        return None if found == line else found
+        reference = alike[0] if alike else lines[0] if len(lines) == 1 else None
+        return None if reference == line else reference
 
     def leader(self, task: str | None = None) -> Line | None:
         """The best line, if it can be told from every other; without a task, by average over all tasks."""
@@ -289,10 +289,10 @@ class Results:
             return None
         p_values = []
         for other in others:  # the closest first: most often it ends the search, and tests are slow
-            found = self.difference(best, other, task)
-            if found is None or found.low <= 0 or found.p >= ALPHA or not found.decidable:
+            gap = self.difference(best, other, task)
+            if gap is None or gap.low <= 0 or gap.p >= ALPHA or not gap.decidable:
                 return None
-            p_values.append(found.p)
+            p_values.append(gap.p)
         return best if max(holm(p_values)) < ALPHA else None
 
 
@@ -303,10 +303,10 @@ def outcome(record: Record) -> Run:
     return record.outcome
 
 
-def mean_times(found: Results, line: Line, tasks: Iterable[str]) -> tuple[float, float]:
+def mean_times(results: Results, line: Line, tasks: Iterable[str]) -> tuple[float, float]:
     """Seconds to fit and milliseconds per query: mean over seeds, then over tasks."""
     each = []
-    for outcomes in (found.outcomes(line, task) for task in tasks):
+    for outcomes in (results.outcomes(line, task) for task in tasks):
         queries = [1000 * one.predict_seconds / len(one.predictions) for one in outcomes]
         each.append((np.mean([one.fit_seconds for one in outcomes]), np.mean(queries)))
     fit, query = np.mean(each, axis=0)
@@ -336,8 +336,8 @@ def results_of(experiment: Experiment, records: Iterable[Record]) -> list[Result
         wanted = wanted and cell.skew in experiment.skews
         if record.status == "done" and wanted and any(row.holds(cell) for row in experiment.rows):
             groups[Setting(cell.model, cell.revision, cell.dtype, cell.limit, cell.skew)].append(record)
-    found = [_shared(experiment, setting, group) for setting, group in groups.items()]
-    return sorted(found, key=lambda one: (-(one.setting.limit or 10**9), one.setting.skew))
+    by_setting = [_shared(experiment, setting, group) for setting, group in groups.items()]
+    return sorted(by_setting, key=lambda one: (-(one.setting.limit or 10**9), one.setting.skew))
 
 
 def _shared(experiment: Experiment, setting: Setting, records: Sequence[Record]) -> Results:

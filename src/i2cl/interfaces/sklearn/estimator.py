@@ -161,7 +161,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     @property
     def report_(self) -> dict[str, Any] | None:
-        """Whether it pays: fields of `i2cl.experiments.evidence.baselines.Worth`; None without texts to score.
+        """Whether it pays: fields of `i2cl.experiments.evidence.baselines.Worth`; None without texts.
 
         Raises:
             NotFittedError: before `fit`.

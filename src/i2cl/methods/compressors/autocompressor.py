@@ -91,21 +91,21 @@ class Summarizer:
         """Demonstrations in as few segments as their order allows, none cut in two.
         Raises I2CLError if one is longer than a segment, or the summaries fill the context.
         """
-        found = [front]
+        segments = [front]
         for number, ids in enumerate(shown, 1):
-            if len(found[-1]) + len(ids) <= self._fits(len(found), most):
-                found[-1] += ids
+            if len(segments[-1]) + len(ids) <= self._fits(len(segments), most):
+                segments[-1] += ids
                 continue
-            place = len(found) + (found != [front])  # of the segment that it would begin
+            place = len(segments) + (segments != [front])  # of the segment that it would begin
             holds = max(0, self._fits(place, most))
-            if found == [front] or len(ids) > holds:
+            if segments == [front] or len(ids) > holds:
                 raise I2CLError(
                     f"demonstration {number} takes {len(ids)} tokens, and a segment behind "
                     f"{self._vectors(place - 1)} summary vectors holds {holds}: use shorter or fewer "
                     "demonstrations"
                 )
-            found.append(ids)
-        return found
+            segments.append(ids)
+        return segments
 
     def _vectors(self, segments: int) -> int:
         return len(self.embeddings) * (segments if self.accumulate else min(segments, 1))
@@ -149,15 +149,15 @@ def summarizer(decoder: Decoder) -> Summarizer:
     """
     require_type(decoder, AutoCompressor.name, COUNTED)
 
-    found = bundled(decoder, AutoCompressor.name)
-    if found is not None:
-        decoder = once(decoder, AutoCompressor.name, partial(_with_weights, decoder, found.tensors))
+    compressor = bundled(decoder, AutoCompressor.name)
+    if compressor is not None:
+        decoder = once(decoder, AutoCompressor.name, partial(_with_weights, decoder, compressor.tensors))
     cure = "give an AutoCompressor as MODEL, such as princeton-nlp/AutoCompressor-Llama-2-7b-6k"
-    found = found or beside(decoder, AutoCompressor.name, lambda name: name == SUMMARY, cure)
+    compressor = compressor or beside(decoder, AutoCompressor.name, lambda name: name == SUMMARY, cure)
     width = decoder.embed((0,)).shape[1]
-    embeddings = found.tensor(SUMMARY, found.settings.get("summary_length", -1), width)
+    embeddings = compressor.tensor(SUMMARY, compressor.settings.get("summary_length", -1), width)
     kept = embeddings.to(decoder.device, decoder.model.dtype)
-    return Summarizer(decoder, kept, bool(found.settings.get("accumulate_summary", True)))
+    return Summarizer(decoder, kept, bool(compressor.settings.get("accumulate_summary", True)))
 
 
 def _with_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Decoder:

@@ -44,17 +44,17 @@ class Compressor:
         """
         if name not in self.tensors:
             raise I2CLError(f"the compressor lacks {name}: download or copy it again")
-        found = self.tensors[name]
-        fits = len(shape) == found.ndim and all(
-            want in (-1, size) for want, size in zip(shape, found.shape, strict=True)
+        tensor = self.tensors[name]
+        fits = len(shape) == tensor.ndim and all(
+            want in (-1, size) for want, size in zip(shape, tensor.shape, strict=True)
         )
         if not fits:
             wanted = ", ".join("any" if size == -1 else str(size) for size in shape)
             raise I2CLError(
-                f"the compressor holds {name} as {tuple(found.shape)}, this model needs ({wanted}): take the "
-                "compressor and the model that belong together"
+                f"the compressor holds {name} as {tuple(tensor.shape)}, this model needs ({wanted}): take "
+                "the compressor and the model that belong together"
             )
-        return found
+        return tensor
 
 
 _MADE: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
@@ -92,9 +92,9 @@ def bundled(decoder: Decoder, kind: str) -> Compressor | None:
 
 def require_type(decoder: Decoder, kind: str, known: Collection[str]) -> None:
     """Refuse a model type that a compressor is not known for. Raises I2CLError naming those that are."""
-    found = decoder.model.config.model_type
-    if found not in known:
-        raise NoCompressorError(f"{kind} is known for {' and '.join(sorted(known))}, not for {found!r}")
+    model_type = decoder.model.config.model_type
+    if model_type not in known:
+        raise NoCompressorError(f"{kind} is known for {' and '.join(sorted(known))}, not for {model_type!r}")
 
 
 def exchanges(decoder: Decoder, task: Task, demonstrations: Examples) -> list[str]:
@@ -134,9 +134,9 @@ class BehindVectors:
         """Log-probability of each label word."""
         decoder, labels = self.questions.decoder, self.questions.labels
         queries = [ids + self.right for ids in self._queries(texts)]
-        found = score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
-        require_finite(found, decoder)
-        return found
+        scores = score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
+        require_finite(scores, decoder)
+        return scores
 
     def _queries(self, texts: Sequence[str]) -> list[Ids]:
         """Token ids of each query without a BOS, its text cut where the room behind the vectors is short."""

@@ -89,8 +89,8 @@ class CrossAttention(Edit):
         normed = rms_norm(stream, (stream.shape[-1],), own.norm.to(where), self.eps)
         asked = self._split(linear(normed, own.q.to(where)), own)
         keys, values = (one.to(where).expand(len(stream), -1, -1, -1) for one in self._read[layer])
-        found = scaled_dot_product_attention(asked, keys, values, enable_gqa=True)
-        written: Tensor = linear(found.transpose(1, 2).flatten(2), own.o.to(where))
+        attention = scaled_dot_product_attention(asked, keys, values, enable_gqa=True)
+        written: Tensor = linear(attention.transpose(1, 2).flatten(2), own.o.to(where))
         return written
 
     def _split(self, wide: Float[Tensor, "lines tokens wide"], own: CrossLayer) -> Tensor:
@@ -113,18 +113,18 @@ class ContextEncoder:
 
     def states(self, chunks: Sequence[Ids]) -> Float[Tensor, "tokens width"]:
         """The encoder's output behind its final norm: each chunk by itself, one behind the other."""
-        found: dict[int, Tensor] = {}
+        states: dict[int, Tensor] = {}
         for rows in budget_chunks(chunks, self.budget):
             batch = make_batch([chunks[row] for row in rows], self.encoder.device)
             places = torch.arange(batch.input_ids.shape[1], device=self.encoder.device)
             real = (places <= batch.last[:, None])[:, None, None]  # every token sees all of its chunk
             mask = real.expand(-1, 1, len(places), -1)
             output = self.encoder(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
-            found |= {
+            states |= {
                 row: own[: len(chunks[row])] for row, own in zip(rows, output.last_hidden_state, strict=True)
             }
         none = torch.empty(0, self.encoder.config.hidden_size, device=self.encoder.device)
-        return torch.cat([none.to(self.encoder.dtype), *(found[row] for row in range(len(chunks)))])
+        return torch.cat([none.to(self.encoder.dtype), *(states[row] for row in range(len(chunks)))])
 
     def edit(self, states: Float[Tensor, "tokens width"]) -> CrossAttention:
         """Lets the decoder attend to the states."""
@@ -202,8 +202,8 @@ def context_encoder(decoder: Decoder) -> ContextEncoder:
 def _loaded(decoder: Decoder) -> ContextEncoder:
     wanted = lambda name: name.startswith("encoder.") or ".cross_attn." in name  # noqa: E731
     cure = "give a CEPE model as MODEL, such as hyen/CEPE-LLaMA-2-7B"
-    found = bundled(decoder, CEPE.name) or beside(decoder, CEPE.name, wanted, cure)
-    count, told = found.settings.get("num_cross_attn_layers"), found.settings.get("encoder_config")
+    compressor = bundled(decoder, CEPE.name) or beside(decoder, CEPE.name, wanted, cure)
+    count, told = compressor.settings.get("num_cross_attn_layers"), compressor.settings.get("encoder_config")
     if not isinstance(count, int) or not 0 < count <= decoder.layers or not isinstance(told, dict):
         raise I2CLError(
             f"the config.json of {decoder.name!r} tells no encoder_config, or no num_cross_attn_layers from "
@@ -211,11 +211,13 @@ def _loaded(decoder: Decoder) -> ContextEncoder:
         )
     encoder = LlamaModel(LlamaConfig.from_dict({**told, "attn_implementation": "sdpa"}))
     shapes = {name: value.shape for name, value in encoder.state_dict().items()}
-    encoder.load_state_dict({name: found.tensor(f"encoder.{name}", *shape) for name, shape in shapes.items()})
+    encoder.load_state_dict(
+        {name: compressor.tensor(f"encoder.{name}", *shape) for name, shape in shapes.items()}
+    )
     encoder = encoder.eval().requires_grad_(False).to(decoder.device, decoder.model.dtype)
     config: Any = decoder.model.config
     layers = {
-        number: _layer(decoder, found, number, encoder.config.hidden_size)
+        number: _layer(decoder, compressor, number, encoder.config.hidden_size)
         for number in range(decoder.layers - count, decoder.layers)
     }
     return ContextEncoder(
@@ -223,7 +225,7 @@ def _loaded(decoder: Decoder) -> ContextEncoder:
     )
 
 
-def _layer(decoder: Decoder, found: Compressor, number: int, width: int) -> CrossLayer:
+def _layer(decoder: Decoder, compressor: Compressor, number: int, width: int) -> CrossLayer:
     config: Any = decoder.model.config
     own = getattr(config, "head_dim", None) or decoder.d_model // config.num_attention_heads
     wide, narrow = own * config.num_attention_heads, own * config.num_key_value_heads
@@ -235,5 +237,5 @@ def _layer(decoder: Decoder, found: Compressor, number: int, width: int) -> Cros
         "o_proj": (decoder.d_model, wide),
     }
     start = f"model.layers.{number}.cross_attn"
-    tensors = [found.tensor(f"{start}.{name}.weight", *shape) for name, shape in shapes.items()]
+    tensors = [compressor.tensor(f"{start}.{name}.weight", *shape) for name, shape in shapes.items()]
     return CrossLayer(*(one.to(decoder.device, decoder.model.dtype) for one in tensors))

@@ -210,12 +210,12 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
     ours = None if config.compressor else bundled(decoder, ICAE.name)
     name = "the bundled file" if ours else config.compressor or _beside(decoder)
     version: Any = VERSIONS[decoder.model.config.model_type] if config.version == "auto" else config.version
-    found = ours or Compressor({}, read_tensors(name, _is_ours))
+    compressor = ours or Compressor({}, read_tensors(name, _is_ours))
     rows = -1 if config.memory is None else config.memory + len(AFTER_MEMORY)
-    memory = found.tensor(MEMORY, rows, decoder.d_model)
+    memory = compressor.tensor(MEMORY, rows, decoder.d_model)
     if len(memory) <= len(AFTER_MEMORY):
         raise I2CLError(f"{name!r} holds {len(memory)} memory embeddings: give another file")
-    adapter = dict(_pairs(decoder, found, config.alpha))
+    adapter = dict(_pairs(decoder, compressor, config.alpha))
     if len(adapter) != 2 * decoder.layers:
         raise I2CLError(
             f"{name!r} adapts {len(adapter)} projections, and {decoder.name!r} has "
@@ -227,9 +227,9 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
 def _beside(decoder: Decoder) -> str:
     """The file that stands beside the model's weights."""
     folder = folder_of(decoder.model)
-    found = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
-    if found:
-        return str(found[0])
+    files = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
+    if files:
+        return str(files[0])
     raise NoCompressorError(
         f"icae needs a compressor for {decoder.name!r}: give --set compressor=FILE or owner/repository/file "
         f"of the hub, or put it beside the model's weights as {FILES[0]}"
@@ -240,8 +240,10 @@ def _is_ours(name: str) -> bool:
     return name == MEMORY or ".lora_" in name
 
 
-def _pairs(decoder: Decoder, found: Compressor, alpha: float) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    for name in found.tensors:
+def _pairs(
+    decoder: Decoder, compressor: Compressor, alpha: float
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    for name in compressor.tensors:
         match = PAIR.fullmatch(name)
         if match is None:
             continue
@@ -252,9 +254,9 @@ def _pairs(decoder: Decoder, found: Compressor, alpha: float) -> Iterator[tuple[
                 f"the compressor adapts {match['module']}, which {decoder.name!r} has not: take the "
                 "compressor and the model that belong together"
             ) from None
-        first = found.tensor(name, -1, module.in_features)
+        first = compressor.tensor(name, -1, module.in_features)
         rank = len(first)
-        second = found.tensor(name.replace("lora_A", "lora_B"), module.out_features, rank)
+        second = compressor.tensor(name.replace("lora_A", "lora_B"), module.out_features, rank)
         yield match["module"], (_like(decoder, first), _like(decoder, second) * (alpha / rank))
 
 
