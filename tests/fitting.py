@@ -1,12 +1,55 @@
 """Methods fitted on tiny models, and what a plain model is asked to compare them with."""
 
 from contextlib import ExitStack, contextmanager
+from functools import cache
 
 import torch
 
-from i2cl import Decoder
+from i2cl import Decoder, Example, Task, Template
 from i2cl.methods import make_methods
 from tiny import CASES, tiny_model, tiny_tokenizer
+
+FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
+WORDS = ("positive", "negative")
+SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
+PATHS = {  # written down here once more, so that a wrong row of the architectures' table is seen
+    "llama": ("model.layers", "self_attn", "mlp"),
+    "gpt2": ("transformer.h", "attn", "mlp"),
+    "gptj": ("transformer.h", "attn", "mlp"),
+    "gpt_neox": ("gpt_neox.layers", "attention", "mlp"),
+    "qwen2": ("model.layers", "self_attn", "mlp"),
+    "opt": ("model.decoder.layers", "self_attn", "fc2"),
+    "gemma2": ("model.layers", "post_attention_layernorm", "post_feedforward_layernorm"),
+    "falcon": ("transformer.h", "self_attention", "mlp"),
+    "bloom": ("transformer.h", "self_attention.dense", "mlp.dense_4h_to_h"),
+    "granite": ("model.layers", "self_attn", "mlp"),
+}
+
+TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
+
+
+def films_in(words):
+    """A task of these label words, with rows enough for a hold-out."""
+    adjectives = ("good", "bad", "fine", "poor")
+    train = tuple(Example(f"film {number} is {adjectives[number % 4]}", number % 2) for number in range(120))
+    template = Template("Review: {text}\nSentiment:{label}")
+    return Task("films", words, template, train=train, test=train[:4], shots=2)
+
+
+def encode(text):
+    """Token ids by the tiny tokenizer."""
+    return tuple(tiny_tokenizer()(text)["input_ids"])
+
+
+def close(actual, wanted):
+    """Equal to five digits of the largest number."""
+    return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@cache
+def decoder_of(case, dtype=torch.float32, **overrides):
+    """A tiny model that tests share and leave as it is."""
+    return made(case, dtype=dtype, **overrides)
 
 
 def made(case, **changes):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fitting import injecting
+from fitting import decoder_of, encode, injecting
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.edits import NoisyEdit
@@ -18,7 +18,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import ScoringWarning
 from i2cl.models.scoring import labelled_batch
 from i2cl.tasks import Example, Task, Template
-from tiny import CASES, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 FAMILIES = [
     "llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom", "granite", "mpt", "phi",
@@ -35,12 +35,6 @@ UNTOUCHED = torch.tensor([0.0, 1.0])
 
 
 @cache
-def decoder_of(case, dtype=torch.float32, **overrides):
-    model_type, more = CASES[case]
-    return Decoder(tiny_model(model_type, dtype=dtype, **more, **overrides), tiny_tokenizer(), name=case)
-
-
-@cache
 def context_of(case, writers="both", dtype=torch.float32):
     return extract(decoder_of(case, dtype), TASK, SHOTS, ExtractConfig(writers=writers))
 
@@ -54,10 +48,6 @@ def fit(
     return calibrate(
         decoder_of(case), task, shots, context, config, seed=seed, progress=progress, **arguments
     )
-
-
-def encode(text):
-    return tuple(tiny_tokenizer()(text)["input_ids"])
 
 
 # One step by hand

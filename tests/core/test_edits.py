@@ -1,39 +1,20 @@
 from contextlib import ExitStack
-from functools import cache
 
 import pytest
 import torch
 
-from fitting import replacing
+from fitting import PATHS, close, decoder_of, replacing
 from i2cl.core.edits import LinearEdit, NoisyEdit, draw_from
 from i2cl.models.batching import make_batch
 from i2cl.models.decoder import Decoder
-from tiny import CASES, VOCABULARY, tiny_model, tiny_tokenizer
+from tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom", "granite"]
-PATHS = {  # written down here once more, so that a wrong row of the architectures' table is seen
-    "llama": ("model.layers", "self_attn", "mlp"),
-    "gpt2": ("transformer.h", "attn", "mlp"),
-    "gptj": ("transformer.h", "attn", "mlp"),
-    "gpt_neox": ("gpt_neox.layers", "attention", "mlp"),
-    "qwen2": ("model.layers", "self_attn", "mlp"),
-    "opt": ("model.decoder.layers", "self_attn", "fc2"),
-    "gemma2": ("model.layers", "post_attention_layernorm", "post_feedforward_layernorm"),
-    "falcon": ("transformer.h", "self_attention", "mlp"),
-    "bloom": ("transformer.h", "self_attention.dense", "mlp.dense_4h_to_h"),
-    "granite": ("model.layers", "self_attn", "mlp"),
-}
 LENGTHS = (9, 4, 14, 1)
 GENERATOR = torch.Generator().manual_seed(0)
 ROWS = [tuple(torch.randint(1, VOCABULARY, (length,), generator=GENERATOR).tolist()) for length in LENGTHS]
 BATCH = make_batch(ROWS, torch.device("cpu"))
 EVERYWHERE = torch.arange(max(LENGTHS)).expand(len(LENGTHS), -1)
-
-
-@cache
-def decoder_of(case, dtype=torch.float32):
-    model_type, overrides = CASES[case]
-    return Decoder(tiny_model(model_type, dtype=dtype, **overrides), tiny_tokenizer(), name=case)
 
 
 def drawn(decoder, site="writers"):
@@ -85,10 +66,6 @@ def edited(decoder, edit, batch=BATCH, at=EVERYWHERE):
 def plain(decoder):
     with torch.no_grad():
         return decoder.model(BATCH.input_ids, use_cache=False).logits
-
-
-def close(actual, wanted):
-    return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 # The linear combination

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import normalizers
 
-from fitting import first_tokens, fit, ids, made
+from fitting import FAMILIES, SHOWN, TEXTS, WORDS, first_tokens, fit, ids, made
 from i2cl import Decoder, Example, I2CLError, Task, Template
 from i2cl.methods import adapters, make_methods
 from i2cl.methods.adapters import adapted
@@ -17,21 +17,7 @@ peft = pytest.importorskip("peft", reason="peft is an extra")
 LoraLayer, IA3Layer = peft.tuners.lora.LoraLayer, peft.tuners.ia3.layer.IA3Layer
 
 NAMES = ("lora", "ia3", "prompt_tuning", "prefix_tuning")
-FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
-WORDS = ("positive", "negative")
-SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
-TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
-
-
-@pytest.fixture
-def films():
-    return Task("films", WORDS, Template("Review: {text}\nSentiment:{label}"))
-
-
-@pytest.fixture
-def demonstrations():
-    return [Example(text, label) for text, label in SHOWN]
 
 
 @pytest.mark.parametrize(

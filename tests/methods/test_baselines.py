@@ -12,7 +12,19 @@ import torch
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from fitting import block_outputs, first_tokens, fit, ids, injecting, made, replacing
+from fitting import (
+    FAMILIES,
+    SHOWN,
+    TEXTS,
+    WORDS,
+    block_outputs,
+    first_tokens,
+    fit,
+    ids,
+    injecting,
+    made,
+    replacing,
+)
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.methods import knn_prompting, make_methods
@@ -25,24 +37,8 @@ from i2cl.models.batching import make_batch
 from i2cl.models.scoring import Questions
 from tiny import tiny_model, tiny_tokenizer
 
-FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
 ALIBI = ("bloom", "mpt", "falcon-alibi")
-WORDS = ("positive", "negative")
-SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
-TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
-
-
-@pytest.fixture
-def films():
-    adjectives = ("good", "bad", "fine", "poor")
-    train = tuple(Example(f"film {number} is {adjectives[number % 4]}", number % 2) for number in range(120))
-    return Task("films", WORDS, Template("Review: {text}\nSentiment:{label}"), train=train, test=train[:4])
-
-
-@pytest.fixture
-def demonstrations():
-    return [Example(text, label) for text, label in SHOWN]
 
 
 def plain_logits(decoder, prompts):

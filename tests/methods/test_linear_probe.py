@@ -6,24 +6,11 @@ from itertools import accumulate
 import pytest
 import torch
 
-from fitting import block_outputs, fit, ids, made
-from i2cl import Example, I2CLError, Task, Template
+from fitting import SHOWN, TEXTS, block_outputs, fit, ids, made
+from i2cl import Example, I2CLError, Template
 from i2cl.methods import linear_probe
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.scoring import Questions
-
-SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
-TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
-
-
-@pytest.fixture
-def films():
-    return Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
-
-
-@pytest.fixture
-def demonstrations():
-    return [Example(text, label) for text, label in SHOWN]
 
 
 def probe_features(decoder, films, layer, tokens):

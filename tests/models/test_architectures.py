@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma3Config
 
+from fitting import close
 from i2cl.errors import I2CLError
 from i2cl.models.architectures import _ROWS, ARCHITECTURES, Architecture, architecture_of
 from i2cl.models.batching import make_batch, pack_batch
@@ -48,10 +49,6 @@ def at_the_ends(values):
 def one_by_one(model, prefix):
     rows = [torch.cat([prefix, IDS[row : row + 1, :length]], 1) for row, length in enumerate(LENGTHS)]
     return torch.stack([logits(model, ids)[0, -1] for ids in rows])
-
-
-def close(actual, expected):
-    return (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 # The residual identity

@@ -1,11 +1,11 @@
 import copy
 import threading
-from functools import cache
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fitting import close, decoder_of
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import ExtractConfig, extract
 from i2cl.core.edits import LinearEdit
@@ -28,15 +28,6 @@ SHOTS = [Example("a warm film", 0), Example("a dull and lifeless film", 1), Exam
 CPU = torch.device("cpu")
 ROWS = [(5, 9, 2, 7), (11,), (3, 250, 17, 40, 41, 42, 8)]
 BATCH = make_batch(ROWS, CPU)
-
-
-@cache
-def decoder_of(case):
-    return Decoder(tiny_model(case), tiny_tokenizer(), name=case)
-
-
-def close(actual, wanted):
-    return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 # What it says about a model

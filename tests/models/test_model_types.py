@@ -7,7 +7,7 @@ the right ones is the residual identity's business (`test_architectures.py`).
 import pytest
 import torch
 
-from fitting import injecting, replacing
+from fitting import close, injecting, replacing
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import extract
 from i2cl.core.edits import LinearEdit
@@ -38,10 +38,6 @@ def drawn(decoder):
 def demonstrations(decoder):
     texts = [TASK.template.demonstration(shot.text, TASK.labels[shot.label]) for shot in SHOTS]
     return decoder.encoder(texts)
-
-
-def close(actual, wanted):
-    return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 def test_the_context_vector_is_the_mean_of_what_the_writers_put_out_last(decoder):
