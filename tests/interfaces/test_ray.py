@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from experiments.test_experiments import run_alone
+from experiments.runs import run_alone
 from i2cl import I2CLError, load_task
 from i2cl.experiments.store import Store
 from i2cl.experiments.workers.cluster import joined
