@@ -134,9 +134,7 @@ def write(
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
-    """The fields of the `i2cl.Injection` in a folder.
-    Raises I2CLError on a missing, damaged or newer artefact.
-    """
+    """The fields of the `i2cl.Injection` in a folder; I2CLError on a missing, damaged or newer artefact."""
     if not (folder / DESCRIPTION).is_file():
         raise I2CLError(f"{name!r} is no injection: it has no {DESCRIPTION} (made by `i2cl fit`)")
     try:

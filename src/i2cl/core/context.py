@@ -215,9 +215,7 @@ def extract(
 
 
 def _common_base(vectors: Sequence[ContextVector]) -> ModelIdentity | None:
-    """The model that all of them whose model is known were extracted on.
-    Raises I2CLError if there are two.
-    """
+    """The model that all were extracted on, where it is known; raises I2CLError if there are two."""
     known = [vector.base for vector in vectors if vector.base is not None]
     for other in known[1:]:
         difference = known[0].difference(other)
@@ -256,18 +254,14 @@ def extract_classes(
 
 
 def require_demonstrations(task: Task, demonstrations: Examples) -> None:
-    """Refuse to work without demonstrations, or with labels that the task does not have.
-    Raises I2CLError naming the demonstration.
-    """
+    """Refuse to work without demonstrations, or with labels that the task does not have (I2CLError)."""
     if not demonstrations:
         raise I2CLError("no demonstrations were given: at least one is needed")
     require_labels(task, demonstrations)
 
 
 def require_labels(task: Task, demonstrations: Examples) -> None:
-    """Refuse labels that the task does not have, and texts that are no Unicode.
-    Raises I2CLError naming the demonstration.
-    """
+    """Refuse labels that the task does not have, and texts that are no Unicode (I2CLError naming one)."""
     for number, example in enumerate(demonstrations, start=1):
         if not 0 <= example.label < len(task.labels):
             raise I2CLError(

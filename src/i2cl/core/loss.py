@@ -56,9 +56,7 @@ class CalibrationRun:
         return len(labels.ids) if config.loss == "labels" and labels.full else 1
 
     def require_fit(self, config: CalibrationConfig) -> None:
-        """Refuse what cannot be calibrated, before any work.
-        Raises I2CLError: see `i2cl.core.calibration.calibrate`.
-        """
+        """Refuse what cannot be calibrated (I2CLError: see `i2cl.core.calibration.calibrate`)."""
         require_demonstrations(self.questions.task, self.demonstrations)
         self.context.require_base(self.questions.decoder)
         shape = (*self.context.values.shape[:2], 2)
@@ -128,9 +126,7 @@ class Coefficients:
 
 
 class CalibrationLoss:
-    """Cross-entropy of the labels of each run, under its own injection and its own noise.
-    Where a query runs once a label, each of these rows draws its own noise.
-    """
+    """Cross-entropy of each run's labels, under its own injection and noise; rows draw their own noise."""
 
     def __init__(
         self,
@@ -201,9 +197,7 @@ class CalibrationLoss:
         return [self.likelihood.lengths[row] for row in rows]
 
     def _batch(self, rows: Sequence[int]) -> Batch:
-        """Queries with their targets, in one row where the model can do that and it saves work.
-        Cached tokens in front of all of them rule out packing.
-        """
+        """Queries with their targets, in one row where that works (no cached prefix) and saves work."""
         packs = self.decoder.architecture.packs and not self.shared
         packed = packs and packing_pays(self._lengths(rows), self.decoder.d_model)
         return self.likelihood.batch(rows, packed=packed)

@@ -34,9 +34,7 @@ OUT_OF_MEMORY = "out of memory: take a smaller model, --dtype bfloat16, or fewer
 
 @dataclass(frozen=True)
 class Fitted:
-    """A method fitted with one seed.
-    ``seconds`` are an equal share of the time where several seeds were fitted ``together``.
-    """
+    """A method fitted with one seed; ``seconds`` are an equal share where seeds were fitted ``together``."""
 
     method: Method
     predictor: Predictor
@@ -55,9 +53,7 @@ class Fitted:
 def fit_seeds(
     decoder: Decoder, task: Task, method: Method, demonstrations: Sequence[Examples], seeds: Sequence[int]
 ) -> list[Fitted]:
-    """Fit a method with each of some seeds and its demonstrations, all in one call.
-    Raises I2CLError if one of them cannot be fitted; see `i2cl.methods.Method.fit_many`.
-    """
+    """Fit a method with some seeds in one call; raises I2CLError as `i2cl.methods.Method.fit_many` does."""
     started = time.perf_counter()
     predictors = method.fit_many(decoder, task, demonstrations, seeds)
     seconds = (time.perf_counter() - started) / len(seeds)
@@ -68,9 +64,7 @@ def fit_seeds(
 
 
 def stand_on(decoder: Decoder, method: Wrapper, below: Fitted, task: Task) -> Fitted:
-    """A wrapper on top of what the method below it was fitted to; its seconds are those of both.
-    Raises I2CLError if it lacks something that it needs.
-    """
+    """A wrapper on top of what is fitted, in the seconds of both; raises I2CLError as its `over` does."""
     started = time.perf_counter()
     predictor = method.over(decoder, below.predictor, task, below.demonstrations, below.seed)
     seconds = below.seconds + time.perf_counter() - started
@@ -187,9 +181,7 @@ class Evaluation:
     goes_on: bool = False
 
     def run(self, decoder: Decoder) -> list[Run | NotRun]:
-        """One run for each seed and method.
-        Raises I2CLError: see `evaluate`, from the first seed that cannot be fitted; unless it goes on.
-        """
+        """One run for each seed and method. Raises I2CLError as `evaluate` does, unless it goes on."""
         queries = self.task.queries(self.limit)
         runs: list[Run | NotRun] = []
         try:

@@ -53,9 +53,7 @@ class Frozen(BaseModel):
 
 
 class Wording(Frozen):
-    """What a grid says of a task, mostly a file of somebody's rows.
-    The template is how it is asked, ``test`` a file with its test rows.
-    """
+    """What a grid says of a task: the template, and ``test``, a file with its test rows."""
 
     template: str | None = None
     test: str | None = None

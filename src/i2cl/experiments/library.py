@@ -23,9 +23,7 @@ BROUGHT = (*_OTHERS.split(), *ORDER)
 
 
 def load_experiment(name: str | Path) -> Experiment:
-    """An experiment by name, or from a TOML file.
-    Raises I2CLError on an unknown name, or a file that is missing or wrong, naming what to correct.
-    """
+    """An experiment by name, or from a TOML file; raises I2CLError naming what to correct."""
     path = Path(name)
     if path.suffix == ".toml":
         if not path.is_file():
@@ -39,9 +37,7 @@ def load_experiment(name: str | Path) -> Experiment:
 
 
 def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Experiment]:
-    """The same grids over these tasks; those that name tasks of their own over what they share with them.
-    Raises I2CLError on a task that none of the grids has.
-    """
+    """The same grids over these tasks of theirs; raises I2CLError on a task that none has."""
     known = dict.fromkeys(task for one in experiments if one.tasks != "all" for task in one.tasks)
     if all(one.tasks != "all" for one in experiments):
         require_known(tasks, list(known), "no chosen experiment")
@@ -56,9 +52,7 @@ def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Exp
 
 
 def require_methods(experiments: Sequence[Experiment]) -> None:
-    """Refuse rows whose method or options do not exist, before anything is run.
-    Raises I2CLError naming the first row.
-    """
+    """Refuse the first row whose method or options do not exist (I2CLError), before anything is run."""
     from i2cl.methods import make_methods
 
     for one in experiments:
@@ -78,9 +72,7 @@ def require_known(tasks: Sequence[str], known: Sequence[str], nobody: str) -> No
 
 
 def compared_with(experiments: Sequence[Experiment], row: str) -> list[Experiment]:
-    """The same grids, their rows tested against this one; those without such a row as they are.
-    Raises I2CLError if none of the grids has such a row.
-    """
+    """The same grids, tested against this row where they have it; raises I2CLError if none has."""
     names = list(dict.fromkeys(own.name for one in experiments for own in one.rows))
     if row not in names:
         raise I2CLError(

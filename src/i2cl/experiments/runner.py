@@ -40,10 +40,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Kept:
-    """Fingerprints that the results of a model in a store stand on.
-    They are those of weights, by the precision that these were loaded in, and of the rows and the wording of
-    each task, see `Bench`.
-    """
+    """Fingerprints in a store: weights by precision, rows and wording by task (see `Bench`)."""
 
     known: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
 
@@ -62,9 +59,7 @@ class Kept:
         return cls({key: frozenset(held) for key, held in known.items()})
 
     def require_same(self, bench: Bench, cells: Iterable[Cell]) -> None:
-        """Refuse to add results of other weights or other rows.
-        Raises I2CLError naming the model or the task.
-        """
+        """Refuse to add results of other weights or other rows (I2CLError naming the model or the task)."""
         decoder = bench.decoder
         if self._strange(("weights", software(decoder)["dtype"]), decoder.base.weights):
             raise I2CLError(
@@ -97,9 +92,7 @@ class GroupJob:
     kept: Kept = field(default_factory=Kept)
 
     def run(self, decoder: Decoder) -> list[Record]:
-        """Records of what is lacking; what goes wrong with a cell becomes part of its record.
-        Raises I2CLError if the store's results are of other weights, or of other rows of these tasks.
-        """
+        """Records of what is lacking, failures too; raises I2CLError as `Kept.require_same` does."""
         bench = Bench(decoder, self.data_dir, self.vectors)
         self.kept.require_same(bench, [cell for group in self.groups for cell in group.lacking])
         return [record for group in self.groups for record in _records(bench, group)]
@@ -146,9 +139,7 @@ Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]
 
 @dataclass(frozen=True)
 class Tally:
-    """What a run came to.
-    Cells whose method needs another model are skipped.
-    """
+    """What a run came to; cells whose method needs another model are skipped."""
 
     done: int
     failed: int
@@ -195,9 +186,7 @@ def run_groups(
     data_dir: str | None,
     watch: Callable[[Record], None] | None = None,
 ) -> Tally:
-    """Run what groups lack and append the records.
-    Raises I2CLError if what the store has is of other weights, or of other rows.
-    """
+    """Run what groups lack and append the records; raises I2CLError as `Kept.require_same` does."""
     same: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         same[fit_key(group.cells[0])].append(group)

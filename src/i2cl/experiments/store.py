@@ -42,9 +42,7 @@ class Store:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Store":
-        """Read a store, packed or not.
-        Raises I2CLError if it is none, or a line other than a torn last one cannot be read.
-        """
+        """Read a store, packed or not; raises I2CLError if it is none, or a line but the last is damaged."""
         path = Path(folder)
         if (path / PACKED).is_file():
             lines = _unpacked(path / PACKED)
@@ -57,9 +55,7 @@ class Store:
     @classmethod
     @contextmanager
     def writing(cls, folder: str | Path) -> Iterator["Store"]:
-        """Open a store for appending, or make it; a torn last line is cut off.
-        Raises I2CLError if another process is writing to it, or it cannot be written.
-        """
+        """Open a store for appending, or make it; raises I2CLError if another process writes to it."""
         path = Path(folder)
         if (path / PACKED).is_file():
             raise I2CLError(f"the store at {str(folder)!r} is packed: `i2cl experiment unpack` it first")
@@ -117,18 +113,14 @@ class Store:
         return {key: found[key] for key in found if key in self.records}
 
     def unpack(self, folder: str | Path) -> None:
-        """Write the same as lines and single files of vectors, which can be added to.
-        Raises I2CLError if the folder exists and is not empty, or cannot be written.
-        """
+        """Write lines and single files of vectors; raises I2CLError on a folder that is not empty."""
         with new_folder(Path(folder), frozenset()) as fresh:
             (fresh / CELLS).write_bytes(self._lines())
             for key, tensors in self.vectors().items():
                 save_vectors(fresh / VECTORS, key, tensors)
 
     def pack(self, folder: str | Path) -> None:
-        """Write the newest record of every cell as one compressed file, and all vectors as another.
-        Raises I2CLError if the folder cannot be written.
-        """
+        """Write the newest record of every cell as one compressed file, all vectors as another."""
         with new_folder(Path(folder), {PACKED, PACKED_VECTORS}) as fresh:
             (fresh / PACKED).write_bytes(gzip.compress(self._lines(), mtime=0))
             vectors = self.vectors()

@@ -52,9 +52,7 @@ class Bench:
     fits: dict[str, list[Fitted]] = field(default_factory=dict)
 
     def task(self, cell: Cell) -> Task:
-        """A cell's task with its rows, read once per process.
-        Raises I2CLError if it is to be a chat and the tokenizer has no template for one.
-        """
+        """A cell's task, read once per process; raises I2CLError if a chat has no template."""
         task = _task(cell.task, self.data_dir, cell.wording)
         return task.chat(self.decoder.tokenizer) if cell.chat else task
 
@@ -134,9 +132,7 @@ def plain(cell: Cell, task: str) -> Cell:
 
 @dataclass(frozen=True)
 class FittedCell:
-    """A cell whose method is fitted, to be scored.
-    ``judged`` are the held-out rows that its demonstrations were chosen by.
-    """
+    """A cell whose method is fitted; ``judged`` are the held-out rows that chose its demonstrations."""
 
     bench: Bench
     cell: Cell
@@ -156,9 +152,7 @@ class FittedCell:
 
 
 def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
-    """Fit cells that differ in nothing but their seed, together.
-    Raises I2CLError if the task, the method or the demonstrations of one of them do not allow it.
-    """
+    """Fit cells that differ in their seed alone, together; raises I2CLError where one cannot be."""
     first = cells[0]
     _asked(bench, first).queries(first.limit)  # none are told before anything is fitted
     task, worst = bench.task(first), first.demonstrations == "worst"

@@ -102,9 +102,7 @@ def calibrating_method(
 
 
 def draws(name: str) -> bool:
-    """Whether demonstrations or the seed change what a method makes.
-    Raises I2CLError on an unknown method.
-    """
+    """Whether demonstrations or the seed change what a method makes (I2CLError on an unknown one)."""
     return any(_known(part).drawn for part in _parts(name))
 
 

@@ -187,9 +187,7 @@ class AdapterPredictor:
 
 
 def attention_targets(decoder: Decoder) -> list[str]:
-    """Names of the query and value projections, or of the fused projection that holds both.
-    Raises I2CLError if the model has none of the known names.
-    """
+    """Names of the query and value projections, or of the fused one; raises I2CLError if none is known."""
     names = _linear_names(decoder)
     for known in (QUERY_VALUE, *((fused,) for fused in FUSED)):
         if all(any(_ends(name, one) for name in names) for one in known):

@@ -169,9 +169,7 @@ class Method(ABC):
 
 
 def require_two_classes(method: str, task: Task, demonstrations: Examples) -> None:
-    """Refuse what no classifier can be fitted to.
-    Raises I2CLError without demonstrations of two classes, or on one that is none.
-    """
+    """Refuse demonstrations that are not of two classes, or are none (I2CLError)."""
     require_demonstrations(task, demonstrations)
     if len({example.label for example in demonstrations}) < 2:
         raise I2CLError(f"{method} needs demonstrations of at least two classes: add some")
@@ -180,9 +178,7 @@ def require_two_classes(method: str, task: Task, demonstrations: Examples) -> No
 def class_scores(
     model: Any, features: Float[np.ndarray, "texts features"] | Sequence[str], labels: int
 ) -> Float[Tensor, "texts labels"]:
-    """Log-probabilities by a fitted scikit-learn classifier; minus infinity for a label that it never saw.
-    Its ``classes_`` are label ids.
-    """
+    """Log-probabilities by a fitted scikit-learn classifier; minus infinity for a label that it never saw."""
     scores = torch.full((len(features), labels), -torch.inf)
     if len(features):
         scores[:, model.classes_.tolist()] = torch.from_numpy(model.predict_log_proba(features)).float()
@@ -237,9 +233,7 @@ class Wrapper(Method):
     def over(
         self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
     ) -> Predictor:
-        """What it makes of the method below once that is fitted.
-        Raises I2CLError if it lacks something that it needs.
-        """
+        """What it makes of the method below once that is fitted; raises I2CLError if it lacks something."""
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Fit the method below, and stand on it."""

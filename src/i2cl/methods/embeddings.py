@@ -51,9 +51,7 @@ AT_ONCE = 64
 
 
 class EncoderConfig(Settings):
-    """What makes vectors of texts.
-    The encoder is ``minilm``, a folder of the library sentence-transformers, or a hub id.
-    """
+    """What makes vectors of texts: ``minilm``, a folder of sentence-transformers, or a hub id."""
 
     encoder: str = Field(HUB_ID, min_length=1)
 
@@ -181,9 +179,7 @@ class EmbeddingsPredictor:
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label; minus infinity for one without demonstrations.
-        Raises I2CLError on an empty text.
-        """
+        """Log-probability of each label, minus infinity if never seen; raises I2CLError on an empty text."""
         return class_scores(self.head, embed(self.encoder, texts, progress), self.labels)
 
 
@@ -202,9 +198,7 @@ def embed(
 
 
 def local_encoder() -> str | None:
-    """The name of the default encoder where it can be loaded without a download; else None.
-    None too where the package sentence-transformers is lacking.
-    """
+    """The name of the default encoder where it can be loaded without a download; else None."""
     if any(find_spec(module) is None for module in ("sentence_transformers", "sklearn")):
         return None
     if _archive() is not None:

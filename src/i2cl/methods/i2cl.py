@@ -60,9 +60,7 @@ class InjectionMethod(Method):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one seed is calibrated on, and what it then injects.
-    ``injected`` is what is injected to predict, where that is another vector than while calibrating.
-    """
+    """What one seed is calibrated on; ``injected`` is what predicts, where that is another vector."""
 
     task: Task
     demonstrations: Examples
@@ -173,9 +171,7 @@ class I2CLUnseen(I2CL):
     needs: ClassVar[str] = "demonstrations, as many held-out examples"
 
     def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
-        """Calibrate on one set, inject the vector of the other.
-        Raises I2CLError if the training split has too few further examples.
-        """
+        """Calibrate on one set, inject the other's vector; raises I2CLError if too few examples remain."""
         others = task.held_out(len(demonstrations), demonstrations, seed)
         seen = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         unseen = extract(decoder, task, others, self.extraction, seed=seed)

@@ -44,9 +44,7 @@ class LabelAnchor(Method):
 
 
 def anchors(decoder: Decoder, task: Task, pairs: Shown, count: int) -> tuple[int, ...]:
-    """Places of the first ``count`` prompt tokens that hold something other than a demonstration's text.
-    A token that holds both counts, as do special tokens in front.
-    """
+    """Places among the first ``count`` tokens that hold, in part at least, no text of a demonstration."""
     tokenizer = decoder.tokenizer
     if not tokenizer.is_fast:
         raise I2CLError(

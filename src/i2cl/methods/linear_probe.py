@@ -169,9 +169,7 @@ class KeepPooled(Edit):
 def query_states(
     questions: Questions, texts: Sequence[str], layers: Sequence[int], *, pooled: bool
 ) -> Float[Tensor, "texts layers tokens d"]:
-    """Block outputs at each query's last token and, if pooled, their mean over the text's tokens.
-    One pass of each text gives those of all layers, in float32.
-    """
+    """Block outputs (float32) at each query's last token and, if pooled, their mean over its text."""
     decoder, queries = questions.decoder, questions.queries(texts)
     spans = torch.tensor(list(_spans(questions, texts, queries))) if pooled and texts else None
     states = torch.empty(len(queries), len(layers), 2 if pooled else 1, decoder.d_model)

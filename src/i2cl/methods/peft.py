@@ -149,9 +149,7 @@ class VirtualTokenMethod(AdapterMethod):
     training: VirtualTokenSettings
 
     def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
-        """What the tokens of `start_text` are to the model.
-        Raises I2CLError if the text is no Unicode or has no token.
-        """
+        """What the tokens of `start_text` are to the model; raises I2CLError on a text without any."""
         text = self.training.start_text
         if not text:
             return None
@@ -253,9 +251,7 @@ class PrefixTuning(VirtualTokenMethod):
         return [held[0].float().cpu() for layer in cache.layers for held in (layer.keys, layer.values)]
 
     def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens numbers"]:
-        """Keys and values at the first positions, flat in PEFT's order: layer, (key, value), head, width.
-        Raises I2CLError if there are more than a layer's window keeps.
-        """
+        """Keys and values at the first places, in PEFT's order; raises I2CLError if a window keeps fewer."""
         held = self.cached(decoder, ids)
         if any(each.shape[1] != len(ids) for each in held):
             raise I2CLError(

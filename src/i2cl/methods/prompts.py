@@ -34,9 +34,7 @@ Shown = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class PromptPredictor:
-    """Scores label words behind a prompt: the query, after demonstrations or not, under an edit or not.
-    The prefix holds the keys and values of what is shown, if they were run once beforehand.
-    """
+    """Scores label words behind a prompt, under an edit or not; the prefix caches what stands in front."""
 
     questions: Questions
     shown: Shown = ()
@@ -99,9 +97,7 @@ def few_shot_prompt(
 def unlabelled_texts(
     method: str, task: Task, most: int, demonstrations: Examples, seed: int
 ) -> tuple[str, ...]:
-    """Training texts beside the demonstrations, up to ``most``; nobody looks at their labels.
-    Raises I2CLError if there are none.
-    """
+    """Up to ``most`` training texts that are no demonstrations, without labels; raises I2CLError on none."""
     texts = task.unlabelled(most, demonstrations, seed)
     if not texts:
         raise I2CLError(
@@ -163,7 +159,5 @@ def encode_prompts(questions: Questions, demonstrations: Shown, texts: Sequence[
 
 
 def shared_ids(questions: Questions, demonstrations: Shown) -> Ids:
-    """The tokens that prompts have in common, whatever the query.
-    Raises I2CLError if the demonstrations do not fit, naming tokens needed and available.
-    """
+    """The tokens that prompts have in common; raises I2CLError as `encode_prompts` does."""
     return shared_front(encode_prompts(questions, demonstrations, ["a", "7"]))

@@ -132,9 +132,7 @@ def layer_scores(
 
 
 class LinearVectorConfig(Settings):
-    """The regression.
-    ``unlabelled`` is the most texts to fit it to, ``ridge`` the penalty on the squared entries of the map.
-    """
+    """The most ``unlabelled`` texts of the regression, and its ``ridge``, the penalty on squared entries."""
 
     unlabelled: int = Field(256, ge=1)
     ridge: float = Field(5.0, gt=0, allow_inf_nan=False)
@@ -153,9 +151,7 @@ class LinearTaskVector(Method):
     config: LinearVectorConfig = field(default_factory=LinearVectorConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Run the texts with and without the demonstrations, and solve.
-        Raises I2CLError if no training text remains beside the demonstrations, or the context is too small.
-        """
+        """Run texts with and without the demonstrations, and solve; raises I2CLError if no text remains."""
         questions = Questions(decoder, task)
         texts = unlabelled_texts(self.name, task, self.config.unlabelled, demonstrations, seed)
         alone = PromptPredictor(questions).states(texts).double()

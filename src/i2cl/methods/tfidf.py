@@ -74,8 +74,6 @@ class TfidfPredictor:
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label; minus infinity for one without demonstrations.
-        Raises I2CLError on an empty text.
-        """
+        """Log-probability of each label, minus infinity if never seen; raises I2CLError on an empty text."""
         require_texts(texts)
         return class_scores(self.model, texts, self.labels)

@@ -144,9 +144,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
-    """Look up a model by the model type of its text model.
-    Raises I2CLError if the model type is not in `ARCHITECTURES`.
-    """
+    """An architecture by the model type of its text model; raises I2CLError if that is in no table."""
     model_type = model.config.get_text_config().model_type
     if model_type in ARCHITECTURES:
         return ARCHITECTURES[model_type]

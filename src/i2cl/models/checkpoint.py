@@ -21,9 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Files:
-    """The weights in a folder of safetensors, read one at a time.
-    A file is opened for one tensor and closed again, so that no pages of it stay in memory.
-    """
+    """The weights in a folder of safetensors; each is read by itself, so that no pages stay in memory."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, head: str) -> None:
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
@@ -79,9 +77,7 @@ def folder_of(model: PreTrainedModel) -> Path | None:
 
 
 def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Those tensors of a folder's safetensors, on the CPU, whose name there is wanted.
-    Raises I2CLError on a damaged file.
-    """
+    """Tensors of a folder's safetensors, on the CPU, by name; raises I2CLError on a damaged file."""
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
         with _readable(path), safe_open(path, "pt") as file:

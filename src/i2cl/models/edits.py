@@ -50,9 +50,7 @@ class Edit:
 
 
 class Keep(Edit):
-    """Copies what is put out at one token of each row, in the order of the sites, and changes nothing.
-    ``kept`` has one (batch x d) tensor a site.
-    """
+    """Copies what is put out at one token of each row: ``kept`` has one (batch x d) tensor a site."""
 
     def __init__(self, site: Site, at: Int[Tensor, " batch"]) -> None:
         self.site = site

@@ -96,9 +96,7 @@ class ModelIdentity:
 
 
 def told_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of the text model's configuration that can change what it answers, as JSON reads them.
-    Numbers keep six digits, since some files hold them in float32.
-    """
+    """The text model's settings that can change what it answers, as JSON reads them, to six digits."""
 
     def telling(fields: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in fields.items() if not WITHOUT_EFFECT.search(name)}

@@ -38,9 +38,7 @@ def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextMa
 
 
 def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
-    """Replace the first argument of each module by ``change(argument)`` while the block runs.
-    The argument may be positional or the keyword ``hidden_states``, as transformers passes it.
-    """
+    """Replace the first argument of each module, or ``hidden_states``, by ``change(argument)``."""
     return _held(
         module.register_forward_pre_hook(_input_hook(change), with_kwargs=True) for module, change in changes
     )

@@ -283,9 +283,7 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
 
 
 def located(name: str) -> str:
-    """Where the model of a name is: the files of ``"reference"`` or ``"smollm2"``, else the name itself.
-    Raises I2CLError if the package that holds smollm2 is not installed.
-    """
+    """The files of ``"reference"`` or ``"smollm2"`` (I2CLError without its package), else the name itself."""
     if name == REFERENCE:
         return str(resources.files("i2cl.models").joinpath("reference"))
     if name != SMOLLM2:
@@ -305,9 +303,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_reader(path: Path, cure: str) -> Any:
-    """A ``gguf.GGUFReader``, which maps the file into memory.
-    Raises I2CLError if it is not there, no GGUF file, or a damaged one, or the package is not installed.
-    """
+    """A ``gguf.GGUFReader``, which maps the file; I2CLError on no such file, a damaged one, or no package."""
     needs("a GGUF file", "gguf", "gguf")
     if not path.is_file():
         raise I2CLError(f"no GGUF file {str(path)!r}: give one that is there")

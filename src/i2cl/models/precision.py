@@ -131,9 +131,7 @@ def settle_4bit(model: PreTrainedModel) -> None:
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Where a module with a weight runs, which is not where an offloaded weight is.
-    Raises I2CLError if the weight has no values and nothing brings them.
-    """
+    """Where a module with a weight runs; raises I2CLError if nothing brings the weight's values."""
     weight: Any = module.weight
     if not weight.is_meta:
         return torch.device(weight.device)

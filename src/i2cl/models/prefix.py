@@ -123,9 +123,7 @@ def _changed(cache: Cache, change: Callable[[Tensor], Tensor]) -> DynamicCache:
 
 @uninterrupted
 def keys_at(model: PreTrainedModel, blocks: list[nn.Module], places: Int[Tensor, " keys"]) -> Iterator[None]:
-    """Give each key the bias of its place while the block runs; nothing to do without ALiBi.
-    ``places`` are the token index of every key, cached ones first.
-    """
+    """Give each key, cached ones first, the bias of its place while the block runs (ALiBi alone)."""
     found: dict[str, tuple[str, Any]] = {
         "bloom": ("self_attention", _bloom),
         "falcon": ("self_attention", _falcon),

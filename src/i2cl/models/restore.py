@@ -117,9 +117,7 @@ def lock_of(model: nn.Module) -> threading.RLock:
 
 @uninterrupted
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without parameter gradients and with `i2cl.models.onednn`; restored on leaving.
-    Other threads wait until then.
-    """
+    """Evaluation mode, no gradients of parameters, `i2cl.models.onednn`; one thread at a time."""
     lock = lock_of(model)
     while not lock.acquire(timeout=POLL):
         _CTRL_C.tell()

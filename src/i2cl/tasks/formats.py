@@ -38,9 +38,7 @@ _NO_LINES = ("yaml", "yml", "toml", "xml", "html", "htm")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as the file has it.
-    The place is the file and "row 3", "line 3" or "item 3"; rows are counted from 1, the header included.
-    """
+    """One row as the file has it, and its place: the file and "row 3" (the header is 1) or "line 3"."""
 
     place: str
     values: tuple[object, ...]
@@ -48,9 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns or keys are read.
-    Without a label, texts alone are read; ``kept`` are read and passed on as they are.
-    """
+    """Which columns or keys are read: the text, perhaps a label, and ``kept`` ones, passed on as they are."""
 
     text: str = "text"
     label: str | None = None

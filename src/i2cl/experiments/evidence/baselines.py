@@ -40,9 +40,7 @@ Split = Literal["train", "test", "demonstrations"]
 
 @dataclass(frozen=True)
 class Score:
-    """How one method did.
-    ``low`` and ``high`` are its 95 % interval (`wilson`); bytes are those kept per task.
-    """
+    """How one method did, with its 95 % interval (`wilson`); bytes are those kept per task."""
 
     accuracy: float
     low: float

@@ -29,9 +29,7 @@ MOST_ROWS = 100_000
 
 @dataclass(frozen=True)
 class Selection:
-    """A threshold, and what was seen of it.
-    Answers reach the ``threshold`` in a share of the rows, the ``coverage``, and this ``accuracy``.
-    """
+    """A threshold, the share of rows that reach it (``coverage``), and their accuracy."""
 
     target: float
     threshold: float
@@ -46,9 +44,7 @@ def fewest_rows(target: float) -> int:
 
 
 def require_target(target: float, rows: int) -> None:
-    """Refuse an accuracy that is none, or that so many rows cannot show.
-    Raises I2CLError naming the rows that it takes.
-    """
+    """Refuse an accuracy that is none, or that so many rows cannot show (I2CLError)."""
     if not 0.5 <= target < 1:
         raise I2CLError(f"target accuracy {target!r}: give a number from 0.5 to below 1, such as 0.95")
     if rows < fewest_rows(target):
@@ -59,9 +55,7 @@ def require_target(target: float, rows: int) -> None:
 
 
 def select(sure: Sure, right: Right, target: float) -> Selection | None:
-    """The threshold that answers most among those shown to reach an accuracy; None where none is.
-    Raises I2CLError: see `require_target`.
-    """
+    """The threshold that answers most of those shown to reach an accuracy, or None (see `require_target`)."""
     n = len(sure)
     require_target(target, n)
     order = np.argsort(-sure, kind="stable")

@@ -101,9 +101,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
-    """The 95 % interval of a share.
-    Source: Wilson, Journal of the American Statistical Association 22(158), 1927.
-    """
+    """The 95 % interval of a share: Wilson, Journal of the American Statistical Association 22(158), 1927."""
     share, spread = right / n, Z * Z / n
     half = sqrt(spread * share * (1 - share) + spread * spread / 4)
     middle = share + spread / 2

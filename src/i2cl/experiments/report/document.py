@@ -60,10 +60,7 @@ LONGEST_ERROR = 300
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment under one setting.
-    Its anchor is unlike any other's, writing its figures uses them up, and ``missing`` says what is not shown
-    and why.
-    """
+    """One experiment under one setting; writing uses its figures up, ``missing`` says what is not shown."""
 
     experiment: Experiment
     setting: Setting | None

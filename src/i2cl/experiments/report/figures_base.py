@@ -45,10 +45,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def panels(count: int, width: float, height: float, *, shared: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels in at most four columns, the last row possibly shorter.
-    Sizes are one panel's, in inches. If shared, all have the same axes, named at the left and where none is
-    below.
-    """
+    """A figure of panels of a size in inches, in at most four columns; if shared, all have the same axes."""
     columns = min(4, math.ceil(math.sqrt(count)))
     rows = math.ceil(count / columns)
     figure = new_figure(columns * width, rows * height)

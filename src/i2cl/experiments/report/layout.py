@@ -28,9 +28,7 @@ Values = Mapping[str, str | int | float | None]
 
 
 class Entry(NamedTuple):
-    """One cell of a table.
-    Bold is only what can be told from all others; a mark is a sign that the table's notes explain.
-    """
+    """One cell of a table: bold if it can be told from all others; notes explain a mark."""
 
     text: str
     bold: bool = False
@@ -40,10 +38,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """One table.
-    The first column names the lines; ``words`` are other columns that hold no numbers; ``values`` are the raw
-    numbers, one line per row and task.
-    """
+    """One table; ``words`` are columns without numbers, ``values`` the raw numbers by row and task."""
 
     title: str
     columns: Sequence[str]

@@ -82,9 +82,7 @@ def _file() -> _File:
 
 
 def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
-    """The paper's tables of results, in the paper's order.
-    ``main`` has one for each model. Raises I2CLError if no table has that name.
-    """
+    """The paper's tables of results, in its order; raises I2CLError if none has that name."""
     tables = _file().table
     if name is None:
         return tables

@@ -178,9 +178,7 @@ def _tex_text(text: str) -> str:
 
 
 def html(report: Report, images: Mapping[str, str]) -> str:
-    """The report as one page without scripts or requests.
-    ``images`` holds the data URI of each figure, by its stem.
-    """
+    """The report as one page without scripts or requests; ``images`` are data URIs by a figure's stem."""
     source = (resources.files("i2cl.experiments.report") / "page.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined

@@ -47,9 +47,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of an experiment, or the part of it with one number of demonstrations or one source.
-    Shots are told where the row has several numbers of them, the source task where the row moves.
-    """
+    """A row of an experiment, or its part with one number of demonstrations or one source."""
 
     place: int
     shots: int | None
@@ -156,9 +154,7 @@ class Results:
         return [task for task in wanted if task not in self.tasks]
 
     def check_queries(self) -> None:
-        """Refuse records of one task that classify different queries, or of other rows, wording or weights.
-        Raises I2CLError naming two such cells.
-        """
+        """Refuse records of one task with different queries, rows, wording or weights (I2CLError)."""
         first: dict[tuple[object, ...], Record] = {}
         for record in self.cells:
             task, told = record.cell.task, record.provenance
@@ -224,9 +220,7 @@ class Results:
 
     @cached_property
     def most_seeds(self) -> int:
-        """Seeds of the scale, or those that a line has on all tasks where that is more.
-        Another experiment in the same store may have run more seeds of a few of the same cells.
-        """
+        """Seeds of the scale, or more where a line has more on all tasks."""
         everywhere = [min(len(self.records(line, task)) for task in self.tasks) for line in self.lines]
         return max(self.scale.seeds, *everywhere, 0)
 

@@ -21,9 +21,7 @@ UNITS = {"log_loss": "nats", "brier": "squared distance", "ece": "percent", "aur
 
 @dataclass(frozen=True)
 class Scored:
-    """A line's queries on one task for the seeds that all its tasks have.
-    The temperature is the best of all seeds together, found with the right labels of these queries.
-    """
+    """A line's queries on one task for the seeds of all its tasks, and the best temperature of them."""
 
     temperature: float
     scores: Float[np.ndarray, "seeds queries labels"]

@@ -27,9 +27,7 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster in use.
-    One worker takes a share, a GPU or a core where there are no GPUs, and so many workers fit.
-    """
+    """A cluster in use: what one worker takes (a GPU, or a core where there are none), and how many fit."""
 
     share: dict[str, Any]
     workers: int
@@ -37,9 +35,7 @@ class Cluster:
 
 @contextmanager
 def joined(address: str | None) -> Iterator[Cluster]:
-    """A cluster for as long as the block runs.
-    Raises I2CLError if the package ray is lacking, or no cluster answers.
-    """
+    """A cluster while the block runs; raises I2CLError if Ray is not installed, or no cluster answers."""
     needs("--executor ray", "ray", "ray")
     import ray
 

@@ -38,9 +38,7 @@ COUNTED = {"llama": True, "opt": False}
 
 
 class AutoCompressorConfig(Settings):
-    """How demonstrations are cut into segments.
-    ``segment`` is the most tokens of one (2,048 in the release).
-    """
+    """How demonstrations are cut: ``segment`` is the most tokens of a segment (2,048 in the release)."""
 
     segment: int = Field(2048, ge=1)
 
@@ -81,16 +79,12 @@ class Summarizer:
         return soft
 
     def behind(self, task: Task, soft: Float[Tensor, "vectors d"]) -> BehindVectors:
-        """A task whose queries stand behind some vectors.
-        Raises I2CLError: see `i2cl.models.encoding.label_tokens`.
-        """
+        """A task whose queries stand behind some vectors; raises I2CLError as `label_tokens` does."""
         prefix = self.decoder.prefix_of(soft, self.positions(len(soft), 0, 0))
         return BehindVectors(asked_behind(self.decoder, task), prefix, cost=Cost.of(prefix))
 
     def segments(self, shown: Sequence[Ids], front: Ids, most: int) -> list[Ids]:
-        """Demonstrations in as few segments as their order allows, none cut in two.
-        Raises I2CLError if one is longer than a segment, or the summaries fill the context.
-        """
+        """Demonstrations in few segments, in order, none cut; raises I2CLError if one or all are too long."""
         segments = [front]
         for number, ids in enumerate(shown, 1):
             if len(segments[-1]) + len(ids) <= self._fits(len(segments), most):
@@ -144,9 +138,7 @@ class AutoCompressor(Method):
 
 
 def summarizer(decoder: Decoder) -> Summarizer:
-    """The AutoCompressor that a model is.
-    Raises I2CLError if it is none, or its summary embeddings do not fit it.
-    """
+    """The AutoCompressor that a model is; raises I2CLError if it is none, or its embeddings do not fit."""
     require_type(decoder, AutoCompressor.name, COUNTED)
 
     compressor = bundled(decoder, AutoCompressor.name)

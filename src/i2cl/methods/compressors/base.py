@@ -39,9 +39,7 @@ class Compressor:
     tensors: Mapping[str, Tensor]
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """One of the parameters, of the shape it must have; -1 stands for any size.
-        Raises I2CLError if it is missing, or has another shape.
-        """
+        """One of the parameters, of this shape (-1: any size); raises I2CLError if there is none."""
         if name not in self.tensors:
             raise I2CLError(f"the compressor lacks {name}: download or copy it again")
         tensor = self.tensors[name]
@@ -61,9 +59,7 @@ _MADE: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def once(decoder: Decoder, key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make`` returned when it was first called for this model, where and as it is now, and key.
-    It must not hold the model.
-    """
+    """What ``make`` returned first for this key and model, as it is now; it must not hold the model."""
     made, whole = _MADE.setdefault(decoder.model, {}), (key, decoder.device, decoder.model.dtype)
     if whole not in made:
         made[whole] = make()
@@ -71,9 +67,7 @@ def once(decoder: Decoder, key: Hashable, make: Callable[[], T]) -> T:
 
 
 def beside(decoder: Decoder, kind: str, wanted: Callable[[str], bool], cure: str) -> Compressor:
-    """The compressor whose tensors stand beside the model's own in its checkpoint.
-    Raises I2CLError if there is none, or the files are damaged.
-    """
+    """The compressor beside a model's own tensors in its checkpoint; raises I2CLError if it is none."""
     folder = folder_of(decoder.model)
     tensors = {} if folder is None else stored_tensors(folder, wanted)
     if not tensors:
@@ -98,9 +92,7 @@ def require_type(decoder: Decoder, kind: str, known: Collection[str]) -> None:
 
 
 def exchanges(decoder: Decoder, task: Task, demonstrations: Examples) -> list[str]:
-    """Each demonstration with its label word and the separator, as text.
-    Raises I2CLError if there are none.
-    """
+    """Each demonstration with its label word and the separator; raises I2CLError if there are none."""
     if not demonstrations:
         raise I2CLError("a compressor needs demonstrations: give at least one")
     encoder, template = decoder.encoder, task.template
@@ -120,9 +112,7 @@ def asked_behind(decoder: Decoder, task: Task) -> Questions:
 
 @dataclass(frozen=True)
 class BehindVectors:
-    """Scores label words behind queries that stand behind vectors.
-    The tokens ``right`` stand behind each query.
-    """
+    """Scores label words behind queries, which stand behind vectors and before the tokens ``right``."""
 
     questions: Questions
     prefix: Prefix

@@ -101,9 +101,7 @@ class CrossAttention(Edit):
 
 @dataclass(frozen=True)
 class ContextEncoder:
-    """A bidirectional encoder and the layers that read its states.
-    ``layers`` are by the decoder's block that each belongs to, ``budget`` is in padded tokens.
-    """
+    """A bidirectional encoder and the decoder's layers that read it; ``budget`` is in padded tokens."""
 
     encoder: LlamaModel
     layers: Mapping[int, CrossLayer]
@@ -133,9 +131,7 @@ class ContextEncoder:
 
 @dataclass(frozen=True)
 class CrossPredictor:
-    """Scores label words behind a prompt whose tokens attend to the states of demonstrations too.
-    The keys and values of the states are made at each call.
-    """
+    """Scores label words behind a prompt whose tokens attend to the states of demonstrations too."""
 
     prompt: PromptPredictor
     own: ContextEncoder
@@ -192,9 +188,7 @@ def _ends(chunks: Sequence[Ids], task: Task) -> list[Ids]:
 
 
 def context_encoder(decoder: Decoder) -> ContextEncoder:
-    """The encoder beside a model, and the layers that read it; loaded once.
-    Raises I2CLError if there is none, or it does not fit the model.
-    """
+    """The encoder beside a model, loaded once; raises I2CLError if there is none, or it does not fit."""
     require_type(decoder, CEPE.name, {"llama"})
     return once(decoder, CEPE.name, lambda: _loaded(decoder))
 

@@ -139,9 +139,7 @@ class AutoEncoder:
         return [context[start : start + size] for start in range(0, len(context), size)]
 
     def slots(self, segments: Sequence[Ids]) -> Float[Tensor, "slots d"]:
-        """The memory slots of some segments, in their order.
-        Raises I2CLError if a segment and its memory exceed the context.
-        """
+        """The memory slots of some segments, in order; raises I2CLError if one and its slots are too long."""
         longest, limit = max(map(len, segments)) + len(self.memory), self.decoder.max_length
         if limit is not None and longest > limit:
             raise I2CLError(
@@ -182,9 +180,7 @@ class ICAE(Method):
 def behind_slots(
     own: AutoEncoder, task: Task, slots: Float[Tensor, "slots d"], config: ICAEConfig
 ) -> BehindVectors:
-    """A task whose queries stand behind memory slots, in the form that is asked for.
-    Raises I2CLError if the slots fill the context, or the vocabulary lacks a token id of the form.
-    """
+    """A task whose queries stand behind memory slots; raises I2CLError if these do not fit the model."""
     decoder, edit = own.decoder, None
     right: Ids = ()
     parts = [slots] if config.form == "bare" else [slots, own.special(config.form)]
@@ -203,9 +199,7 @@ def behind_slots(
 
 
 def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
-    """A model with a compressor of its own.
-    Raises I2CLError if none is given, or it does not fit the model.
-    """
+    """A model with a compressor of its own; raises I2CLError if none is given, or it does not fit."""
     require_type(decoder, ICAE.name, VERSIONS)
     ours = None if config.compressor else bundled(decoder, ICAE.name)
     name = "the bundled file" if ours else config.compressor or _beside(decoder)
