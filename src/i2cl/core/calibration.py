@@ -116,12 +116,12 @@ def _fitted(
 ) -> list[Injection]:
     for run in runs:
         run.require_fit(config)
-    found: dict[int, Injection] = {}
+    injections: dict[int, Injection] = {}
     waiting = _groups(runs, config, decoder.token_budget)
     while waiting:
         places = waiting.pop(0)
         try:
-            found |= dict(
+            injections |= dict(
                 zip(places, _fit(decoder, [runs[one] for one in places], config, progress), strict=True)
             )
             continue
@@ -129,7 +129,7 @@ def _fitted(
             if not is_out_of_memory(error):
                 raise
         waiting[:0] = _halves(places)  # what the error held on to is free by now
-    return [found[place] for place in range(len(runs))]
+    return [injections[place] for place in range(len(runs))]
 
 
 def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig, budget: int) -> list[list[int]]:
@@ -178,7 +178,7 @@ def _fit(
             ]
         else:
             histories = train_together(free, loss, _steps(group, config), config, progress, dtype)
-    found = coefficients.linear().detach().cpu()
+    values = coefficients.linear().detach().cpu()
     return [
         Injection(
             context=run.context,
@@ -191,7 +191,7 @@ def _fit(
             settings=config.model_dump(mode="json"),
             history=history,
         )
-        for run, pairs, history in zip(group, found, histories or [()] * len(group), strict=True)
+        for run, pairs, history in zip(group, values, histories or [()] * len(group), strict=True)
     ]
 
 

@@ -171,7 +171,7 @@ class Injection:
             )
         if self.base.quantization != other.quantization:
             mine, theirs = (
-                found or "no quantization" for found in (self.base.quantization, other.quantization)
+                base or "no quantization" for base in (self.base.quantization, other.quantization)
             )
             message = (
                 f"this injection was made with {mine} and the model is loaded with {theirs}: fit it again"
@@ -248,12 +248,12 @@ class Injection:
 
     def description(self) -> dict[str, Any]:
         """What `save_pretrained` writes beside the tensors."""
-        told: dict[str, Any] = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
+        optional: dict[str, Any] = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
         version = FORMAT_VERSION
         if self.label_bias is not None:
-            version, told["label_bias"] = BIASED_VERSION, list(self.label_bias)
+            version, optional["label_bias"] = BIASED_VERSION, list(self.label_bias)
         if self.temperature != 1:
-            version, told["temperature"] = TEMPERED_VERSION, self.temperature
+            version, optional["temperature"] = TEMPERED_VERSION, self.temperature
         return {
             "format_version": version,
             "base_model": self.base.to_dict(),
@@ -265,4 +265,4 @@ class Injection:
             "seed": self.seed,
             "calibration": self.settings,
             "loss": list(self.history),
-        } | {name: value for name, value in told.items() if value}  # else as before there were these
+        } | {name: value for name, value in optional.items() if value}  # else as before there were these

@@ -155,8 +155,8 @@ class CalibrationLoss:
 
     def __call__(self, chosen: Sequence[int]) -> Float[Tensor, " runs"]:
         """Mean loss of each run over its own of these demonstrations, in nats."""
-        found = self.likelihood(chosen, self._learned, reserve=len(self.shared))
-        return -found.view(len(self.vectors), -1).mean(-1)
+        likelihoods = self.likelihood(chosen, self._learned, reserve=len(self.shared))
+        return -likelihoods.view(len(self.vectors), -1).mean(-1)
 
     def _learned(self, rows: Sequence[int]) -> Float[Tensor, " rows"]:
         """What `LabelLikelihood` asks of rows that may share a batch."""

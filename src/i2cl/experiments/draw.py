@@ -90,17 +90,17 @@ def draw(
     anchored = isinstance(method, Anchored)
     if not own:
         shown = task.sample(shots, seed)
-        found = Draw(shown, shots or task.shots, len(task.train))
+        choice = Draw(shown, shots or task.shots, len(task.train))
     elif shots is None and anchored:
         require_few(up_to(task, 1, seed))
         return None
     else:
         kept = (KEPT_BACK if scored and shots is None else 0) if keep_back is None else keep_back
         count = shots or task.shots
-        found = Draw(up_to(task, count, seed, kept), count, len(task.train), kept)
+        choice = Draw(up_to(task, count, seed, kept), count, len(task.train), kept)
     if anchored:
-        require_few(found.demonstrations)
-    return found
+        require_few(choice.demonstrations)
+    return choice
 
 
 def fitting(
@@ -122,9 +122,9 @@ def fitting(
     largest = max(len(group) for group in group_by_label(task.train, len(task.labels)))
     more = None
     for larger in (largest, MOST_SHOTS):
-        asked = up_to(task, larger, seed)
-        if larger <= 2 * MOST_SHOTS and len(asked) > len(shown) and _few(asked):
-            more = larger, len(asked), pace.seconds(asked)
+        larger_draw = up_to(task, larger, seed)
+        if larger <= 2 * MOST_SHOTS and len(larger_draw) > len(shown) and _few(larger_draw):
+            more = larger, len(larger_draw), pace.seconds(larger_draw)
             break
     return Draw(shown, shots, len(task.train), kept, pace.seconds(shown), more)
 

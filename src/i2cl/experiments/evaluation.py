@@ -261,9 +261,9 @@ def sweep(
     for method in methods:
         fits.setdefault(bottom(method), []).append(method)
     jobs = [
-        Evaluation(task, tuple(alike), group, shots, limit, skip, refused is not None)
+        Evaluation(task, tuple(wrappers), group, shots, limit, skip, refused is not None)
         for task in tasks
-        for fit, alike in fits.items()
+        for fit, wrappers in fits.items()
         for group in ([tuple(seeds)] if fit.joint else [(seed,) for seed in seeds])
     ]
     runs: list[tuple[tuple[int, int, int], Run]] = []

@@ -161,7 +161,7 @@ class GridRow(Frozen):
 
 def _from(cell: Cell, sources: tuple[str, ...]) -> Cell:
     """The same with these sources, and what the grid says of those that it uses."""
-    used = {name: told for name, told in cell.own.items() if name in (cell.task, *sources)}
+    used = {name: wording for name, wording in cell.own.items() if name in (cell.task, *sources)}
     return cell.model_copy(update={"sources": sources, "own": used})
 
 

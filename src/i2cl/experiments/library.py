@@ -85,8 +85,8 @@ def compared_with(experiments: Sequence[Experiment], row: str) -> list[Experimen
 
 
 def _parsed(content: bytes, name: str, where: str) -> Experiment:
-    found = parse_toml(content, where)
+    fields = parse_toml(content, where)
     try:
-        return Experiment.model_validate({"name": name, **found})
+        return Experiment.model_validate({"name": name, **fields})
     except pydantic.ValidationError as error:
         raise I2CLError(f"{where}: {first_problem(error)}") from None

@@ -152,8 +152,8 @@ class Run(Frozen):
     def record(self) -> dict[str, Any]:
         """Plain values for JSON, without those of single queries, demonstrations and layers."""
         single = {"gold", "predictions", "scores", "labels", "demonstrations", "coefficients", "weights"}
-        told = self.confidence
-        trust = asdict(told) if told is not None else dict.fromkeys(NAMES)
+        measures = self.confidence
+        trust = asdict(measures) if measures is not None else dict.fromkeys(NAMES)
         return {**self.model_dump(exclude=single), **trust, "n": self.n, "shots": self.shots}
 
     @model_validator(mode="before")

@@ -49,13 +49,13 @@ class Kept:
         """Those of a store's cells with the same model, as given at loading."""
         known: dict[tuple[str, str], set[str]] = defaultdict(set)
         for record in store.records.values():
-            cell, told = record.cell, record.provenance
+            cell, origin = record.cell, record.provenance
             same = (cell.model, cell.revision, cell.dtype) == (like.model, like.revision, like.dtype)
             if record.status == "done" and same:
-                places = {"weights": told.get("dtype", ""), "rows": cell.task, "wording": cell.task}
+                places = {"weights": origin.get("dtype", ""), "rows": cell.task, "wording": cell.task}
                 for part, where in places.items():
-                    if part in told and "rows" in told:  # before these, weights were told in another way
-                        known[part, where].add(told[part])
+                    if part in origin and "rows" in origin:  # before these, weights had other hashes
+                        known[part, where].add(origin[part])
         return cls({key: frozenset(held) for key, held in known.items()})
 
     def require_same(self, bench: Bench, cells: Iterable[Cell]) -> None:
@@ -120,7 +120,7 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
             status, error = "skipped", str(lacking)
         except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
             status, error = "failed", f"{type(raised).__name__}: {raised}"
-    told = {"rows": bench.rows(cell), "wording": bench.wording(cell)} if outcome else {}
+    hashes = {"rows": bench.rows(cell), "wording": bench.wording(cell)} if outcome else {}
     return Record(
         key=cell.key,
         cell=cell,
@@ -129,7 +129,7 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
         error=error,
         started=started,
         peak_memory_bytes=max(memory, peak.bytes),
-        provenance=provenance(bench.decoder) | told,
+        provenance=provenance(bench.decoder) | hashes,
     )
 
 
@@ -155,20 +155,20 @@ def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) ->
     cells whose seconds are to be those of a single fit (`Experiment.timed`): one that the store holds as
     fitted with others is lacking.
     """
-    asked = {cell.key: cell for cell in cells}
-    others = [cell for cell in asked.values() if cell.study != "method"]
+    wanted = {cell.key: cell for cell in cells}
+    others = [cell for cell in wanted.values() if cell.study != "method"]
     used = [plain(cell, task) for cell in others for task in (cell.task, *cell.sources)]
     alone = {*timed, *(cell.key for cell in used)}
     groups: dict[tuple[str, bool], list[Cell]] = defaultdict(list)
-    for key, cell in asked.items():
+    for key, cell in wanted.items():
         joint = key not in alone and is_joint(cell)
         groups[cell.model_copy(update={"seed": 0}).key if joint else key, joint].append(cell)
-    found = [
+    plan = [
         Group(tuple(group), tuple(cell for cell in group if not _kept(store, cell, cell.key in alone)))
         for group in (sorted(group, key=lambda cell: cell.seed) for group in groups.values())
     ]
-    found.sort(key=lambda group: (group.cells[0].seed, group.cells[0].study != "method"))
-    return [group for group in found if group.lacking]
+    plan.sort(key=lambda group: (group.cells[0].seed, group.cells[0].study != "method"))
+    return [group for group in plan if group.lacking]
 
 
 def _kept(store: Store, cell: Cell, alone: bool) -> bool:
@@ -194,13 +194,13 @@ def run_groups(
         return Tally(0, 0, 0)
     vectors, kept = store.vectors_folder.resolve(), Kept.of(store, groups[0].cells[0])
     jobs = [GroupJob(tuple(standing), data_dir, vectors, kept) for standing in same.values()]
-    found: Counter[str] = Counter()
+    statuses: Counter[str] = Counter()
     for record in chain.from_iterable(execute(jobs)):
         store.append(record)
-        found[record.status] += 1
+        statuses[record.status] += 1
         if watch is not None:
             watch(record)
-    return Tally(found["done"], found["failed"], found["skipped"])
+    return Tally(statuses["done"], statuses["failed"], statuses["skipped"])
 
 
 def provenance(decoder: Decoder) -> dict[str, Any]:

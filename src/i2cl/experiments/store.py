@@ -102,15 +102,15 @@ class Store:
     def vectors(self) -> Vectors:
         """Vectors of every cell that kept some. Raises I2CLError on a damaged file, naming it."""
         packed = self.folder / PACKED_VECTORS
-        found: dict[str, dict[str, np.ndarray]] = {}
+        loaded: dict[str, dict[str, np.ndarray]] = {}
         if packed.is_file():
             for name, value in _tensors(packed, "pack the store again").items():
                 key, _, part = name.partition(".")
-                found.setdefault(key, {})[part] = value
+                loaded.setdefault(key, {})[part] = value
         for path in sorted(self.vectors_folder.glob("*.safetensors")):
             cure = f"remove it, and from {CELLS} the line of its cell, which is then run again"
-            found[path.stem] = _tensors(path, cure)
-        return {key: found[key] for key in found if key in self.records}
+            loaded[path.stem] = _tensors(path, cure)
+        return {key: loaded[key] for key in loaded if key in self.records}
 
     def unpack(self, folder: str | Path) -> None:
         """Write lines and single files of vectors; raises I2CLError on a folder that is not empty."""

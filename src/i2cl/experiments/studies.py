@@ -104,16 +104,16 @@ def _task(name: str, data_dir: str | None, wording: Wording) -> Task:
 @lru_cache
 def _rows(name: str, data_dir: str | None, wording: Wording) -> str:
     task = _task(name, data_dir, wording)
-    told = [[(example.text, example.label) for example in split] for split in (task.train, task.test)]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    rows = [[(example.text, example.label) for example in split] for split in (task.train, task.test)]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
 @lru_cache
 def _wording(name: str, data_dir: str | None, wording: Wording) -> str:
     unsaid = {"name", "title", "description", "group"}
     known = _task(name, data_dir, wording).to_dict()
-    told = {key: value for key, value in known.items() if key not in unsaid}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    content = {key: value for key, value in known.items() if key not in unsaid}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def plain(cell: Cell, task: str) -> Cell:

@@ -134,8 +134,8 @@ def adapted(
             wrapped = get_peft_model(decoder.model, config)
         except ValueError as error:
             kind, why = decoder.model.config.model_type, " ".join(str(error).split())
-            told = f"PEFT cannot adapt this {kind!r}: {why.rstrip('.')}; take another method"
-            raise I2CLError(told) from error
+            line = f"PEFT cannot adapt this {kind!r}: {why.rstrip('.')}; take another method"
+            raise I2CLError(line) from error
         taken = int(getattr(config, "num_virtual_tokens", 0))
         virtual = taken if config.peft_type == "PROMPT_TUNING" else 0
         try:
@@ -153,14 +153,14 @@ def _as_found(model: nn.Module) -> Iterator[None]:
     Gradient checkpointing is off meanwhile: for it PEFT leaves a hook behind at every call, and it does
     nothing in evaluation mode.
     """
-    found = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
+    children = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for module in checkpointed:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     try:
         yield
     finally:
-        for parent, name, child in found:
+        for parent, name, child in children:
             if getattr(parent, name) is not child:
                 setattr(parent, name, child)
         for module in checkpointed:

@@ -259,13 +259,13 @@ def _words(annotation: Any) -> list[str]:
 def _read(model: type[M], options: Mapping[str, Any]) -> M:
     given = {name: options[name] for name in model.model_fields if name in options}
     try:
-        found = model.model_validate(given)
+        settings = model.model_validate(given)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise I2CLError(f"option {name}={repr(options[name])[:200]}: {first['msg']}") from None
     for name in given:
-        value = getattr(found, name)
+        value = getattr(settings, name)
         if isinstance(value, float) and not math.isfinite(value):  # which JSON cannot hold
             raise I2CLError(f"option {name}={options[name]!r}: give a finite number")
-    return found
+    return settings

@@ -234,15 +234,15 @@ class PrefixTuning(VirtualTokenMethod):
         """Heads and their width, of the keys and values of every layer."""
         held = self.cached(decoder, (0,)) if holds_keys_alone(decoder.model.config) else []
         shapes = {(each.shape[0], each.shape[2]) for each in held}
-        told = decoder.model.config
+        config = decoder.model.config
         if len(held) == 2 * decoder.layers and len(shapes) == 1:
             ((heads, width),) = shapes
-            known = getattr(told, "num_key_value_heads", None), getattr(told, "head_dim", None)
+            known = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
             if known[0] in {None, heads} and (known[0] is None or known[1] in {None, width}):
                 return heads, width  # PEFT asks these names, where a model has them
         raise I2CLError(
-            f"{self.name} cannot run on {told.model_type!r}: its layers do not all cache keys and values of "
-            "one shape; take lora or prompt_tuning"
+            f"{self.name} cannot run on {config.model_type!r}: its layers do not all cache keys and values "
+            "of one shape; take lora or prompt_tuning"
         )
 
     def cached(self, decoder: Decoder, ids: Ids) -> list[Float[Tensor, "heads tokens width"]]:

@@ -62,11 +62,11 @@ class PromptPredictor:
 
     def _each(self, texts: Sequence[str], read: Callable[..., Tensor]) -> Tensor:
         prompts = encode_prompts(self.questions, self.shown, texts)
-        found: dict[int, Tensor] = {}
+        results: dict[int, Tensor] = {}
         for rows, queries, prefix in self._parts(prompts):
             values = read(self.questions.decoder, queries, prefix=prefix)
-            found |= dict(zip(rows, values, strict=True))
-        return torch.stack([found[row] for row in range(len(prompts))])
+            results |= dict(zip(rows, values, strict=True))
+        return torch.stack([results[row] for row in range(len(prompts))])
 
     def _parts(self, prompts: list[Ids]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
         """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""

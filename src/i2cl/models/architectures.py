@@ -46,13 +46,13 @@ class Architecture:
             I2CLError: if the path ``layers`` does not lead to a list of blocks.
         """
         base = _text_model(model)
-        found = self._find(base, self.layers, "layers")
-        if not isinstance(found, nn.ModuleList | nn.Sequential) or not len(found):
+        stack = self._find(base, self.layers, "layers")
+        if not isinstance(stack, nn.ModuleList | nn.Sequential) or not len(stack):
             raise I2CLError(
-                f"layers={self.layers!r} of {type(base).__name__} is {type(found).__name__}, not a list "
+                f"layers={self.layers!r} of {type(base).__name__} is {type(stack).__name__}, not a list "
                 "of blocks: pass the path that leads to the ModuleList of decoder blocks"
             )
-        return list(found)
+        return list(stack)
 
     def writers(self, model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
         """The residual writers, axes [layer, (mha, mlp)].

@@ -245,8 +245,8 @@ class Decoder:
         self.token_budget = (rows + 1) // 2 * length
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        told = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
-        warnings.warn(told, MemoryWarning, stacklevel=3)
+        line = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
+        warnings.warn(line, MemoryWarning, stacklevel=3)
 
     def forward(
         self,
@@ -300,8 +300,8 @@ class Decoder:
         keep = Keep(site, batch.last if at is None else at)
         with self.frozen(), torch.no_grad(), self._editing(keep, batch):
             self.model.base_model(input_ids=batch.input_ids, use_cache=False)
-        found = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
-        return found.view(len(found), self.layers, -1, self.d_model)
+        states = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
+        return states.view(len(states), self.layers, -1, self.d_model)
 
     def prefix(self, ids: Ids, *, edit: Edit | None = None, whole: bool = False) -> Prefix:
         """Run ``ids`` once, under an edit if any, and keep their keys and values.
@@ -319,8 +319,8 @@ class Decoder:
         """The input embeddings of some tokens."""
         places = torch.tensor(ids, dtype=torch.long, device=self.device)
         with self.frozen():
-            found: Tensor = self.model.get_input_embeddings()(places)
-        return found
+            inputs: Tensor = self.model.get_input_embeddings()(places)
+        return inputs
 
     def read(
         self,

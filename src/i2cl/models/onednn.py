@@ -96,8 +96,8 @@ class _Swapped:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001  # the one that takes dense float32 tensors
     bias = None if bias is None else bias.contiguous()  # its strides would be ignored
-    found: Tensor = product(x, weight, bias, "none", [], "")
-    return found
+    result: Tensor = product(x, weight, bias, "none", [], "")
+    return result
 
 
 class _Product(torch.autograd.Function):

@@ -104,13 +104,13 @@ class LabelLikelihood:
         self.decoder, self.labels, self.gold = decoder, labels, gold
         self.whole = among_labels and any(own.full for own in labels)
         self.first = among_labels and not self.whole
-        told = zip(labels, gold, strict=True)
-        asked = [range(len(own.ids)) if self.whole else [right] for own, right in told]
-        pairs = [(place, label) for place, own in enumerate(asked) for label in own]
+        answers = zip(labels, gold, strict=True)
+        places = [range(len(own.ids)) if self.whole else [right] for own, right in answers]
+        pairs = [(place, label) for place, own in enumerate(places) for label in own]
         self.queries = [queries[place] for place, _ in pairs]
         self.targets = [labels[place].target(label) for place, label in pairs]
         self.lengths = [len(ids) + len(own) - 1 for ids, own in zip(self.queries, self.targets, strict=True)]
-        self.rows = [range(*ends) for ends in pairwise([0, *accumulate(map(len, asked))])]
+        self.rows = [range(*ends) for ends in pairwise([0, *accumulate(map(len, places))])]
 
     def __call__(
         self, chosen: Sequence[int], run: Callable[[Sequence[int]], Float[Tensor, " rows"]], reserve: int = 0

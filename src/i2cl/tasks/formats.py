@@ -82,7 +82,7 @@ def rows_or_errors(
     known = kind or (ending if ending in _READERS else None)
     read = _READERS[known or "lines"]
     where = "stdin" if source == STDIN else source
-    filled = found = False
+    filled = any_row = False
 
     def lines(handle: Iterable[bytes], encoding: str) -> Iterator[str]:
         nonlocal filled
@@ -105,9 +105,9 @@ def rows_or_errors(
         if encoding == WINDOWS and known in _ALWAYS_UTF_8:
             encoding = UTF_8
         for row in read(lines(content, encoding), columns, _Source(where, encoding)):
-            found = True
+            any_row = True
             yield row
-    if not found:
+    if not any_row:
         raise RowError(f"{where} {'has no rows' if filled else 'is empty'}: give it at least one row")
 
 
@@ -120,11 +120,11 @@ class _Source:
 
     def tell(self, delimiter: str = "") -> None:
         """Warn of what was not what everybody expects; ``delimiter`` if that is it."""
-        told = [f"as {ENCODINGS[self.encoding]}"] if self.encoding != UTF_8 else []
-        told += [f"with {DELIMITERS[delimiter]} between its cells"] if delimiter else []
-        if told:
+        parts = [f"as {ENCODINGS[self.encoding]}"] if self.encoding != UTF_8 else []
+        parts += [f"with {DELIMITERS[delimiter]} between its cells"] if delimiter else []
+        if parts:
             cure = ": save it as UTF-8 if that is wrong" if self.encoding == WINDOWS else ""
-            warnings.warn(f"{self.name} is read {' '.join(told)}{cure}", ReadAsWarning, stacklevel=2)
+            warnings.warn(f"{self.name} is read {' '.join(parts)}{cure}", ReadAsWarning, stacklevel=2)
 
 
 def _is_json(line: str) -> bool:

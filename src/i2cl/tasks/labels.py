@@ -81,15 +81,15 @@ def slips(counts: dict[str, int]) -> list[tuple[str, str]]:
     """Label words that look like another one written otherwise, each with that one, which has more rows.
     They differ in case or plural, or a rare one (`RARE`) differs by a letter.
     """
-    found = []
+    pairs = []
     words = sorted(counts, key=lambda word: (counts[word], word))
     for place, word in enumerate(words):
         for other in reversed(words[place + 1 :]):
             rare = counts[other] >= RARE * counts[word]
             if _same_but_written(word, other) or (rare and _a_letter_apart(word, other)):
-                found.append((word, other))
+                pairs.append((word, other))
                 break
-    return found
+    return pairs
 
 
 def _same_but_written(one: str, other: str) -> bool:

@@ -75,8 +75,8 @@ def read_labelled(
     if bad and not (skip and examples):
         raise _refusal(path, bad, len(rows), skip=skip)
     if bad:
-        told = f"{path}: {len(bad)} of {len(rows)} rows are left out: {_listed(path, bad)}"
-        warnings.warn(told, ReadAsWarning, stacklevel=2)
+        line = f"{path}: {len(bad)} of {len(rows)} rows are left out: {_listed(path, bad)}"
+        warnings.warn(line, ReadAsWarning, stacklevel=2)
     return tuple(examples), lookup
 
 
@@ -84,12 +84,12 @@ def refused_rows(path: Path, labels: Sequence[str] | None = None) -> list[str]:
     """What is wrong with the rows of a file of examples (``text``, ``label``), each that is, one by one.
     What keeps `read_examples` from reading the rest is the last.
     """
-    found: list[str] = []
+    errors: list[str] = []
     rows: list[Row | RowError] = []
     try:
         rows += rows_or_errors(str(path), Columns("text", "label"))
     except RowError as error:
-        found.append(str(error))
+        errors.append(str(error))
     cells = (row.values[1] for row in rows if isinstance(row, Row))
     lookup = None if labels is None else LabelLookup.of(labels, cells)
     for row in reversed(rows):
@@ -98,8 +98,8 @@ def refused_rows(path: Path, labels: Sequence[str] | None = None) -> list[str]:
             if lookup is not None:
                 _label(usable, lookup)
         except RowError as error:
-            found.insert(0, str(error))
-    return found
+            errors.insert(0, str(error))
+    return errors
 
 
 def _parted(rows: Sequence[T], use: Callable[[T], U]) -> tuple[list[U], list[RowError]]:
@@ -124,12 +124,12 @@ def _usable(row: Row | RowError, *, worded: bool) -> Row:
 
 
 def _refusal(path: Path, bad: Sequence[RowError], rows: int, *, skip: bool) -> RowError:
-    told = str(bad[0]) if len(bad) == 1 else f"{path}: {len(bad)} of {rows} rows cannot be used: "
+    line = str(bad[0]) if len(bad) == 1 else f"{path}: {len(bad)} of {rows} rows cannot be used: "
     if len(bad) > 1:
-        told += _listed(path, bad)
+        line += _listed(path, bad)
     if skip:
-        return RowError(f"{told}; no row is left without them")
-    return RowError(told if len(bad) == rows else f"{told}; or leave such rows out (--skip-bad-rows)")
+        return RowError(f"{line}; no row is left without them")
+    return RowError(line if len(bad) == rows else f"{line}; or leave such rows out (--skip-bad-rows)")
 
 
 def _listed(path: Path, bad: Sequence[RowError]) -> str:
@@ -137,16 +137,16 @@ def _listed(path: Path, bad: Sequence[RowError]) -> str:
     places: dict[str, list[str]] = {}
     for error in bad:
         places.setdefault(error.why, []).append(error.place.removeprefix(f"{path} "))
-    told = []
+    parts = []
     for why, where in islice(places.items(), _MOST_REASONS):
         kind = where[0].split()[0]
         named = [place.removeprefix(f"{kind} ") for place in where[:_MOST_PLACES]]
         named += [f"{len(where) - _MOST_PLACES} more"] if len(where) > _MOST_PLACES else []
         which = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-        told.append(f"{kind}{'s' * (len(where) > 1)} {which}: {why}")
+        parts.append(f"{kind}{'s' * (len(where) > 1)} {which}: {why}")
     if len(places) > _MOST_REASONS:
-        told.append(f"and {len(places) - _MOST_REASONS} other things")
-    return "; ".join(told)
+        parts.append(f"and {len(places) - _MOST_REASONS} other things")
+    return "; ".join(parts)
 
 
 def read_queries(

@@ -108,9 +108,9 @@ def read_spec(path: Path) -> TaskSpec:
 
 def parse_spec(data: bytes, source: str) -> TaskSpec:
     """The task TOML in `data`; `source` names it in errors."""
-    found = parse_toml(data, source)
+    fields = parse_toml(data, source)
     try:
-        return TaskSpec.model_validate(found)
+        return TaskSpec.model_validate(fields)
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         name = ".".join(map(str, detail["loc"]))

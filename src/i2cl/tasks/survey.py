@@ -32,17 +32,17 @@ class Survey:
         """That of a task's training rows."""
         counts = Counter(row.label for row in task.train)
         labels = {word: counts[place] for place, word in enumerate(task.labels)}
-        found: dict[str, set[int]] = defaultdict(set)
+        texts: dict[str, set[int]] = defaultdict(set)
         for row in task.train:
-            found[row.text].add(row.label)
-        several = [(text, tuple(task.labels[one] for one in sorted(ids))) for text, ids in found.items()]
+            texts[row.text].add(row.label)
+        several = [(text, tuple(task.labels[one] for one in sorted(ids))) for text, ids in texts.items()]
         return cls(
             rows=len(task.train),
-            distinct=len(found),
+            distinct=len(texts),
             labels=labels,
             slips=tuple(slips(labels)),
             contradictions=tuple((text, words) for text, words in several if len(words) > 1),
-            longest=tuple(nlargest(LONGEST, found, key=len)),
+            longest=tuple(nlargest(LONGEST, texts, key=len)),
             numbered=all(as_id(word) is not None for word in task.labels),
         )
 

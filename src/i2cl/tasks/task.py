@@ -150,13 +150,13 @@ class Task:
 
         Raises I2CLError if the tokenizer has no chat template that can be used.
         """
-        told = self.instruction if instruction is None else instruction
-        return replace(self, template=Template.chat(tokenizer, told))
+        words = self.instruction if instruction is None else instruction
+        return replace(self, template=Template.chat(tokenizer, words))
 
     def instructed(self, instruction: str | None = None) -> "Task":
         """The same task with its instruction, or another, before everything else."""
-        told = self.instruction if instruction is None else instruction
-        return replace(self, template=self.template.instructed(told))
+        words = self.instruction if instruction is None else instruction
+        return replace(self, template=self.template.instructed(words))
 
     def without_data(self) -> "Task":
         """The same task with empty splits."""

@@ -162,7 +162,7 @@ def with_folds(
     Raises I2CLError where some refit would not see all labels.
     """
     shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method or I2CL())
-    asked = tuple({example.text: example for example in reversed(shown)}.values())[::-1]
+    unique = tuple({example.text: example for example in reversed(shown)}.values())[::-1]
     free, others = baselines()[: len(FREE)], baselines()[len(FREE) :]
 
     def again(other: Method) -> Fitted:
@@ -179,7 +179,7 @@ def with_folds(
 
     fits = _fits(free, decoder, task, shown, seed)
     fits |= {other.called: partial(again, other) for other in others} | {by.called: ours}
-    return _told(injection, by, fits, "demonstrations", decoder, task, asked, watch, progress)
+    return _told(injection, by, fits, "demonstrations", decoder, task, unique, watch, progress)
 
 
 def _by(injection: Injection, method: Method) -> Method:
@@ -254,9 +254,9 @@ def _compared(
     free = {name: _right(runs[name]) for name in FREE if name in runs}
     counts = {name: (int((mine & ~one).sum()), int((one & ~mine).sum())) for name, one in free.items()}
     scores = {name: _score(run) for name, run in runs.items()}
-    told: dict[str, Any] = asdict(verdict(counts, ours.n))
+    answer: dict[str, Any] = asdict(verdict(counts, ours.n))
     return Worth(
-        ours.n, split, **told, methods=scores, not_run=not_run, confidence=asdict(sure), selection={}
+        ours.n, split, **answer, methods=scores, not_run=not_run, confidence=asdict(sure), selection={}
     )
 
 

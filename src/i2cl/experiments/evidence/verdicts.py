@@ -93,11 +93,11 @@ def holm(ps: Sequence[float]) -> list[float]:
     """P-values corrected so that the chance of any false finding stays below the level; in the same order.
     Source: Holm, Scandinavian Journal of Statistics 6(2), 1979.
     """
-    found, least = [0.0] * len(ps), 0.0
+    qs, least = [0.0] * len(ps), 0.0
     for place, at in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         least = max(least, min(1.0, (len(ps) - place) * ps[at]))
-        found[at] = least
-    return found
+        qs[at] = least
+    return qs
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:

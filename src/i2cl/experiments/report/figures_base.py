@@ -49,11 +49,11 @@ def panels(count: int, width: float, height: float, *, shared: bool = False) -> 
     columns = min(4, math.ceil(math.sqrt(count)))
     rows = math.ceil(count / columns)
     figure = new_figure(columns * width, rows * height)
-    found: list[Axes] = []
+    panel_axes: list[Axes] = []
     for number in range(count):
-        first = found[0] if shared and found else None
+        first = panel_axes[0] if shared and panel_axes else None
         axes = figure.add_subplot(rows, columns, number + 1, sharex=first, sharey=first)
         if shared:
             axes.tick_params(labelleft=number % columns == 0, labelbottom=number + columns >= count)
-        found.append(axes)
-    return figure, found
+        panel_axes.append(axes)
+    return figure, panel_axes

@@ -179,8 +179,8 @@ def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
 
 def _stored(results: Results, vectors: Vectors, task: str, name: str) -> Float[np.ndarray, "_seeds ..."]:
     """Arrays of I2CL as it is that a store kept; nothing where there are none."""
-    told = (one for one in results.of_default(task) if one.cell.method == "i2cl")
-    held = [vectors[one.key] for one in told if one.key in vectors]
+    records = (one for one in results.of_default(task) if one.cell.method == "i2cl")
+    held = [vectors[one.key] for one in records if one.key in vectors]
     return np.array([arrays[name] for arrays in held if name in arrays], dtype=np.float32)
 
 

@@ -121,8 +121,8 @@ def shots(results: Results, _vectors: Vectors) -> Figure | None:
 def _curve(axes: Axes, results: Results, lines: Sequence[Line], colour: str, marker: str) -> None:
     held = [results.tasks_of(line) for line in lines]
     tasks = tuple(task for task in results.tasks if all(task in some for some in held))
-    found = [(line.shots, results.accuracy(line, among=tasks)) for line in lines if tasks]
-    points = [(count, 100 * mean.mean, 100 * mean.sd) for count, mean in found if mean is not None]
+    means = [(line.shots, results.accuracy(line, among=tasks)) for line in lines if tasks]
+    points = [(count, 100 * mean.mean, 100 * mean.sd) for count, mean in means if mean is not None]
     if points:
         x, y, sd = np.array(points, dtype=float).T
         axes.fill_between(x, y - sd, y + sd, color=colour, alpha=0.15, lw=0)

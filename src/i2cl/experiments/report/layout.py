@@ -107,11 +107,9 @@ def scale_note(results: Results, lines: Iterable[Line]) -> str:
 
 def transductive_notes(results: Results) -> list[str]:
     """Which lines no single query could be asked of."""
-    told = list(dict.fromkeys(line.row.name for line in results.lines if line.transductive))
-    classes = "are not" if results.setting.skew > 1 else "are, where a test split allows it,"
-    return (
-        [f"Of all queries together, which {classes} of balanced classes: {'; '.join(told)}."] if told else []
-    )
+    rows = dict.fromkeys(line.row.name for line in results.lines if line.transductive)
+    which = "are not" if results.setting.skew > 1 else "are, where a test split allows it,"
+    return [f"Of all queries together, which {which} of balanced classes: {'; '.join(rows)}."] if rows else []
 
 
 def incomplete_notes(results: Results, lines: Sequence[Line]) -> list[str]:
@@ -148,18 +146,18 @@ def _places(results: Results) -> list[str]:
         )
     )
     if len(places) > 1:
-        told = "; ".join(places)
-        return [f"Times from different places cannot be compared; these are from {len(places)}: {told}."]
+        listing = "; ".join(places)
+        return [f"Times from different places cannot be compared; these are from {len(places)}: {listing}."]
     return [f"Measured on: {places[0]}."] if places[0] else []
 
 
 def _together(results: Results) -> list[str]:
-    told = [
+    rows = [
         line.name
         for line in results.lines
         if any(one.together > 1 for task in results.tasks_of(line) for one in results.outcomes(line, task))
     ]
-    return [f"Seconds of equal shares of seeds that were fitted together: {'; '.join(told)}."] if told else []
+    return [f"Seconds of equal shares of seeds that were fitted together: {'; '.join(rows)}."] if rows else []
 
 
 def number_range(values: Iterable[int]) -> str:

@@ -51,8 +51,8 @@ class Paper:
         """What the paper prints for a row on a task, or without one on average; empty if nothing."""
         row = self.row(line)
         if task is None and row is not None and row.average is not None:
-            alike = set(self.results.tasks_of(line)) == set(self.tasks)
-            mark = _outside(row.average, self.results.accuracy(line)) if alike else ""
+            same_tasks = set(self.results.tasks_of(line)) == set(self.tasks)
+            mark = _outside(row.average, self.results.accuracy(line)) if same_tasks else ""
             mark += CONTRADICTED if self.contradicted(line) else ""
             return Entry(f"{row.average:.2f}", printed=True, mark=mark)
         if self.table is not None and row is not None and row.mean and task in self.table.tasks:

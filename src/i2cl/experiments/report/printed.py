@@ -86,11 +86,11 @@ def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
     tables = _file().table
     if name is None:
         return tables
-    found = tuple(table for table in tables if table.name == name)
-    if not found:
+    matches = tuple(table for table in tables if table.name == name)
+    if not matches:
         known = ", ".join(dict.fromkeys(table.name for table in tables))
         raise I2CLError(f"the paper has no table {name!r}: use one of {known}")
-    return found
+    return matches
 
 
 def printed_for(name: str, model: str) -> PrintedTable | None:

@@ -157,19 +157,19 @@ class Results:
         """Refuse records of one task with different queries, rows, wording or weights (I2CLError)."""
         first: dict[tuple[object, ...], Record] = {}
         for record in self.cells:
-            task, told = record.cell.task, record.provenance
+            task, origin = record.cell.task, record.provenance
             asked = first.setdefault((task,), record)
             if outcome(asked).gold != outcome(record).gold:
                 self._refuse(asked, record, "classify different queries")
-            if "wording" in told:  # which older records do not tell
+            if "wording" in origin:  # which older records do not tell
                 known = first.setdefault(("wording", task), record)
-                if known.provenance["wording"] != told["wording"]:
+                if known.provenance["wording"] != origin["wording"]:
                     self._refuse(known, record, "come from different wordings (template, label words, shots)")
-            if "rows" not in told:  # an older record, whose weights may be told in another way too
+            if "rows" not in origin:  # an older record, whose weights may have another hash too
                 continue
-            for part, where in (("rows", task), ("weights", told.get("dtype"))):
+            for part, where in (("rows", task), ("weights", origin.get("dtype"))):
                 known = first.setdefault((part, where), record)
-                if known.provenance.get(part) != told.get(part):
+                if known.provenance.get(part) != origin.get(part):
                     self._refuse(known, record, f"come from different {part}")
 
     def _refuse(self, one: Record, other: Record, what: str) -> NoReturn:
@@ -269,8 +269,8 @@ class Results:
     def reference(self, line: Line) -> Line | None:
         """The line that another is tested against: of the default row, with as many demonstrations."""
         lines = [one for one in self.lines if one.row is self.default]
-        alike = [one for one in lines if one.shots == line.shots]
-        reference = alike[0] if alike else lines[0] if len(lines) == 1 else None
+        matches = [one for one in lines if one.shots == line.shots]
+        reference = matches[0] if matches else lines[0] if len(lines) == 1 else None
         return None if reference == line else reference
 
     def leader(self, task: str | None = None) -> Line | None:

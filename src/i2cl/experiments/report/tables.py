@@ -269,11 +269,11 @@ Tested = dict[tuple[Line, str | None], Comparison | None]
 
 def _tested(results: Results, pairs: Pairs, tasks: Sequence[str | None]) -> Tested:
     """All lines on all tasks, on average for None, corrected over all that have seeds enough to be tested."""
-    asked = {(line, task): results.difference(line, other, task) for line, other in pairs for task in tasks}
-    got = {key: difference for key, difference in asked.items() if difference is not None}
-    told = {key: difference.p for key, difference in got.items() if difference.decidable}
-    q = dict(zip(told, holm(list(told.values())), strict=True))
-    return {key: Comparison(got[key], q.get(key, 1.0)) if key in got else None for key in asked}
+    tests = {(line, task): results.difference(line, other, task) for line, other in pairs for task in tasks}
+    got = {key: difference for key, difference in tests.items() if difference is not None}
+    ps = {key: difference.p for key, difference in got.items() if difference.decidable}
+    q = dict(zip(ps, holm(list(ps.values())), strict=True))
+    return {key: Comparison(got[key], q.get(key, 1.0)) if key in got else None for key in tests}
 
 
 def _decision(tested: Tested) -> tuple[str, str]:

@@ -57,10 +57,10 @@ def joined(address: str | None) -> Iterator[Cluster]:
 
 def _require_answer(address: str) -> None:
     """Raise OSError unless whatever listens at HOST:PORT, if it is such an address, speaks HTTP/2."""
-    found = re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address)
-    if found is None or os.environ.get("RAY_USE_TLS", "0") != "0":
+    match = re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address)
+    if match is None or os.environ.get("RAY_USE_TLS", "0") != "0":
         return
-    with socket.create_connection((found[1], int(found[2])), timeout=PATIENCE) as line:
+    with socket.create_connection((match[1], int(match[2])), timeout=PATIENCE) as line:
         line.sendall(_HELLO)
         if line.recv(4)[3:] != b"\4":
             raise ConnectionError("what answers there is no Ray")

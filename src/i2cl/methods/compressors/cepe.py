@@ -87,9 +87,9 @@ class CrossAttention(Edit):
         """What the cross-attention of a layer writes, given the residual stream."""
         own, where = self.layers[layer], stream.device
         normed = rms_norm(stream, (stream.shape[-1],), own.norm.to(where), self.eps)
-        asked = self._split(linear(normed, own.q.to(where)), own)
+        queries = self._split(linear(normed, own.q.to(where)), own)
         keys, values = (one.to(where).expand(len(stream), -1, -1, -1) for one in self._read[layer])
-        attention = scaled_dot_product_attention(asked, keys, values, enable_gqa=True)
+        attention = scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
         written: Tensor = linear(attention.transpose(1, 2).flatten(2), own.o.to(where))
         return written
 
@@ -197,13 +197,13 @@ def _loaded(decoder: Decoder) -> ContextEncoder:
     wanted = lambda name: name.startswith("encoder.") or ".cross_attn." in name  # noqa: E731
     cure = "give a CEPE model as MODEL, such as hyen/CEPE-LLaMA-2-7B"
     compressor = bundled(decoder, CEPE.name) or beside(decoder, CEPE.name, wanted, cure)
-    count, told = compressor.settings.get("num_cross_attn_layers"), compressor.settings.get("encoder_config")
-    if not isinstance(count, int) or not 0 < count <= decoder.layers or not isinstance(told, dict):
+    count, fields = map(compressor.settings.get, ("num_cross_attn_layers", "encoder_config"))
+    if not isinstance(count, int) or not 0 < count <= decoder.layers or not isinstance(fields, dict):
         raise I2CLError(
             f"the config.json of {decoder.name!r} tells no encoder_config, or no num_cross_attn_layers from "
             f"1 to {decoder.layers}: download it again"
         )
-    encoder = LlamaModel(LlamaConfig.from_dict({**told, "attn_implementation": "sdpa"}))
+    encoder = LlamaModel(LlamaConfig.from_dict({**fields, "attn_implementation": "sdpa"}))
     shapes = {name: value.shape for name, value in encoder.state_dict().items()}
     encoder.load_state_dict(
         {name: compressor.tensor(f"encoder.{name}", *shape) for name, shape in shapes.items()}
