@@ -62,12 +62,7 @@ class Stored(pydantic.BaseModel):
         return version
 
     def fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What an `i2cl.Injection` is made of.
-
-        Raises:
-            KeyError: if one is missing.
-            I2CLError: if they have other shapes than described.
-        """
+        """What an `i2cl.Injection` is made of. Raises KeyError without one, I2CLError on other shapes."""
         values, coefficients = tensors["context_vector"], tensors["coefficients"]
         base = ModelIdentity.from_dict(self.base_model)
         sites = 1 if self.extraction.site == "hidden" else 2

@@ -65,11 +65,7 @@ class ContextVector:
     base: ModelIdentity | None = None
 
     def require_base(self, decoder: Decoder) -> None:
-        """Refuse a decoder of other sizes, or another one than it was extracted on.
-
-        Raises:
-            I2CLError: naming the difference.
-        """
+        """Refuse a decoder other than the one that it was extracted on (I2CLError naming the difference)."""
         sites = 1 if self.config.site == "hidden" else 2
         shape = (decoder.layers, sites, decoder.d_model)
         if self.values.shape != shape:
@@ -87,11 +83,7 @@ class ContextVector:
             )
 
     def require_match(self, other: "ContextVector") -> None:
-        """Refuse a vector that cannot be added to this one.
-
-        Raises:
-            I2CLError: if shapes, writers or models differ.
-        """
+        """Refuse a vector of another shape, writer or model, which cannot be added (I2CLError)."""
         _common_base([self, other])
         mine, theirs = self.config.writers, other.config.writers
         if mine != theirs or self.values.shape != other.values.shape:

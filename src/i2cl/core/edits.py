@@ -225,9 +225,7 @@ def _token_places(batch: Batch, lengths: Sequence[int]) -> Int[Tensor, " tokens"
 
 
 class RowsEdit(PlacedEdit):
-    """A linear edit of its own for every query of a batch.
-    ``scaled`` is each task's context vector times its lambda, ``keep`` its beta, ``task`` that of each query.
-    """
+    """A linear edit for each query: ``scaled`` is lambda times vector, ``keep`` beta, by ``task``."""
 
     def __init__(
         self,

@@ -286,9 +286,7 @@ def sweep(
 
 
 def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: int) -> float:
-    """Mean F1 over all classes of the task; a class that neither occurs nor is predicted counts as 0.
-    The same as scikit-learn's ``f1_score(average="macro", labels=range(classes), zero_division=0)``.
-    """
+    """Mean F1 over a task's classes, 0 for one without any (scikit-learn's, zero_division=0)."""
     table = np.zeros((classes, classes))
     np.add.at(table, (gold, best), 1)
     both = table.sum(0) + table.sum(1)
@@ -305,10 +303,7 @@ def software(decoder: Decoder) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Runs of one task and method over seeds (standard deviation with n - 1, as 0 for one seed).
-
-    ``confidence`` holds the means over seeds; None where a run kept no scores.
-    """
+    """Means over seeds (standard deviation with n - 1); ``confidence`` is None where a run kept no scores."""
 
     task: str
     method: str

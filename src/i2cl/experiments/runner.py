@@ -29,9 +29,8 @@ from i2cl.storage.atomic import WriteError
 
 @dataclass(frozen=True)
 class Group:
-    """Cells of a grid that are fitted together, since they differ in their seed alone; or a single cell.
-    ``cells`` are also those that a store holds already, so that what a killed run had done changes nothing in
-    what comes after; ``lacking`` are those whose records are wanted.
+    """Cells that are fitted together, since they differ in their seed alone; or a single cell.
+    ``lacking`` are those whose records are wanted; ``cells`` also those that a store holds already.
     """
 
     cells: tuple[Cell, ...]

@@ -31,9 +31,7 @@ Vectors = Mapping[str, Mapping[str, np.ndarray]]
 
 
 class Store:
-    """A folder of results. Reading needs no lock; one process at a time writes.
-    ``records`` has the newest of every cell by key; one that failed takes no place of one that did not.
-    """
+    """A folder of results; one process at a time writes. ``records`` has the newest of every cell."""
 
     def __init__(self, folder: Path, records: dict[str, Record]) -> None:
         self.folder = folder

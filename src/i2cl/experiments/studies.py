@@ -41,10 +41,7 @@ JUDGED_ON = 100
 
 @dataclass(frozen=True)
 class Bench:
-    """Where cells are run.
-    ``vectors`` keeps what plain I2CL cells were fitted to, for other cells and for figures; ``fits`` what was
-    fitted here, by `fit_key`.
-    """
+    """Where cells are run: ``vectors`` keeps what plain I2CL was fitted to, ``fits`` what was fitted here."""
 
     decoder: Decoder
     data_dir: str | None
@@ -221,9 +218,8 @@ def is_joint(cell: Cell) -> bool:
 def worst_group(
     decoder: Decoder, task: Task, shots: int | None, seed: int
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """The group of demonstrations with which few-shot does worst on held-out rows, and those rows.
-    Held-out rows are of the training split and in none of the groups. Raises I2CLError if no rows remain to
-    judge on.
+    """The demonstrations with which few-shot does worst on held-out training rows, and these rows.
+    Raises I2CLError if no rows remain to judge on.
     """
     groups = [task.sample(shots, 1_000_000 + GROUPS * seed + number) for number in range(GROUPS)]
     used = {example.text: example for group in groups for example in group}

@@ -48,9 +48,7 @@ class TrainedAdapter:
 
 
 class AdaptedDecoder(Decoder):
-    """A decoder whose model wears an adapter; all else is as on the bare one, which is not changed.
-    So many ``virtual_tokens`` stand in front of every query and shift its positions.
-    """
+    """A decoder whose model wears an adapter, with ``virtual_tokens`` in front of every query."""
 
     def __init__(self, bare: Decoder, model: Any, virtual_tokens: int = 0, taken: int = 0) -> None:
         """Run ``model``, a PeftModel around the bare decoder's own."""

@@ -136,11 +136,7 @@ class Method(ABC):
     def configured(  # noqa: PYI019 - the checks in tests know no Self
         cls: type[C], options: Mapping[str, Any], *below: "Method"
     ) -> C:
-        """Build it from those of the options that it knows, strings or values; a wrapper, on a method.
-
-        Raises:
-            I2CLError: on a value that an option cannot take.
-        """
+        """Build it from the options that it knows; a wrapper, on a method. Raises I2CLError on bad values."""
         return cls(*below, *(_read(model, options) for model in cls.settings))
 
     @property
@@ -150,20 +146,12 @@ class Method(ABC):
 
     @abstractmethod
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
-        """Prepare for a task.
-
-        Raises:
-            I2CLError: if it cannot be done on this model with these demonstrations.
-        """
+        """Prepare for a task. Raises I2CLError where this model and these demonstrations do not allow it."""
 
     def fit_many(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Examples], seeds: Sequence[int]
     ) -> Sequence[Predictor]:
-        """What `fit` makes of each seed and its demonstrations, to rounding.
-
-        Raises:
-            I2CLError: as `fit`; one seed that cannot be fitted ends all.
-        """
+        """What `fit` makes of each seed and its demonstrations, to rounding; raises I2CLError as `fit`."""
         pairs = zip(demonstrations, seeds, strict=True)
         return [self.fit(decoder, task, shown, seed) for shown, seed in pairs]
 

@@ -57,9 +57,7 @@ class EncoderConfig(Settings):
 
 
 class EmbeddingsConfig(EncoderConfig):
-    """The encoder and the classifier.
-    ``embeddings_c`` is scikit-learn's ``C``: the L2 penalty is to be weak on vectors of unit length.
-    """
+    """The encoder, and scikit-learn's ``C``: the L2 penalty is to be weak on vectors of unit length."""
 
     embeddings_c: float = Field(10.0, gt=0)
 

@@ -39,9 +39,7 @@ class FewShot(Method):
     cache: ClassVar[bool] = True
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Run the demonstrations once, if they are to be cached.
-        Raises I2CLError if not even one per class fits into the context, naming tokens needed and available.
-        """
+        """Run the demonstrations once, if they are cached. Raises I2CLError if not one per class fits."""
         return few_shot_prompt(Questions(decoder, task), demonstrations, cached=self.cache)
 
 

@@ -98,9 +98,7 @@ class ICV(Method):
     config: ICVConfig = field(default_factory=ICVConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Find directions, then the strength.
-        Raises I2CLError if too few held-out examples remain, or the paper has no strength for the task.
-        """
+        """Find directions, then the strength. Raises I2CLError on too few examples, or no strength."""
         questions = Questions(decoder, task)
         variant, strength = self.config.variant, self.config.strength
         axes = directions(decoder, task, demonstrations, variant)

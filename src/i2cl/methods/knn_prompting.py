@@ -51,9 +51,7 @@ class KNNPrompting(Method):
     config: KNNConfig = field(default_factory=KNNConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "KNNPredictor":
-        """Keep each anchor's distribution.
-        Raises I2CLError if the training split has too few further examples, or the context is too small.
-        """
+        """Keep each anchor's distribution. Raises I2CLError on too few examples, or too small a context."""
         held_out = task.held_out(self.config.anchors, demonstrations, seed)
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)

@@ -114,9 +114,7 @@ def _classifier(c: float) -> Any:
 def _best(
     features: dict[Choice, Float[np.ndarray, "texts _"]], labels: Int[np.ndarray, " texts"], seed: int
 ) -> Choice:
-    """That with the least log-loss on texts which a fit has not seen; accuracy would be of few texts.
-    The first, where there is nothing to choose or a class has a single demonstration.
-    """
+    """That with the least log-loss on folds; the first, where there is nothing to choose or no fold."""
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
     first, counts = next(iter(features)), np.unique(labels, return_counts=True)[1]

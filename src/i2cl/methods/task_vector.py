@@ -96,9 +96,7 @@ class TaskVector(Method):
     formula: ClassVar[str] = "D"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Take the states of all layers at once, then try each on the held-out examples.
-        Raises I2CLError if the training split has too few further examples, or the context is too small.
-        """
+        """Take all layers' states, then try each on held-out examples. Raises I2CLError on too few."""
         dummy, *held_out = task.held_out(HELD_OUT + 1, demonstrations, seed)
         questions = Questions(decoder, task)
         (prompt,) = encode_prompts(questions, fitting(questions, demonstrations), [dummy.text])

@@ -20,10 +20,7 @@ from i2cl.tasks import Examples, Task
 
 
 class TfidfConfig(Settings):
-    """The classifier.
-    A run of at most ``tfidf_words`` words is a feature; ``tfidf_c`` is scikit-learn's ``C``: the L2 penalty
-    is to be weak on texts of unit length.
-    """
+    """Features are runs of at most ``tfidf_words`` words; ``tfidf_c`` is scikit-learn's ``C``."""
 
     tfidf_words: int = Field(2, ge=1)
     tfidf_c: float = Field(10.0, gt=0)

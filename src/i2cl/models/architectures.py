@@ -40,11 +40,7 @@ class Architecture:
     packs: bool = False
 
     def blocks(self, model: PreTrainedModel) -> list[nn.Module]:
-        """The decoder blocks, first layer first.
-
-        Raises:
-            I2CLError: if the path ``layers`` does not lead to a list of blocks.
-        """
+        """The decoder blocks, first layer first. Raises I2CLError if ``layers`` leads to none."""
         base = _text_model(model)
         stack = self._find(base, self.layers, "layers")
         if not isinstance(stack, nn.ModuleList | nn.Sequential) or not len(stack):
@@ -55,11 +51,7 @@ class Architecture:
         return list(stack)
 
     def writers(self, model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-        """The residual writers, axes [layer, (mha, mlp)].
-
-        Raises:
-            I2CLError: if a path does not hold in some block.
-        """
+        """The residual writers, axes [layer, (mha, mlp)]. Raises I2CLError if some block lacks a path."""
         return [
             (self._find(block, self.attention, "attention"), self._find(block, self.mlp, "mlp"))
             for block in self.blocks(model)

@@ -106,11 +106,7 @@ class Decoder:
         architecture: Architecture | None = None,
         token_budget: int | None = None,
     ) -> "Decoder":
-        """Load what a name means. See `i2cl.models.loading.load_model_and_tokenizer`.
-
-        Raises:
-            I2CLError: if it cannot be loaded safely, or its model type is unknown.
-        """
+        """As `i2cl.models.loading.load_model_and_tokenizer`; raises I2CLError, also on an unknown type."""
         model, tokenizer = load_model_and_tokenizer(
             name,
             dtype=dtype,
@@ -184,11 +180,7 @@ class Decoder:
             return residual_identity(self.model, self.architecture, ids)
 
     def require_identity(self) -> None:
-        """Refuse a model whose blocks do not simply add their writers, such as a post-norm OPT.
-
-        Raises:
-            I2CLError: naming the cure.
-        """
+        """Refuse a model whose blocks do not simply add their writers, as a post-norm OPT (I2CLError)."""
         if not self.residual_identity.passed:
             raise I2CLError(
                 f"the blocks of {self.name!r} add something other than its two residual writers put out "
@@ -353,10 +345,7 @@ class Decoder:
         return frozen(self.model)
 
     def _joins(self, prefix: Prefix, width: int) -> bool:
-        """Whether the keys of a prefix are those that they are in front of ``width`` more tokens.
-
-        A window counts cached keys, so tokens taken out of the cache would shift it.
-        """
+        """Whether a prefix's keys stay in front of ``width`` more tokens: a window counts cached keys."""
         tokens = prefix.length + width
         joins = len(self.together([prefix.length, tokens])) == 1
         short = prefix.thinned and self.window is not None and tokens > self.window

@@ -82,11 +82,7 @@ class ModelIdentity:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "ModelIdentity":
-        """Inverse of `to_dict`.
-
-        Raises:
-            I2CLError: on missing or unknown fields, or values of another type.
-        """
+        """Inverse of `to_dict`. Raises I2CLError on missing or unknown fields, or values of another type."""
         try:
             return pydantic.TypeAdapter(cls).validate_python(vars(cls(**fields)))
         except (TypeError, pydantic.ValidationError) as error:

@@ -69,11 +69,7 @@ def dequantized(module: Any, parameter: Any) -> Tensor | None:
 
 
 def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None:
-    """What `dequantized` gives once a parameter's quantizer has made codes of these numbers.
-
-    Returns:
-        None where the config does not quantize a layer that is told by its weight alone.
-    """
+    """What `dequantized` gives of these numbers' codes, or None where a layer's config has none."""
     kind, there = type(parameter).__name__, numbers.to(parameter.device)
     decoded: Tensor
     if kind == "Params4bit":

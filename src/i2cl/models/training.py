@@ -173,11 +173,7 @@ def train_together(
     progress: StepProgress | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[tuple[float, ...], ...]:
-    """`train` for runs that share their steps and no parameter: each gets the gradients of its own loss.
-
-    Returns:
-        Mean loss of each epoch, of each run.
-    """
+    """`train` for runs that share steps but no parameter; mean loss of each epoch, of each run."""
     means = list(_epochs(parameters, losses, batches, config, progress, dtype))
     return tuple(tuple(run) for run in torch.stack(means, -1).tolist()) if means else ()
 

@@ -14,10 +14,7 @@ LONGEST = 20
 
 @dataclass(frozen=True)
 class Survey:
-    """Training rows, counted.
-    ``slips`` are labels that look like another one written otherwise, each with that one; ``contradictions``
-    texts that have several labels; ``longest`` those with the most characters.
-    """
+    """Training rows, counted: labels that may be ``slips``, texts of several labels, longest texts."""
 
     rows: int
     distinct: int

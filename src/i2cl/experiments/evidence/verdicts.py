@@ -90,9 +90,7 @@ def rows_for(gain: float, discordant: float) -> int:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """P-values corrected so that the chance of any false finding stays below the level; in the same order.
-    Source: Holm, Scandinavian Journal of Statistics 6(2), 1979.
-    """
+    """Corrected p-values, in the same order: Holm, Scandinavian Journal of Statistics 6(2), 1979."""
     qs, least = [0.0] * len(ps), 0.0
     for place, at in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         least = max(least, min(1.0, (len(ps) - place) * ps[at]))

@@ -32,10 +32,7 @@ CHUNK = 256
 
 
 class CEPEConfig(Settings):
-    """Where demonstrations stand.
-    So many stand ``in_decoder``, as text before the query, the first ones; the others are chunks (the
-    release's own evaluation has 2).
-    """
+    """So many demonstrations stand ``in_decoder``, as text (2 in the release), the others are chunks."""
 
     in_decoder: int = Field(0, ge=0)
 

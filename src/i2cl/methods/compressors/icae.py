@@ -167,9 +167,7 @@ class ICAE(Method):
     config: ICAEConfig = field(default_factory=ICAEConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
-        """Write the slots, then run them.
-        Raises I2CLError if there is no compressor or it does not fit the model, or the context is full.
-        """
+        """Write the slots, then run them. Raises I2CLError without a compressor, or on a full context."""
         own = auto_encoder(decoder, self.config)
         text = task.template.opening + "".join(exchanges(decoder, task, demonstrations))
         with torch.no_grad():
