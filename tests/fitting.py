@@ -112,3 +112,12 @@ def block_outputs(decoder, text):
     with torch.no_grad(), replacing((block, kept.append) for block in decoder.blocks):
         decoder.model(torch.tensor([ids(decoder, text)]))
     return torch.stack([one[0] for one in kept])
+
+
+def plain_logits(decoder, prompts):
+    """Those of the bare model behind each prompt."""
+    return torch.stack([decoder.model(torch.tensor([ids(decoder, one)])).logits[0, -1] for one in prompts])
+
+
+def shown_string(task):
+    return "".join(task.template.demonstration(text, WORDS[label]) for text, label in SHOWN)
