@@ -69,12 +69,12 @@ def test_a_probe_is_chosen_by_what_its_folds_get_right(place, other, films, monk
     best = fit("linear_probe", decoder, films, shown).choice
     assert best.layer == 8
     assert best.tokens != other
-    assert fit("linear_probe", decoder, films, shown, probe_tokens="last").choice.tokens == "last"
-    assert fit("linear_probe", decoder, films, shown, probe_layer=-1).choice.layer == 10
+    assert fit("linear_probe", decoder, films, shown, probe_tokens="last", probe_c=1).choice.tokens == "last"
+    assert fit("linear_probe", decoder, films, shown, probe_layer=-1, probe_c=1).choice.layer == 10
     once = fit("linear_probe", decoder, films, shown[:2])  # one a class: nothing to choose by
     assert once.choice == (9, "both", 0.1)
     uneven = [*shown[:5], shown[6]]  # four of one class and two of the other
-    assert fit("linear_probe", decoder, films, uneven).choice.layer in {8, 9, 10}
+    assert fit("linear_probe", decoder, films, uneven, probe_c=1).choice.layer in {8, 9, 10}
 
 
 @pytest.mark.parametrize("front", ["", "A task.\n\n"])
