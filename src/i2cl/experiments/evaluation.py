@@ -63,23 +63,20 @@ def fit_seeds(
     ]
 
 
-def stand_on(decoder: Decoder, method: Wrapper, below: Fitted, task: Task) -> Fitted:
-    """A wrapper on top of what is fitted, in the seconds of both; raises I2CLError as its `over` does."""
-    started = time.perf_counter()
-    predictor = method.over(decoder, below.predictor, task, below.demonstrations, below.seed)
-    seconds = below.seconds + time.perf_counter() - started
-    return replace(below, method=method, predictor=predictor, seconds=seconds)
-
-
 def bottom(method: Method) -> Method:
     """What a method's wrappers stand on in the end; the method itself, if it is none."""
     return bottom(method.below) if isinstance(method, Wrapper) else method
 
 
-def _on_top(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -> Fitted:
-    if isinstance(method, Wrapper):
-        return stand_on(decoder, method, _on_top(decoder, method.below, fitted, task), task)
-    return fitted
+def on_top(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -> Fitted:
+    """A method's wrappers on what its `bottom` is fitted to, timed together; raises I2CLError as `over`."""
+    if not isinstance(method, Wrapper):
+        return fitted
+    below = on_top(decoder, method.below, fitted, task)
+    started = time.perf_counter()
+    predictor = method.over(decoder, below.predictor, task, below.demonstrations, below.seed)
+    seconds = below.seconds + time.perf_counter() - started
+    return replace(below, method=method, predictor=predictor, seconds=seconds)
 
 
 def measure(
@@ -191,8 +188,8 @@ class Evaluation:
                     fitted = together.get(seed) or self._fits(decoder, [seed])[0]
                     for method in self.methods:
                         with self._told(runs, seed, [method]):
-                            on_top = _on_top(decoder, method, fitted, self.task)
-                            runs.append(measure(decoder, self.task, on_top, queries))
+                            top = on_top(decoder, method, fitted, self.task)
+                            runs.append(measure(decoder, self.task, top, queries))
         except NoCompressorError as lacking:
             if not self.skip:
                 raise

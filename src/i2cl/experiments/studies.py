@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from i2cl.core.context import ContextVector, extract_classes
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evaluation import Fitted, fit_seeds, measure, stand_on
+from i2cl.experiments.evaluation import Fitted, bottom, fit_seeds, measure, on_top
 from i2cl.experiments.grid import Cell, Wording
 from i2cl.experiments.records import Run
 from i2cl.experiments.store import save_vectors
 from i2cl.injections.transfer import transfer
 from i2cl.methods import Cost, Method, make_methods
-from i2cl.methods.base import Wrapper, right_answers
+from i2cl.methods.base import right_answers
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
@@ -151,7 +151,8 @@ class FittedCell:
 def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
     """Fit cells that differ in their seed alone, together; raises I2CLError where one cannot be."""
     first = cells[0]
-    _asked(bench, first).queries(first.limit)  # none are told before anything is fitted
+    asked = _asked(bench, first)
+    asked.queries(first.limit)  # none are told before anything is fitted
     task, worst = bench.task(first), first.demonstrations == "worst"
     drawn = [
         worst_group(bench.decoder, task, one.shots, one.seed)
@@ -160,25 +161,14 @@ def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
         for one in cells
     ]
     method = STUDIES[first.study](bench, first)
-    fits = _fitted(bench, cells, method, [shown for shown, _ in drawn])
-    return [
-        FittedCell(bench, cell, fitted, judged)
-        for cell, fitted, (_, judged) in zip(cells, fits, drawn, strict=True)
-    ]
-
-
-def _fitted(bench: Bench, cells: Sequence[Cell], method: Method, shown: Sequence[Examples]) -> list[Fitted]:
-    if isinstance(method, Wrapper):
-        task = _asked(bench, cells[0])
-        return [
-            stand_on(bench.decoder, method, below, task)
-            for below in _fitted(bench, cells, method.below, shown)
-        ]
     key = " ".join(fit_key(cell) for cell in cells)
     if key not in bench.fits:
-        task, seeds = bench.task(cells[0]), [cell.seed for cell in cells]
-        bench.fits[key] = fit_seeds(bench.decoder, task, method, shown, seeds)
-    return bench.fits[key]
+        shown, seeds = [demonstrations for demonstrations, _ in drawn], [cell.seed for cell in cells]
+        bench.fits[key] = fit_seeds(bench.decoder, task, bottom(method), shown, seeds)
+    return [
+        FittedCell(bench, cell, on_top(bench.decoder, method, below, asked), judged)
+        for cell, below, (_, judged) in zip(cells, bench.fits[key], drawn, strict=True)
+    ]
 
 
 def fit_key(cell: Cell) -> str:
@@ -187,9 +177,8 @@ def fit_key(cell: Cell) -> str:
         method = _method(cell) if cell.study == "method" else None
     except I2CLError:  # running the cell tells what is wrong with its method
         return cell.key
-    while isinstance(method, Wrapper):
-        method = method.below
     if method is not None:
+        method = bottom(method)
         known = {name: value for name, value in cell.options.items() if name in method.options()}
         cell = cell.model_copy(update={"method": method.called, "options": known})
     return cell.model_copy(update={"limit": None, "skew": 1}).key

@@ -224,27 +224,21 @@ def _told(
         if watch is not None:
             watch(name)
         try:
-            fitted = fit()
-            runs[name] = measure(decoder, task, fitted, queries, progress)
-        except I2CLError as error:
-            if name in required:
+            runs[name] = measure(decoder, task, fit(), queries, progress)
+        except (I2CLError, RuntimeError) as error:
+            if name in required or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
                 raise
-            not_run[name] = str(error)
-        except RuntimeError as error:
-            if name in required or not is_out_of_memory(error):
-                raise
-            not_run[name] = "out of memory"
-    ours = list(runs.values())[-1]
-    temperature, sure = tempered(ours, by.temperatures)
-    worth = _compared(ours, runs, not_run, split, sure)
-    if target is not None and ours.scores is not None:
-        chances = highest(normalised(ours.scores.array, temperature))
-        worth = replace(worth, selection=selection(chances, _right(ours), target))
-    injection = replace(injection, temperature=temperature)
+            not_run[name] = str(error) if isinstance(error, I2CLError) else "out of memory"
+    run = list(runs.values())[-1]
+    temperature, sure = tempered(run, by.temperatures)
+    worth = _compared(run, runs, not_run, split, sure)
+    if target is not None and run.scores is not None:
+        chances = highest(normalised(run.scores.array, temperature))
+        worth = replace(worth, selection=selection(chances, _right(run), target))
+    injection = replace(injection, temperature=temperature, worth=asdict(worth))
     if split == "demonstrations":  # no measurement to publish
-        return replace(injection, worth=asdict(worth))
-    metrics = {"accuracy": ours.accuracy, "macro_f1": ours.macro_f1, "n": ours.n}
-    return replace(injection, metrics=metrics, worth=asdict(worth))
+        return injection
+    return replace(injection, metrics={"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n})
 
 
 def _compared(
