@@ -136,13 +136,10 @@ def test_its_own_model_is_accepted():
     made().require_base(Decoder(tiny_model("llama", dtype=torch.bfloat16), tiny_tokenizer(), name="copy"))
 
 
-def test_another_configuration_is_named():
+def test_another_configuration_or_tokenizer_is_named():
     other = Decoder(tiny_model("llama", rms_norm_eps=1e-5), tiny_tokenizer())
     with pytest.raises(I2CLError, match=r"\(config.rms_norm_eps 1e-06 and not 1e-05\): .*--force"):
         made().require_base(other)
-
-
-def test_another_tokenizer_is_named():
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<new>"])
     with pytest.raises(I2CLError, match=r"\(tokenizer '\w+' and not '\w+'\)"):
@@ -245,11 +242,8 @@ def test_demonstrations_are_not_saved(tmp_path):
 def test_views_are_saved_whole(tmp_path):
     injection = made()
     values, coefficients = injection.context.values, injection.coefficients
-    turned = replace(
-        injection,
-        context=replace(injection.context, values=values.transpose(0, 2).contiguous().transpose(0, 2)),
-        coefficients=coefficients[:1, :1].expand_as(coefficients),
-    )
+    context = replace(injection.context, values=values.transpose(0, 2).contiguous().transpose(0, 2))
+    turned = replace(injection, context=context, coefficients=coefficients[:1, :1].expand_as(coefficients))
     turned.save_pretrained(tmp_path / "out")
     loaded = Injection.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded.context.values, values)
@@ -293,31 +287,25 @@ def test_a_failing_save_leaves_the_older_artefact(saved, monkeypatch, target, er
 # Artefacts that are not right
 
 
-def test_a_missing_description(saved):
+def test_a_missing_description_and_a_file_in_place_of_a_folder(saved):
+    with pytest.raises(I2CLError, match="is no injection"):
+        Injection.from_pretrained(saved / TENSORS)
     (saved / DESCRIPTION).unlink()
     with pytest.raises(I2CLError, match="it has no injection"):
         Injection.from_pretrained(saved)
 
 
-def test_a_file_in_place_of_a_folder(saved):
-    with pytest.raises(I2CLError, match="is no injection"):
-        Injection.from_pretrained(saved / TENSORS)
-
-
-@pytest.mark.parametrize("length", [0, 5, 100, -1])
-def test_truncated_tensors(saved, length):
-    (saved / TENSORS).write_bytes((saved / TENSORS).read_bytes()[:length])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(lambda path, end=end: path.write_bytes(path.read_bytes()[:end]) for end in (0, 5, 100, -1)),
+        lambda path: path.unlink(),
+    ],
+)
+def test_tensors_that_are_truncated_or_missing(saved, spoil):
+    spoil(saved / TENSORS)
     with pytest.raises(I2CLError, match=r"injection.safetensors is damaged or missing"):
         Injection.from_pretrained(saved)
-
-
-def test_missing_tensors(saved):
-    (saved / TENSORS).unlink()
-    with pytest.raises(I2CLError, match=r"injection.safetensors is damaged or missing"):
-        Injection.from_pretrained(saved)
-
-
-def test_a_missing_tensor(saved):
     save_file({"context_vector": torch.zeros(2, 2, 32)}, saved / TENSORS)
     with pytest.raises(I2CLError, match=r"damaged or missing \('coefficients'\)"):
         Injection.from_pretrained(saved)
@@ -409,12 +397,10 @@ def test_a_hub_that_cannot_help(monkeypatch, error):
         Injection.from_pretrained("somebody/films")
 
 
-def test_a_repository_without_an_injection(tmp_path, monkeypatch):
+def test_a_repository_or_a_path_without_an_injection(tmp_path, monkeypatch):
     monkeypatch.setattr("i2cl.storage.hub.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(I2CLError, match="'somebody/films' is no injection"):
         Injection.from_pretrained("somebody/films")
-
-
-def test_a_path_that_does_not_exist_needs_no_network():
+    monkeypatch.undo()  # a path needs no network
     with pytest.raises(I2CLError, match="no such folder"):
         Injection.from_pretrained(Path("/no/such/folder/anywhere"))
