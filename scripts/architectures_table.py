@@ -154,7 +154,7 @@ def measured(model_type: str) -> dict[str, str]:
     decoder = decoder_of(model_type)
     injection = calibrate(decoder, TASK, SHOTS, extract(decoder, TASK, SHOTS), CONFIG)
     row = {
-        "identity": bound(decoder.identity.worst),
+        "identity": bound(decoder.residual_identity.worst),
         "calibrate": f"{injection.history[0]:.1f} -> {injection.history[-1]:.1f}",
     }
     if model_type in REFUSED:

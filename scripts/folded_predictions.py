@@ -153,12 +153,7 @@ def lines(found: Sequence[Comparison]) -> list[str]:
 
 
 def _line(
-    task: str,
-    accuracy: float,
-    queries: int,
-    equal: Sequence[int],
-    differences: Sequence[float],
-    encoded: int,
+    task: str, accuracy: float, queries: int, equal: Sequence[int], differences: Sequence[float], encoded: int
 ) -> str:
     pairs = [
         f"{same} of {queries} | {difference:.1e}" for same, difference in zip(equal, differences, strict=True)

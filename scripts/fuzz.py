@@ -26,7 +26,7 @@ from fuzzing import refused, targets  # noqa: E402
 
 KILLED = {
     "tests/interfaces/test_predict.py::test_killed_again_and_again_it_ends_with_the_same_bytes": 3,
-    "tests/experiments/test_experiments.py::test_kills_lose_nothing_and_corrupt_nothing": 6,
+    "tests/experiments/test_commands.py::test_kills_lose_nothing_and_corrupt_nothing": 6,
 }
 """Tests, and how often each kills."""
 

@@ -23,11 +23,12 @@ from matplotlib.figure import Figure
 
 from i2cl.experiments.confidence import highest
 from i2cl.experiments.confidence import reliability as curve
+from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.records import Record
 from i2cl.experiments.report.figures_base import new_figure
 from i2cl.experiments.report.results import Line, Results, mean_times, results_of
-from i2cl.experiments.statistics import ALPHA, Difference, holm
+from i2cl.experiments.statistics import ALPHA, Difference
 from i2cl.experiments.store import Store
 from i2cl.injections.temperature import normalised
 
@@ -392,7 +393,7 @@ def differences(found: Results, pairs: dict[str, tuple[Line, Line]]) -> dict[str
     """First minus second line of each pair, its interval, and its verdict; Holm over the pairs."""
     got = {name: found.difference(*pair) for name, pair in pairs.items()}
     tested = {name: one.p for name, one in got.items() if one is not None and one.decidable}
-    q = dict(zip(tested, holm(list(tested.values())).tolist(), strict=True))
+    q = dict(zip(tested, holm(list(tested.values())), strict=True))
     return {
         name: ["–"] * 3 if one is None else [points(one.mean), interval(one), verdict(one, q.get(name))]
         for name, one in got.items()

@@ -1,10 +1,55 @@
 """Methods fitted on tiny models, and what a plain model is asked to compare them with."""
 
+from contextlib import ExitStack, contextmanager
+from functools import cache
+
 import torch
 
-from i2cl import Decoder
+from i2cl import Decoder, Example, Task, Template
 from i2cl.methods import make_methods
 from tiny import CASES, tiny_model, tiny_tokenizer
+
+FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
+WORDS = ("positive", "negative")
+SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
+PATHS = {  # written down here once more, so that a wrong row of the architectures' table is seen
+    "llama": ("model.layers", "self_attn", "mlp"),
+    "gpt2": ("transformer.h", "attn", "mlp"),
+    "gptj": ("transformer.h", "attn", "mlp"),
+    "gpt_neox": ("gpt_neox.layers", "attention", "mlp"),
+    "qwen2": ("model.layers", "self_attn", "mlp"),
+    "opt": ("model.decoder.layers", "self_attn", "fc2"),
+    "gemma2": ("model.layers", "post_attention_layernorm", "post_feedforward_layernorm"),
+    "falcon": ("transformer.h", "self_attention", "mlp"),
+    "bloom": ("transformer.h", "self_attention.dense", "mlp.dense_4h_to_h"),
+    "granite": ("model.layers", "self_attn", "mlp"),
+}
+
+TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
+
+
+def films_in(words):
+    """A task of these label words, with rows enough for a hold-out."""
+    adjectives = ("good", "bad", "fine", "poor")
+    train = tuple(Example(f"film {number} is {adjectives[number % 4]}", number % 2) for number in range(120))
+    template = Template("Review: {text}\nSentiment:{label}")
+    return Task("films", words, template, train=train, test=train[:4], shots=2)
+
+
+def encode(text):
+    """Token ids by the tiny tokenizer."""
+    return tuple(tiny_tokenizer()(text)["input_ids"])
+
+
+def close(actual, wanted):
+    """Equal to five digits of the largest number."""
+    return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@cache
+def decoder_of(case, dtype=torch.float32, **overrides):
+    """A tiny model that tests share and leave as it is."""
+    return made(case, dtype=dtype, **overrides)
 
 
 def made(case, **changes):
@@ -31,17 +76,48 @@ def first_tokens(decoder, task):
     return [ids(decoder, prompt + task.template.continuation(word))[start] for word in task.labels]
 
 
+@contextmanager
+def replacing(changes):
+    """Each module puts out what its change makes of it, unless that is None: by hooks of our own."""
+    with ExitStack() as stack:
+        for module, change in changes:
+
+            def hook(_module, _args, output, change=change):
+                old = output[0] if isinstance(output, tuple) else output
+                new = change(old)
+                if new is None:
+                    return None
+                return (new, *output[1:]) if isinstance(output, tuple) else new
+
+            stack.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
+def injecting(decoder, values, coefficients):
+    """Every writer puts out lambda v + beta a."""
+
+    def mixing(vector, pair):
+        return lambda output: pair[0] * vector + pair[1] * output
+
+    places = [(layer, index) for layer in range(decoder.layers) for index in (0, 1)]
+    return replacing(
+        (decoder.writers[layer][index], mixing(values[layer, index], coefficients[layer, index]))
+        for layer, index in places
+    )
+
+
 def block_outputs(decoder, text):
     """What each block puts out at each token of a text, (layers x tokens x d)."""
     kept = []
-    handles = [
-        block.register_forward_hook(
-            lambda _module, _args, output: kept.append(output[0] if isinstance(output, tuple) else output)
-        )
-        for block in decoder.blocks
-    ]
-    with torch.no_grad():
+    with torch.no_grad(), replacing((block, kept.append) for block in decoder.blocks):
         decoder.model(torch.tensor([ids(decoder, text)]))
-    for handle in handles:
-        handle.remove()
     return torch.stack([one[0] for one in kept])
+
+
+def plain_logits(decoder, prompts):
+    """Those of the bare model behind each prompt."""
+    return torch.stack([decoder.model(torch.tensor([ids(decoder, one)])).logits[0, -1] for one in prompts])
+
+
+def shown_string(task):
+    return "".join(task.template.demonstration(text, WORDS[label]) for text, label in SHOWN)

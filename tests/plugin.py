@@ -19,7 +19,7 @@ SHAPED = (
     "experiments.report",
     "experiments.statistics",
     "methods.calibrated.folds",
-    "experiments.evidence.worth",
+    "experiments.evidence.baselines",
     "injections",
     "methods",
     "models.architectures",

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from experiments.test_report import experiment, trial
+from experiments.report.made import experiment, trial
 from fuzzing import Folders, refused, targets
 from storage.test_hub import decoder_named, made
 

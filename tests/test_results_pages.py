@@ -14,7 +14,6 @@ CURE = "run `python scripts/results_pages.py`"
 
 @pytest.fixture(scope="module")
 def made():
-    pytest.importorskip("duckdb")
     return runpy.run_path(str(SCRIPT))
 
 

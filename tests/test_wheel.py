@@ -23,7 +23,7 @@ DEMANDED = (
     "experiments/report/page.html.j2",
     "py.typed",
 )
-EXTRAS = "datasets accelerate peft duckdb matplotlib sklearn scipy bitsandbytes lm_eval ray gguf llama_cpp"
+EXTRAS = "datasets accelerate peft matplotlib sklearn scipy bitsandbytes lm_eval ray gguf llama_cpp"
 WITHOUT_EXTRAS = f"""
 import sys
 sys.modules.update(dict.fromkeys({EXTRAS.split()!r}))

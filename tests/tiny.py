@@ -15,12 +15,7 @@ VOCABULARY = 300
 WINDOW = 8
 """Tokens that a layer with a sliding window sees."""
 
-_CORE = {
-    "vocab_size": VOCABULARY,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-}
+_CORE = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 _MODERN = _CORE | {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from fitting import made
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, calibrate_many, extract
 from i2cl.core.context import ExtractConfig
 from i2cl.core.edits import RowsEdit
 from i2cl.core.loss import CalibrationLoss
 from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
-from tiny import tiny_model, tiny_tokenizer
 
 FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
 BOOKS = Task("books", ("long", "short", "odd"), Template("Book: {text}\nSize:{label}"))
@@ -26,10 +26,6 @@ RUNS = [
     (FILMS, shots(7, 2, "dull"), 1),
     (FILMS, shots(5, 2, "warm"), 4),
 ]
-
-
-def decoder_of(case):
-    return Decoder(tiny_model(case), tiny_tokenizer(), name=case)
 
 
 def both(decoder, config, extraction=None, runs=RUNS, **options):
@@ -54,7 +50,7 @@ def same(together, alone):
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "gptj", "falcon", "opt", "mixtral"])
 def test_many_end_where_each_ends_by_itself(case):
-    together, alone = both(decoder_of(case), QUIET)
+    together, alone = both(made(case), QUIET)
     assert (together[0].coefficients - together[3].coefficients).abs().max() > 1e-3  # seeds differ
     for one, other in zip(together, alone, strict=True):
         same(one, other)
@@ -67,7 +63,7 @@ def test_packed_or_padded_is_the_same(monkeypatch, case, pays):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     rows = RowsEdit.injected
     monkeypatch.setattr(RowsEdit, "injected", lambda *at: packed.append(at[-1].packed) or rows(*at))
-    for one, other in zip(*both(decoder_of(case), QUIET), strict=True):
+    for one, other in zip(*both(made(case), QUIET), strict=True):
         same(one, other)
     assert set(packed) == {pays}
 
@@ -76,17 +72,17 @@ def test_packed_or_padded_is_the_same(monkeypatch, case, pays):
 @pytest.mark.parametrize("positions", ["last", "random"])
 def test_every_switch_goes_over(change, positions):
     config = QUIET.model_copy(update={**change, "positions": positions})
-    for one, other in zip(*both(decoder_of("llama"), config), strict=True):
+    for one, other in zip(*both(made("llama"), config), strict=True):
         same(one, other)
 
 
 def test_block_outputs_go_together_too():
-    for one, other in zip(*both(decoder_of("llama"), QUIET, ExtractConfig(writers="hidden")), strict=True):
+    for one, other in zip(*both(made("llama"), QUIET, ExtractConfig(writers="hidden")), strict=True):
         same(one, other)
 
 
 def test_a_small_budget_makes_more_groups_of_the_same():
-    decoder = decoder_of("llama")
+    decoder = made("llama")
     whole, _ = both(decoder, QUIET)
     told = []
     decoder.token_budget = 1
@@ -101,7 +97,7 @@ def test_a_small_budget_makes_more_groups_of_the_same():
 def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
     if pays is not None:
         monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
-    decoder = decoder_of("llama")
+    decoder = made("llama")
     noisy = QUIET.model_copy(update={"noise": 0.05, "noise_place": place})
     together, alone = both(decoder, noisy)
     quiet, _ = both(decoder, QUIET)
@@ -118,18 +114,14 @@ def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, 
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     moods = Task("moods", ("positive", "poor", "negative", "odd"), FILMS.template)
     grades = Task("grades", ("poorest", "poorer"), BOOKS.template)
-    runs = [
-        *RUNS[:2],
-        (moods, shots(5, 4, "dull"), 2),
-        (grades, shots(5, 2, "a novel of many pages"), 5),
-    ]
+    runs = [*RUNS[:2], (moods, shots(5, 4, "dull"), 2), (grades, shots(5, 2, "a novel of many pages"), 5)]
     config = QUIET.model_copy(update={"noise": 0.05, "loss": "labels"})
     groups = []
     make = CalibrationLoss.__init__
     monkeypatch.setattr(
         CalibrationLoss, "__init__", lambda self, *at: groups.append(len(at[1])) or make(self, *at)
     )
-    decoder = decoder_of("llama")
+    decoder = made("llama")
     decoder.token_budget = budget
     together, alone = both(decoder, config, runs=runs)
     assert groups == [*sizes, 1, 1, 1, 1]
@@ -137,26 +129,15 @@ def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, 
         same(one, other)
 
 
-def test_twins_stay_twins_and_seeds_differ():
-    decoder = decoder_of("llama")
-    task, examples, seed = RUNS[0]
-    context = extract(decoder, task, examples)
-    noisy = QUIET.model_copy(update={"noise": 0.05, "batch_size": len(examples)})
-    seeds = [seed, seed, seed + 1]
-    one, twin, other = calibrate_many(decoder, [task] * 3, [examples] * 3, [context] * 3, noisy, seeds=seeds)
-    torch.testing.assert_close(one.coefficients, twin.coefficients)
-    assert (one.coefficients - other.coefficients).abs().max() > 1e-3
-
-
 def test_lbfgs_takes_one_after_another():
     config = CalibrationConfig.recipe("fast", passes=5)
-    for one, other in zip(*both(decoder_of("llama"), config), strict=True):
+    for one, other in zip(*both(made("llama"), config), strict=True):
         assert torch.equal(one.coefficients, other.coefficients)
         assert one.history == other.history
 
 
 def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
-    decoder = decoder_of("llama")
+    decoder = made("llama")
     whole, _ = both(decoder, QUIET)
     forward = Decoder.forward
 
@@ -180,26 +161,14 @@ def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
 
 
 def test_no_runs_and_no_epochs():
-    decoder = decoder_of("llama")
+    decoder = made("llama")
     assert calibrate_many(decoder, [], [], []) == []
     together, _ = both(decoder, QUIET.model_copy(update={"epochs": 0}))
     assert [one.history for one in together] == [()] * len(RUNS)
 
 
-def test_the_model_is_left_as_found():
-    decoder = decoder_of("llama")
-    model = decoder.model.train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    both(decoder, QUIET)
-    assert model.training
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(module._forward_hooks for module in model.modules())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
 def test_bad_input():
-    decoder = decoder_of("llama")
+    decoder = made("llama")
     task, examples, _ = RUNS[0]
     context = extract(decoder, task, examples)
     with pytest.raises(I2CLError, match=r"\[2, 1, 1, 2\] tasks, sets of demonstrations"):

@@ -1,15 +1,14 @@
 """The loss among the task's labels: what prediction compares is what calibration learns."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from fitting import encode, injecting, made
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
 from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
 from i2cl.models.scoring import Questions
-from tiny import LONGROPE, tiny_model, tiny_tokenizer
+from tiny import LONGROPE
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")
 FIRST = Task("films", ("positive", "negative"), TEMPLATE)
@@ -31,19 +30,11 @@ tasks = pytest.mark.parametrize("task", [FIRST, WHOLE], ids=["first", "whole"])
 cases = pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 
 
-def decoder_of(case, **overrides):
-    return Decoder(tiny_model(case, **overrides), tiny_tokenizer(), name=case)
-
-
-def encode(text):
-    return tuple(tiny_tokenizer()(text)["input_ids"])
-
-
 @tasks
 @cases
 @pytest.mark.parametrize("change", [{}, {"optimizer": "lbfgs"}, {"positions": "last"}])
 def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
-    decoder, config = decoder_of(case), QUIET.model_copy(update=change)
+    decoder, config = made(case), QUIET.model_copy(update=change)
     context = extract(decoder, task, SHOTS)
     start = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"epochs": 0, "passes": 0}))
     found = calibrate(decoder, task, SHOTS, context, config)
@@ -57,20 +48,7 @@ def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
 def by_hand(decoder, task, values, coefficients):
     """Mean loss among the labels: a plain row for each label of each text, under hooks of its own."""
     whole, scores = task is WHOLE, []
-
-    def hook(layer, index):
-        def change(_module, _args, output):
-            old = output[0] if isinstance(output, tuple) else output
-            amount, keep = coefficients[layer, index]
-            new = amount * values[layer, index] + keep * old
-            return (new, *output[1:]) if isinstance(output, tuple) else new
-
-        return change
-
-    with ExitStack() as stack:
-        for layer, pair in enumerate(decoder.writers):
-            for index, module in enumerate(pair):
-                stack.callback(module.register_forward_hook(hook(layer, index)).remove)
+    with injecting(decoder, values, coefficients):
         for text in TEXTS:
             query = encode(TEMPLATE.query(text))
             for word in task.labels:
@@ -87,7 +65,7 @@ def by_hand(decoder, task, values, coefficients):
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_are_those_by_hand(monkeypatch, case, task, packed):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
-    decoder, config = decoder_of(case), QUIET
+    decoder, config = made(case), QUIET
     context = extract(decoder, task, SHOTS)
     run = CalibrationRun(Questions(decoder, task), SHOTS, context, seed=0)
     active = config.active(decoder.layers, "both")
@@ -107,7 +85,7 @@ def test_gradients_are_those_by_hand(monkeypatch, case, task, packed):
 @pytest.mark.parametrize("change", [{"epochs": 10}, {"optimizer": "lbfgs", "passes": 10}, {"dtype": "half"}])
 def test_the_loss_among_labels_falls(task, change):
     change = {"epochs": 10, "noise": 1e-3} | change
-    decoder = decoder_of("llama", dtype=torch.float16 if change.pop("dtype", "") else torch.float32)
+    decoder = made("llama", dtype=torch.float16 if change.pop("dtype", "") else torch.float32)
     config = QUIET.model_copy(update=change)
     context = extract(decoder, task, SHOTS)
     history = calibrate(decoder, task, SHOTS, context, config, seed=1).history
@@ -117,7 +95,7 @@ def test_the_loss_among_labels_falls(task, change):
 @tasks
 @pytest.mark.parametrize("shown", [False, True])
 def test_behind_demonstrations_and_where_angles_grow_a_steps_loss_is_the_mean_of_those_alone(task, shown):
-    decoder = decoder_of("phi3", **LONGROPE)
+    decoder = made("phi3", **LONGROPE)
     rows = [Example("dull and lifeless and " * 8, 1), Example("warm", 0), Example("so dull " * 8, 1)]
     context = extract(decoder, task, rows)
 
@@ -132,7 +110,7 @@ def test_behind_demonstrations_and_where_angles_grow_a_steps_loss_is_the_mean_of
 
 @tasks
 def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task):
-    decoder = decoder_of("llama")
+    decoder = made("llama")
     context = extract(decoder, task, SHOTS)
     config = QUIET.model_copy(update={"optimizer": "lbfgs", "passes": 5})
     wanted = calibrate(decoder, task, SHOTS, context, config).history

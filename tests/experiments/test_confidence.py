@@ -3,13 +3,7 @@
 import numpy as np
 import pytest
 
-from i2cl.experiments.confidence import (
-    BINS,
-    confidence,
-    highest,
-    reliability,
-    risk_coverage,
-)
+from i2cl.experiments.confidence import BINS, confidence, highest, reliability, risk_coverage
 from i2cl.injections.temperature import (
     COLDEST,
     HOTTEST,

@@ -10,8 +10,7 @@ import torch
 
 from i2cl import Example, I2CLError
 from i2cl.experiments.confidence import NAMES, confidence
-from i2cl.experiments.evaluation import Evaluation, SkippedWarning, evaluate, macro_f1, summarize
-from i2cl.experiments.sweep import sweep
+from i2cl.experiments.evaluation import Evaluation, SkippedWarning, evaluate, macro_f1, summarize, sweep
 from i2cl.methods import Cost, Method, make_methods
 from i2cl.version import __version__
 

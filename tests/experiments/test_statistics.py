@@ -8,7 +8,8 @@ import pytest
 from scipy.stats import binomtest, norm, permutation_test, ttest_1samp, ttest_rel
 
 from i2cl.errors import I2CLError
-from i2cl.experiments.statistics import ALPHA, Comparison, Difference, accuracy, difference, holm
+from i2cl.experiments.evidence.verdicts import holm
+from i2cl.experiments.statistics import ALPHA, Comparison, Difference, accuracy, difference
 
 
 def simulated(rng, seeds=5, queries=100, *, ease=0.8, hardness=None, seed_sd=0.4):
@@ -157,17 +158,6 @@ def test_many_queries_are_sampled():
     assert difference(one("1" * 90), one("0" * 90), permutations=999).p_queries == pytest.approx(2 / 1000)
 
 
-def test_equal_methods_are_seldom_told_apart():
-    rng = np.random.default_rng(4)
-    found = []
-    for number in range(200):
-        shared = {"queries": 40, "hardness": rng.standard_normal(40), "seed_sd": 0}
-        ours, theirs = ([simulated(rng, **shared)] for _ in range(2))
-        found.append(difference(ours, theirs, resamples=1, permutations=499, seed=number).p_queries)
-    assert 0.01 <= np.mean(np.array(found) < 0.05) <= 0.1
-    assert 0.4 <= np.mean(np.array(found) < 0.5) <= 0.6
-
-
 def test_no_difference_at_all():
     results = [np.random.default_rng(0).random((5, 40)) < 0.5]
     assert difference(results, results) == Difference(0.0, 0.0, 0.0, 1.0, 1.0, seeds=len(results[0]))
@@ -205,7 +195,7 @@ def test_holm_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.4, 0.7, 0.4]) == pytest.approx([1, 1, 1])
     assert holm([0.2]) == pytest.approx([0.2])
-    assert holm([]).tolist() == []
+    assert holm([]) == []
 
 
 CLEAR = Difference(0.1, 0.05, 0.15, 0.001, 0.002, seeds=4)
@@ -262,10 +252,10 @@ def test_a_table_of_equal_methods_shows_a_difference_in_less_than_seven_of_a_hun
         luck = points / 100 / POINTS * rng.standard_normal((9, seeds, 1))
         reference, *others = EASE + luck + hardness + rng.standard_normal((9, seeds, 500), np.float32) > 0
         accuracies = np.stack(others).mean(2) - reference.mean(1)
-        if (holm(ttest_1samp(accuracies, 0, axis=1).pvalue) >= ALPHA).all():
+        if min(holm(ttest_1samp(accuracies, 0, axis=1).pvalue)) >= ALPHA:
             continue  # the larger p-values reject no more
         found = [difference([other], [reference], resamples=400, permutations=999) for other in others]
-        corrected = holm([one.p for one in found]).tolist()
+        corrected = holm([one.p for one in found])
         shown = [Comparison(one, q).distinguishable for one, q in zip(found, corrected, strict=True)]
         false += any(shown)
     assert false / families < 0.07

@@ -48,12 +48,12 @@ from i2cl.experiments.evidence.verdicts import (
     ],
 )
 def test_the_verdict_is_what_both_free_rows_and_the_interval_allow(zero_shot, batch, n, said):
-    assert verdict({"zero_shot": zero_shot, "batch": batch}, n).words == said
+    assert verdict({"zero_shot": zero_shot, "batch": batch}, n).verdict == said
 
 
 def test_three_against_three_of_twenty_rows_is_no_reason_to_drop_a_fit():
     found = verdict({"zero_shot": (3, 3)}, 20)
-    assert found.words.startswith("not shown on 20 rows; about ")
+    assert found.verdict.startswith("not shown on 20 rows; about ")
     assert (found.difference, found.p) == (0, 1)
     assert found.low == -found.high < -0.2
 
@@ -61,10 +61,10 @@ def test_three_against_three_of_twenty_rows_is_no_reason_to_drop_a_fit():
 def test_one_rival_alone_is_not_enough():
     strong, none = (40, 0), (12, 3)
     assert mcnemar(*none) < LEVEL  # shown alone, and with Holm's correction where the other one is shown too
-    assert verdict({"zero_shot": strong, "batch": none}, 160).words.startswith("better than batch")
-    assert verdict({"zero_shot": (11, 3), "batch": (11, 2)}, 160).words.startswith("not shown")
-    assert verdict({"batch": (11, 2)}, 160).words.startswith("better than batch")
-    assert verdict({"zero_shot": strong, "batch": (9, 6)}, 160).words.startswith("not shown")
+    assert verdict({"zero_shot": strong, "batch": none}, 160).verdict.startswith("better than batch")
+    assert verdict({"zero_shot": (11, 3), "batch": (11, 2)}, 160).verdict.startswith("not shown")
+    assert verdict({"batch": (11, 2)}, 160).verdict.startswith("better than batch")
+    assert verdict({"zero_shot": strong, "batch": (9, 6)}, 160).verdict.startswith("not shown")
 
 
 def told(monkeypatch, n, accuracies, alike, draws=2000):
@@ -76,7 +76,7 @@ def told(monkeypatch, n, accuracies, alike, draws=2000):
         hard = np.where(rng.random((3, n)) < alike, rng.random(n), rng.random((3, n)))
         mine, *rivals = hard < np.array(accuracies)[:, None]
         counts = [(int((mine & ~one).sum()), int((one & ~mine).sum())) for one in rivals]
-        words.append(verdict(dict(zip(["zero_shot", "batch"], counts, strict=True)), n).words)
+        words.append(verdict(dict(zip(["zero_shot", "batch"], counts, strict=True)), n).verdict)
     return (
         np.mean([one.startswith("better than") for one in words]),
         np.mean([one.endswith("do not use it") for one in words]),

@@ -163,7 +163,7 @@ def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
 MEASURE = """
 import sys, torch
 from i2cl.export import export_hf
-from i2cl.core.injection import Injection, UncheckedWarning
+from i2cl.core.injection import Injection
 from i2cl.models.batching import peak_memory
 base, artefact, out = sys.argv[1:]
 injection = Injection.from_pretrained(artefact)

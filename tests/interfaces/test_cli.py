@@ -280,7 +280,9 @@ def measured(out):
 
 
 def test_eval_repeats_itself_for_one_seed_also_in_several_processes(call, home, monkeypatch):
-    monkeypatch.setattr("i2cl.experiments.parallel.get_context", lambda _: FORKED)  # as `spawn`, but fast
+    monkeypatch.setattr(
+        "i2cl.experiments.workers.processes.get_context", lambda _: FORKED
+    )  # as `spawn`, but fast
     arguments = eval_arguments(
         home, "--method", "few_shot,i2cl", "--seeds", "2", "--set", "epochs=3", "--json"
     )

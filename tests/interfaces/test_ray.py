@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from commands import run
-from experiments.test_experiments import run_alone
+from experiments.runs import run_alone
 from i2cl import I2CLError, load_task
-from i2cl.experiments.cluster import joined
 from i2cl.experiments.store import Store
+from i2cl.experiments.workers.cluster import joined
 from i2cl.interfaces.batch_prediction.prediction import Scorer
 from i2cl.models.decoder import Decoder
 from processes import finished
@@ -158,7 +158,7 @@ ANSWERS = {"no word": b"", "silence": None, "HTTP/1": b"HTTP/1.1 400 Bad Request
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_an_address_where_no_ray_answers_is_refused_before_ray_waits_for_it(monkeypatch, scheme, answer):
     monkeypatch.setattr("ray.init", lambda **_options: pytest.fail("Ray would wait for minutes"))
-    monkeypatch.setattr("i2cl.experiments.cluster.PATIENCE", 0.2)
+    monkeypatch.setattr("i2cl.experiments.workers.cluster.PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"{scheme}127.0.0.1:{listening.getsockname()[1]}"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import normalizers
 
-from fitting import first_tokens, fit, ids, made
+from fitting import FAMILIES, SHOWN, TEXTS, WORDS, first_tokens, fit, ids, made
 from i2cl import Decoder, Example, I2CLError, Task, Template
 from i2cl.methods import adapters, make_methods
 from i2cl.methods.adapters import adapted
@@ -17,21 +17,7 @@ peft = pytest.importorskip("peft", reason="peft is an extra")
 LoraLayer, IA3Layer = peft.tuners.lora.LoraLayer, peft.tuners.ia3.layer.IA3Layer
 
 NAMES = ("lora", "ia3", "prompt_tuning", "prefix_tuning")
-FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
-WORDS = ("positive", "negative")
-SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
-TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
-
-
-@pytest.fixture
-def films():
-    return Task("films", WORDS, Template("Review: {text}\nSentiment:{label}"))
-
-
-@pytest.fixture
-def demonstrations():
-    return [Example(text, label) for text, label in SHOWN]
 
 
 @pytest.mark.parametrize(
@@ -101,14 +87,14 @@ def test_trained_numbers_of_adapters(name, count, films, demonstrations):
 def test_a_decoder_that_wears_an_adapter_is_the_bare_one_in_all_else():
     bare = Decoder(tiny_model("llama"), tiny_tokenizer(), name="bare", revision="r", token_budget=77)
     bare.max_length = 50
-    base, identity, model = bare.base, bare.identity, bare.model
+    base, identity, model = bare.base, bare.residual_identity, bare.model
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with adapted(bare, config) as wearing:
         assert (wearing.name, wearing.revision, wearing.token_budget) == ("bare", "r", 77)
         assert (wearing.architecture, wearing.max_length) == (bare.architecture, 47)
         wearing.token_budget = 5
     assert (bare.token_budget, bare.max_length, bare.model) == (77, 50, model)
-    assert (bare.base, bare.identity) == (base, identity)
+    assert (bare.base, bare.residual_identity) == (base, identity)
 
 
 def test_prompt_tuning_is_an_embedding_in_front(films, demonstrations):

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,11 +11,23 @@ import torch
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from fitting import block_outputs, first_tokens, fit, ids, made
-from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
+from fitting import (
+    FAMILIES,
+    SHOWN,
+    TEXTS,
+    WORDS,
+    block_outputs,
+    first_tokens,
+    fit,
+    ids,
+    made,
+    plain_logits,
+    replacing,
+    shown_string,
+)
+from i2cl import Decoder, I2CLError, Task
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.methods import knn_prompting, make_methods
-from i2cl.methods.controls import CorruptionConfig, corrupted
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, AddPreservingNorm, directions
 from i2cl.methods.knn_prompting import divergence
 from i2cl.methods.label_anchor import anchors
@@ -25,28 +36,8 @@ from i2cl.models.batching import make_batch
 from i2cl.models.scoring import Questions
 from tiny import tiny_model, tiny_tokenizer
 
-FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
 ALIBI = ("bloom", "mpt", "falcon-alibi")
-WORDS = ("positive", "negative")
-SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
-TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
-
-
-@pytest.fixture
-def films():
-    adjectives = ("good", "bad", "fine", "poor")
-    train = tuple(Example(f"film {number} is {adjectives[number % 4]}", number % 2) for number in range(120))
-    return Task("films", WORDS, Template("Review: {text}\nSentiment:{label}"), train=train, test=train[:4])
-
-
-@pytest.fixture
-def demonstrations():
-    return [Example(text, label) for text, label in SHOWN]
-
-
-def shown_string(task):
-    return "".join(task.template.demonstration(text, WORDS[label]) for text, label in SHOWN)
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, *ALIBI])
@@ -119,19 +110,12 @@ def test_task_vector_replaces_one_state(model_type, films, demonstrations):
     states = block_outputs(decoder, prompt)
     torch.testing.assert_close(state, states[layer, -1], **CLOSE)
 
-    def replace(_module, _args, output):
-        first = (output[0] if isinstance(output, tuple) else output).clone()
-        first[:, -1] = state
-        return (first, *output[1:]) if isinstance(output, tuple) else first
+    def last(output):
+        return torch.cat([output[:, :-1], state.expand_as(output[:, -1:])], 1)
 
-    handle = decoder.blocks[layer].register_forward_hook(replace)
-    with torch.no_grad():
-        expected = [
-            decoder.model(torch.tensor([ids(decoder, films.template.query(text))])).logits[0, -1]
-            for text in TEXTS
-        ]
-    handle.remove()
-    expected = torch.stack(expected).log_softmax(-1)[:, first_tokens(decoder, films)]
+    with torch.no_grad(), replacing([(decoder.blocks[layer], last)]):
+        expected = plain_logits(decoder, [films.template.query(text) for text in TEXTS])
+    expected = expected.log_softmax(-1)[:, first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
     assert (predictor.cost.cached_values, predictor.cost.held_out) == (decoder.d_model, 33)
 
@@ -153,22 +137,13 @@ def test_task_vector_tries_each_layer_as_if_by_itself(model_type, scoring, films
 def test_task_vector_takes_the_layer_that_does_best(films, demonstrations):
     decoder = made("llama")
     chosen = fit("task_vector", decoder, films, demonstrations)
-    held_out = films.held_out(33, demonstrations, 0)[1:]
-    gold = torch.tensor([example.label for example in held_out])
-    right = []
+    dummy, *held_out = films.held_out(33, demonstrations, 0)
+    states = block_outputs(decoder, shown_string(films) + films.template.query(dummy.text))
+    gold, right = torch.tensor([example.label for example in held_out]), []
     for layer in range(decoder.layers):
-        chosen.edit.layer, before = layer, chosen.edit.layer
-        chosen.edit.state, state = (
-            block_outputs(decoder, _dummy_prompt(films, demonstrations))[layer, -1],
-            chosen.edit.state,
-        )
-        right.append((chosen.scores([example.text for example in held_out]).argmax(-1) == gold).sum().item())
-        chosen.edit.layer, chosen.edit.state = before, state
-    assert right[chosen.edit.layer] == max(right)
-
-
-def _dummy_prompt(task, demonstrations):
-    return shown_string(task) + task.template.query(task.held_out(33, demonstrations, 0)[0].text)
+        tried = replace(chosen, edit=ReplaceLast(layer, states[layer, -1]))
+        right.append((tried.scores([example.text for example in held_out]).argmax(-1) == gold).sum().item())
+    assert chosen.edit.layer == right.index(max(right))
 
 
 @pytest.mark.parametrize("variant", ["paper", "released"])
@@ -184,17 +159,10 @@ def test_icv_turns_states_and_keeps_their_norm(model_type, variant, films, demon
     expected /= np.linalg.norm(expected, axis=-1, keepdims=True)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-4)
     places = decoder.blocks if variant == "paper" else [pair[1] for pair in decoder.writers]
-    handles = [
-        place.register_forward_hook(_turned(found[layer], 0.3, variant)) for layer, place in enumerate(places)
-    ]
-    with torch.no_grad():
-        scores = [
-            decoder.model(torch.tensor([ids(decoder, films.template.query(text))])).logits[0, -1]
-            for text in TEXTS
-        ]
-    for handle in handles:
-        handle.remove()
-    scores = torch.stack(scores).log_softmax(-1)[:, first_tokens(decoder, films)]
+    turned = [(place, _turned(found[layer], 0.3, variant)) for layer, place in enumerate(places)]
+    with torch.no_grad(), replacing(turned):
+        scores = plain_logits(decoder, [films.template.query(text) for text in TEXTS])
+    scores = scores.log_softmax(-1)[:, first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.scores(TEXTS), scores, atol=1e-4, rtol=1e-4)
 
 
@@ -217,15 +185,13 @@ def direction_of_the_released_code(differences):
 
 
 def _turned(direction, strength, variant):
-    def hook(_module, _args, output):
-        first = output[0] if isinstance(output, tuple) else output
+    def turn(first):
         norm = first.norm(dim=-1, keepdim=True)
         against = torch.nn.functional.cosine_similarity(first, -direction, dim=-1).clamp(min=0)
         amount = strength * (1 + against[..., None]) if variant == "released" else strength
-        turned = torch.nn.functional.normalize(first / norm + amount * direction, dim=-1) * norm
-        return (turned, *output[1:]) if isinstance(output, tuple) else turned
+        return torch.nn.functional.normalize(first / norm + amount * direction, dim=-1) * norm
 
-    return hook
+    return turn
 
 
 @pytest.mark.parametrize(
@@ -378,123 +344,6 @@ def test_tfidf_is_logistic_regression_on_weighted_words(films, demonstrations):
     assert found.cost.cached_values == 2 * len(known) + 1
 
 
-def test_unseen_demonstrations_make_the_vector(films, demonstrations):
-    decoder = made("llama")
-    seen = fit("i2cl", decoder, films, demonstrations, epochs=2)
-    unseen = fit("i2cl_unseen", decoder, films, demonstrations, epochs=2)
-    assert torch.equal(seen.edit.coefficients, unseen.edit.coefficients)
-    assert not torch.equal(seen.edit.values, unseen.edit.values)
-    assert unseen.cost.held_out == len(SHOWN)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_i2cl_over_icl_injects_into_demonstrations_too(model_type, films, demonstrations):
-    decoder = made(model_type)
-    predictor = fit("i2cl_over_icl", decoder, films, demonstrations, epochs=2)
-    coefficients, values = predictor.edit.coefficients, predictor.edit.values
-
-    def injected(layer, index):
-        def hook(_module, _args, output):
-            first = output[0] if isinstance(output, tuple) else output
-            amount, keep = coefficients[layer, index]
-            changed = amount * values[layer, index] + keep * first
-            return (changed, *output[1:]) if isinstance(output, tuple) else changed
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(injected(layer, index))
-        for layer, pair in enumerate(decoder.writers)
-        for index, module in enumerate(pair)
-    ]
-    with torch.no_grad():
-        prompts = [shown_string(films) + films.template.query(text) for text in TEXTS]
-        expected = [decoder.model(torch.tensor([ids(decoder, prompt)])).logits[0, -1] for prompt in prompts]
-    for handle in handles:
-        handle.remove()
-    expected = torch.stack(expected).log_softmax(-1)[:, first_tokens(decoder, films)]
-    torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
-
-
-@pytest.mark.parametrize("model_type", [*FAMILIES, "bloom", "mistral-sliding"])
-def test_i2cl_over_icl_learns_from_whole_prompts(model_type, films, demonstrations, monkeypatch):
-    """Demonstrations run once a step; coefficients move as if they ran in front of every query."""
-    options = {"epochs": 2, "noise": 0.0}
-    shared = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
-    monkeypatch.setattr("i2cl.core.loss.shared_front", lambda _queries: ())
-    whole = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
-    assert not torch.equal(whole.edit.coefficients, torch.tensor([0.1, 1.0]).expand(2, 2, 2))
-    torch.testing.assert_close(shared.edit.coefficients, whole.edit.coefficients, atol=1e-4, rtol=1e-4)
-
-
-CORRUPTIONS = ("random_label", "random_order", "without_format")
-
-
-def spoilt(corruption, task, demonstrations, seed):
-    """What one stage sees: only labels, or only texts, are taken from the draw, which is tested below."""
-    if corruption == "without_format":
-        return replace(task, template=Template("{text} {label}", task.template.separator)), demonstrations
-    _, drawn = corrupted(task, demonstrations, CorruptionConfig(corruption=corruption), seed)
-    if corruption == "random_label":
-        kept = [replace(old, label=new.label) for old, new in zip(demonstrations, drawn, strict=True)]
-    else:
-        kept = [replace(old, text=new.text) for old, new in zip(demonstrations, drawn, strict=True)]
-    return task, kept
-
-
-@pytest.mark.filterwarnings("ignore:labels share their first token")
-@pytest.mark.parametrize("stage", ["vectorization", "calibration"])
-@pytest.mark.parametrize("corruption", CORRUPTIONS)
-def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demonstrations):
-    decoder, config = made("llama"), CalibrationConfig(epochs=2)
-    films = replace(films, template=Template(films.template.format, separator="\n\n"))
-    predictor = fit(
-        "i2cl_corrupted", decoder, films, demonstrations, 3, epochs=2, corruption=corruption, stage=stage
-    )
-    stages = [(films, demonstrations), (films, demonstrations)]
-    stages[stage == "calibration"] = spoilt(corruption, films, demonstrations, 3)
-    assert stages[0] != stages[1]
-    vector = extract(decoder, *stages[0])
-    injection = calibrate(decoder, *stages[1], vector, config, seed=3)
-    assert torch.equal(predictor.edit.values, vector.values)
-    assert torch.equal(predictor.edit.coefficients, injection.coefficients)
-    asked = replace(injection, task=films)  # queries keep the template
-    assert torch.equal(predictor.scores(TEXTS), asked.scores(decoder, TEXTS))
-    intact = fit("i2cl", decoder, films, demonstrations, 3, epochs=2).edit
-    assert torch.equal(predictor.edit.values, intact.values) == (stage == "calibration")
-    assert not torch.equal(predictor.edit.coefficients, intact.coefficients)
-
-
-def test_what_corruption_does_to_demonstrations(films):
-    films = replace(films, labels=("a", "b", "c"))
-    examples = [Example(f"one  two\nthree two, {number} films", number % 2) for number in range(60)]
-    draws = {}
-    for corruption in CORRUPTIONS:
-        config = CorruptionConfig(corruption=corruption)
-        draws[corruption] = corrupted(films, examples, config, 0)
-        assert corrupted(films, examples, config, 0) == draws[corruption]
-    changed = [name for name, (task, _) in draws.items() if task != films]
-    assert changed == ["without_format"]
-    assert draws["without_format"][1] == tuple(examples)
-
-    _, labelled = draws["random_label"]
-    assert [example.text for example in labelled] == [example.text for example in examples]
-    counts = Counter(example.label for example in labelled)
-    assert set(counts) == {0, 1, 2}
-    assert min(counts.values()) > 10
-    assert any(old.label == new.label for old, new in zip(examples, labelled, strict=True))
-
-    _, ordered = draws["random_order"]
-    for old, new in zip(examples, ordered, strict=True):
-        assert (Counter(new.text.split()), new.label) == (Counter(old.text.split()), old.label)
-    assert len({tuple(new.text.split().index(word) for word in ("one", "films")) for new in ordered}) > 5
-    for name in ("random_label", "random_order"):
-        assert corrupted(films, examples, CorruptionConfig(corruption=name), 1)[1] != draws[name][1]
-
-
-# What a review found
-
-
 def test_batch_calibration_refuses_a_single_text(decoder, films, demonstrations):
     (method,) = make_methods(["zero_shot+batch_calibration"])
     predictor = method.fit(decoder, films, demonstrations, 0)
@@ -534,64 +383,10 @@ def test_icv_in_half_precision_rounds_once(dtype, variant):
     torch.testing.assert_close(turned, wanted.to(dtype))
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("icv", {"strength": "nan"}),
-        ("icv", {"strength": "inf"}),
-        ("linear_task_vector", {"ridge": "inf"}),
-    ],
-)
-def test_numbers_that_are_none_are_refused(name, options):
-    with pytest.raises(I2CLError, match=next(iter(options))):
-        make_methods([name], options)
-
-
 @pytest.mark.parametrize("case", ["deepseek_v32", "minimax_m3_vl_text"])
 def test_label_anchor_refuses_a_cache_of_more_than_keys(case, films, demonstrations):
     with pytest.raises(I2CLError, match=f"label_anchor cannot run on '{case}', whose cache holds more"):
         fit("label_anchor", made(case), films, demonstrations)
-
-
-ASKED = ("few_shot", "label_anchor", "icv", "linear_probe", "tfidf", "knn_prompting", "task_vector", "i2cl")
-
-
-@pytest.mark.parametrize("name", ASKED)
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (Example("x", -1), "demonstration 5 has label -1, task 'films' has labels 0 to 1"),
-        (Example("x", 7), "demonstration 5 has label 7"),
-        (Example("a \ud800", 0), "demonstration 5 holds half a surrogate pair"),
-    ],
-)
-def test_demonstrations_that_are_none_are_named(name, wrong, message, films, demonstrations):
-    with pytest.raises(I2CLError, match=message):
-        fit(name, made("llama"), films, [*demonstrations, wrong])
-
-
-@pytest.mark.parametrize("name", ["linear_probe", "tfidf"])
-def test_a_classifier_needs_two_classes(name, films, demonstrations):
-    with pytest.raises(I2CLError, match=f"{name} needs demonstrations of at least two classes"):
-        fit(name, made("llama"), films, demonstrations[:1])
-    with pytest.raises(I2CLError, match="no demonstrations were given"):
-        fit(name, made("llama"), films, [])
-
-
-def test_tfidf_needs_a_word(films):
-    with pytest.raises(I2CLError, match="tfidf finds no word in any demonstration"):
-        fit("tfidf", made("llama"), films, [Example("!!", 0), Example("??", 1)])
-
-
-@pytest.mark.parametrize("name", ["linear_probe", "tfidf", "knn_prompting", "few_shot"])
-def test_no_texts_have_no_scores(name, films, demonstrations):
-    assert fit(name, made("llama"), films, demonstrations).scores([]).shape == (0, 2)
-
-
-@pytest.mark.parametrize("name", ["knn_prompting", "label_anchor"])
-def test_without_anything_in_front_there_is_no_cache(name, films):
-    bare = replace(films, template=Template("{text} {label}"))
-    assert fit(name, made("llama"), bare, []).scores(TEXTS).isfinite().all()
 
 
 def test_knn_asks_for_so_many_texts_at_a_time(films, demonstrations, monkeypatch):
@@ -605,8 +400,3 @@ def test_knn_asks_for_so_many_texts_at_a_time(films, demonstrations, monkeypatch
 def test_a_head_narrower_than_the_stream_is_read(films, demonstrations):
     predictor = fit("linear_task_vector", made("opt-projected"), films, demonstrations, unlabelled=8)
     assert predictor.scores(TEXTS).isfinite().all()
-
-
-def test_one_string_is_no_list_of_texts(decoder, films, demonstrations):
-    with pytest.raises(I2CLError, match="texts is one string: give a list of texts"):
-        fit("few_shot", decoder, films, demonstrations).scores("great")

@@ -8,15 +8,12 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
-from fitting import fit, made
+from fitting import SHOWN, TEXTS, fit, made
 from i2cl import Example, I2CLError, calibrate, extract
 from i2cl.core.calibration import CalibrationConfig
-from i2cl.experiments.evidence.worth import BASELINES, with_folds, with_worth
+from i2cl.experiments.evidence.baselines import BASELINES, with_folds, with_worth
 from i2cl.methods import embeddings, make_methods
 from tiny import redrawn, tiny_tokenizer
-
-SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
-TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
 
 needs_encoders = pytest.mark.skipif(
     find_spec("sentence_transformers") is None or find_spec("sklearn") is None,
@@ -31,11 +28,6 @@ EACH = [
         ),
     ),
 ]
-
-
-@pytest.fixture
-def demonstrations():
-    return [Example(text, label) for text, label in SHOWN]
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,7 @@ import torch
 from i2cl import Example, I2CLError, Task
 from i2cl.injections.temperature import likely_temperature
 from i2cl.methods import make_methods
-from i2cl.methods.calibrated.folds import (
-    FOLDS,
-    fold_rows,
-    fold_scores,
-    injected,
-    require_folds,
-    unmeasurable,
-)
+from i2cl.methods.calibrated.folds import FOLDS, fold_rows, fold_scores, injected, require_folds, unmeasurable
 from i2cl.tasks import Template
 
 pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")

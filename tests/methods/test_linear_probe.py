@@ -6,24 +6,11 @@ from itertools import accumulate
 import pytest
 import torch
 
-from fitting import block_outputs, fit, ids, made
-from i2cl import Example, I2CLError, Task, Template
+from fitting import SHOWN, TEXTS, block_outputs, fit, ids, made
+from i2cl import Example, I2CLError, Template
 from i2cl.methods import linear_probe
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.scoring import Questions
-
-SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
-TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
-
-
-@pytest.fixture
-def films():
-    return Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
-
-
-@pytest.fixture
-def demonstrations():
-    return [Example(text, label) for text, label in SHOWN]
 
 
 def probe_features(decoder, films, layer, tokens):
@@ -82,12 +69,12 @@ def test_a_probe_is_chosen_by_what_its_folds_get_right(place, other, films, monk
     best = fit("linear_probe", decoder, films, shown).choice
     assert best.layer == 8
     assert best.tokens != other
-    assert fit("linear_probe", decoder, films, shown, probe_tokens="last").choice.tokens == "last"
-    assert fit("linear_probe", decoder, films, shown, probe_layer=-1).choice.layer == 10
+    assert fit("linear_probe", decoder, films, shown, probe_tokens="last", probe_c=1).choice.tokens == "last"
+    assert fit("linear_probe", decoder, films, shown, probe_layer=-1, probe_c=1).choice.layer == 10
     once = fit("linear_probe", decoder, films, shown[:2])  # one a class: nothing to choose by
     assert once.choice == (9, "both", 0.1)
     uneven = [*shown[:5], shown[6]]  # four of one class and two of the other
-    assert fit("linear_probe", decoder, films, uneven).choice.layer in {8, 9, 10}
+    assert fit("linear_probe", decoder, films, uneven, probe_c=1).choice.layer in {8, 9, 10}
 
 
 @pytest.mark.parametrize("front", ["", "A task.\n\n"])

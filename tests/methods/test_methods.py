@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from compressed import with_compressor
+from fitting import FAMILIES, SHOWN, WORDS, made
 from i2cl import (
     CalibrationConfig,
     Decoder,
@@ -26,29 +27,11 @@ from i2cl.methods.base import Wrapper
 from i2cl.methods.controls import NoiseConfig, noise_like
 from tiny import tiny_model, tiny_tokenizer
 
-MODEL_TYPES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
 KEY_VALUE_WIDTH = {"llama": 16, "qwen2": 16, "gpt2": 32, "gptj": 32, "gpt_neox": 32}
 LAYERS, WIDTH = 2, 32
-WORDS = ("positive", "negative")
-SHOWN = [("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1)]
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm", "not bad"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 FULL = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
-
-
-@pytest.fixture
-def films():
-    """Labels that differ in their first token."""
-    return Task("films", WORDS, Template("Review: {text}\nSentiment:{label}"), shots=2)
-
-
-@pytest.fixture
-def demonstrations():
-    return [Example(text, label) for text, label in SHOWN]
-
-
-def made(model_type):
-    return Decoder(tiny_model(model_type), tiny_tokenizer(), name=model_type)
 
 
 def fitted(name, decoder, task, demonstrations, *, seed=0, **options):
@@ -81,7 +64,7 @@ def prompts(texts):
     return [shown + query for query in queries(texts)]
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_zero_shot_is_the_bare_model(model_type, films, demonstrations):
     decoder = made(model_type)
     predictor = fitted("zero_shot", decoder, films, demonstrations)
@@ -89,7 +72,7 @@ def test_zero_shot_is_the_bare_model(model_type, films, demonstrations):
     assert (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_few_shot_is_the_bare_model_on_the_whole_prompt_cached_or_not(model_type, films, demonstrations):
     decoder = made(model_type)
     expected = plain(decoder, films, prompts(TEXTS))
@@ -100,7 +83,7 @@ def test_few_shot_is_the_bare_model_on_the_whole_prompt_cached_or_not(model_type
     assert not torch.allclose(expected, plain(decoder, films, queries(TEXTS)), atol=1e-2)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_few_shot_caches_keys_and_values_of_the_demonstrations(model_type, films, demonstrations):
     decoder = made(model_type)
     cached = fitted("few_shot", decoder, films, demonstrations)
@@ -135,7 +118,7 @@ def newline_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_text_that_merges_with_the_demonstrations_is_scored_right(model_type, demonstrations):
     decoder = Decoder(tiny_model(model_type), newline_tokenizer(), name=model_type)
     task = Task("films", WORDS, Template("{text}\nSentiment:{label}"))
@@ -151,7 +134,7 @@ def test_a_text_that_merges_with_the_demonstrations_is_scored_right(model_type, 
     torch.testing.assert_close(predictor.scores(texts), plain(decoder, task, whole), **CLOSE)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize(
     "options", [{}, {"formula": "add"}, {"writers": "mha", "positions": "last"}], ids=str
 )
@@ -184,11 +167,6 @@ def test_trained_numbers(films, demonstrations, options, per_layer):
     for name in ("i2cl", "noise"):
         predictor = fitted(name, decoder, films, demonstrations, epochs=0, **options)
         assert predictor.cost.trained == per_layer * LAYERS
-
-
-def test_a_layer_that_is_left_out_is_not_trained(films, demonstrations):
-    predictor = fitted("i2cl", made("llama"), films, demonstrations, epochs=0, layers="1")
-    assert predictor.cost.trained == 4
 
 
 def test_the_noise_vector_has_unit_variance_or_the_norm_of_what_it_replaces():
@@ -386,12 +364,7 @@ def test_the_table_of_methods_is_complete_and_cannot_be_changed():
 
 
 @pytest.mark.parametrize(
-    ("options", "sites", "each"),
-    [
-        ({}, 4, 32),
-        ({"writers": "mha"}, 2, 32),
-        ({"writers": "hidden"}, 2, 32),
-    ],
+    ("options", "sites", "each"), [({}, 4, 32), ({"writers": "mha"}, 2, 32), ({"writers": "hidden"}, 2, 32)]
 )
 def test_anchored_calibration_counts_the_numbers_that_it_fits(films, demonstrations, options, sites, each):
     predictor = fitted("anchored", made("llama"), films, demonstrations, **options)
@@ -406,7 +379,15 @@ def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
         assert found.calibration == CalibrationConfig(**recipe)
 
 
-@pytest.mark.parametrize(("name", "option"), [("linear_probe", "probe_c"), ("anchored", "tolerance")])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("linear_probe", "probe_c"),
+        ("anchored", "tolerance"),
+        ("icv", "strength"),
+        ("linear_task_vector", "ridge"),
+    ],
+)
 @pytest.mark.parametrize("value", ["inf", float("inf")])
 def test_an_option_that_json_cannot_hold_is_refused(name, option, value):
     with pytest.raises(I2CLError, match=f"option {option}='?inf'?: .*finite number"):

@@ -5,48 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import fit, made
-from i2cl import Decoder, Example, I2CLError, Task, Template, load_task
+from fitting import FAMILIES, SHOWN, TEXTS, WORDS, films_in, first_tokens, fit, ids, made
+from i2cl import Decoder, I2CLError, load_task
 
-FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
-WORDS = ("positive", "negative")
 WHOLE = ("positive", "poor", "negative")
-SHOWN = (("a warm film", 0), ("dull, dull, dull", 1), ("funny and kind all the way", 0), ("no", 1))
-TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:labels share their first token")
-
-
-@pytest.fixture
-def films():
-    return films_in(WORDS)
-
-
-@pytest.fixture
-def demonstrations():
-    return [Example(text, label) for text, label in SHOWN]
-
-
-def films_in(words):
-    adjectives = ("good", "bad", "fine", "poor")
-    train = tuple(Example(f"film {number} is {adjectives[number % 4]}", number % 2) for number in range(40))
-    return Task("films", words, Template("Review: {text}\nSentiment:{label}"), train=train, test=train[:4])
-
-
-def ids(decoder, text):
-    return torch.tensor([decoder.tokenizer(text)["input_ids"]])
-
-
-def first_tokens(decoder, task):
-    prompt = task.template.query("x")
-    start = ids(decoder, prompt).shape[1]
-    return [ids(decoder, prompt + task.template.continuation(word))[0, start].item() for word in task.labels]
 
 
 def last_state(decoder, text):
     """What the LM head reads at the last token."""
     with torch.no_grad():
-        return decoder.model(ids(decoder, text), output_hidden_states=True).hidden_states[-1][0, -1].double()
+        return (
+            decoder.model(torch.tensor([ids(decoder, text)]), output_hidden_states=True)
+            .hidden_states[-1][0, -1]
+            .double()
+        )
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -1,10 +1,11 @@
 import copy
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma3Config
 
+from fitting import close
 from i2cl.errors import I2CLError
 from i2cl.models.architectures import _ROWS, ARCHITECTURES, Architecture, architecture_of
 from i2cl.models.batching import make_batch, pack_batch
@@ -48,10 +49,6 @@ def at_the_ends(values):
 def one_by_one(model, prefix):
     rows = [torch.cat([prefix, IDS[row : row + 1, :length]], 1) for row, length in enumerate(LENGTHS)]
     return torch.stack([logits(model, ids)[0, -1] for ids in rows])
-
-
-def close(actual, expected):
-    return (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 # The residual identity
@@ -172,17 +169,6 @@ def test_the_chosen_paths_are_of_every_row():
     assert all(set(names.split()) & set(PATHS) for _, names in _ROWS)
 
 
-def test_table_is_read_only():
-    with pytest.raises(TypeError, match="item assignment"):
-        ARCHITECTURES["llama"] = ARCHITECTURES["gpt2"]
-    with pytest.raises(FrozenInstanceError):
-        ARCHITECTURES["llama"].mlp = "self_attn"
-
-
-def test_lookup_is_by_model_type(model):
-    assert architecture_of(model) is ARCHITECTURES[model.config.model_type]
-
-
 def test_writers_have_axes_layer_and_module(gemma2):
     blocks = list(gemma2.model.layers)
     assert ARCHITECTURES["gemma2"].blocks(gemma2) == blocks
@@ -272,25 +258,6 @@ def test_prefix_cache(model, placed):
 
 
 # The tiny models themselves
-
-
-def test_tokenizer_fits_the_models():
-    tokenizer = tiny_tokenizer()
-    assert len(tokenizer) == VOCABULARY
-    assert tokenizer.eos_token_id == 0
-    assert tokenizer.pad_token is None
-    text = "Größe: 3 € ☃\tReview: a"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_models_are_reproducible_and_leave_the_generator_alone():
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    first, same, other = tiny_model("llama"), tiny_model("llama"), tiny_model("llama", seed=1)
-    assert torch.equal(torch.rand(1), expected)
-    assert torch.equal(logits(first, IDS), logits(same, IDS))
-    assert not torch.equal(logits(first, IDS), logits(other, IDS))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -1,11 +1,11 @@
 import copy
 import threading
-from functools import cache
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fitting import close, decoder_of
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import ExtractConfig, extract
 from i2cl.core.edits import LinearEdit
@@ -28,15 +28,6 @@ SHOTS = [Example("a warm film", 0), Example("a dull and lifeless film", 1), Exam
 CPU = torch.device("cpu")
 ROWS = [(5, 9, 2, 7), (11,), (3, 250, 17, 40, 41, 42, 8)]
 BATCH = make_batch(ROWS, CPU)
-
-
-@cache
-def decoder_of(case):
-    return Decoder(tiny_model(case), tiny_tokenizer(), name=case)
-
-
-def close(actual, wanted):
-    return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 # What it says about a model
@@ -255,18 +246,6 @@ def test_the_model_is_left_as_found_after_an_error(case, work, error):
     assert odd.unchanged()
 
 
-@pytest.mark.parametrize(
-    "change", [{"noise": 1e38}, {"init_lambda": 1e38}, {"init_beta": 1e38, "noise": 0.0}]
-)
-def test_the_model_is_left_as_found_after_a_loss_that_is_not_finite(change):
-    odd = Odd(tiny_model("llama"))
-    decoder = Decoder(odd.model, tiny_tokenizer())
-    context = context_of(decoder)
-    with pytest.raises(I2CLError, match="loss became"):
-        calibrate(decoder, TASK, SHOTS, context, CalibrationConfig(epochs=1, **change))
-    assert odd.unchanged()
-
-
 def test_working_does_not_change_training_that_goes_on():
     model = tiny_model("gpt2", attn_pdrop=0.0, resid_pdrop=0.5, embd_pdrop=0.0)
     for name in ("resid_pdrop",):
@@ -329,13 +308,6 @@ def test_gradients_flow_through_an_edit_if_they_are_on(decoder):
         decoder.forward(BATCH, edit=edit).square().sum().backward()
     assert (coefficients.grad != 0).all()
     assert all(parameter.grad is None for parameter in decoder.model.parameters())
-
-
-def test_a_copied_decoder_is_independent(decoder):
-    other = copy.deepcopy(decoder)
-    with torch.no_grad():
-        other.model.get_input_embeddings().weight.zero_()
-    assert not torch.equal(other.capture(BATCH), decoder.capture(BATCH))
 
 
 def test_decoders_of_one_model_share_its_lock():

@@ -233,17 +233,8 @@ def test_a_difference_stays_short():
     assert BASE.difference(other).endswith("config.eps 1e-06 and not 0, 1 more")
 
 
-def test_identities_that_know_different_things_are_compared_by_what_both_know():
-    old = replace(BASE, weights="sampled", tokenizer="vocabulary", config=None)
-    assert old.difference(BASE) is BASE.difference(old) is None
-    assert old.difference(replace(BASE, layers=3)) == "layers 2 and not 3"
-    assert "weights" in old.difference(replace(old, weights="other"))
-
-
-@pytest.mark.parametrize("base", [BASE, replace(BASE, config=None)])
-def test_dictionary_roundtrip(base):
-    assert ModelIdentity.from_dict(json.loads(json.dumps(base.to_dict()))) == base
-    assert ("config" in base.to_dict()) == (not base.sampled)
+def test_dictionary_roundtrip():
+    assert ModelIdentity.from_dict(json.loads(json.dumps(BASE.to_dict()))) == BASE
 
 
 @pytest.mark.parametrize("fields", [{}, BASE.to_dict() | {"extra": 1}, BASE.to_dict() | {"config": 3}])

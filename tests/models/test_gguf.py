@@ -16,7 +16,6 @@ from i2cl.export.folding import Folding, StateDict
 from i2cl.export.gguf import Weights
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.interfaces.cli import main
-from i2cl.models import loading
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.tasks import Task, Template
 from tiny import tiny_model, tiny_tokenizer
@@ -191,10 +190,7 @@ def refused(name, **options):
 
 @pytest.mark.parametrize(
     "extra",
-    [
-        {"blk.0.attn_output.bias": np.ones(32, np.float32)},
-        {"rope_freqs.weight": np.full(4, 2.0, np.float32)},
-    ],
+    [{"blk.0.attn_output.bias": np.ones(32, np.float32)}, {"rope_freqs.weight": np.full(4, 2.0, np.float32)}],
     ids=["bias", "rotary"],
 )
 def test_tensors_that_would_be_left_out_are_refused(tmp_path, extra):
@@ -294,9 +290,3 @@ def test_one_model_for_all_classifiers_until_the_file_changes(file):
     assert shared.shared_decoder(str(file), device="cpu") is one
     written(file, tiny_model("llama", seed=1))
     assert shared.shared_decoder(file, device="cpu") is not one
-
-
-def test_a_folder_is_no_file(tmp_path):
-    assert loading.is_gguf(tmp_path / "x.gguf")
-    (tmp_path / "y.gguf").mkdir()
-    assert not loading.is_gguf(tmp_path / "y.gguf")

@@ -4,11 +4,10 @@ Everything is compared with hooks of its own on the modules that the table names
 the right ones is the residual identity's business (`test_architectures.py`).
 """
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
+from fitting import close, injecting, replacing
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import extract
 from i2cl.core.edits import LinearEdit
@@ -28,32 +27,6 @@ def decoder(request):
     return Decoder(tiny_model(model_type, **overrides), tiny_tokenizer(), name=request.param)
 
 
-def first(output):
-    return output[0] if isinstance(output, tuple) else output
-
-
-@contextmanager
-def hooked(decoder, change):
-    """``change(layer, index, rows)`` replaces what a writer puts out, unless it returns None."""
-    handles = []
-    for layer, pair in enumerate(decoder.writers):
-        for index, module in enumerate(pair):
-
-            def hook(_module, _args, output, layer=layer, index=index):
-                old = first(output)
-                new = change(layer, index, old)
-                if new is None:
-                    return None
-                return (new, *output[1:]) if isinstance(output, tuple) else new
-
-            handles.append(module.register_forward_hook(hook))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def drawn(decoder):
     """A vector and coefficients that leave no writer as it was."""
     generator = torch.Generator().manual_seed(1)
@@ -67,30 +40,22 @@ def demonstrations(decoder):
     return decoder.encoder(texts)
 
 
-def close(actual, wanted):
-    return (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-
-
 def test_the_context_vector_is_the_mean_of_what_the_writers_put_out_last(decoder):
     wanted = torch.zeros(decoder.layers, 2, decoder.d_model)
 
-    def add(layer, index, output):
-        wanted[layer, index] += output.detach().reshape(-1, decoder.d_model)[-1] / len(SHOTS)
+    def adding(mean):
+        def add(output):
+            mean.add_(output.detach().reshape(-1, decoder.d_model)[-1] / len(SHOTS))
 
-    with torch.no_grad(), hooked(decoder, add):
+        return add
+
+    modules = [module for pair in decoder.writers for module in pair]
+    with torch.no_grad(), replacing(zip(modules, map(adding, wanted.flatten(0, 1)), strict=True)):
         for ids in demonstrations(decoder):
             decoder.model(input_ids=torch.tensor([ids]), use_cache=False)
     context = extract(decoder, TASK, SHOTS)
     assert context.values.abs().amax(-1).min() > 0
     assert close(context.values, wanted)
-
-
-def mixed(values, coefficients):
-    def mix(layer, index, output):
-        amount, keep = coefficients[layer, index]
-        return amount * values[layer, index] + keep * output
-
-    return mix
 
 
 def test_an_injection_is_what_hooks_by_hand_do(decoder):
@@ -103,7 +68,7 @@ def test_an_injection_is_what_hooks_by_hand_do(decoder):
 
     with torch.no_grad():
         plain = decoder.model(input_ids=batch.input_ids, use_cache=False).logits[ends]
-        with hooked(decoder, mixed(values, coefficients)):
+        with injecting(decoder, values, coefficients):
             wanted = decoder.model(input_ids=batch.input_ids, use_cache=False).logits[ends]
         assert close(edited(coefficients), wanted)
         assert close(edited(torch.tensor([0.0, 1.0]).expand_as(coefficients)), plain)
@@ -119,7 +84,7 @@ def test_all_four_scalars_of_every_layer_have_the_right_gradient(decoder):
         (found,) = torch.autograd.grad(-logits.log_softmax(-1)[5], coefficients)
         return found
 
-    with hooked(decoder, mixed(values, coefficients)):
+    with injecting(decoder, values, coefficients):
         wanted = gradient(decoder.model(input_ids=ids, use_cache=False).logits[0, -1])
     with decoder.frozen():
         batch = make_batch([tuple(ids[0].tolist())], torch.device("cpu"))

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from i2cl import Decoder, I2CLError, calibrate, extract
 from i2cl.core.edits import LinearEdit
-from i2cl.core.injection import Injection, PrecisionWarning
+from i2cl.core.injection import PrecisionWarning
 from i2cl.core.recipe import RECIPES, CalibrationConfig
 from i2cl.export import export_hf, fold, make_golden
 from i2cl.interfaces.cli import main
@@ -187,19 +187,6 @@ def test_an_injection_goes_from_one_dtype_to_another(checkpoint, plain, task, re
         injection.require_base(decoder)
         assert off(injection.scores(decoder, TEXTS), expected) < tolerance
     assert not [warning for warning in recwarn if warning.category is PrecisionWarning]
-
-
-def test_artefacts_of_older_versions_are_read(plain, task, tmp_path):
-    demonstrations = task.sample(1, 0)
-    context = extract(plain, task, demonstrations)
-    calibrate(plain, task, demonstrations, context, CalibrationConfig(epochs=0)).save_pretrained(
-        tmp_path / "a"
-    )
-    path = tmp_path / "a" / "injection.json"
-    stored = json.loads(path.read_text())
-    assert (stored["base_model"].pop("dtype"), stored["base_model"].pop("quantization")) == ("float32", None)
-    path.write_text(json.dumps(stored))
-    Injection.from_pretrained(tmp_path / "a").require_base(plain)
 
 
 # 8 and 4 bits

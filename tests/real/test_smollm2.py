@@ -88,7 +88,7 @@ def test_it_is_a_model_that_writes(decoder):
     with torch.no_grad():
         best = int(decoder.model(ids).logits[0, -1].argmax())
     assert decoder.tokenizer.decode([best]) == " Paris"
-    assert decoder.identity.passed
+    assert decoder.residual_identity.passed
 
 
 def test_the_identity_is_one_in_every_dtype_that_holds_it(decoder):

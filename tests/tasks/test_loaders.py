@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -152,12 +150,3 @@ def test_a_file_with_an_unknown_extension(tmp_path):
 
 def test_test_path_is_refused_for_named_tasks(mails):
     assert "leave test_path out" in failure("synthetic", test_path=mails)
-
-
-def test_import_is_light():
-    code = (
-        "import sys, i2cl.tasks; heavy = {'datasets', 'pandas', 'pyarrow', 'torch', 'transformers', 'numpy'};"
-        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -1,7 +1,8 @@
 import string
 from collections import Counter
 
-from i2cl.tasks import load_task, synthetic_task
+from i2cl.tasks import load_task
+from i2cl.tasks.synthetic import synthetic_task
 
 
 def test_classes_are_letters_specials_and_numbers():

@@ -20,13 +20,12 @@ from i2cl.storage.card import CARD, model_card
 from i2cl.tasks import Task
 
 FORMAT_VERSION = 2
-"""1 knew less of the base model (`i2cl.models.fingerprint.ModelIdentity.sampled`) and is read too."""
 
 BIASED_VERSION = 3
 """Of an artefact with a label bias: an older i2cl is to say that it has to be upgraded."""
 
 TEMPERED_VERSION = 5
-"""Of an artefact with a temperature that is not 1, likewise; 4 held a read-out."""
+"""Of an artefact with a temperature that is not 1, likewise."""
 
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
@@ -58,19 +57,12 @@ class Stored(pydantic.BaseModel):
     @pydantic.field_validator("format_version")
     @classmethod
     def _known(cls, version: int) -> int:
-        if version == 4:
-            raise ValueError("format version 4 held a read-out, which i2cl has no more")
         if version > TEMPERED_VERSION:
             raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
         return version
 
     def fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What an `i2cl.Injection` is made of.
-
-        Raises:
-            KeyError: if one is missing.
-            I2CLError: if they have other shapes than described.
-        """
+        """What an `i2cl.Injection` is made of. Raises KeyError without one, I2CLError on other shapes."""
         values, coefficients = tensors["context_vector"], tensors["coefficients"]
         base = ModelIdentity.from_dict(self.base_model)
         sites = 1 if self.extraction.site == "hidden" else 2
@@ -116,16 +108,8 @@ def write(
     shared: bool = False,
 ) -> None:
     """Write the three files.
-
-    Args:
-        folder: it is there already.
-        tensors: the context vector and the coefficients, by name.
-        description: see `i2cl.Injection.description`.
-        name: hub id or folder that it will be loaded from.
-        shared: shorten the base model's local path, which is nobody else's business.
-
-    Raises:
-        I2CLError: if the description is none that `read` takes.
+    If shared, the base model's local path is shortened: it is nobody else's business. Raises I2CLError if the
+    description is none that `read` takes.
     """
     try:
         Stored.model_validate(description)
@@ -145,15 +129,7 @@ def write(
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
-    """The fields of the `i2cl.Injection` in a folder.
-
-    Args:
-        folder: where its files are.
-        name: what it is called in errors.
-
-    Raises:
-        I2CLError: on a missing, damaged or newer artefact.
-    """
+    """The fields of the `i2cl.Injection` in a folder; I2CLError on a missing, damaged or newer artefact."""
     if not (folder / DESCRIPTION).is_file():
         raise I2CLError(f"{name!r} is no injection: it has no {DESCRIPTION} (made by `i2cl fit`)")
     try:

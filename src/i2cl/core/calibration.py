@@ -22,13 +22,13 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.scoring import Questions
 from i2cl.models.training import StepProgress, minimize, train_together
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 
 def calibrate(
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
+    demonstrations: Examples,
     context: ContextVector,
     config: CalibrationConfig | None = None,
     *,
@@ -71,7 +71,7 @@ def calibrate(
 def calibrate_many(
     decoder: Decoder,
     tasks: Sequence[Task],
-    demonstrations: Sequence[Sequence[Example]],
+    demonstrations: Sequence[Examples],
     contexts: Sequence[ContextVector],
     config: CalibrationConfig | None = None,
     *,
@@ -116,16 +116,20 @@ def _fitted(
 ) -> list[Injection]:
     for run in runs:
         run.require_fit(config)
-    found: dict[int, Injection] = {}
+    injections: dict[int, Injection] = {}
     waiting = _groups(runs, config, decoder.token_budget)
     while waiting:
         places = waiting.pop(0)
-        made = _fit_or_none(decoder, [runs[place] for place in places], config, progress)
-        if made is None:
-            waiting[:0] = _halves(places)
-        else:
-            found |= dict(zip(places, made, strict=True))
-    return [found[place] for place in range(len(runs))]
+        try:
+            injections |= dict(
+                zip(places, _fit(decoder, [runs[one] for one in places], config, progress), strict=True)
+            )
+            continue
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        waiting[:0] = _halves(places)  # what the error held on to is free by now
+    return [injections[place] for place in range(len(runs))]
 
 
 def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig, budget: int) -> list[list[int]]:
@@ -155,21 +159,6 @@ def _halves(places: list[int]) -> list[list[int]]:
     return [places[:half], places[half:]]
 
 
-def _fit_or_none(
-    decoder: Decoder,
-    group: Sequence[CalibrationRun],
-    config: CalibrationConfig,
-    progress: StepProgress | None,
-) -> list[Injection] | None:
-    """What `_fit` makes, or None where memory ran out; what the error held on to is free by then."""
-    try:
-        return _fit(decoder, group, config, progress)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            return None
-        raise
-
-
 def _fit(
     decoder: Decoder,
     group: Sequence[CalibrationRun],
@@ -189,7 +178,7 @@ def _fit(
             ]
         else:
             histories = train_together(free, loss, _steps(group, config), config, progress, dtype)
-    found = coefficients.linear().detach().cpu()
+    values = coefficients.linear().detach().cpu()
     return [
         Injection(
             context=run.context,
@@ -202,7 +191,7 @@ def _fit(
             settings=config.model_dump(mode="json"),
             history=history,
         )
-        for run, pairs, history in zip(group, found, histories or [()] * len(group), strict=True)
+        for run, pairs, history in zip(group, values, histories or [()] * len(group), strict=True)
     ]
 
 

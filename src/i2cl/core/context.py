@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from i2cl.errors import HALF_PAIR, I2CLError
@@ -19,13 +18,14 @@ from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
 from i2cl.models.fingerprint import ModelIdentity
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 from i2cl.tasks.sampling import group_by_label
 
 Writers = Literal["both", "mha", "mlp", "hidden"]
 
 
-class ExtractConfig(BaseModel):
+class ExtractConfig(Settings):
     """How demonstrations become a context vector. Defaults are the paper's.
 
     Attributes:
@@ -36,8 +36,6 @@ class ExtractConfig(BaseModel):
         separator: end each demonstration with the template's separator, whose token is then the last
             (the released code behind all published numbers); False ends it with the label.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     writers: Writers = "both"
     token: Literal["last", "first", "random"] = "last"
@@ -67,11 +65,7 @@ class ContextVector:
     base: ModelIdentity | None = None
 
     def require_base(self, decoder: Decoder) -> None:
-        """Refuse a decoder of other sizes, or another one than it was extracted on.
-
-        Raises:
-            I2CLError: naming the difference.
-        """
+        """Refuse a decoder other than the one that it was extracted on (I2CLError naming the difference)."""
         sites = 1 if self.config.site == "hidden" else 2
         shape = (decoder.layers, sites, decoder.d_model)
         if self.values.shape != shape:
@@ -81,7 +75,7 @@ class ContextVector:
             )
         if self.base is None:
             return
-        difference = self.base.difference(decoder.base_like(self.base))
+        difference = self.base.difference(decoder.base)
         if difference:
             raise I2CLError(
                 f"the context vector was extracted on {self.base.name!r}, not {decoder.name!r} "
@@ -89,11 +83,7 @@ class ContextVector:
             )
 
     def require_match(self, other: "ContextVector") -> None:
-        """Refuse a vector that cannot be added to this one.
-
-        Raises:
-            I2CLError: if shapes, writers or models differ.
-        """
+        """Refuse a vector of another shape, writer or model, which cannot be added (I2CLError)."""
         _common_base([self, other])
         mine, theirs = self.config.writers, other.config.writers
         if mine != theirs or self.values.shape != other.values.shape:
@@ -169,7 +159,7 @@ class ContextVector:
 def extract(
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
+    demonstrations: Examples,
     config: ExtractConfig | None = None,
     *,
     seed: int = 0,
@@ -196,11 +186,17 @@ def extract(
     decoder.require_identity()
     ids = sorted(_encode(decoder, task, demonstrations, config))
     picker = random.Random(seed)
-    places = [_place(row, config, picker) for row in ids]
+    ends = [(len(row) - 1) * (config.token == "last") for row in ids]
+    places = [picker.randrange(len(row)) for row in ids] if config.token == "random" else ends
+
+    def captured_at(batch: Batch) -> Float[Tensor, "batch layers sites d"]:
+        at = torch.tensor([places[row] for row in batch.rows], device=batch.last.device)
+        return decoder.capture(batch, at, site=config.site)
+
     mean = torch.zeros(())
     kept: list[Tensor] = []
     seen = 0
-    for _, captured in decoder.run_batches(ids, partial(_captured, decoder, places, config.site)):
+    for _, captured in decoder.run_batches(ids, captured_at):
         seen += len(captured)
         mean = mean + (captured - mean).sum(0) / seen
         if config.aggregate == "pca":
@@ -211,11 +207,7 @@ def extract(
 
 
 def _common_base(vectors: Sequence[ContextVector]) -> ModelIdentity | None:
-    """The model that all of them whose model is known were extracted on.
-
-    Raises:
-        I2CLError: if there are two.
-    """
+    """The model that all were extracted on, where it is known; raises I2CLError if there are two."""
     known = [vector.base for vector in vectors if vector.base is not None]
     for other in known[1:]:
         difference = known[0].difference(other)
@@ -230,7 +222,7 @@ def _common_base(vectors: Sequence[ContextVector]) -> ModelIdentity | None:
 def extract_classes(
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
+    demonstrations: Examples,
     config: ExtractConfig | None = None,
     *,
     seed: int = 0,
@@ -253,23 +245,15 @@ def extract_classes(
     return tuple(extract(decoder, task, group, config, seed=seed) for group in groups)
 
 
-def require_demonstrations(task: Task, demonstrations: Sequence[Example]) -> None:
-    """Refuse to work without demonstrations, or with labels that the task does not have.
-
-    Raises:
-        I2CLError: naming the demonstration.
-    """
+def require_demonstrations(task: Task, demonstrations: Examples) -> None:
+    """Refuse to work without demonstrations, or with labels that the task does not have (I2CLError)."""
     if not demonstrations:
         raise I2CLError("no demonstrations were given: at least one is needed")
     require_labels(task, demonstrations)
 
 
-def require_labels(task: Task, demonstrations: Sequence[Example]) -> None:
-    """Refuse labels that the task does not have, and texts that are no Unicode.
-
-    Raises:
-        I2CLError: naming the demonstration.
-    """
+def require_labels(task: Task, demonstrations: Examples) -> None:
+    """Refuse labels that the task does not have, and texts that are no Unicode (I2CLError naming one)."""
     for number, example in enumerate(demonstrations, start=1):
         if not 0 <= example.label < len(task.labels):
             raise I2CLError(
@@ -280,9 +264,7 @@ def require_labels(task: Task, demonstrations: Sequence[Example]) -> None:
             raise I2CLError(f"demonstration {number} holds half a surrogate pair: repair its text")
 
 
-def _encode(
-    decoder: Decoder, task: Task, demonstrations: Sequence[Example], config: ExtractConfig
-) -> list[Ids]:
+def _encode(decoder: Decoder, task: Task, demonstrations: Examples, config: ExtractConfig) -> list[Ids]:
     builds = [
         partial(
             task.template.demonstration, label_word=task.labels[example.label], separator=config.separator
@@ -291,19 +273,6 @@ def _encode(
     ]
     texts = [example.text for example in demonstrations]
     return decoder.encoder.fitted_each(builds, texts, decoder.max_length)
-
-
-def _captured(
-    decoder: Decoder, places: Sequence[int], site: Site, batch: Batch
-) -> Float[Tensor, "batch layers sites d"]:
-    at = torch.tensor([places[row] for row in batch.rows], device=batch.last.device)
-    return decoder.capture(batch, at, site=site)
-
-
-def _place(row: Ids, config: ExtractConfig, picker: random.Random) -> int:
-    if config.token == "random":
-        return picker.randrange(len(row))
-    return 0 if config.token == "first" else len(row) - 1
 
 
 def _first_direction(

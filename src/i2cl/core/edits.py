@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from i2cl.models.batching import Batch
-from i2cl.models.edits import Edit, Site
+from i2cl.models.edits import Edit, Site, States
 
 Positions = Literal["all", "first", "last", "random"]
 """Query tokens that are injected ("Injection Position" ablation)."""
@@ -36,15 +36,11 @@ class PlacedEdit(Edit):
         self.everywhere = positions == "all"
         self.seed = seed
 
-    def injected(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
-    ) -> Float[Tensor, "lines tokens d"]:
+    def injected(self, layer: int, index: int, output: States, batch: Batch) -> States:
         """What replaces ``output`` at an injected token."""
         raise NotImplementedError
 
-    def output(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
-    ) -> Float[Tensor, "lines tokens d"]:
+    def output(self, layer: int, index: int, output: States, batch: Batch) -> States:
         """What `injected` says, where the token is injected; what was there, elsewhere."""
         injected = self.injected(layer, index, output, batch)
         if self.positions == "all":
@@ -95,9 +91,7 @@ class LinearEdit(PlacedEdit):
         self._pairs = coefficients.flatten(0, 1).unbind()
         self._fixed: dict[tuple[int, int], tuple[Tensor, float]] = {}
 
-    def injected(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], _batch: Batch | None = None
-    ) -> Float[Tensor, "lines tokens d"]:
+    def injected(self, layer: int, index: int, output: States, _batch: Batch | None = None) -> States:
         """The linear combination."""
         if not self.coefficients.requires_grad:
             scaled, beta = self._ready(layer, index, output)
@@ -134,10 +128,6 @@ class NoisyEdit(Edit):
     residual stream after attention and after MLP (``place="residual"``, the paper's text), or of each
     writer's output (``place="writer"``, the released code). Sites that are not ``active`` get neither
     injection nor noise.
-
-    Attributes:
-        injection: the edit that noise is added to.
-        draw: standard Gaussian numbers in the shape of what it is given.
     """
 
     def __init__(
@@ -159,13 +149,11 @@ class NoisyEdit(Edit):
         self.draw = draw
         self.residual: Tensor | None = None
 
-    def enter(self, _layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
+    def enter(self, _layer: int, residual: States) -> None:
         """Remember the stream: the norm after each writer is that of stream plus output."""
         self.residual = residual.detach()
 
-    def output(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
-    ) -> Float[Tensor, "lines tokens d"]:
+    def output(self, layer: int, index: int, output: States, batch: Batch) -> States:
         """The linear combination plus noise."""
         active = self.active[layer][index]
         injected = self.injection.output(layer, index, output, batch) if active else output
@@ -181,19 +169,15 @@ class NoisyEdit(Edit):
         self.residual = stream + noise
         return torch.add(injected, noise, alpha=1 / self.writer_scale)
 
-    def _noise(self, signal: Float[Tensor, "lines tokens d"]) -> Float[Tensor, "lines tokens d"]:
+    def _noise(self, signal: States) -> States:
         size = self.scale * torch.linalg.vector_norm(signal, dim=-1, keepdim=True, dtype=torch.float32)
         return self.draw(signal).mul_(size.to(signal.dtype))  # the norm itself can exceed float16
 
 
 class Draw:
     """Gaussian numbers for a batch that several runs share: each run gets those it would draw alone.
-
-    Args:
-        generators: one a run.
-        alone: the batch each run would have by itself.
-        shared: the batch they have together, its queries run by run.
-        lengths: tokens of every query of it.
+    Each run would have its batch of ``alone``; ``shared`` has their queries run by run, of these lengths in
+    tokens.
     """
 
     def __init__(
@@ -212,7 +196,7 @@ class Draw:
             rest = rest[len(one.rows) :]
         self.source = torch.cat(own)
 
-    def __call__(self, like: Float[Tensor, "lines tokens d"]) -> Float[Tensor, "lines tokens d"]:
+    def __call__(self, like: States) -> States:
         """Numbers for every token of the batch; 0 for padding."""
         d = like.shape[-1]
         runs = zip(self.generators, self.sizes, strict=True)
@@ -241,13 +225,7 @@ def _token_places(batch: Batch, lengths: Sequence[int]) -> Int[Tensor, " tokens"
 
 
 class RowsEdit(PlacedEdit):
-    """A linear edit of its own for every query of a batch.
-
-    Attributes:
-        scaled: context vector of every task, times its lambda.
-        keep: beta of every task.
-        task: each query's task, in the order of the whole list of queries.
-    """
+    """A linear edit for each query: ``scaled`` is lambda times vector, ``keep`` beta, by ``task``."""
 
     def __init__(
         self,
@@ -265,9 +243,7 @@ class RowsEdit(PlacedEdit):
         self._batch: Batch | None = None
         self._rows = task
 
-    def injected(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
-    ) -> Float[Tensor, "lines tokens d"]:
+    def injected(self, layer: int, index: int, output: States, batch: Batch) -> States:
         """Each row's own linear combination."""
         if self._batch is not batch:
             self._batch, self._rows = batch, self._owners(batch)

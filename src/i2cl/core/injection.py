@@ -15,15 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.core.artefact import (
-    BIASED_VERSION,
-    FILES,
-    FORMAT_VERSION,
-    TEMPERED_VERSION,
-    own_files,
-    read,
-    write,
-)
+from i2cl.core.artefact import BIASED_VERSION, FILES, FORMAT_VERSION, TEMPERED_VERSION, own_files, read, write
 from i2cl.core.context import ContextVector
 from i2cl.core.edits import LinearEdit, Positions
 from i2cl.errors import I2CLError
@@ -46,10 +38,6 @@ class PrecisionWarning(UserWarning):
     """An injection is used on its own model, but with weights quantized in another way."""
 
 
-class UncheckedWarning(UserWarning):
-    """An injection of an older version says too little about its model to check all of it."""
-
-
 @dataclass(frozen=True, eq=False)
 class Injection:
     """Context vector, coefficients and task, bound to one base model (paper, "Context Injection").
@@ -68,9 +56,9 @@ class Injection:
         settings: of calibration, JSON-able.
         history: mean calibration loss of each epoch, in nats.
         metrics: accuracy, macro-F1 and number of rows, where they were measured
-            (`i2cl.experiments.evidence.worth.with_worth`).
+            (`i2cl.experiments.evidence.baselines.with_worth`).
         command: the command line that makes it again, where one does.
-        worth: the same beside others, as JSON has it (`i2cl.experiments.evidence.worth.Worth`).
+        worth: the same beside others, as JSON has it (`i2cl.experiments.evidence.baselines.Worth`).
         label_bias: a number for each label, in nats, added to the log-probabilities among the labels
             (`i2cl.models.scoring.biased`); None leaves scores as they are.
         temperature: what the log-probabilities among the labels are divided by, behind the label bias
@@ -160,8 +148,7 @@ class Injection:
         """Refuse a decoder that is not the one this was made on.
 
         The same checkpoint in another dtype is that one. Where it is quantized in another way, a
-        `PrecisionWarning` says so: answers can differ. An artefact of format 1 is compared as far as it
-        tells, and an `UncheckedWarning` says what it leaves open.
+        `PrecisionWarning` says so: answers can differ.
 
         Args:
             decoder: the candidate, or what is known of it.
@@ -174,7 +161,7 @@ class Injection:
 
     def _check(self, decoder: Decoder | ModelIdentity, *, force: bool) -> None:
         """`require_base`, whose warnings are told where that, or `scores`, was called."""
-        other = decoder.base_like(self.base) if isinstance(decoder, Decoder) else decoder
+        other = decoder.base if isinstance(decoder, Decoder) else decoder
         difference = self.base.difference(other)
         same_shape = (self.base.layers, self.base.d_model) == (other.layers, other.d_model)
         if difference and not (force and same_shape):
@@ -184,18 +171,12 @@ class Injection:
             )
         if self.base.quantization != other.quantization:
             mine, theirs = (
-                found or "no quantization" for found in (self.base.quantization, other.quantization)
+                base or "no quantization" for base in (self.base.quantization, other.quantization)
             )
             message = (
                 f"this injection was made with {mine} and the model is loaded with {theirs}: fit it again"
             )
             warnings.warn(f"{message} if answers differ", PrecisionWarning, stacklevel=3)
-        if self.base.sampled:
-            message = (
-                "this injection is of an older i2cl, which noted a sample of its model's weights and its "
-                "vocabulary: other weights, configuration, buffers and the tokenizer's rules were not checked"
-            )
-            warnings.warn(f"{message}; fit it again to have them checked", UncheckedWarning, stacklevel=3)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, JSON and a model card; all of it or, on an error, nothing.
@@ -267,12 +248,12 @@ class Injection:
 
     def description(self) -> dict[str, Any]:
         """What `save_pretrained` writes beside the tensors."""
-        told: dict[str, Any] = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
-        version = 1 if self.base.sampled else FORMAT_VERSION
+        optional: dict[str, Any] = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
+        version = FORMAT_VERSION
         if self.label_bias is not None:
-            version, told["label_bias"] = BIASED_VERSION, list(self.label_bias)
+            version, optional["label_bias"] = BIASED_VERSION, list(self.label_bias)
         if self.temperature != 1:
-            version, told["temperature"] = TEMPERED_VERSION, self.temperature
+            version, optional["temperature"] = TEMPERED_VERSION, self.temperature
         return {
             "format_version": version,
             "base_model": self.base.to_dict(),
@@ -284,4 +265,4 @@ class Injection:
             "seed": self.seed,
             "calibration": self.settings,
             "loss": list(self.history),
-        } | {name: value for name, value in told.items() if value}  # else as before there were these
+        } | {name: value for name, value in optional.items() if value}  # else as before there were these

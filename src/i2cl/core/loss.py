@@ -56,11 +56,7 @@ class CalibrationRun:
         return len(labels.ids) if config.loss == "labels" and labels.full else 1
 
     def require_fit(self, config: CalibrationConfig) -> None:
-        """Refuse what cannot be calibrated, before any work.
-
-        Raises:
-            I2CLError: see `i2cl.core.calibration.calibrate`.
-        """
+        """Refuse what cannot be calibrated (I2CLError: see `i2cl.core.calibration.calibrate`)."""
         require_demonstrations(self.questions.task, self.demonstrations)
         self.context.require_base(self.questions.decoder)
         shape = (*self.context.values.shape[:2], 2)
@@ -130,10 +126,7 @@ class Coefficients:
 
 
 class CalibrationLoss:
-    """Cross-entropy of the labels of each run, under its own injection and its own noise.
-
-    Where a query runs once a label, each of these rows draws its own noise.
-    """
+    """Cross-entropy of each run's labels, under its own injection and noise; rows draw their own noise."""
 
     def __init__(
         self,
@@ -162,8 +155,8 @@ class CalibrationLoss:
 
     def __call__(self, chosen: Sequence[int]) -> Float[Tensor, " runs"]:
         """Mean loss of each run over its own of these demonstrations, in nats."""
-        found = self.likelihood(chosen, self._learned, reserve=len(self.shared))
-        return -found.view(len(self.vectors), -1).mean(-1)
+        likelihoods = self.likelihood(chosen, self._learned, reserve=len(self.shared))
+        return -likelihoods.view(len(self.vectors), -1).mean(-1)
 
     def _learned(self, rows: Sequence[int]) -> Float[Tensor, " rows"]:
         """What `LabelLikelihood` asks of rows that may share a batch."""
@@ -204,10 +197,7 @@ class CalibrationLoss:
         return [self.likelihood.lengths[row] for row in rows]
 
     def _batch(self, rows: Sequence[int]) -> Batch:
-        """Queries with their targets, in one row where the model can do that and it saves work.
-
-        Cached tokens in front of all of them rule out packing.
-        """
+        """Queries with their targets, in one row where that works (no cached prefix) and saves work."""
         packs = self.decoder.architecture.packs and not self.shared
         packed = packs and packing_pays(self._lengths(rows), self.decoder.d_model)
         return self.likelihood.batch(rows, packed=packed)

@@ -72,11 +72,7 @@ class CalibrationConfig(TrainConfig):
 
     @classmethod
     def recipe(cls, name: str, **changes: object) -> "CalibrationConfig":
-        """The recipe of that name, with changes.
-
-        Raises:
-            I2CLError: if there is none of that name.
-        """
+        """The recipe of that name, with changes. Raises I2CLError if there is none of that name."""
         if name not in RECIPES:
             raise I2CLError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
         return cls.model_validate({**RECIPES[name], **changes})
@@ -92,11 +88,7 @@ class CalibrationConfig(TrainConfig):
         return self.optimizer == "adamw" and self.positions != "random"
 
     def active(self, layers: int, writers: Writers) -> Bool[Tensor, "layers sites"]:
-        """Which sites are trained; the others keep (0, 1).
-
-        Raises:
-            I2CLError: if a layer index does not exist, or the part chosen is empty.
-        """
+        """Which sites are trained; the others keep (0, 1). Raises I2CLError on no such layer, or none."""
         third = layers // 3, 2 * layers // 3
         named = {
             "all": range(layers),

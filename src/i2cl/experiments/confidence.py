@@ -43,13 +43,7 @@ NAMES = tuple(field.name for field in fields(Confidence))
 
 
 def confidence(scores: Scores, gold: Labels, answers: Labels) -> Confidence:
-    """The four numbers.
-
-    Args:
-        scores: log-probabilities among the labels.
-        gold: right label id of each query.
-        answers: label id that was answered; its probability may be a tie of the largest.
-    """
+    """The four numbers."""
     log_probabilities = normalised(scores)
     each = np.arange(len(gold))
     target = np.zeros_like(log_probabilities)

@@ -1,7 +1,6 @@
 """Which rows of a file of one's own are demonstrations: as many as pay in the time that somebody waits."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median_low
@@ -13,7 +12,7 @@ from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, score
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Example, Examples, Task
 from i2cl.tasks.sampling import group_by_label, sample_per_class, seeded
 
 MOST_SHOTS = 20
@@ -50,14 +49,9 @@ CHOICES = (MOST_SHOTS, 15, 10, 8, 6, USUAL, 4, 3, 2, 1)
 @dataclass(frozen=True)
 class Draw:
     """Demonstrations of a task, and what they were drawn from.
-
-    Attributes:
-        demonstrations: at most `shots` of each class, all that it has where these are fewer.
-        shots: of each class at most.
-        rows: training rows that there are.
-        keep_back: one row in so many was kept back; 0 for none.
-        seconds: that a fit will take by the estimate; None where nobody timed the model.
-        more: a larger number of shots that somebody may prefer, with its rows and seconds.
+    ``shots`` is the most of a class, ``rows`` how many there are to draw from, ``seconds`` what a fit will
+    take by the estimate, None where nobody timed the model; ``more`` a larger number of shots that somebody
+    may prefer, with its rows and seconds.
     """
 
     demonstrations: tuple[Example, ...]
@@ -70,24 +64,15 @@ class Draw:
 
 def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
     """So many rows of each class, or all that it has: as `Task.sample` draws where all have so many.
-
-    Args:
-        task: with its training rows.
-        shots: of each class at most.
-        seed: of the draw.
-        keep_back: one row in so many of each class that has `ENOUGH`; 0 for none.
-
-    Raises:
-        I2CLError: if a class has no row at all.
+    Of a class that has `ENOUGH`, one row in ``keep_back`` is left out; 0 for none. Raises I2CLError if a
+    class has no row at all.
     """
     task.sample(1, seed)
     groups = group_by_label(task.train, len(task.labels))
-    quotas = [min(shots, _free(len(group), keep_back)) for group in groups]
+    counts = [len(group) for group in groups]
+    free = [n - ceil(n / keep_back) if keep_back and n >= ENOUGH else n for n in counts]
+    quotas = [min(shots, max(1, n)) for n in free]
     return sample_per_class(groups, quotas, seeded(seed))
-
-
-def _free(count: int, keep_back: int) -> int:
-    return max(1, count - ceil(count / keep_back)) if keep_back and count >= ENOUGH else count
 
 
 def draw(
@@ -102,14 +87,9 @@ def draw(
 ) -> Draw | None:
     """The demonstrations, unless it takes the model to say how many they are: see `fitting`.
 
-    Args:
-        task: with its training rows.
-        method: that will be fitted.
-        shots: of each class; default: the task's own, or of a file of somebody's own as many as pay.
-        seed: of the draw.
-        own: whether it is such a file, of which a class may have fewer rows than are asked for.
-        keep_back: see `up_to`; default: `KEPT_BACK` where shots are not given and rows are scored.
-        scored: whether something is to be scored, and no test rows are there.
+    Shots are by default the task's own, or of a file of somebody's ``own``, of which a class may have fewer
+    rows than are asked for, as many as pay. ``keep_back`` (see `up_to`) is by default `KEPT_BACK` where shots
+    are not given and something is to be ``scored`` without test rows.
 
     Raises:
         I2CLError: if rows are lacking, or too many for anchored calibration.
@@ -117,54 +97,46 @@ def draw(
     anchored = isinstance(method, Anchored)
     if not own:
         shown = task.sample(shots, seed)
-        found = Draw(shown, shots or task.shots, len(task.train))
+        choice = Draw(shown, shots or task.shots, len(task.train))
     elif shots is None and anchored:
         require_few(up_to(task, 1, seed))
         return None
     else:
         kept = (KEPT_BACK if scored and shots is None else 0) if keep_back is None else keep_back
         count = shots or task.shots
-        found = Draw(up_to(task, count, seed, kept), count, len(task.train), kept)
+        choice = Draw(up_to(task, count, seed, kept), count, len(task.train), kept)
     if anchored:
-        require_few(found.demonstrations)
-    return found
+        require_few(choice.demonstrations)
+    return choice
 
 
 def fitting(
     decoder: Decoder, task: Task, steps: int, seed: int, *, keep_back: int | None, scored: bool
 ) -> Draw:
     """As many demonstrations as anchored calibration takes in `PATIENCE`: `USUAL` to `MOST_SHOTS` of a class.
-
     Fewer than `USUAL` are taken where more would be too many for it, never to save time.
-
-    Args:
-        decoder: the model, which is timed.
-        task: as it will be asked.
-        steps: of the fit, at most.
-        seed: of the draw.
-        keep_back: see `draw`.
-        scored: see `draw`.
     """
     kept = (KEPT_BACK if scored else 0) if keep_back is None else keep_back
     pace = _Pace.of(decoder, task, steps)
-    shots = next(one for one in CHOICES if one == 1 or _takes(up_to(task, one, seed, kept), pace, one))
+
+    def takes(shots: int) -> bool:
+        shown = up_to(task, shots, seed, kept)
+        return _few(shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
+
+    shots = next(one for one in CHOICES if one == 1 or takes(one))
     shown = up_to(task, shots, seed, kept)
     shots = min(shots, max(len(group) for group in group_by_label(shown, len(task.labels))))
     largest = max(len(group) for group in group_by_label(task.train, len(task.labels)))
     more = None
     for larger in (largest, MOST_SHOTS):
-        asked = up_to(task, larger, seed)
-        if larger <= 2 * MOST_SHOTS and len(asked) > len(shown) and _few(asked):
-            more = larger, len(asked), pace.seconds(asked)
+        larger_draw = up_to(task, larger, seed)
+        if larger <= 2 * MOST_SHOTS and len(larger_draw) > len(shown) and _few(larger_draw):
+            more = larger, len(larger_draw), pace.seconds(larger_draw)
             break
     return Draw(shown, shots, len(task.train), kept, pace.seconds(shown), more)
 
 
-def _takes(shown: Sequence[Example], pace: "_Pace", shots: int) -> bool:
-    return _few(shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
-
-
-def _few(shown: Sequence[Example]) -> bool:
+def _few(shown: Examples) -> bool:
     try:
         require_few(shown)
     except I2CLError:
@@ -193,9 +165,8 @@ class _Pace:
             seconds = time.perf_counter() - started
         return cls(questions, seconds / sum(map(len, queries)), steps)
 
-    def seconds(self, shown: Sequence[Example]) -> float:
+    def seconds(self, shown: Examples) -> float:
         """Estimate of a fit: a forward pass a step, and a backward pass a column where it differentiates.
-
         `benchmarks/fits.py` measures it. A fit skips steps that it does not need; other work on the machine
         slows it.
         """

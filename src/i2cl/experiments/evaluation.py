@@ -3,7 +3,7 @@
 import platform
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
 from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
+from i2cl.experiments.workers.processes import DecoderSource, run_jobs, suggested_workers
 from i2cl.methods import Method, Predictor
 from i2cl.methods.base import Wrapper
 from i2cl.methods.compressors.base import NoCompressorError
@@ -25,7 +26,7 @@ from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
 from i2cl.models.precision import quantization_of
 from i2cl.models.scoring import Progress
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Example, Examples, Task
 from i2cl.version import __version__
 
 OUT_OF_MEMORY = "out of memory: take a smaller model, --dtype bfloat16, or fewer or shorter texts"
@@ -33,16 +34,7 @@ OUT_OF_MEMORY = "out of memory: take a smaller model, --dtype bfloat16, or fewer
 
 @dataclass(frozen=True)
 class Fitted:
-    """A method fitted with one seed.
-
-    Attributes:
-        method: what was fitted.
-        predictor: what came of it.
-        demonstrations: what it was fitted to.
-        seed: of the method.
-        seconds: that it took; an equal share of the time where several seeds were fitted together.
-        together: how many these were.
-    """
+    """A method fitted with one seed; ``seconds`` are an equal share where seeds were fitted ``together``."""
 
     method: Method
     predictor: Predictor
@@ -59,17 +51,9 @@ class Fitted:
 
 
 def fit_seeds(
-    decoder: Decoder,
-    task: Task,
-    method: Method,
-    demonstrations: Sequence[Sequence[Example]],
-    seeds: Sequence[int],
+    decoder: Decoder, task: Task, method: Method, demonstrations: Sequence[Examples], seeds: Sequence[int]
 ) -> list[Fitted]:
-    """Fit a method with each of some seeds and its demonstrations, all in one call.
-
-    Raises:
-        I2CLError: if one of them cannot be fitted; see `i2cl.methods.Method.fit_many`.
-    """
+    """Fit a method with some seeds in one call; raises I2CLError as `i2cl.methods.Method.fit_many` does."""
     started = time.perf_counter()
     predictors = method.fit_many(decoder, task, demonstrations, seeds)
     seconds = (time.perf_counter() - started) / len(seeds)
@@ -79,45 +63,26 @@ def fit_seeds(
     ]
 
 
-def stand_on(decoder: Decoder, method: Wrapper, below: Fitted, task: Task) -> Fitted:
-    """A wrapper on top of what the method below it was fitted to; its seconds are those of both.
+def bottom(method: Method) -> Method:
+    """What a method's wrappers stand on in the end; the method itself, if it is none."""
+    return bottom(method.below) if isinstance(method, Wrapper) else method
 
-    Raises:
-        I2CLError: if it lacks something that it needs.
-    """
+
+def on_top(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -> Fitted:
+    """A method's wrappers on what its `bottom` is fitted to, timed together; raises I2CLError as `over`."""
+    if not isinstance(method, Wrapper):
+        return fitted
+    below = on_top(decoder, method.below, fitted, task)
     started = time.perf_counter()
     predictor = method.over(decoder, below.predictor, task, below.demonstrations, below.seed)
     seconds = below.seconds + time.perf_counter() - started
     return replace(below, method=method, predictor=predictor, seconds=seconds)
 
 
-def bottom(method: Method) -> Method:
-    """What a method's wrappers stand on in the end; the method itself, if it is none."""
-    return bottom(method.below) if isinstance(method, Wrapper) else method
-
-
-def _on_top(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -> Fitted:
-    if isinstance(method, Wrapper):
-        return stand_on(decoder, method, _on_top(decoder, method.below, fitted, task), task)
-    return fitted
-
-
 def measure(
-    decoder: Decoder,
-    task: Task,
-    fitted: Fitted,
-    queries: Sequence[Example],
-    progress: Progress | None = None,
+    decoder: Decoder, task: Task, fitted: Fitted, queries: Examples, progress: Progress | None = None
 ) -> Run:
-    """Score what was fitted on queries.
-
-    Args:
-        decoder: the model.
-        task: that it was fitted to.
-        fitted: see `fit_seeds`.
-        queries: of the task.
-        progress: called as queries finish.
-    """
+    """Score what was fitted on queries."""
     started = time.perf_counter()
     scores = fitted.predictor.scores([query.text for query in queries], progress)
     seconds = time.perf_counter() - started
@@ -153,7 +118,7 @@ def evaluate(
     shots: int | None = None,
     seed: int = 0,
     limit: int | None = None,
-    demonstrations: Sequence[Example] | None = None,
+    demonstrations: Examples | None = None,
     progress: Progress | None = None,
 ) -> Run:
     """Fit a method on demonstrations drawn with ``seed`` and score it on the task's queries.
@@ -200,15 +165,8 @@ class NotRun:
 @dataclass(frozen=True)
 class Evaluation:
     """Methods that stand on one fit, on a task with some seeds: a job for `run_jobs`.
-
-    Attributes:
-        task: with its splits.
-        methods: equal but for the wrappers on top; see `i2cl.methods.make_methods` and `bottom`.
-        seeds: of demonstrations and methods; fitted together where that gains time.
-        shots: demonstrations per class; default: the task's own.
-        limit: at most so many queries.
-        skip: whether methods that need another model are left out with a `SkippedWarning`.
-        goes_on: whether one that cannot be run is told as such, and the others are run.
+    The methods are equal but for the wrappers on top (`bottom`). With ``skip``, those that need another model
+    are left out with a `SkippedWarning`; if it ``goes_on``, one that cannot be run is told as a `NotRun`.
     """
 
     task: Task
@@ -220,31 +178,27 @@ class Evaluation:
     goes_on: bool = False
 
     def run(self, decoder: Decoder) -> list[Run | NotRun]:
-        """One run for each seed and method.
-
-        Raises:
-            I2CLError: see `evaluate`, from the first seed that cannot be fitted; unless it goes on.
-        """
+        """One run for each seed and method. Raises I2CLError as `evaluate` does, unless it goes on."""
         queries = self.task.queries(self.limit)
-        found: list[Run | NotRun] = []
+        runs: list[Run | NotRun] = []
         try:
             together = self._together(decoder)
             for seed in self.seeds:
-                with self._told(found, seed, self.methods):
-                    fitted = together.get(seed) or self._fitted(decoder, seed)
+                with self._told(runs, seed, self.methods):
+                    fitted = together.get(seed) or self._fits(decoder, [seed])[0]
                     for method in self.methods:
-                        with self._told(found, seed, [method]):
-                            on_top = _on_top(decoder, method, fitted, self.task)
-                            found.append(measure(decoder, self.task, on_top, queries))
+                        with self._told(runs, seed, [method]):
+                            top = on_top(decoder, method, fitted, self.task)
+                            runs.append(measure(decoder, self.task, top, queries))
         except NoCompressorError as lacking:
             if not self.skip:
                 raise
             warnings.warn(f"left out: {lacking}", SkippedWarning, stacklevel=2)
             return []
-        return found
+        return runs
 
     @contextmanager
-    def _told(self, found: list[Run | NotRun], seed: int, methods: Sequence[Method]) -> Iterator[None]:
+    def _told(self, runs: list[Run | NotRun], seed: int, methods: Sequence[Method]) -> Iterator[None]:
         """Add what cannot be run, where others are to go on."""
         try:
             yield
@@ -254,29 +208,82 @@ class Evaluation:
             if lacking or not (self.goes_on and ours):
                 raise
             why = str(error) if isinstance(error, I2CLError) else OUT_OF_MEMORY
-            found += [NotRun(self.task.name, method.called, seed, why) for method in methods]
+            runs += [NotRun(self.task.name, method.called, seed, why) for method in methods]
 
     def _together(self, decoder: Decoder) -> dict[int, Fitted]:
         """All seeds, where they are fitted together."""
-        method = bottom(self.methods[0])
-        if method.joint and len(self.seeds) > 1:
-            shown = [self.task.sample(self.shots, seed) for seed in self.seeds]
+        if bottom(self.methods[0]).joint and len(self.seeds) > 1:
             with suppress(I2CLError):  # by itself, each seed tells its own
-                fits = fit_seeds(decoder, self.task, method, shown, self.seeds)
-                return dict(zip(self.seeds, fits, strict=True))
+                return dict(zip(self.seeds, self._fits(decoder, self.seeds), strict=True))
         return {}
 
-    def _fitted(self, decoder: Decoder, seed: int) -> Fitted:
-        """By itself."""
-        shown = self.task.sample(self.shots, seed)
-        return fit_seeds(decoder, self.task, bottom(self.methods[0]), [shown], [seed])[0]
+    def _fits(self, decoder: Decoder, seeds: Sequence[int]) -> list[Fitted]:
+        shown = [self.task.sample(self.shots, seed) for seed in seeds]
+        return fit_seeds(decoder, self.task, bottom(self.methods[0]), shown, seeds)
+
+
+def sweep(
+    source: DecoderSource,
+    tasks: Sequence[Task],
+    methods: Sequence[Method],
+    seeds: Sequence[int],
+    *,
+    shots: int | None = None,
+    limit: int | None = None,
+    workers: int | None = None,
+    skip: bool = False,
+    word: Callable[[Task, Decoder], Task] | None = None,
+    watch: Callable[[Run], None] | None = None,
+    refused: Callable[[NotRun], None] | None = None,
+) -> list[Run]:
+    """Evaluate tasks x methods x seeds, in that order; seeds go together where a method gains by it.
+
+    Methods that stand on the same fit, such as one with and without a label prior, share it. ``word`` gives a
+    task other words once the model is there, such as those of its chat template. ``watch`` is called with
+    each run as it ends, in any order; ``refused`` with each method that cannot be run, and the others go on;
+    without it the first is raised. With ``skip``, methods that need another model are left out with a
+    `SkippedWarning`.
+
+    Raises:
+        I2CLError: if rows are lacking, before the model is loaded; or if a method, or every one, cannot be
+            fitted.
+    """
+    for task in tasks:
+        task.sample(shots, seeds[0])
+        task.queries(limit)
+    decoder = source()
+    if word is not None:
+        tasks = [word(task, decoder) for task in tasks]
+    fits: dict[Method, list[Method]] = {}
+    for method in methods:
+        fits.setdefault(bottom(method), []).append(method)
+    jobs = [
+        Evaluation(task, tuple(wrappers), group, shots, limit, skip, refused is not None)
+        for task in tasks
+        for fit, wrappers in fits.items()
+        for group in ([tuple(seeds)] if fit.joint else [(seed,) for seed in seeds])
+    ]
+    runs: list[tuple[tuple[int, int, int], Run]] = []
+    called = [method.called for method in methods]
+    lacking: list[NotRun] = []
+    for place, made in run_jobs(decoder, source, jobs, workers or suggested_workers(decoder, len(jobs))):
+        at = place * len(tasks) // len(jobs)  # each task has as many jobs
+        for run in made:
+            if isinstance(run, NotRun):
+                lacking.append(run)
+                if refused is not None:
+                    refused(run)
+                continue
+            runs.append(((at, called.index(run.method), seeds.index(run.seed)), run))
+            if watch is not None:
+                watch(run)
+    if lacking and not runs:
+        raise I2CLError(lacking[0].why)
+    return [run for _, run in sorted(runs, key=lambda one: one[0])]
 
 
 def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: int) -> float:
-    """Mean F1 over all classes of the task; a class that neither occurs nor is predicted counts as 0.
-
-    The same as scikit-learn's ``f1_score(average="macro", labels=range(classes), zero_division=0)``.
-    """
+    """Mean F1 over a task's classes, 0 for one without any (scikit-learn's, zero_division=0)."""
     table = np.zeros((classes, classes))
     np.add.at(table, (gold, best), 1)
     both = table.sum(0) + table.sum(1)
@@ -293,10 +300,7 @@ def software(decoder: Decoder) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Runs of one task and method over seeds (standard deviation with n - 1, as 0 for one seed).
-
-    ``confidence`` holds the means over seeds; None where a run kept no scores.
-    """
+    """Means over seeds (standard deviation with n - 1); ``confidence`` is None where a run kept no scores."""
 
     task: str
     method: str

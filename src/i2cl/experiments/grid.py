@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -20,6 +20,9 @@ GOLDEN = (5**0.5 - 1) / 2
 
 DEFAULT_AGAINST = "I2CL"
 """Row that others are tested against where it is there and nobody says otherwise."""
+
+SHARED = ("study", "method", "options", "demonstrations", "chat")
+"""Fields of a row that are those of its cells."""
 
 MOST_SEEDS = 10_000
 """Beyond which a number of seeds is a slip."""
@@ -43,23 +46,20 @@ View = Literal[
 ]
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """What cannot be changed, and takes no field that it does not know."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Wording(_Frozen):
-    """What a grid says of a task, mostly a file of somebody's rows.
-
-    Attributes:
-        template: how it is asked.
-        test: file with its test rows.
-    """
+class Wording(Frozen):
+    """What a grid says of a task: the template, and ``test``, a file with its test rows."""
 
     template: str | None = None
     test: str | None = None
 
 
-class Cell(_Frozen):
+class Cell(Frozen):
     """One thing to run, and its identity: equal cells have equal results up to rounding.
 
     Attributes:
@@ -110,7 +110,7 @@ class Cell(_Frozen):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class GridRow(_Frozen):
+class GridRow(Frozen):
     """One row of a table, or one line or group of bars of a figure.
 
     Attributes:
@@ -142,13 +142,7 @@ class GridRow(_Frozen):
 
     def cells(self, base: Cell, tasks: Sequence[str], most_shots: int | None) -> Iterator[Cell]:
         """The row's cells for one seed."""
-        fields = {
-            "study": self.study,
-            "method": self.method,
-            "options": self.options,
-            "demonstrations": self.demonstrations,
-            "chat": self.chat,
-        }
+        fields = {name: getattr(self, name) for name in SHARED}
         curve = [shots for shots in self.shots if most_shots is None or shots <= most_shots]
         for task, shots in itertools.product(tasks, curve if self.shots else (None,)):
             cell = base.model_copy(update={**fields, "task": task, "shots": shots})
@@ -161,18 +155,17 @@ class GridRow(_Frozen):
 
     def holds(self, cell: Cell) -> bool:
         """Whether a cell belongs to this row, whatever its model, task, seed and queries."""
-        mine = (self.study, self.method, self.options, self.demonstrations, self.chat)
-        theirs = (cell.study, cell.method, cell.options, cell.demonstrations, cell.chat)
-        return mine == theirs and cell.shots in (self.shots or (None,))
+        same = all(getattr(self, name) == getattr(cell, name) for name in SHARED)
+        return same and cell.shots in (self.shots or (None,))
 
 
 def _from(cell: Cell, sources: tuple[str, ...]) -> Cell:
     """The same with these sources, and what the grid says of those that it uses."""
-    used = {name: told for name, told in cell.own.items() if name in (cell.task, *sources)}
+    used = {name: wording for name, wording in cell.own.items() if name in (cell.task, *sources)}
     return cell.model_copy(update={"sources": sources, "own": used})
 
 
-class Scale(_Frozen):
+class Scale(Frozen):
     """How much of an experiment is run.
 
     Attributes:
@@ -188,7 +181,7 @@ class Scale(_Frozen):
     shots: int | None = Field(None, ge=1)
 
 
-class Experiment(_Frozen):
+class Experiment(Frozen):
     """A table or figure: rows x tasks x seeds, and how the report shows them.
 
     Attributes:
@@ -259,11 +252,7 @@ class Experiment(_Frozen):
 
     def cells(self, base: Cell, tasks: Sequence[str], scale: Scale) -> Iterator[Cell]:
         """All cells, seed by seed, so that an unfinished run holds whole tables of fewer seeds.
-
-        Args:
-            base: gives model, revision and dtype.
-            tasks: what "all" means for this model.
-            scale: seeds, queries and share of the tasks.
+        ``base`` gives model, revision and dtype; ``tasks`` are what "all" means for this model.
         """
         chosen = spread(tasks if self.tasks == "all" else self.tasks, scale.tasks)
         for seed, skew in itertools.product(range(scale.seeds), self.skews):
@@ -276,15 +265,8 @@ class Experiment(_Frozen):
 
 def spread(names: Sequence[str], count: int | None) -> tuple[str, ...]:
     """So many of the names, evenly over the list; a smaller choice is part of every larger one."""
-    total = len(names)
-    places = (int(total * (step * GOLDEN % 1)) for step in itertools.count())
-    chosen = itertools.islice(_distinct(places), total if count is None else min(count, total))
+    total, steps = len(names), itertools.count()
+    chosen: set[int] = set()
+    while len(chosen) < (total if count is None else min(count, total)):
+        chosen.add(int(total * (next(steps) * GOLDEN % 1)))
     return tuple(names[place] for place in sorted(chosen))
-
-
-def _distinct(places: Iterable[int]) -> Iterator[int]:
-    seen: set[int] = set()
-    for place in places:
-        if place not in seen:
-            seen.add(place)
-            yield place

@@ -10,50 +10,20 @@ from i2cl.errors import I2CLError, did_you_mean, first_problem
 from i2cl.experiments.grid import Experiment
 from i2cl.tasks.schema import parse_toml
 
-ORDER = (
-    "main",
-    "peft",
-    "efficiency",
-    "shots",
-    "robustness",
-    "formation",
-    "taskids",
-    "transfer",
-    "coefficients",
-    "ablation-module",
-    "ablation-layer",
-    "ablation-position",
-    "ablation-noise",
-    "ablation-formula",
-    "synthetic",
-    "over-icl",
-)
+_PAPER = """main peft efficiency shots robustness formation taskids transfer coefficients ablation-module
+ablation-layer ablation-position ablation-noise ablation-formula synthetic over-icl"""
+_OTHERS = """real main-real skewed chat successors real-ablations anchored-ablations anchored-shots
+anchored-unlabelled unlabelled"""
+
+ORDER = tuple(_PAPER.split())
 """The paper's experiments, in its order; what `all` means."""
 
-BROUGHT = (
-    *(
-        "real",
-        "main-real",
-        "skewed",
-        "chat",
-        "successors",
-        "real-ablations",
-        "anchored-ablations",
-        "anchored-shots",
-        "anchored-unlabelled",
-        "unlabelled",
-    ),
-    *ORDER,
-)
+BROUGHT = (*_OTHERS.split(), *ORDER)
 """All that the package brings."""
 
 
 def load_experiment(name: str | Path) -> Experiment:
-    """An experiment by name, or from a TOML file.
-
-    Raises:
-        I2CLError: on an unknown name, or a file that is missing or wrong, naming what to correct.
-    """
+    """An experiment by name, or from a TOML file; raises I2CLError naming what to correct."""
     path = Path(name)
     if path.suffix == ".toml":
         if not path.is_file():
@@ -67,11 +37,7 @@ def load_experiment(name: str | Path) -> Experiment:
 
 
 def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Experiment]:
-    """The same grids over these tasks; those that name tasks of their own over what they share with them.
-
-    Raises:
-        I2CLError: on a task that none of the grids has.
-    """
+    """The same grids over these tasks of theirs; raises I2CLError on a task that none has."""
     known = dict.fromkeys(task for one in experiments if one.tasks != "all" for task in one.tasks)
     if all(one.tasks != "all" for one in experiments):
         require_known(tasks, list(known), "no chosen experiment")
@@ -86,11 +52,7 @@ def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Exp
 
 
 def require_methods(experiments: Sequence[Experiment]) -> None:
-    """Refuse rows whose method or options do not exist, before anything is run.
-
-    Raises:
-        I2CLError: naming the first row.
-    """
+    """Refuse the first row whose method or options do not exist (I2CLError), before anything is run."""
     from i2cl.methods import make_methods
 
     for one in experiments:
@@ -102,16 +64,7 @@ def require_methods(experiments: Sequence[Experiment]) -> None:
 
 
 def require_known(tasks: Sequence[str], known: Sequence[str], nobody: str) -> None:
-    """Refuse a task that is not known.
-
-    Args:
-        tasks: that were asked for.
-        known: that there are.
-        nobody: has it, as the error says.
-
-    Raises:
-        I2CLError: naming the first.
-    """
+    """Refuse a task that is not known. Raises I2CLError naming the first."""
     for task in tasks:
         if task not in known:
             hint = did_you_mean(task, known)
@@ -119,11 +72,7 @@ def require_known(tasks: Sequence[str], known: Sequence[str], nobody: str) -> No
 
 
 def compared_with(experiments: Sequence[Experiment], row: str) -> list[Experiment]:
-    """The same grids, their rows tested against this one; those without such a row as they are.
-
-    Raises:
-        I2CLError: if none of the grids has such a row.
-    """
+    """The same grids, tested against this row where they have it; raises I2CLError if none has."""
     names = list(dict.fromkeys(own.name for one in experiments for own in one.rows))
     if row not in names:
         raise I2CLError(
@@ -136,8 +85,8 @@ def compared_with(experiments: Sequence[Experiment], row: str) -> list[Experimen
 
 
 def _parsed(content: bytes, name: str, where: str) -> Experiment:
-    found = parse_toml(content, where)
+    fields = parse_toml(content, where)
     try:
-        return Experiment.model_validate({"name": name, **found})
+        return Experiment.model_validate({"name": name, **fields})
     except pydantic.ValidationError as error:
         raise I2CLError(f"{where}: {first_problem(error)}") from None

@@ -8,8 +8,6 @@ from typing import Any, Literal, Self
 import numpy as np
 from jaxtyping import Float
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     ValidationInfo,
@@ -20,7 +18,7 @@ from pydantic import (
 )
 
 from i2cl.experiments.confidence import NAMES, Confidence, confidence
-from i2cl.experiments.grid import Cell
+from i2cl.experiments.grid import Cell, Frozen
 from i2cl.injections.temperature import normalised
 from i2cl.methods import Cost
 
@@ -37,8 +35,8 @@ TOLD_BY_RECORD = ("model", "task", "method", "seed", "versions")
 """What a line of a store holds beside the run's own numbers."""
 
 
-class Scores(BaseModel):
-    """Log-probabilities among the labels in half precision, as text that JSON and Parquet hold.
+class Scores(Frozen):
+    """Log-probabilities among the labels in half precision, as text that JSON holds.
 
     ``numpy.frombuffer(base64.b64decode(float16), "<f2").reshape(shape)`` reads them without this package.
 
@@ -46,8 +44,6 @@ class Scores(BaseModel):
         shape: queries and labels.
         float16: base64 of the little-endian numbers, query by query.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     shape: tuple[int, int]
     float16: str = Field(repr=False)
@@ -77,7 +73,7 @@ class Scores(BaseModel):
         return self
 
 
-class Run(BaseModel):
+class Run(Frozen):
     """One row of results: a method fitted with one seed and scored on a task's queries.
 
     In files the numbers of its cost stand one by one, see `COUNTS`.
@@ -104,8 +100,6 @@ class Run(BaseModel):
         versions: of the software, and the device and precision it ran in; empty for one read from a
             store, whose record has them as its provenance.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
     task: str
@@ -158,8 +152,8 @@ class Run(BaseModel):
     def record(self) -> dict[str, Any]:
         """Plain values for JSON, without those of single queries, demonstrations and layers."""
         single = {"gold", "predictions", "scores", "labels", "demonstrations", "coefficients", "weights"}
-        told = self.confidence
-        trust = asdict(told) if told is not None else dict.fromkeys(NAMES)
+        measures = self.confidence
+        trust = asdict(measures) if measures is not None else dict.fromkeys(NAMES)
         return {**self.model_dump(exclude=single), **trust, "n": self.n, "shots": self.shots}
 
     @model_validator(mode="before")
@@ -177,7 +171,7 @@ class Run(BaseModel):
         return values | {name: cost[field] for name, field in COUNTS.items()}
 
 
-class Record(BaseModel):
+class Record(Frozen):
     """One line of a store.
 
     Attributes:
@@ -191,8 +185,6 @@ class Record(BaseModel):
             held up to then (CPU).
         provenance: versions, git commit, device, dtype, threads, weights fingerprint, kind of machine.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str
     cell: Cell

@@ -6,7 +6,7 @@ import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from itertools import chain
@@ -29,12 +29,8 @@ from i2cl.storage.atomic import WriteError
 
 @dataclass(frozen=True)
 class Group:
-    """Cells of a grid that are fitted together, since they differ in their seed alone; or a single cell.
-
-    Attributes:
-        cells: all that the grid has, also those that a store holds already, so that what a killed run
-            had done changes nothing in what comes after.
-        lacking: those whose records are wanted.
+    """Cells that are fitted together, since they differ in their seed alone; or a single cell.
+    ``lacking`` are those whose records are wanted; ``cells`` also those that a store holds already.
     """
 
     cells: tuple[Cell, ...]
@@ -43,58 +39,46 @@ class Group:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the results that a store has of a model stand on.
+    """Fingerprints in a store: weights by precision, rows and wording by task (see `Bench`)."""
 
-    Attributes:
-        weights: fingerprints, by the precision that they were loaded in.
-        rows: of each task, see `Bench.rows`.
-        wording: of each task, see `Bench.wording`; older records do not tell it.
-    """
-
-    weights: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    rows: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    wording: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    known: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, store: Store, like: Cell) -> "Kept":
-        """That of a store's cells with the same model, as given at loading."""
-        weights: dict[str, set[str]] = defaultdict(set)
-        rows: dict[str, set[str]] = defaultdict(set)
-        wording: dict[str, set[str]] = defaultdict(set)
+        """Those of a store's cells with the same model, as given at loading."""
+        known: dict[tuple[str, str], set[str]] = defaultdict(set)
         for record in store.records.values():
-            cell, told = record.cell, record.provenance
+            cell, origin = record.cell, record.provenance
             same = (cell.model, cell.revision, cell.dtype) == (like.model, like.revision, like.dtype)
             if record.status == "done" and same:
-                weights[told.get("dtype", "")] |= {told["weights"]} if "weights" in told else set()
-                rows[cell.task] |= {told["rows"]} if "rows" in told else set()
-                wording[cell.task] |= {told["wording"]} if "wording" in told else set()
-        each = (weights, rows, wording)
-        return cls(*({name: frozenset(held) for name, held in one.items()} for one in each))
+                places = {"weights": origin.get("dtype", ""), "rows": cell.task, "wording": cell.task}
+                for part, where in places.items():
+                    if part in origin and "rows" in origin:  # before these, weights had other hashes
+                        known[part, where].add(origin[part])
+        return cls({key: frozenset(held) for key, held in known.items()})
 
     def require_same(self, bench: Bench, cells: Iterable[Cell]) -> None:
-        """Refuse to add results of other weights or other rows.
-
-        Raises:
-            I2CLError: naming the model or the task.
-        """
+        """Refuse to add results of other weights or other rows (I2CLError naming the model or the task)."""
         decoder = bench.decoder
-        strange = set(self.weights.get(software(decoder)["dtype"], ())) - {decoder.base.weights}
-        if strange and strange - {decoder.base_like(replace(decoder.base, config=None)).weights}:
+        if self._strange(("weights", software(decoder)["dtype"]), decoder.base.weights):
             raise I2CLError(
                 f"the store has results of other weights than {decoder.name!r} has now: "
                 "choose another --store"
             )
         for task, cell in sorted({cell.task: cell for cell in cells}.items()):
-            if set(self.rows.get(task, ())) - {bench.rows(cell)}:
+            if self._strange(("rows", task), bench.rows(cell)):
                 raise I2CLError(
                     f"the store has results on other rows of task {task!r}: choose another --store, or the "
                     "--data-dir they were made with"
                 )
-            if set(self.wording.get(task, ())) - {bench.wording(cell)}:
+            if self._strange(("wording", task), bench.wording(cell)):
                 raise I2CLError(
                     f"the store has results of task {task!r} with another template, label words, instruction "
                     "or shots: choose another --store, or set the task back"
                 )
+
+    def _strange(self, key: tuple[str, str], now: str) -> bool:
+        return bool(self.known.get(key, frozenset()) - {now})
 
 
 @dataclass(frozen=True)
@@ -107,11 +91,7 @@ class GroupJob:
     kept: Kept = field(default_factory=Kept)
 
     def run(self, decoder: Decoder) -> list[Record]:
-        """Records of what is lacking; what goes wrong with a cell becomes part of its record.
-
-        Raises:
-            I2CLError: if the store's results are of other weights, or of other rows of these tasks.
-        """
+        """Records of what is lacking, failures too; raises I2CLError as `Kept.require_same` does."""
         bench = Bench(decoder, self.data_dir, self.vectors)
         self.kept.require_same(bench, [cell for group in self.groups for cell in group.lacking])
         return [record for group in self.groups for record in _records(bench, group)]
@@ -139,6 +119,7 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
             status, error = "skipped", str(lacking)
         except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
             status, error = "failed", f"{type(raised).__name__}: {raised}"
+    hashes = {"rows": bench.rows(cell), "wording": bench.wording(cell)} if outcome else {}
     return Record(
         key=cell.key,
         cell=cell,
@@ -147,12 +128,8 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
         error=error,
         started=started,
         peak_memory_bytes=max(memory, peak.bytes),
-        provenance=provenance(bench.decoder) | (_fingerprints(bench, cell) if outcome else {}),
+        provenance=provenance(bench.decoder) | hashes,
     )
-
-
-def _fingerprints(bench: Bench, cell: Cell) -> dict[str, str]:
-    return {"rows": bench.rows(cell), "wording": bench.wording(cell)}
 
 
 Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]
@@ -161,13 +138,7 @@ Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]
 
 @dataclass(frozen=True)
 class Tally:
-    """What a run came to.
-
-    Attributes:
-        done: cells that ended well.
-        failed: cells that did not.
-        skipped: cells whose method needs another model.
-    """
+    """What a run came to; cells whose method needs another model are skipped."""
 
     done: int
     failed: int
@@ -179,32 +150,24 @@ def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) ->
 
     Seed by seed, so that an unfinished run leaves whole tables of fewer seeds; and plain methods before
     studies that use what those were fitted to. By itself stands what gains nothing from company, what is
-    timed, and what other cells use, so that they find the same whoever comes first.
-
-    Args:
-        cells: of one or more grids.
-        store: what is there already.
-        timed: keys of cells whose seconds are to be those of a single fit, see `Experiment.timed`; one
-            that the store holds as fitted with others is lacking.
+    timed, and what other cells use, so that they find the same whoever comes first. ``timed`` are keys of
+    cells whose seconds are to be those of a single fit (`Experiment.timed`): one that the store holds as
+    fitted with others is lacking.
     """
-    asked = {cell.key: cell for cell in cells}
-    used = [plain(cell, task) for cell in asked.values() for task in _used(cell)]
+    wanted = {cell.key: cell for cell in cells}
+    others = [cell for cell in wanted.values() if cell.study != "method"]
+    used = [plain(cell, task) for cell in others for task in (cell.task, *cell.sources)]
     alone = {*timed, *(cell.key for cell in used)}
     groups: dict[tuple[str, bool], list[Cell]] = defaultdict(list)
-    for key, cell in asked.items():
+    for key, cell in wanted.items():
         joint = key not in alone and is_joint(cell)
         groups[cell.model_copy(update={"seed": 0}).key if joint else key, joint].append(cell)
-    found = [
+    plan = [
         Group(tuple(group), tuple(cell for cell in group if not _kept(store, cell, cell.key in alone)))
         for group in (sorted(group, key=lambda cell: cell.seed) for group in groups.values())
     ]
-    found.sort(key=lambda group: (group.cells[0].seed, group.cells[0].study != "method"))
-    return [group for group in found if group.lacking]
-
-
-def _used(cell: Cell) -> tuple[str, ...]:
-    """Tasks whose plain I2CL a cell uses."""
-    return () if cell.study == "method" else (cell.task, *cell.sources)
+    plan.sort(key=lambda group: (group.cells[0].seed, group.cells[0].study != "method"))
+    return [group for group in plan if group.lacking]
 
 
 def _kept(store: Store, cell: Cell, alone: bool) -> bool:
@@ -222,18 +185,7 @@ def run_groups(
     data_dir: str | None,
     watch: Callable[[Record], None] | None = None,
 ) -> Tally:
-    """Run what groups lack and append the records.
-
-    Args:
-        groups: what to run, see `pending`.
-        store: opened for writing.
-        execute: where.
-        data_dir: of the tasks.
-        watch: called with every record.
-
-    Raises:
-        I2CLError: if what the store has is of other weights, or of other rows.
-    """
+    """Run what groups lack and append the records; raises I2CLError as `Kept.require_same` does."""
     same: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         same[fit_key(group.cells[0])].append(group)
@@ -241,13 +193,13 @@ def run_groups(
         return Tally(0, 0, 0)
     vectors, kept = store.vectors_folder.resolve(), Kept.of(store, groups[0].cells[0])
     jobs = [GroupJob(tuple(standing), data_dir, vectors, kept) for standing in same.values()]
-    found: Counter[str] = Counter()
+    statuses: Counter[str] = Counter()
     for record in chain.from_iterable(execute(jobs)):
         store.append(record)
-        found[record.status] += 1
+        statuses[record.status] += 1
         if watch is not None:
             watch(record)
-    return Tally(found["done"], found["failed"], found["skipped"])
+    return Tally(statuses["done"], statuses["failed"], statuses["skipped"])
 
 
 def provenance(decoder: Decoder) -> dict[str, Any]:

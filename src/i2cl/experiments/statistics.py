@@ -86,7 +86,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method minus the reference; ``q``: p corrected by `holm` over all tests made, 1 where none can be."""
+    """A method minus the reference; ``q``: p after Holm's correction over all tests, 1 where none can be."""
 
     difference: Difference
     q: float
@@ -99,17 +99,9 @@ class Comparison:
 
 def accuracy(tasks: Result, *, resamples: int = 2000, seed: int = 0) -> Accuracy:
     """Mean accuracy with its spread over seeds and its interval over seeds and queries.
-
     ``sd`` is what papers print: how much the demonstrations matter on these queries. The interval also counts
-    that other queries could have been asked.
-
-    Args:
-        tasks: one array per task; a list of one for one task.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
-
-    Raises:
-        I2CLError: if there are no results, or the seeds differ in number.
+    that other queries could have been asked. Raises I2CLError if there are no results, or the seeds differ in
+    number.
     """
     cells = _checked(tasks)
     per_seed = np.mean([task.mean(1) for task in cells], axis=0)
@@ -132,19 +124,12 @@ def difference(
     The interval is for the size of the difference had other demonstrations *and* other queries been drawn: it
     resamples seeds and queries. There are two p-values. ``p_queries`` holds the seeds fixed: were the methods
     equal, each query's difference, averaged over seeds, would as likely have the other sign; with one seed on
-    one task this is McNemar's exact test, up to sampling: a sampled p-value is at least
-    2 / (``permutations`` + 1). ``p_seeds`` holds the queries fixed: a paired t-test over the seeds'
-    macro-averages, which are means of many queries and so near to normal. Either alone errs where the other's
-    source of chance is the larger one; a claim needs both and the interval (`Comparison.distinguishable`).
-
-    Args:
-        ours: one array per task.
-        theirs: of the same tasks, queries and seeds, in the same order. A method that draws nothing may have
-            one seed, on either side; it is paired with every seed of the other.
-        drawn: whether either draws anything; where none does, chance in the seeds means nothing.
-        resamples: of the bootstrap.
-        permutations: sign flips sampled; all are enumerated where there are no more than that.
-        seed: of bootstrap and test.
+    one task this is McNemar's exact test, up to sampling: a sampled p-value is at least 2 / (``permutations``
+    + 1). ``p_seeds`` holds the queries fixed: a paired t-test over the seeds' macro-averages, which are means
+    of many queries and so near to normal. Either alone errs where the other's source of chance is the larger
+    one; a claim needs both and the interval (`Comparison.distinguishable`). A method that draws nothing may
+    have one seed, on either side; it is paired with every seed of the other. If neither is ``drawn``, chance
+    in the seeds means nothing. All sign flips are enumerated where there are no more than ``permutations``.
 
     Raises:
         I2CLError: if there are no results, or they cannot be paired.
@@ -153,26 +138,6 @@ def difference(
     low, high = _interval(cells, resamples, seed)
     p_queries, p_seeds = _p_queries(cells, permutations, seed), _p_seeds(cells) if drawn else 0.0
     return Difference(_macro(cells), low, high, p_queries, p_seeds, len(cells[0]), drawn)
-
-
-def holm(p_values: Sequence[float] | Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """Correct p-values so that the chance of any false finding stays below the level.
-
-    Step-down (Holm, Scandinavian Journal of Statistics 6(2), 1979), with no need of independence: the k-th
-    smallest of n is multiplied by n - k + 1, and none may fall below a smaller one.
-
-    Args:
-        p_values: of all comparisons, at best of a whole table.
-
-    Returns:
-        Corrected p-values, at most 1, in the same order.
-    """
-    p = np.asarray(p_values, float)
-    order = np.argsort(p, kind="stable")
-    stepped = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
-    corrected = np.empty_like(p)
-    corrected[order] = np.minimum(stepped, 1)
-    return corrected
 
 
 def _checked(tasks: Result) -> Cells:
@@ -243,7 +208,6 @@ def _p_seeds(cells: Cells) -> float:
 
 def _p_queries(cells: Cells, permutations: int, seed: int) -> float:
     """Sign-flip test on the differences of queries, weighted so that tasks count equally.
-
     Equal to scipy's ``permutation_test`` of one sample to the last digit, and many times as fast: that one
     loops over the queries in Python.
     """

@@ -1,56 +1,37 @@
 """Where results are kept: one line of JSON per cell, appended by a single writer.
 
-A kill loses at most the cells in the making (`i2cl.storage.journal`). JSON Lines rather than Parquet, since
-a Parquet file cannot grow: every append would rewrite it. DuckDB reads both
-(``select * from 'cells.jsonl'``), and `pack` makes Parquet of a finished store.
+A kill loses at most the cells in the making (`i2cl.storage.journal`). `pack` compresses a finished store.
 """
 
-import json
+import gzip
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pydantic
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from i2cl.errors import I2CLError, first_problem, needs
+from i2cl.errors import I2CLError, first_problem
 from i2cl.experiments.records import Record
 from i2cl.storage.atomic import new_folder, write_errors
 from i2cl.storage.journal import Journal, only_writer, whole_lines
 
 CELLS = "cells.jsonl"
-PACKED = "cells.parquet"
+PACKED = "cells.jsonl.gz"
 LOCK = ".lock"
 VECTORS = "vectors"
 PACKED_VECTORS = "vectors.safetensors"
-
-COLUMNS = {
-    "key": "varchar",
-    "status": "varchar",
-    "model": "varchar",
-    "task": "varchar",
-    "method": "varchar",
-    "seed": "integer",
-    "accuracy": "double",
-    "record": "varchar",
-}
-"""Of a packed store: what one would select on, and the whole record as JSON."""
 
 Vectors = Mapping[str, Mapping[str, np.ndarray]]
 """By cell key: context_vector, coefficients and class_vectors, see `i2cl.experiments.studies`."""
 
 
 class Store:
-    """A folder of results. Reading needs no lock; one process at a time writes.
-
-    Attributes:
-        folder: where it is.
-        records: the newest record of every cell, by key; one that failed takes no place of one that did not.
-    """
+    """A folder of results; one process at a time writes. ``records`` has the newest of every cell."""
 
     def __init__(self, folder: Path, records: dict[str, Record]) -> None:
         self.folder = folder
@@ -59,11 +40,7 @@ class Store:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Store":
-        """Read a store, packed or not.
-
-        Raises:
-            I2CLError: if it is none, or a line other than a torn last one cannot be read.
-        """
+        """Read a store, packed or not; raises I2CLError if it is none, or a line but the last is damaged."""
         path = Path(folder)
         if (path / PACKED).is_file():
             lines = _unpacked(path / PACKED)
@@ -76,11 +53,7 @@ class Store:
     @classmethod
     @contextmanager
     def writing(cls, folder: str | Path) -> Iterator["Store"]:
-        """Open a store for appending, or make it; a torn last line is cut off.
-
-        Raises:
-            I2CLError: if another process is writing to it, or it cannot be written.
-        """
+        """Open a store for appending, or make it; raises I2CLError if another process writes to it."""
         path = Path(folder)
         if (path / PACKED).is_file():
             raise I2CLError(f"the store at {str(folder)!r} is packed: `i2cl experiment unpack` it first")
@@ -117,71 +90,50 @@ class Store:
         return key in self.records and self.records[key].status != "failed"
 
     def append(self, record: Record) -> None:
-        """Keep a record for good. Only inside `writing`.
-
-        Raises:
-            I2CLError: if it cannot be written.
-        """
+        """Keep a record for good. Only inside `writing`. Raises I2CLError if it cannot be written."""
         if self._keep is None:
             raise ValueError("the store was opened for reading")
         with _write_errors(self.folder):
-            self._keep(record.model_dump_json(exclude_none=True).encode() + b"\n")
+            self._keep(_line(record))
         _put(self.records, record)
 
     def vectors(self) -> Vectors:
-        """Vectors of every cell that kept some.
-
-        Raises:
-            I2CLError: on a damaged file, naming it.
-        """
+        """Vectors of every cell that kept some. Raises I2CLError on a damaged file, naming it."""
         packed = self.folder / PACKED_VECTORS
-        found: dict[str, dict[str, np.ndarray]] = {}
+        loaded: dict[str, dict[str, np.ndarray]] = {}
         if packed.is_file():
             for name, value in _tensors(packed, "pack the store again").items():
                 key, _, part = name.partition(".")
-                found.setdefault(key, {})[part] = value
+                loaded.setdefault(key, {})[part] = value
         for path in sorted(self.vectors_folder.glob("*.safetensors")):
             cure = f"remove it, and from {CELLS} the line of its cell, which is then run again"
-            found[path.stem] = _tensors(path, cure)
-        return {key: found[key] for key in found if key in self.records}
+            loaded[path.stem] = _tensors(path, cure)
+        return {key: loaded[key] for key in loaded if key in self.records}
 
     def unpack(self, folder: str | Path) -> None:
-        """Write the same as lines and single files of vectors, which can be added to.
-
-        Raises:
-            I2CLError: if the folder exists and is not empty, or cannot be written.
-        """
+        """Write lines and single files of vectors; raises I2CLError on a folder that is not empty."""
         with new_folder(Path(folder), frozenset()) as fresh:
-            lines = (record.model_dump_json(exclude_none=True) + "\n" for record in self.records.values())
-            (fresh / CELLS).write_text("".join(lines), encoding="utf-8")
+            (fresh / CELLS).write_bytes(self._lines())
             for key, tensors in self.vectors().items():
                 save_vectors(fresh / VECTORS, key, tensors)
 
     def pack(self, folder: str | Path) -> None:
-        """Write the newest record of every cell as Parquet, and all vectors as one file.
-
-        Raises:
-            I2CLError: if the package duckdb is lacking, or the folder cannot be written.
-        """
-        duckdb = _duckdb()
+        """Write the newest record of every cell as one compressed file, all vectors as another."""
         with new_folder(Path(folder), {PACKED, PACKED_VECTORS}) as fresh:
-            lines = fresh / CELLS
-            lines.write_text(
-                "".join(_flat(record) + "\n" for record in self.records.values()), encoding="utf-8"
-            )
-            with duckdb.connect() as connection:
-                table = connection.read_json(str(lines), format="newline_delimited", columns=COLUMNS)
-                try:
-                    table.write_parquet(str(fresh / PACKED), compression="zstd")
-                except duckdb.IOException as error:
-                    raise OSError(None, str(error)) from None
-            lines.unlink()
+            (fresh / PACKED).write_bytes(gzip.compress(self._lines(), mtime=0))
             vectors = self.vectors()
             if vectors:
                 flat = {
                     f"{key}.{part}": value for key, parts in vectors.items() for part, value in parts.items()
                 }
                 save_file(flat, fresh / PACKED_VECTORS)
+
+    def _lines(self) -> bytes:
+        return b"".join(map(_line, self.records.values()))
+
+
+def _line(record: Record) -> bytes:
+    return record.model_dump_json(exclude_none=True).encode() + b"\n"
 
 
 def _put(records: dict[str, Record], record: Record) -> None:
@@ -201,30 +153,11 @@ def _write_errors(folder: Path) -> AbstractContextManager[None]:
     return write_errors(f"to {str(folder)!r}", "free space or choose another --store")
 
 
-def _flat(record: Record) -> str:
-    cell, found = record.cell, record.outcome
-    values = (
-        record.key,
-        record.status,
-        cell.model,
-        cell.task,
-        cell.method,
-        cell.seed,
-        found.accuracy if found else None,
-        record.model_dump_json(exclude_none=True),
-    )
-    return json.dumps(dict(zip(COLUMNS, values, strict=True)))
-
-
 def _unpacked(path: Path) -> list[bytes]:
-    duckdb = _duckdb()
     try:
-        with duckdb.connect() as connection:
-            rows = connection.execute("select record from read_parquet(?)", [str(path)]).fetchall()
-    except duckdb.Error as error:
-        what = str(error).splitlines()[0]
-        raise I2CLError(f"{str(path)!r} is damaged ({what}): copy it or pack the store again") from None
-    return [f"{row[0]}\n".encode() for row in rows]
+        return gzip.decompress(path.read_bytes()).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
+        raise I2CLError(f"{str(path)!r} is damaged ({error}): copy it or pack the store again") from None
 
 
 def _tensors(path: Path, cure: str) -> dict[str, np.ndarray]:
@@ -258,10 +191,3 @@ def save_vectors(folder: Path, key: str, tensors: Mapping[str, np.ndarray]) -> N
         scratch.replace(folder / f"{key}.safetensors")
     finally:
         scratch.unlink(missing_ok=True)
-
-
-def _duckdb() -> Any:
-    needs("a packed store", "experiments", "duckdb")
-    import duckdb
-
-    return duckdb

@@ -18,18 +18,18 @@ from safetensors.torch import load_file
 from i2cl.core.context import ContextVector, extract_classes
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evaluation import Fitted, fit_seeds, measure, stand_on
+from i2cl.experiments.evaluation import Fitted, bottom, fit_seeds, measure, on_top
 from i2cl.experiments.grid import Cell, Wording
 from i2cl.experiments.records import Run
 from i2cl.experiments.store import save_vectors
 from i2cl.injections.transfer import transfer
 from i2cl.methods import Cost, Method, make_methods
-from i2cl.methods.base import Wrapper
+from i2cl.methods.base import right_answers
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
 from i2cl.storage.atomic import write_errors
-from i2cl.tasks import Example, Task, load_task
+from i2cl.tasks import Example, Examples, Task, load_task
 from i2cl.tasks.loaders import default_template
 
 GROUPS = 20
@@ -41,14 +41,7 @@ JUDGED_ON = 100
 
 @dataclass(frozen=True)
 class Bench:
-    """Where cells are run.
-
-    Attributes:
-        decoder: the model.
-        data_dir: folder of the tasks' rows, or None.
-        vectors: folder that keeps what plain I2CL cells were fitted to, for other cells and for figures.
-        fits: what was fitted here, by `fit_key`; cells that stand on the same fit find it here.
-    """
+    """Where cells are run: ``vectors`` keeps what plain I2CL was fitted to, ``fits`` what was fitted here."""
 
     decoder: Decoder
     data_dir: str | None
@@ -56,11 +49,7 @@ class Bench:
     fits: dict[str, list[Fitted]] = field(default_factory=dict)
 
     def task(self, cell: Cell) -> Task:
-        """A cell's task with its rows, read once per process.
-
-        Raises:
-            I2CLError: if it is to be a chat and the tokenizer has no template for one.
-        """
+        """A cell's task, read once per process; raises I2CLError if a chat has no template."""
         task = _task(cell.task, self.data_dir, cell.wording)
         return task.chat(self.decoder.tokenizer) if cell.chat else task
 
@@ -77,8 +66,8 @@ class Bench:
         task = self.task(cell)
         path = self.vectors / f"{cell.key}.safetensors"
         if not path.is_file():
-            (found,) = fit_cells(self, [cell])
-            self.keep(cell, found.fitted)
+            (one,) = fit_cells(self, [cell])
+            self.keep(cell, one.fitted)
         kept = load_file(path)
         return Injection(
             ContextVector(kept["context_vector"]),
@@ -112,16 +101,16 @@ def _task(name: str, data_dir: str | None, wording: Wording) -> Task:
 @lru_cache
 def _rows(name: str, data_dir: str | None, wording: Wording) -> str:
     task = _task(name, data_dir, wording)
-    told = [[(example.text, example.label) for example in split] for split in (task.train, task.test)]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    rows = [[(example.text, example.label) for example in split] for split in (task.train, task.test)]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
 @lru_cache
 def _wording(name: str, data_dir: str | None, wording: Wording) -> str:
     unsaid = {"name", "title", "description", "group"}
     known = _task(name, data_dir, wording).to_dict()
-    told = {key: value for key, value in known.items() if key not in unsaid}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    content = {key: value for key, value in known.items() if key not in unsaid}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def plain(cell: Cell, task: str) -> Cell:
@@ -140,14 +129,7 @@ def plain(cell: Cell, task: str) -> Cell:
 
 @dataclass(frozen=True)
 class FittedCell:
-    """A cell whose method is fitted, to be scored.
-
-    Attributes:
-        bench: where.
-        cell: what is run.
-        fitted: its method.
-        judged: held-out rows that its demonstrations were chosen by.
-    """
+    """A cell whose method is fitted; ``judged`` are the held-out rows that chose its demonstrations."""
 
     bench: Bench
     cell: Cell
@@ -167,36 +149,26 @@ class FittedCell:
 
 
 def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
-    """Fit cells that differ in nothing but their seed, together.
-
-    Raises:
-        I2CLError: if the task, the method or the demonstrations of one of them do not allow it.
-    """
+    """Fit cells that differ in their seed alone, together; raises I2CLError where one cannot be."""
     first = cells[0]
-    _asked(bench, first).queries(first.limit)  # none are told before anything is fitted
-    drawn = [_demonstrations(bench, cell) for cell in cells]
-    method = STUDIES[first.study](bench, first)
-    found = _fitted(bench, cells, method, [shown for shown, _ in drawn])
-    return [
-        FittedCell(bench, cell, fitted, judged)
-        for cell, fitted, (_, judged) in zip(cells, found, drawn, strict=True)
+    asked = _asked(bench, first)
+    asked.queries(first.limit)  # none are told before anything is fitted
+    task, worst = bench.task(first), first.demonstrations == "worst"
+    drawn = [
+        worst_group(bench.decoder, task, one.shots, one.seed)
+        if worst
+        else (task.sample(one.shots, one.seed), ())
+        for one in cells
     ]
-
-
-def _fitted(
-    bench: Bench, cells: Sequence[Cell], method: Method, shown: Sequence[Sequence[Example]]
-) -> list[Fitted]:
-    if isinstance(method, Wrapper):
-        task = _asked(bench, cells[0])
-        return [
-            stand_on(bench.decoder, method, below, task)
-            for below in _fitted(bench, cells, method.below, shown)
-        ]
+    method = STUDIES[first.study](bench, first)
     key = " ".join(fit_key(cell) for cell in cells)
     if key not in bench.fits:
-        task, seeds = bench.task(cells[0]), [cell.seed for cell in cells]
-        bench.fits[key] = fit_seeds(bench.decoder, task, method, shown, seeds)
-    return bench.fits[key]
+        shown, seeds = [demonstrations for demonstrations, _ in drawn], [cell.seed for cell in cells]
+        bench.fits[key] = fit_seeds(bench.decoder, task, bottom(method), shown, seeds)
+    return [
+        FittedCell(bench, cell, on_top(bench.decoder, method, below, asked), judged)
+        for cell, below, (_, judged) in zip(cells, bench.fits[key], drawn, strict=True)
+    ]
 
 
 def fit_key(cell: Cell) -> str:
@@ -205,9 +177,8 @@ def fit_key(cell: Cell) -> str:
         method = _method(cell) if cell.study == "method" else None
     except I2CLError:  # running the cell tells what is wrong with its method
         return cell.key
-    while isinstance(method, Wrapper):
-        method = method.below
     if method is not None:
+        method = bottom(method)
         known = {name: value for name, value in cell.options.items() if name in method.options()}
         cell = cell.model_copy(update={"method": method.called, "options": known})
     return cell.model_copy(update={"limit": None, "skew": 1}).key
@@ -220,11 +191,7 @@ def _asked(bench: Bench, cell: Cell) -> Task:
 
 
 def run_study(bench: Bench, cell: Cell) -> Run:
-    """Run a cell by itself.
-
-    Raises:
-        I2CLError: see `fit_cells`.
-    """
+    """Run a cell by itself. Raises I2CLError: see `fit_cells`."""
     (fitted,) = fit_cells(bench, [cell])
     return fitted.run()
 
@@ -237,40 +204,19 @@ def is_joint(cell: Cell) -> bool:
         return False
 
 
-def _demonstrations(bench: Bench, cell: Cell) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """A cell's demonstrations, and the held-out rows that they were chosen by."""
-    task = bench.task(cell)
-    if cell.demonstrations == "worst":
-        return worst_group(bench.decoder, task, cell.shots, cell.seed)
-    return task.sample(cell.shots, cell.seed), ()
-
-
 def worst_group(
     decoder: Decoder, task: Task, shots: int | None, seed: int
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """The group of demonstrations with which few-shot does worst on held-out rows, and those rows.
-
-    Held-out rows are of the training split and in none of the groups.
-
-    Raises:
-        I2CLError: if no rows remain to judge on.
+    """The demonstrations with which few-shot does worst on held-out training rows, and these rows.
+    Raises I2CLError if no rows remain to judge on.
     """
     groups = [task.sample(shots, 1_000_000 + GROUPS * seed + number) for number in range(GROUPS)]
     used = {example.text: example for group in groups for example in group}
     free = sum(example.text not in used for example in task.train)
     judged = task.held_out(max(1, min(JUDGED_ON, free)), list(used.values()), seed)
-    gold = torch.tensor([example.label for example in judged])
     (few_shot,) = make_methods(["few_shot"])
-    right = [
-        int(
-            (
-                few_shot.fit(decoder, task, group, seed).scores([one.text for one in judged]).argmax(-1)
-                == gold
-            ).sum()
-        )
-        for group in groups
-    ]
-    return groups[right.index(min(right))], judged
+    worst = min(groups, key=lambda group: right_answers(few_shot.fit(decoder, task, group, seed), judged))
+    return worst, judged
 
 
 @dataclass(frozen=True)
@@ -286,7 +232,7 @@ class Move(Method):
         self,
         decoder: Decoder,
         task: Task,
-        demonstrations: Sequence[Example],  # noqa: ARG002 - the protocol fixes the arguments
+        demonstrations: Examples,  # noqa: ARG002 - the protocol fixes the arguments
         seed: int,  # noqa: ARG002
     ) -> PromptPredictor:
         """Nothing to fit."""
@@ -305,13 +251,11 @@ class Transfer(Method):
         self.anchors = anchors
         self.weights: dict[str, float] = {}
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """See `i2cl.injections.transfer.transfer`."""
-        found = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
-        self.weights = {self.anchors[place].task.name: weight for place, weight in found.weights}
-        edit = found.injection.edit()
+        made = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
+        self.weights = {self.anchors[place].task.name: weight for place, weight in made.weights}
+        edit = made.injection.edit()
         cost = Cost.of(edit.values, trained=edit.coefficients.numel())
         return PromptPredictor(Questions(decoder, task), edit=edit, cost=cost)
 
@@ -321,18 +265,12 @@ def _method(cell: Cell) -> Method:
     return method
 
 
-def _move(bench: Bench, cell: Cell) -> Method:
-    return Move(bench.injection(plain(cell, cell.sources[0])))
-
-
-def _transfer(bench: Bench, cell: Cell) -> Method:
-    anchors = [bench.injection(plain(cell, source)) for source in cell.sources]
-    return Transfer(bench.injection(plain(cell, cell.task)), anchors)
-
-
 STUDIES: dict[str, Callable[[Bench, Cell], Method]] = {
     "method": lambda _bench, cell: _method(cell),
-    "move": _move,
-    "transfer": _transfer,
+    "move": lambda bench, cell: Move(bench.injection(plain(cell, cell.sources[0]))),
+    "transfer": lambda bench, cell: Transfer(
+        bench.injection(plain(cell, cell.task)),
+        [bench.injection(plain(cell, source)) for source in cell.sources],
+    ),
 }
 """How the method of each study is made."""

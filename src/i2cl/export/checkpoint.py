@@ -76,7 +76,7 @@ def export_hf(
     if fold_temperature:
         injection, temperature = at_temperature(injection), injection.temperature
     base, folding = open_base(source, injection, revision, temperature)
-    injection.require_base(base_of(source, base, folding, injection.base), force=force)
+    injection.require_base(base_of(source, base, folding), force=force)
     expected = golden() if golden is not None else None
     if expected is not None:
         expected.require_prior_of(injection)
@@ -188,12 +188,10 @@ def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
         source.generation.save_pretrained(folder)
 
 
-def base_of(
-    source: Decoder | str | Path, opened: Source, folding: Folding, like: ModelIdentity
-) -> ModelIdentity:
-    """Which model an opened source is, as far as another identity tells (`Decoder.base_like`)."""
+def base_of(source: Decoder | str | Path, opened: Source, folding: Folding) -> ModelIdentity:
+    """Which model an opened source is."""
     if isinstance(source, Decoder):
-        return source.base_like(like)
+        return source.base
     return ModelIdentity(
         name=str(source),
         revision=None,

@@ -76,7 +76,7 @@ def export_gguf(
     base, folding = open_base(source, injection, revision)
     weights = Weights(package, folding, dtype or folding.dtype)
     vocabulary = Vocabulary.of(base.tokenizer, folding.config.vocab_size) if tokenizer else None
-    injection.require_base(base_of(source, base, folding, injection.base), force=force)
+    injection.require_base(base_of(source, base, folding), force=force)
     expected = golden() if golden is not None else None
     if expected is not None:
         expected.require_prior_of(injection)

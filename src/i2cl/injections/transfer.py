@@ -179,7 +179,7 @@ def _require_first(first: Injection, task: Task, decoder: Decoder, positions: Po
 
 
 def _require_base(what: str, injection: Injection, base: Decoder | ModelIdentity) -> None:
-    known = base.base_like(injection.base) if isinstance(base, Decoder) else base
+    known = base.base if isinstance(base, Decoder) else base
     difference = injection.base.difference(known)
     if injection.settings.get("method") == "anchored":  # whose coefficients are 1 for every task
         raise I2CLError(f"{what} is anchored, so its coefficients tell no tasks apart: fit it with i2cl")

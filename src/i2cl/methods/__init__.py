@@ -86,10 +86,8 @@ def calibrating_method(
     name: str | None = None, options: Mapping[str, Any] | None = None, recipe: str | None = None
 ) -> Injector:
     """What makes an injection: the named method; else I2CL where a recipe or an option of its own is given.
-
-    Raises:
-        I2CLError: on a method that makes none, a recipe that does not exist or is for another method, or an
-            option that the method has not.
+    Raises I2CLError on a method that makes none, a recipe that does not exist or is for another method, or an
+    option that the method has not.
     """
     known = (Anchored.name, I2CL.name)
     if name not in {None, *known}:
@@ -104,11 +102,7 @@ def calibrating_method(
 
 
 def draws(name: str) -> bool:
-    """Whether demonstrations or the seed change what a method makes.
-
-    Raises:
-        I2CLError: on an unknown method.
-    """
+    """Whether demonstrations or the seed change what a method makes (I2CLError on an unknown one)."""
     return any(_known(part).drawn for part in _parts(name))
 
 

@@ -3,7 +3,7 @@
 Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of that name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from i2cl.models.prefix import Prefix
 from i2cl.models.restore import uninterrupted
 from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import LabelLikelihood, TrainConfig, train
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -35,17 +35,12 @@ FUSED = ("query_key_value", "c_attn", "qkv_proj", "Wqkv")
 FEED_FORWARD = ("down_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.c_proj")
 
 
-Loss = Callable[[Sequence[int]], Tensor]
-"""Mean loss of what some numbers stand for, in nats."""
-
-
 @dataclass(frozen=True)
 class TrainedAdapter:
     """A trained adapter: what kind, and its tensors."""
 
     config: "PeftConfig"
     state: dict[str, Tensor]
-    virtual_tokens: int
 
     @property
     def values(self) -> int:
@@ -54,21 +49,10 @@ class TrainedAdapter:
 
 
 class AdaptedDecoder(Decoder):
-    """A decoder whose model wears an adapter; all else is as on the bare one, which is not changed.
-
-    Attributes:
-        virtual_tokens: how many embeddings stand in front of every query and shift its positions.
-    """
+    """A decoder whose model wears an adapter, with ``virtual_tokens`` in front of every query."""
 
     def __init__(self, bare: Decoder, model: Any, virtual_tokens: int = 0, taken: int = 0) -> None:
-        """Run ``model``, a PeftModel around the bare decoder's own.
-
-        Args:
-            bare: the decoder.
-            model: its model with the adapter.
-            virtual_tokens: embeddings in front of every query.
-            taken: places of the context that virtual tokens take, those that are cached keys too.
-        """
+        """Run ``model``, a PeftModel around the bare decoder's own."""
         super().__init__(
             bare.model,
             bare.tokenizer,
@@ -104,71 +88,34 @@ class AdaptedDecoder(Decoder):
 def fit_adapter(
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
+    demonstrations: Examples,
     config: "PeftConfig",
     training: TrainConfig,
     seed: int,
     start: dict[str, Tensor] | None = None,
 ) -> TrainedAdapter:
-    """Train an adapter to predict the demonstrations' labels after their queries.
-
-    Raises:
-        I2CLError: without demonstrations, on one that is none, or on a loss that is not finite.
+    """Put an adapter on, train it to predict the demonstrations' labels after their queries, take it off.
+    ``start`` are its first tensors, in place of drawn ones. Raises I2CLError without demonstrations, on one
+    that is none, or on a loss that is not finite.
     """
-    require_demonstrations(task, demonstrations)
+    from peft import get_peft_model_state_dict
 
-    def loss_on(wearing: AdaptedDecoder) -> Loss:
+    require_demonstrations(task, demonstrations)
+    gold, words = [example.label for example in demonstrations], training.loss == "labels"
+    with adapted(decoder, config, start, seed) as wearing:
         questions = Questions(wearing, task)
         queries = questions.queries([example.text for example in demonstrations])
-        likelihood = LabelLikelihood(
-            wearing,
-            queries,
-            [questions.labels] * len(queries),
-            [example.label for example in demonstrations],
-            among_labels=training.loss == "labels",
-        )
+        labels = [questions.labels] * len(queries)
+        likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
 
         def loss(chosen: Sequence[int]) -> Tensor:
             return -likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows))).mean()
 
-        return loss
-
-    batches = training.batches(len(demonstrations), seed)
-    return train_adapter(decoder, config, training, batches, loss_on, seed, start)
-
-
-def train_adapter(
-    decoder: Decoder,
-    config: "PeftConfig",
-    training: TrainConfig,
-    batches: Sequence[Sequence[int]],
-    loss_on: Callable[[AdaptedDecoder], Loss],
-    seed: int,
-    start: dict[str, Tensor] | None = None,
-) -> TrainedAdapter:
-    """Put an adapter on, train it on a loss, keep its tensors, take it off.
-
-    Args:
-        decoder: the bare model.
-        config: the adapter.
-        training: rates and decay.
-        batches: what the loss is given, step by step.
-        loss_on: the loss of a decoder that wears the adapter.
-        seed: of the adapter's start and dropout.
-        start: its first tensors, in place of drawn ones.
-
-    Raises:
-        I2CLError: on a loss that is not finite.
-    """
-    from peft import get_peft_model_state_dict
-
-    with adapted(decoder, config, start, seed) as wearing:
-        loss = loss_on(wearing)
         parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
-        train(parameters, loss, batches, training, dtype=decoder.model.dtype)
+        train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)
         state = get_peft_model_state_dict(wearing.model)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-        return TrainedAdapter(config, kept, wearing.virtual_tokens)
+        return TrainedAdapter(config, kept)
 
 
 @uninterrupted
@@ -176,11 +123,8 @@ def adapted(
     decoder: Decoder, config: "PeftConfig", state: dict[str, Tensor] | None = None, seed: int = 0
 ) -> Iterator[AdaptedDecoder]:
     """Put an adapter on while the block runs, new or with a trained state; the model is left as found.
-
-    So is the state of the random numbers; within the block they are the seed's.
-
-    Raises:
-        I2CLError: if PEFT cannot adapt this model.
+    So is the state of the random numbers; within the block they are the seed's. Raises I2CLError if PEFT
+    cannot adapt this model.
     """
     from peft import get_peft_model, set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTuner
@@ -192,8 +136,8 @@ def adapted(
             wrapped = get_peft_model(decoder.model, config)
         except ValueError as error:
             kind, why = decoder.model.config.model_type, " ".join(str(error).split())
-            told = f"PEFT cannot adapt this {kind!r}: {why.rstrip('.')}; take another method"
-            raise I2CLError(told) from error
+            line = f"PEFT cannot adapt this {kind!r}: {why.rstrip('.')}; take another method"
+            raise I2CLError(line) from error
         taken = int(getattr(config, "num_virtual_tokens", 0))
         virtual = taken if config.peft_type == "PROMPT_TUNING" else 0
         try:
@@ -208,18 +152,17 @@ def adapted(
 @contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
     """Put back every module that was replaced, and not taken off again, while the block ran.
-
     Gradient checkpointing is off meanwhile: for it PEFT leaves a hook behind at every call, and it does
     nothing in evaluation mode.
     """
-    found = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
+    children = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for module in checkpointed:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     try:
         yield
     finally:
-        for parent, name, child in found:
+        for parent, name, child in children:
             if getattr(parent, name) is not child:
                 setattr(parent, name, child)
         for module in checkpointed:
@@ -246,11 +189,7 @@ class AdapterPredictor:
 
 
 def attention_targets(decoder: Decoder) -> list[str]:
-    """Names of the query and value projections, or of the fused projection that holds both.
-
-    Raises:
-        I2CLError: if the model has none of the known names.
-    """
+    """Names of the query and value projections, or of the fused one; raises I2CLError if none is known."""
     names = _linear_names(decoder)
     for known in (QUERY_VALUE, *((fused,) for fused in FUSED)):
         if all(any(_ends(name, one) for name in names) for one in known):

@@ -18,7 +18,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Progress, biased
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 C = TypeVar("C", bound="Method")
@@ -136,11 +136,7 @@ class Method(ABC):
     def configured(  # noqa: PYI019 - the checks in tests know no Self
         cls: type[C], options: Mapping[str, Any], *below: "Method"
     ) -> C:
-        """Build it from those of the options that it knows, strings or values; a wrapper, on a method.
-
-        Raises:
-            I2CLError: on a value that an option cannot take.
-        """
+        """Build it from the options that it knows; a wrapper, on a method. Raises I2CLError on bad values."""
         return cls(*below, *(_read(model, options) for model in cls.settings))
 
     @property
@@ -149,31 +145,19 @@ class Method(ABC):
         return False
 
     @abstractmethod
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
-        """Prepare for a task.
-
-        Raises:
-            I2CLError: if it cannot be done on this model with these demonstrations.
-        """
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
+        """Prepare for a task. Raises I2CLError where this model and these demonstrations do not allow it."""
 
     def fit_many(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Examples], seeds: Sequence[int]
     ) -> Sequence[Predictor]:
-        """What `fit` makes of each seed and its demonstrations, to rounding.
-
-        Raises:
-            I2CLError: as `fit`; one seed that cannot be fitted ends all.
-        """
+        """What `fit` makes of each seed and its demonstrations, to rounding; raises I2CLError as `fit`."""
         pairs = zip(demonstrations, seeds, strict=True)
         return [self.fit(decoder, task, shown, seed) for shown, seed in pairs]
 
 
-def require_two_classes(method: str, task: Task, demonstrations: Sequence[Example]) -> None:
-    """Refuse what no classifier can be fitted to.
-
-    Raises:
-        I2CLError: without demonstrations of two classes, or on one that is none.
-    """
+def require_two_classes(method: str, task: Task, demonstrations: Examples) -> None:
+    """Refuse demonstrations that are not of two classes, or are none (I2CLError)."""
     require_demonstrations(task, demonstrations)
     if len({example.label for example in demonstrations}) < 2:
         raise I2CLError(f"{method} needs demonstrations of at least two classes: add some")
@@ -182,25 +166,27 @@ def require_two_classes(method: str, task: Task, demonstrations: Sequence[Exampl
 def class_scores(
     model: Any, features: Float[np.ndarray, "texts features"] | Sequence[str], labels: int
 ) -> Float[Tensor, "texts labels"]:
-    """Log-probabilities by a fitted scikit-learn classifier; minus infinity for a label that it never saw.
-
-    Args:
-        model: whose ``classes_`` are label ids.
-        features: of each text, as the classifier takes them.
-        labels: how many the task has.
-    """
+    """Log-probabilities by a fitted scikit-learn classifier; minus infinity for a label that it never saw."""
     scores = torch.full((len(features), labels), -torch.inf)
     if len(features):
         scores[:, model.classes_.tolist()] = torch.from_numpy(model.predict_log_proba(features)).float()
     return scores
 
 
-class Wrapper(Method):
-    """A method on top of another one, written ``below+name``.
+def head_cost(head: Any, *more: Float[np.ndarray, " numbers"]) -> Cost:
+    """What a logistic regression trains and keeps, and what is kept beside it."""
+    trained, *rest = (torch.from_numpy(one) for one in (head.coef_, head.intercept_, *more))
+    return Cost.of(trained, *rest, trained=trained.numel() + rest[0].numel())
 
-    Attributes:
-        default: the method below where none is named.
-    """
+
+def right_answers(predictor: Predictor, rows: Examples) -> int:
+    """How many rows a predictor answers rightly."""
+    best = predictor.scores([row.text for row in rows]).argmax(-1)
+    return int((best == torch.tensor([row.label for row in rows])).sum())
+
+
+class Wrapper(Method):
+    """A method on top of another one, written ``below+name``."""
 
     default: ClassVar[str] = "few_shot"
     formula: ClassVar[str] = "that of the method below"
@@ -221,11 +207,7 @@ class Wrapper(Method):
 
     @property
     def below(self) -> Method:
-        """The method below.
-
-        Raises:
-            I2CLError: if there is none.
-        """
+        """The method below. Raises I2CLError if there is none."""
         if self._below is None:
             raise I2CLError(f"{self.name} stands on another method: name one, such as few_shot+{self.name}")
         return self._below
@@ -237,21 +219,17 @@ class Wrapper(Method):
 
     @abstractmethod
     def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
     ) -> Predictor:
-        """What it makes of the method below once that is fitted.
+        """What it makes of the method below once that is fitted; raises I2CLError if it lacks something."""
 
-        Raises:
-            I2CLError: if it lacks something that it needs.
-        """
-
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Fit the method below, and stand on it."""
         below = self.below.fit(decoder, task, demonstrations, seed)
         return self.over(decoder, below, task, demonstrations, seed)
 
     def fit_many(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Examples], seeds: Sequence[int]
     ) -> Sequence[Predictor]:
         """Fit the method below to every seed, and stand on each."""
         fitted = self.below.fit_many(decoder, task, demonstrations, seeds)
@@ -269,13 +247,13 @@ def _words(annotation: Any) -> list[str]:
 def _read(model: type[M], options: Mapping[str, Any]) -> M:
     given = {name: options[name] for name in model.model_fields if name in options}
     try:
-        found = model.model_validate(given)
+        settings = model.model_validate(given)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise I2CLError(f"option {name}={repr(options[name])[:200]}: {first['msg']}") from None
     for name in given:
-        value = getattr(found, name)
+        value = getattr(settings, name)
         if isinstance(value, float) and not math.isfinite(value):  # which JSON cannot hold
             raise I2CLError(f"option {name}={options[name]!r}: give a finite number")
-    return found
+    return settings

@@ -4,26 +4,23 @@ Source: paper, "Noise Vector" and section "Influencing Factors of the Context Ve
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from i2cl.core.context import ContextVector
-from i2cl.tasks import Example, Task, Template
+from i2cl.models.training import Settings
+from i2cl.tasks import Example, Examples, Task, Template
 
 
-class NoiseConfig(BaseModel):
+class NoiseConfig(Settings):
     """How large the noise vector is.
 
     Attributes:
         noise_vector: entries of variance one (``standard``, released code), or the norm of the context
             vector it replaces, per layer and writer (``matched``).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     noise_vector: Literal["standard", "matched"] = "standard"
 
@@ -37,7 +34,7 @@ def noise_like(real: ContextVector, config: NoiseConfig, seed: int) -> ContextVe
     return replace(real, values=drawn)
 
 
-class CorruptionConfig(BaseModel):
+class CorruptionConfig(Settings):
     """What is spoilt, and for whom.
 
     Attributes:
@@ -48,14 +45,12 @@ class CorruptionConfig(BaseModel):
             the task's own template, always.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     corruption: Literal["random_label", "random_order", "without_format"] = "random_label"
     stage: Literal["vectorization", "calibration"] = "vectorization"
 
 
 def corrupted(
-    task: Task, demonstrations: Sequence[Example], config: CorruptionConfig, seed: int
+    task: Task, demonstrations: Examples, config: CorruptionConfig, seed: int
 ) -> tuple[Task, tuple[Example, ...]]:
     """The task and demonstrations that the chosen stage gets to see."""
     own = random.Random(f"corrupted demonstrations {seed}")  # batches are drawn from the seed itself

@@ -22,17 +22,18 @@ import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method, class_scores, require_two_classes
+from i2cl.methods.base import Cost, Method, class_scores, head_cost, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
+from i2cl.models.training import Settings
 from i2cl.storage.archive import unpacked
 from i2cl.storage.hub import require_reachable
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 EXTRA = "embeddings"
 
@@ -49,25 +50,14 @@ AT_ONCE = 64
 """Texts between two calls of a progress function."""
 
 
-class EncoderConfig(BaseModel):
-    """What makes vectors of texts.
-
-    Attributes:
-        encoder: ``minilm``, a folder of the library sentence-transformers, or a hub id.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class EncoderConfig(Settings):
+    """What makes vectors of texts: ``minilm``, a folder of sentence-transformers, or a hub id."""
 
     encoder: str = Field(HUB_ID, min_length=1)
 
 
 class EmbeddingsConfig(EncoderConfig):
-    """The encoder and the classifier.
-
-    Attributes:
-        embeddings_c: inverse strength of the L2 penalty (scikit-learn's ``C``), which is to be weak on
-            vectors of unit length.
-    """
+    """The encoder, and scikit-learn's ``C``: the L2 penalty is to be weak on vectors of unit length."""
 
     embeddings_c: float = Field(10.0, gt=0)
 
@@ -84,14 +74,9 @@ class SentenceEmbeddings(Method):
 
     config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "EmbeddingsPredictor":
-        """Fit on the demonstrations' vectors; the decoder is not asked.
-
-        Raises:
-            I2CLError: without the extra or demonstrations of two classes, on an empty text, or if the encoder
-                cannot be loaded.
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "EmbeddingsPredictor":
+        """Fit on the demonstrations' vectors; the decoder is not asked. Raises I2CLError without the extra or
+        demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
         """
         needs(self.name, EXTRA, "sentence_transformers", "sklearn")
         require_two_classes(self.name, task, demonstrations)
@@ -101,7 +86,7 @@ class SentenceEmbeddings(Method):
         vectors = embed(encoder, [example.text for example in demonstrations])
         head = LogisticRegression(C=self.config.embeddings_c, max_iter=10_000)
         head.fit(vectors, [example.label for example in demonstrations])
-        return EmbeddingsPredictor(encoder, head, len(task.labels), _cost(head))
+        return EmbeddingsPredictor(encoder, head, len(task.labels), head_cost(head))
 
 
 @dataclass(frozen=True)
@@ -116,14 +101,10 @@ class SetFit(Method):
 
     config: EncoderConfig = field(default_factory=EncoderConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "EmbeddingsPredictor":
-        """Train an encoder and its classifier on the demonstrations; the decoder is not asked.
-
-        Raises:
-            I2CLError: without the extra or demonstrations of two classes, on an empty text, or if the encoder
-                cannot be loaded.
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "EmbeddingsPredictor":
+        """Train an encoder and its classifier on the demonstrations; the decoder is not asked. Raises
+        I2CLError without the extra or demonstrations of two classes, on an empty text, or if the encoder
+        cannot be loaded.
         """
         needs(self.name, EXTRA, "setfit", "datasets", "accelerate", "sklearn")
         require_two_classes(self.name, task, demonstrations)
@@ -132,11 +113,11 @@ class SetFit(Method):
         head = _trained(encoder, demonstrations, seed)
         encoder.to(decoder.device).eval()
         kept = list(encoder.parameters())
-        cost = Cost.of(*kept, trained=sum(one.numel() for one in kept)) + _cost(head)
+        cost = Cost.of(*kept, trained=sum(one.numel() for one in kept)) + head_cost(head)
         return EmbeddingsPredictor(encoder, head, len(task.labels), cost)
 
 
-def _trained(encoder: Any, demonstrations: Sequence[Example], seed: int) -> Any:
+def _trained(encoder: Any, demonstrations: Examples, seed: int) -> Any:
     """Train an encoder in place, and a classifier on its vectors, which is returned."""
     from datasets import Dataset
     from setfit import SetFitModel, Trainer, TrainingArguments, logging
@@ -196,22 +177,14 @@ class EmbeddingsPredictor:
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label; minus infinity for one without demonstrations.
-
-        Raises:
-            I2CLError: on an empty text.
-        """
+        """Log-probability of each label, minus infinity if never seen; raises I2CLError on an empty text."""
         return class_scores(self.head, embed(self.encoder, texts, progress), self.labels)
 
 
 def embed(
     encoder: Any, texts: Sequence[str], progress: Progress | None = None
 ) -> Float[np.ndarray, "texts d"]:
-    """Vectors of unit length by a ``SentenceTransformer``, in float32.
-
-    Raises:
-        I2CLError: on an empty text.
-    """
+    """Vectors of unit length by a ``SentenceTransformer``, in float32. Raises I2CLError on an empty text."""
     require_texts(texts)
     parts = []
     for start in range(0, len(texts), AT_ONCE):
@@ -222,18 +195,8 @@ def embed(
     return np.concatenate(parts) if parts else np.empty((0, 0))
 
 
-def _cost(head: Any) -> Cost:
-    """What a logistic regression trains and keeps."""
-    kept = head.coef_, head.intercept_
-    values, size = sum(one.size for one in kept), sum(one.nbytes for one in kept)
-    return Cost(values, values, size)
-
-
 def local_encoder() -> str | None:
-    """The name of the default encoder where it can be loaded without a download; else None.
-
-    None too where the package sentence-transformers is lacking.
-    """
+    """The name of the default encoder where it can be loaded without a download; else None."""
     if any(find_spec(module) is None for module in ("sentence_transformers", "sklearn")):
         return None
     if _archive() is not None:
@@ -243,13 +206,7 @@ def local_encoder() -> str | None:
 
 def load_encoder(name: str, device: str) -> Any:
     """A ``SentenceTransformer`` in float32, ready to be trained or used; only safetensors are read.
-
-    Args:
-        name: ``minilm``, a folder, or a hub id, which is taken from the hub's cache where it is there.
-        device: where it runs.
-
-    Raises:
-        I2CLError: if it is not there, or is none.
+    A hub id is taken from the hub's cache where it is there. Raises I2CLError if it is not there, or is none.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -274,11 +231,9 @@ _frozen_encoder = lru_cache(maxsize=1)(load_encoder)
 
 
 def encoder_source(name: str) -> str:
-    """Where the encoder of a name is: a folder, or the hub id that was given.
-
-    Raises:
-        I2CLError: if the package that holds ``minilm`` is not installed, a folder is not there or holds no
-            encoder, or the hub does not answer.
+    """Where the encoder of a name is: a folder, or the hub id that was given. Raises I2CLError if the package
+    that holds ``minilm`` is not installed, a folder is not there or holds no encoder, or the hub does not
+    answer.
     """
     if name == MINILM:
         archive = _archive()

@@ -3,7 +3,6 @@
 Source: Brown et al. 2020, https://arxiv.org/abs/2005.14165.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ from i2cl.methods.base import Method
 from i2cl.methods.prompts import PromptPredictor, few_shot_prompt
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,7 @@ class ZeroShot(Method):
     row: ClassVar[str] = "Zero-shot"
     needs: ClassVar[str] = "nothing"
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Nothing is fitted."""
         return PromptPredictor(Questions(decoder, task))
 
@@ -41,14 +38,8 @@ class FewShot(Method):
     formula: ClassVar[str] = "2MDL"
     cache: ClassVar[bool] = True
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
-        """Run the demonstrations once, if they are to be cached.
-
-        Raises:
-            I2CLError: if not even one per class fits into the context, naming tokens needed and available.
-        """
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
+        """Run the demonstrations once, if they are cached. Raises I2CLError if not one per class fits."""
         return few_shot_prompt(Questions(decoder, task), demonstrations, cached=self.cache)
 
 

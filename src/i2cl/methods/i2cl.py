@@ -30,7 +30,7 @@ from i2cl.models.encoding import Scoring
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Questions
 from i2cl.models.training import StepProgress
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,10 @@ class InjectionMethod(Method):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one seed is calibrated on, and what it then injects.
-
-    Attributes:
-        task: as calibration sees it.
-        demonstrations: as calibration sees them.
-        context: injected while calibrating.
-        injected: injected to predict, where that is another vector.
-        held_out: labelled examples used beyond the demonstrations.
-    """
+    """What one seed is calibrated on; ``injected`` is what predicts, where that is another vector."""
 
     task: Task
-    demonstrations: Sequence[Example]
+    demonstrations: Examples
     context: ContextVector
     injected: ContextVector | None = None
     held_out: int = 0
@@ -99,7 +91,7 @@ class I2CL(InjectionMethod):
         self,
         decoder: Decoder,
         task: Task,
-        demonstrations: Sequence[Example],
+        demonstrations: Examples,
         seed: int = 0,
         progress: StepProgress | None = None,
         scoring: Scoring = "auto",
@@ -117,20 +109,18 @@ class I2CL(InjectionMethod):
             progress=progress,
         )
 
-    def plan(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Plan:
+    def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
         """The demonstrations, and the context vector that they make."""
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         return Plan(task, demonstrations, context)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Extract and calibrate."""
         (predictor,) = self.fit_many(decoder, task, [demonstrations], [seed])
         return predictor
 
     def fit_many(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Sequence[Example]], seeds: Sequence[int]
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Examples], seeds: Sequence[int]
     ) -> list[PromptPredictor]:
         """Extract seed by seed and calibrate all of them together."""
         questions = Questions(decoder, task)  # the real task, whatever calibration sees
@@ -165,7 +155,7 @@ class Noise(I2CL):
 
     vector: NoiseConfig = field(default_factory=NoiseConfig)
 
-    def plan(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Plan:
+    def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
         """A vector of the context vector's shape."""
         real = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         return Plan(task, demonstrations, noise_like(real, self.vector, seed))
@@ -180,12 +170,8 @@ class I2CLUnseen(I2CL):
     row: ClassVar[str] = "Unseen demo. (figure on robustness)"
     needs: ClassVar[str] = "demonstrations, as many held-out examples"
 
-    def plan(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Plan:
-        """Calibrate on one set, inject the vector of the other.
-
-        Raises:
-            I2CLError: if the training split has too few further examples.
-        """
+    def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
+        """Calibrate on one set, inject the other's vector; raises I2CLError if too few examples remain."""
         others = task.held_out(len(demonstrations), demonstrations, seed)
         seen = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         unseen = extract(decoder, task, others, self.extraction, seed=seed)
@@ -203,7 +189,7 @@ class I2CLCorrupted(I2CL):
 
     spoilt: CorruptionConfig = field(default_factory=CorruptionConfig)
 
-    def plan(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Plan:
+    def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
         """Extract from the ones, calibrate on the others."""
         intact, bad = (task, tuple(demonstrations)), corrupted(task, demonstrations, self.spoilt, seed)
         seen, learnt = (bad, intact) if self.spoilt.stage == "vectorization" else (intact, bad)
@@ -219,14 +205,10 @@ class I2CLOverICL(InjectionMethod):
     row: ClassVar[str] = "ICL+I2CL"
     formula: ClassVar[str] = "2MDL + 2DL"
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
-        """Extract, then calibrate behind the demonstrations.
-
-        Raises:
-            I2CLError: if not even one demonstration per class fits into the context, or on positions other
-                than all: in front of a cache nothing tells which tokens are a query's first or last.
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
+        """Extract, then calibrate behind the demonstrations. Raises I2CLError if not even one demonstration
+        per class fits into the context, or on positions other than all: in front of a cache nothing tells
+        which tokens are a query's first or last.
         """
         if self.calibration.positions != "all":
             raise I2CLError(

@@ -4,7 +4,7 @@ Source: paper, appendix "Implementation of Baseline Methods"; Liu et al. 2024,
 https://arxiv.org/abs/2311.06668, and for ``variant="released"`` https://github.com/shengliu66/ICV.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -12,18 +12,19 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost, Method
+from i2cl.methods.base import Cost, Method, right_answers
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
+from i2cl.models.edits import Edit, States
 from i2cl.models.scoring import Questions
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 
 Variant = Literal["paper", "released"]
 """How a direction is found and added: as Liu et al. write, or as their released code does."""
@@ -32,22 +33,13 @@ HELD_OUT = 32
 COARSE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 FINE = tuple(step / 100 for step in range(1, 11))
 PAPER_STRENGTHS: Mapping[str, float] = MappingProxyType(
-    {
-        "sst2": 0.01,
-        "sst5": 0.02,
-        "trec": 0.02,
-        "agnews": 0.0001,
-        "subj": 0.02,
-        "hate_speech18": 0.02,
-        "dbpedia": 0.001,
-        "emoc": 0.02,
-        "mr": 0.02,
-    }
+    dict.fromkeys(("sst5", "trec", "subj", "hate_speech18", "emoc", "mr"), 0.02)
+    | {"sst2": 0.01, "agnews": 0.0001, "dbpedia": 0.001}
 )
 """The paper's table of strengths, found on Llama2-7b."""
 
 
-class ICVConfig(BaseModel):
+class ICVConfig(Settings):
     """Where the direction and its strength come from.
 
     Attributes:
@@ -57,8 +49,6 @@ class ICVConfig(BaseModel):
         strength: ``search`` (the paper's two-stage grid, here on held-out examples), ``paper`` (its
             table, for the paper's tasks), or a number.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     variant: Variant = "paper"
     strength: Annotated[float, Field(allow_inf_nan=False)] | Literal["search", "paper"] = "search"
@@ -77,9 +67,7 @@ class AddPreservingNorm(Edit):
         self.released = variant == "released"
         self.site = "writers" if self.released else "hidden"
 
-    def output(
-        self, layer: int, index: int, output: Float[Tensor, "batch tokens d"], _batch: Batch
-    ) -> Float[Tensor, "batch tokens d"] | None:
+    def output(self, layer: int, index: int, output: States, _batch: Batch) -> States | None:
         """The turned block output, or the turned output of the MLP alone, at every token of every layer."""
         if self.released and index == 0:
             return None
@@ -92,8 +80,8 @@ class AddPreservingNorm(Edit):
             added = added * (1 - (unit @ direction).clamp(max=0))[..., None]
         turned = unit + added
         turned = turned / turned.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-        found: Tensor = (norm * turned).to(output.dtype)
-        return found
+        states: Tensor = (norm * turned).to(output.dtype)
+        return states
 
 
 @dataclass(frozen=True)
@@ -109,19 +97,21 @@ class ICV(Method):
 
     config: ICVConfig = field(default_factory=ICVConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
-        """Find directions, then the strength.
-
-        Raises:
-            I2CLError: if too few held-out examples remain, or the paper has no strength for the task.
-        """
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
+        """Find directions, then the strength. Raises I2CLError on too few examples, or no strength."""
         questions = Questions(decoder, task)
         variant, strength = self.config.variant, self.config.strength
-        make = partial(_predictor, questions, directions(decoder, task, demonstrations, variant), variant)
-        if strength == "search":
-            return _searched(make, task.held_out(HELD_OUT, demonstrations, seed))
+        axes = directions(decoder, task, demonstrations, variant)
+
+        def make(strength: float, held_out: int = 0) -> PromptPredictor:
+            edit = AddPreservingNorm(axes, strength, variant)
+            return PromptPredictor(questions, edit=edit, cost=Cost.of(axes, held_out=held_out))
+
+        if strength == "search":  # ties go to the first tried, the smaller
+            rows = task.held_out(HELD_OUT, demonstrations, seed)
+            return max(
+                (make(one, len(rows)) for one in COARSE + FINE), key=lambda one: right_answers(one, rows)
+            )
         if strength == "paper":
             if task.name not in PAPER_STRENGTHS:
                 raise I2CLError(f"the paper gives no ICV strength for {task.name!r}: use strength=search")
@@ -129,28 +119,8 @@ class ICV(Method):
         return make(strength)
 
 
-def _searched(make: Callable[[float, int], PromptPredictor], held_out: Sequence[Example]) -> PromptPredictor:
-    """Best of the coarse and the fine grid; ties go to the first tried, the smaller."""
-    tried = [make(strength, len(held_out)) for strength in COARSE + FINE]
-    gold = torch.tensor([example.label for example in held_out])
-    texts = [example.text for example in held_out]
-    right = [int((candidate.scores(texts).argmax(-1) == gold).sum()) for candidate in tried]
-    return tried[right.index(max(right))]
-
-
-def _predictor(
-    questions: Questions,
-    found: Float[Tensor, "layers d"],
-    variant: Variant,
-    strength: float,
-    held_out: int = 0,
-) -> PromptPredictor:
-    cost = Cost.of(found, held_out=held_out)
-    return PromptPredictor(questions, edit=AddPreservingNorm(found, strength, variant), cost=cost)
-
-
 def directions(
-    decoder: Decoder, task: Task, demonstrations: Sequence[Example], variant: Variant = "paper"
+    decoder: Decoder, task: Task, demonstrations: Examples, variant: Variant = "paper"
 ) -> Float[Tensor, "layers d"]:
     """Unit vector per layer along which answer and sentence states differ, pointing to the answer.
 
@@ -167,16 +137,14 @@ def directions(
     mean = joint.mean(0)
     if variant == "released":
         first, projected = _first(joint - mean)
-        found = mean + first * projected[projected.abs().argmax()].sign()
+        axis = mean + first * projected[projected.abs().argmax()].sign()
     else:
         first, projected = _first(joint)
-        found = first if projected.sum() >= 0 else -first
-    return torch.nn.functional.normalize(found.view(difference.shape[1:]), dim=-1)
+        axis = first if projected.sum() >= 0 else -first
+    return torch.nn.functional.normalize(axis.view(difference.shape[1:]), dim=-1)
 
 
-def _first(
-    rows: Float[Tensor, "rows wide"],
-) -> tuple[Float[Tensor, " wide"], Float[Tensor, " rows"]]:
+def _first(rows: Float[Tensor, "rows wide"]) -> tuple[Float[Tensor, " wide"], Float[Tensor, " rows"]]:
     """First right singular vector, and how far each row goes along it."""
     _, _, axes = torch.linalg.svd(rows, full_matrices=False)
     return axes[0], rows @ axes[0]
@@ -194,7 +162,6 @@ def _states(decoder: Decoder, texts: Sequence[str]) -> Float[Tensor, "texts laye
 
 def _front(decoder: Decoder) -> Ids:
     """What stands before a text that runs alone, where the tokenizer itself puts nothing there.
-
     The first token of a row is where attention gathers, and its state is of its own kind, a hundred times
     longer and much the same whatever the token: that of a one-token label would tell nothing of the label.
     """

@@ -9,20 +9,21 @@ from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 
 AT_ONCE = 256
 """Texts whose distributions over the whole vocabulary are held together."""
 
 
-class KNNConfig(BaseModel):
+class KNNConfig(Settings):
     """The vote.
 
     Attributes:
@@ -31,8 +32,6 @@ class KNNConfig(BaseModel):
         divergence: from the query's distribution to the anchor's, KL(query || anchor), as the paper's
             equation reads; or KL(anchor || query), as its released code computes.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     neighbours: int = Field(3, ge=1)
     anchors: int = Field(32, ge=1)
@@ -51,14 +50,8 @@ class KNNPrompting(Method):
 
     config: KNNConfig = field(default_factory=KNNConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "KNNPredictor":
-        """Keep each anchor's distribution.
-
-        Raises:
-            I2CLError: if the training split has too few further examples, or the context is too small.
-        """
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "KNNPredictor":
+        """Keep each anchor's distribution. Raises I2CLError on too few examples, or too small a context."""
         held_out = task.held_out(self.config.anchors, demonstrations, seed)
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)

@@ -3,7 +3,6 @@
 Source: paper, "Label-anchor" and its appendix; Wang et al. 2023, https://arxiv.org/abs/2305.14160.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor, Shown, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 
 @dataclass(frozen=True)
@@ -24,14 +23,10 @@ class LabelAnchor(Method):
     row: ClassVar[str] = "Label-anchor"
     formula: ClassVar[str] = "2(M/K)DL"
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
-        """Run all demonstrations once and keep the anchors' entries.
-
-        Raises:
-            I2CLError: if not even one demonstration per class fits into the context, the tokenizer cannot
-                tell where in the text a token stands, or the model caches more than keys and values.
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
+        """Run all demonstrations once and keep the anchors' entries. Raises I2CLError if not even one
+        demonstration per class fits into the context, the tokenizer cannot tell where in the text a token
+        stands, or the model caches more than keys and values.
         """
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)
@@ -49,10 +44,7 @@ class LabelAnchor(Method):
 
 
 def anchors(decoder: Decoder, task: Task, pairs: Shown, count: int) -> tuple[int, ...]:
-    """Places of the first ``count`` prompt tokens that hold something other than a demonstration's text.
-
-    A token that holds both counts, as do special tokens in front.
-    """
+    """Places among the first ``count`` tokens that hold, in part at least, no text of a demonstration."""
     tokenizer = decoder.tokenizer
     if not tokenizer.is_fast:
         raise I2CLError(

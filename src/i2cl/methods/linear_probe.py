@@ -12,16 +12,17 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method, class_scores, require_two_classes
+from i2cl.methods.base import Cost, Method, class_scores, head_cost, require_two_classes
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
+from i2cl.models.edits import Edit, States
 from i2cl.models.scoring import Progress, Questions
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 
 Tokens = Literal["last", "mean", "both"]
 """The query's last token, the mean over the text's tokens, or one behind the other."""
@@ -44,16 +45,11 @@ class Choice(NamedTuple):
     c: float
 
 
-class ProbeConfig(BaseModel):
+class ProbeConfig(Settings):
     """The states and the classifier; ``folds`` chooses by stratified folds of the demonstrations.
-
-    Attributes:
-        probe_layer: block whose output is used; negative counts from the last.
-        probe_tokens: at the query's ``last`` token, as the ``mean`` over the text's tokens, or ``both``.
-        probe_c: inverse strength of the L2 penalty (scikit-learn's ``C``).
+    A negative layer counts from the last; tokens are the query's ``last``, the ``mean`` over the text's, or
+    ``both``; ``probe_c`` is scikit-learn's ``C``.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     probe_layer: int | Literal["folds"] = "folds"
     probe_tokens: Literal["folds", "last", "mean", "both"] = "folds"
@@ -72,14 +68,9 @@ class LinearProbe(Method):
 
     config: ProbeConfig = field(default_factory=ProbeConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "ProbePredictor":
-        """Fit on the demonstrations' states.
-
-        Raises:
-            I2CLError: without scikit-learn or demonstrations of two classes, if the model has no such
-                layer, or if its tokenizer cannot tell which tokens are the text's.
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "ProbePredictor":
+        """Fit on the demonstrations' states. Raises I2CLError without scikit-learn or demonstrations of two
+        classes, if the model has no such layer, or if its tokenizer cannot tell which tokens are the text's.
         """
         needs(self.name, "sklearn", "sklearn")
         require_two_classes(self.name, task, demonstrations)
@@ -92,9 +83,7 @@ class LinearProbe(Method):
         of_layer = dict(zip(layers, states.unbind(1), strict=True))
         best = _best({one: _features(of_layer[one.layer], one.tokens) for one in choices}, labels, seed)
         model = _classifier(best.c).fit(_features(of_layer[best.layer], best.tokens), labels)
-        weights = model[-1].coef_, model[-1].intercept_
-        values, size = sum(one.size for one in weights), sum(one.nbytes for one in weights)
-        return ProbePredictor(questions, best, model, Cost(values, values, size))
+        return ProbePredictor(questions, best, model, head_cost(model[-1]))
 
     def _choices(self, decoder: Decoder) -> list[Choice]:
         """All that the folds choose from; first what is taken without folds: the second of the layers."""
@@ -125,10 +114,7 @@ def _classifier(c: float) -> Any:
 def _best(
     features: dict[Choice, Float[np.ndarray, "texts _"]], labels: Int[np.ndarray, " texts"], seed: int
 ) -> Choice:
-    """That with the least log-loss on texts which a fit has not seen; accuracy would be of few texts.
-
-    The first, where there is nothing to choose or a class has a single demonstration.
-    """
+    """That with the least log-loss on folds; the first, where there is nothing to choose or no fold."""
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
     first, counts = next(iter(features)), np.unique(labels, return_counts=True)[1]
@@ -154,9 +140,7 @@ def _features(states: Float[Tensor, "texts tokens d"], tokens: Tokens) -> Float[
 
 class KeepPooled(Edit):
     """Copies some layers' block outputs, at each query's last token and as the mean over its text.
-
-    Attributes:
-        kept: one (batch x tokens x d) tensor a layer, in float32 on the CPU; tokens are 1 without spans.
+    ``kept`` has one (batch x tokens x d) tensor a layer, in float32 on the CPU; tokens are 1 without spans.
     """
 
     site = "hidden"
@@ -166,7 +150,7 @@ class KeepPooled(Edit):
         self.spans = spans
         self.kept: list[Tensor] = []
 
-    def output(self, layer: int, _index: int, output: Float[Tensor, "batch tokens d"], batch: Batch) -> None:
+    def output(self, layer: int, _index: int, output: States, batch: Batch) -> None:
         """Copy them."""
         if layer not in self.layers:
             return
@@ -183,10 +167,7 @@ class KeepPooled(Edit):
 def query_states(
     questions: Questions, texts: Sequence[str], layers: Sequence[int], *, pooled: bool
 ) -> Float[Tensor, "texts layers tokens d"]:
-    """Block outputs at each query's last token and, if pooled, their mean over the text's tokens.
-
-    One pass of each text gives those of all layers, in float32.
-    """
+    """Block outputs (float32) at each query's last token and, if pooled, their mean over its text."""
     decoder, queries = questions.decoder, questions.queries(texts)
     spans = torch.tensor(list(_spans(questions, texts, queries))) if pooled and texts else None
     states = torch.empty(len(queries), len(layers), 2 if pooled else 1, decoder.d_model)
@@ -204,7 +185,6 @@ def query_states(
 
 def _spans(questions: Questions, texts: Sequence[str], queries: Sequence[Ids]) -> Iterator[tuple[int, int]]:
     """First token of each text in its query, and the one behind its last; a token of two parts is the text's.
-
     What follows a text is counted from the end, since a long one was cut there.
     """
     encoder, template, line = questions.decoder.encoder, questions.task.template, questions.labels.line

@@ -14,7 +14,6 @@ Source: paper, appendix "Implementation of Baseline Methods", and of each:
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,7 +36,7 @@ from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import holds_keys_alone
 from i2cl.models.training import TrainConfig
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -52,24 +51,15 @@ class AdapterMethod(Method):
 
     @abstractmethod
     def config(self, decoder: Decoder) -> "PeftConfig":
-        """The adapter for this model.
-
-        Raises:
-            I2CLError: if the model has nothing that it can adapt.
-        """
+        """The adapter for this model. Raises I2CLError if the model has nothing that it can adapt."""
 
     def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
         """The tensors that training starts from, under PEFT's names; None for what PEFT draws."""
         return None
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> AdapterPredictor:
-        """Train, keep the adapter's tensors, take it off again.
-
-        Raises:
-            I2CLError: without the package peft, on a model that the adapter or its start does not fit, or on
-                a loss that is not finite.
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> AdapterPredictor:
+        """Train, keep the adapter's tensors, take it off again. Raises I2CLError without the package peft, on
+        a model that the adapter or its start does not fit, or on a loss that is not finite.
         """
         needs(self.name, "peft", "peft")
         config, start = self.config(decoder), self.start(decoder)
@@ -159,11 +149,7 @@ class VirtualTokenMethod(AdapterMethod):
     training: VirtualTokenSettings
 
     def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
-        """What the tokens of `start_text` are to the model.
-
-        Raises:
-            I2CLError: if the text is no Unicode or has no token.
-        """
+        """What the tokens of `start_text` are to the model; raises I2CLError on a text without any."""
         text = self.training.start_text
         if not text:
             return None
@@ -178,11 +164,7 @@ class VirtualTokenMethod(AdapterMethod):
         }
 
     def require_room(self, decoder: Decoder) -> None:
-        """Refuse virtual tokens that leave a query no place.
-
-        Raises:
-            I2CLError: naming both numbers.
-        """
+        """Refuse virtual tokens that leave a query no place. Raises I2CLError naming both numbers."""
         count, most = self.training.virtual_tokens, decoder.max_length
         if most is not None and count >= most:
             raise I2CLError(f"virtual_tokens is {count}, but the context holds {most} tokens: take fewer")
@@ -234,9 +216,7 @@ class PrefixTuning(VirtualTokenMethod):
 
     def config(self, decoder: Decoder) -> "PeftConfig":
         """As many heads, and as wide, as the model's keys have.
-
-        Raises:
-            I2CLError: on a model whose keys and values differ in shape, or that caches more than these.
+        Raises I2CLError on a model whose keys and values differ in shape, or that caches more than these.
         """
         from peft import PrefixTuningConfig
 
@@ -254,15 +234,15 @@ class PrefixTuning(VirtualTokenMethod):
         """Heads and their width, of the keys and values of every layer."""
         held = self.cached(decoder, (0,)) if holds_keys_alone(decoder.model.config) else []
         shapes = {(each.shape[0], each.shape[2]) for each in held}
-        told = decoder.model.config
+        config = decoder.model.config
         if len(held) == 2 * decoder.layers and len(shapes) == 1:
             ((heads, width),) = shapes
-            known = getattr(told, "num_key_value_heads", None), getattr(told, "head_dim", None)
+            known = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
             if known[0] in {None, heads} and (known[0] is None or known[1] in {None, width}):
                 return heads, width  # PEFT asks these names, where a model has them
         raise I2CLError(
-            f"{self.name} cannot run on {told.model_type!r}: its layers do not all cache keys and values of "
-            "one shape; take lora or prompt_tuning"
+            f"{self.name} cannot run on {config.model_type!r}: its layers do not all cache keys and values "
+            "of one shape; take lora or prompt_tuning"
         )
 
     def cached(self, decoder: Decoder, ids: Ids) -> list[Float[Tensor, "heads tokens width"]]:
@@ -271,11 +251,7 @@ class PrefixTuning(VirtualTokenMethod):
         return [held[0].float().cpu() for layer in cache.layers for held in (layer.keys, layer.values)]
 
     def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens numbers"]:
-        """Keys and values at the first positions, flat in PEFT's order: layer, (key, value), head, width.
-
-        Raises:
-            I2CLError: if there are more than a layer's window keeps.
-        """
+        """Keys and values at the first places, in PEFT's order; raises I2CLError if a window keeps fewer."""
         held = self.cached(decoder, ids)
         if any(each.shape[1] != len(ids) for each in held):
             raise I2CLError(

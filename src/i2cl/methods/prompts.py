@@ -26,7 +26,7 @@ from i2cl.models.scoring import (
     require_finite,
     score,
 )
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 Shown = tuple[tuple[str, str], ...]
 """Demonstrations as (text, label word), in the order they stand in a prompt."""
@@ -34,15 +34,7 @@ Shown = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class PromptPredictor:
-    """Scores label words behind a prompt: the query, after demonstrations or not, under an edit or not.
-
-    Attributes:
-        questions: the task, asked of the model.
-        shown: demonstrations in front of the query.
-        prefix: their keys and values, if they were run once beforehand.
-        edit: applied to every layer, to prompt and query alike.
-        cost: what all that takes.
-    """
+    """Scores label words behind a prompt, under an edit or not; the prefix caches what stands in front."""
 
     questions: Questions
     shown: Shown = ()
@@ -70,11 +62,11 @@ class PromptPredictor:
 
     def _each(self, texts: Sequence[str], read: Callable[..., Tensor]) -> Tensor:
         prompts = encode_prompts(self.questions, self.shown, texts)
-        found: dict[int, Tensor] = {}
+        results: dict[int, Tensor] = {}
         for rows, queries, prefix in self._parts(prompts):
             values = read(self.questions.decoder, queries, prefix=prefix)
-            found |= dict(zip(rows, values, strict=True))
-        return torch.stack([found[row] for row in range(len(prompts))])
+            results |= dict(zip(rows, values, strict=True))
+        return torch.stack([results[row] for row in range(len(prompts))])
 
     def _parts(self, prompts: list[Ids]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
         """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""
@@ -89,12 +81,10 @@ class PromptPredictor:
 
 
 def few_shot_prompt(
-    questions: Questions, demonstrations: Sequence[Example], *, cached: bool = True
+    questions: Questions, demonstrations: Examples, *, cached: bool = True
 ) -> PromptPredictor:
     """Few-shot: the demonstrations in front of every query, run once if they are to be cached.
-
-    Raises:
-        I2CLError: if not even one per class fits into the context, naming tokens needed and available.
+    Raises I2CLError if not even one per class fits into the context, naming tokens needed and available.
     """
     pairs = fitting(questions, demonstrations)
     ids = shared_ids(questions, pairs)
@@ -105,13 +95,9 @@ def few_shot_prompt(
 
 
 def unlabelled_texts(
-    method: str, task: Task, most: int, demonstrations: Sequence[Example], seed: int
+    method: str, task: Task, most: int, demonstrations: Examples, seed: int
 ) -> tuple[str, ...]:
-    """Training texts beside the demonstrations, up to ``most``; nobody looks at their labels.
-
-    Raises:
-        I2CLError: if there are none.
-    """
+    """Up to ``most`` training texts that are no demonstrations, without labels; raises I2CLError on none."""
     texts = task.unlabelled(most, demonstrations, seed)
     if not texts:
         raise I2CLError(
@@ -120,14 +106,11 @@ def unlabelled_texts(
     return texts
 
 
-def fitting(questions: Questions, demonstrations: Sequence[Example]) -> Shown:
+def fitting(questions: Questions, demonstrations: Examples) -> Shown:
     """Demonstrations for a prompt, as many per class as fit into the context with a query behind them.
-
-    Room is kept for a query as long as the longest demonstration. Warns where fewer are shown.
-
-    Raises:
-        I2CLError: if not even one per class fits, naming tokens needed and available; or on a label or a text
-            that is none.
+    Room is kept for a query as long as the longest demonstration. Warns where fewer are shown. Raises
+    I2CLError if not even one per class fits, naming tokens needed and available; or on a label or a text that
+    is none.
     """
     require_labels(questions.task, demonstrations)
     task, encoder, limit = questions.task, questions.decoder.encoder, questions.decoder.max_length
@@ -157,7 +140,7 @@ def fitting(questions: Questions, demonstrations: Sequence[Example]) -> Shown:
     return _first_of_each(task, demonstrations, fits)
 
 
-def _first_of_each(task: Task, demonstrations: Sequence[Example], per_class: int) -> Shown:
+def _first_of_each(task: Task, demonstrations: Examples, per_class: int) -> Shown:
     """Texts and label words of the first few demonstrations of each class, in the given order."""
     seen: Counter[int] = Counter()
     chosen: list[tuple[str, str]] = []
@@ -170,17 +153,11 @@ def _first_of_each(task: Task, demonstrations: Sequence[Example], per_class: int
 
 def encode_prompts(questions: Questions, demonstrations: Shown, texts: Sequence[str]) -> list[Ids]:
     """Token ids of demonstrations and query, for each text.
-
-    Raises:
-        I2CLError: if the demonstrations do not fit, naming tokens needed and available.
+    Raises I2CLError if the demonstrations do not fit, naming tokens needed and available.
     """
     return questions.queries(texts, partial(questions.task.template.prompt, demonstrations))
 
 
 def shared_ids(questions: Questions, demonstrations: Shown) -> Ids:
-    """The tokens that prompts have in common, whatever the query.
-
-    Raises:
-        I2CLError: if the demonstrations do not fit, naming tokens needed and available.
-    """
+    """The tokens that prompts have in common; raises I2CLError as `encode_prompts` does."""
     return shared_front(encode_prompts(questions, demonstrations, ["a", "7"]))

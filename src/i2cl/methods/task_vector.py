@@ -15,22 +15,17 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import (
-    PromptPredictor,
-    encode_prompts,
-    few_shot_prompt,
-    fitting,
-    unlabelled_texts,
-)
+from i2cl.methods.prompts import PromptPredictor, encode_prompts, few_shot_prompt, fitting, unlabelled_texts
 from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
+from i2cl.models.edits import Edit, States
 from i2cl.models.scoring import Questions, score
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 
 HELD_OUT = 32
 
@@ -44,9 +39,7 @@ class ReplaceLast(Edit):
         self.layer = layer
         self.state = state
 
-    def output(
-        self, layer: int, _index: int, output: Float[Tensor, "batch tokens d"], batch: Batch
-    ) -> Float[Tensor, "batch tokens d"] | None:
+    def output(self, layer: int, _index: int, output: States, batch: Batch) -> States | None:
         """The replacement at one token of one layer."""
         if layer != self.layer:
             return None
@@ -61,9 +54,7 @@ class ReplaceEach(Edit):
     def __init__(self, states: Float[Tensor, "layers d"]) -> None:
         self.states = states
 
-    def output(
-        self, layer: int, _index: int, output: Float[Tensor, "batch tokens d"], batch: Batch
-    ) -> Float[Tensor, "batch tokens d"]:
+    def output(self, layer: int, _index: int, output: States, batch: Batch) -> States:
         """The replacement at one token of those rows that run this query."""
         rows = torch.tensor([row == layer for row in batch.rows], device=output.device)
         state = self.states[layer].to(output.device, output.dtype)
@@ -88,7 +79,7 @@ class MapHead(Edit):
         return (states + mapped).to(output.dtype)
 
 
-def _last(output: Float[Tensor, "batch tokens d"], batch: Batch) -> Bool[Tensor, "batch tokens 1"]:
+def _last(output: States, batch: Batch) -> Bool[Tensor, "batch tokens 1"]:
     """Where each row's last query token is."""
     tokens = torch.arange(output.shape[1], device=output.device)
     return (tokens == batch.last.to(output.device)[:, None])[..., None]
@@ -104,14 +95,8 @@ class TaskVector(Method):
     needs: ClassVar[str] = f"demonstrations, {HELD_OUT} held-out examples (layer) and a dummy query"
     formula: ClassVar[str] = "D"
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
-        """Take the states of all layers at once, then try each on the held-out examples.
-
-        Raises:
-            I2CLError: if the training split has too few further examples, or the context is too small.
-        """
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
+        """Take all layers' states, then try each on held-out examples. Raises I2CLError on too few."""
         dummy, *held_out = task.held_out(HELD_OUT + 1, demonstrations, seed)
         questions = Questions(decoder, task)
         (prompt,) = encode_prompts(questions, fitting(questions, demonstrations), [dummy.text])
@@ -128,7 +113,6 @@ def layer_scores(
     questions: Questions, states: Float[Tensor, "layers d"], texts: Sequence[str]
 ) -> Float[Tensor, "layers texts labels"]:
     """Label scores of each text with its last state replaced at each layer.
-
     Where a row may run in parts, a text runs once up to its last token: no replaced state changes those keys.
     """
     decoder, labels = questions.decoder, questions.labels
@@ -145,15 +129,8 @@ def layer_scores(
     return torch.stack(found, dim=1)
 
 
-class LinearVectorConfig(BaseModel):
-    """The regression.
-
-    Attributes:
-        unlabelled: texts without labels to fit it to, at most.
-        ridge: penalty on the squared entries of the map.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class LinearVectorConfig(Settings):
+    """The most ``unlabelled`` texts of the regression, and its ``ridge``, the penalty on squared entries."""
 
     unlabelled: int = Field(256, ge=1)
     ridge: float = Field(5.0, gt=0, allow_inf_nan=False)
@@ -171,14 +148,8 @@ class LinearTaskVector(Method):
 
     config: LinearVectorConfig = field(default_factory=LinearVectorConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
-        """Run the texts with and without the demonstrations, and solve.
-
-        Raises:
-            I2CLError: if no training text remains beside the demonstrations, or the context is too small.
-        """
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
+        """Run texts with and without the demonstrations, and solve; raises I2CLError if no text remains."""
         questions = Questions(decoder, task)
         texts = unlabelled_texts(self.name, task, self.config.unlabelled, demonstrations, seed)
         alone = PromptPredictor(questions).states(texts).double()

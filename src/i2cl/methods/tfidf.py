@@ -8,25 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method, class_scores, require_two_classes
+from i2cl.methods.base import Cost, Method, class_scores, head_cost, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 
 
-class TfidfConfig(BaseModel):
-    """The classifier.
-
-    Attributes:
-        tfidf_words: longest run of words that counts as a feature.
-        tfidf_c: inverse strength of the L2 penalty (``C``), which is to be weak on texts of unit length.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class TfidfConfig(Settings):
+    """Features are runs of at most ``tfidf_words`` words; ``tfidf_c`` is scikit-learn's ``C``."""
 
     tfidf_words: int = Field(2, ge=1)
     tfidf_c: float = Field(10.0, gt=0)
@@ -44,14 +38,9 @@ class Tfidf(Method):
 
     config: TfidfConfig = field(default_factory=TfidfConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> "TfidfPredictor":
-        """Fit on the demonstrations' texts; the decoder is not asked.
-
-        Raises:
-            I2CLError: without scikit-learn or demonstrations of two classes, on an empty text, or if no
-                text has a word.
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "TfidfPredictor":
+        """Fit on the demonstrations' texts; the decoder is not asked. Raises I2CLError without scikit-learn
+        or demonstrations of two classes, on an empty text, or if no text has a word.
         """
         needs(self.name, "sklearn", "sklearn")
         require_two_classes(self.name, task, demonstrations)
@@ -70,9 +59,7 @@ class Tfidf(Method):
         if not any(map(words.build_analyzer(), texts)):
             raise I2CLError("tfidf finds no word in any demonstration: take a method that asks the model")
         model.fit(texts, [example.label for example in demonstrations])
-        kept = model[-1].coef_, model[-1].intercept_, words.idf_
-        values, size = sum(one.size for one in kept), sum(one.nbytes for one in kept)
-        return TfidfPredictor(model, len(task.labels), Cost(values - words.idf_.size, values, size))
+        return TfidfPredictor(model, len(task.labels), head_cost(model[-1], words.idf_))
 
 
 @dataclass(frozen=True)
@@ -84,10 +71,6 @@ class TfidfPredictor:
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label; minus infinity for one without demonstrations.
-
-        Raises:
-            I2CLError: on an empty text.
-        """
+        """Log-probability of each label, minus infinity if never seen; raises I2CLError on an empty text."""
         require_texts(texts)
         return class_scores(self.model, texts, self.labels)

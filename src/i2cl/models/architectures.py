@@ -40,26 +40,18 @@ class Architecture:
     packs: bool = False
 
     def blocks(self, model: PreTrainedModel) -> list[nn.Module]:
-        """The decoder blocks, first layer first.
-
-        Raises:
-            I2CLError: if the path ``layers`` does not lead to a list of blocks.
-        """
+        """The decoder blocks, first layer first. Raises I2CLError if ``layers`` leads to none."""
         base = _text_model(model)
-        found = self._find(base, self.layers, "layers")
-        if not isinstance(found, nn.ModuleList | nn.Sequential) or not len(found):
+        stack = self._find(base, self.layers, "layers")
+        if not isinstance(stack, nn.ModuleList | nn.Sequential) or not len(stack):
             raise I2CLError(
-                f"layers={self.layers!r} of {type(base).__name__} is {type(found).__name__}, not a list "
+                f"layers={self.layers!r} of {type(base).__name__} is {type(stack).__name__}, not a list "
                 "of blocks: pass the path that leads to the ModuleList of decoder blocks"
             )
-        return list(found)
+        return list(stack)
 
     def writers(self, model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-        """The residual writers, axes [layer, (mha, mlp)].
-
-        Raises:
-            I2CLError: if a path does not hold in some block.
-        """
+        """The residual writers, axes [layer, (mha, mlp)]. Raises I2CLError if some block lacks a path."""
         return [
             (self._find(block, self.attention, "attention"), self._find(block, self.mlp, "mlp"))
             for block in self.blocks(model)
@@ -144,11 +136,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
-    """Look up a model by the model type of its text model.
-
-    Raises:
-        I2CLError: if the model type is not in `ARCHITECTURES`.
-    """
+    """An architecture by the model type of its text model; raises I2CLError if that is in no table."""
     model_type = model.config.get_text_config().model_type
     if model_type in ARCHITECTURES:
         return ARCHITECTURES[model_type]

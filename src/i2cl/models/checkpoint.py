@@ -21,10 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Files:
-    """The weights in a folder of safetensors, read one at a time.
-
-    A file is opened for one tensor and closed again, so that no pages of it stay in memory.
-    """
+    """The weights in a folder of safetensors; each is read by itself, so that no pages stay in memory."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, head: str) -> None:
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
@@ -47,8 +44,8 @@ class Files:
         """One of them, on the CPU."""
         path, stored = self._homes[name]
         with _readable(path), safe_open(path, "pt") as file:
-            found: Tensor = file.get_tensor(stored)
-        return found
+            tensor: Tensor = file.get_tensor(stored)
+        return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one of them, from the file's header."""
@@ -59,48 +56,39 @@ class Files:
 
 def stored_weights(model: PreTrainedModel) -> Files | None:
     """The checkpoint that a model was loaded from, where its files are on this machine."""
-    folder = checkpoint_folder(model)
+    folder = folder_of(model)
     try:
         return None if folder is None else Files(folder, model, "embed_out")
     except I2CLError:  # no weights, or damaged ones
         return None
 
 
-def checkpoint_folder(model: PreTrainedModel) -> Path | None:
+def folder_of(model: PreTrainedModel) -> Path | None:
     """The folder of files that a model was loaded from, where they are on this machine."""
     name = str(model.name_or_path or "")
     if name and Path(name).is_dir():
         return Path(name)
     try:
         commit = getattr(model.config, "_commit_hash", None)
-        found = try_to_load_from_cache(name, "config.json", revision=commit)
+        path = try_to_load_from_cache(name, "config.json", revision=commit)
     except ValueError:  # a name that is no hub id
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Those tensors of a folder's safetensors, on the CPU, whose name there is wanted.
-
-    Raises:
-        I2CLError: on a damaged file.
-    """
-    found: dict[str, Tensor] = {}
+    """Tensors of a folder's safetensors, on the CPU, by name; raises I2CLError on a damaged file."""
+    tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
         with _readable(path), safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
-    return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
+    return tensors
 
 
 def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Those tensors of one file, on the CPU, whose name is wanted; what is no tensor is left out.
-
-    Args:
-        name: a file in safetensors or a pickle (`unpickled`), here or as owner/repository/file of the hub.
-        wanted: by the names in the file.
-
-    Raises:
-        I2CLError: if there is no such file, or it is damaged or no mere weights.
+    The name is that of a file in safetensors or a pickle (`unpickled`), here or owner/repository/file of the
+    hub. Raises I2CLError if there is no such file, or it is damaged or no mere weights.
     """
     path = Path(name)
     try:
@@ -116,23 +104,20 @@ def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
 
 def unpickled(path: Path) -> dict[str, Any]:
     """What a pickle of weights holds, by torch's loader that runs no code of the file.
-
-    Source: https://docs.pytorch.org/docs/stable/generated/torch.load.html, ``weights_only``.
-
-    Raises:
-        I2CLError: if the file is damaged, or holds anything but tensors and plain values.
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.load.html, ``weights_only``. Raises I2CLError
+    if the file is damaged, or holds anything but tensors and plain values.
     """
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - a damaged file raises whatever its bytes lead to
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise I2CLError(
             f"{str(path)!r} is damaged, or would run code when loaded ({shorten(reason, 120)}): take a copy "
             "in safetensors from those who made it"
         ) from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise I2CLError(f"{str(path)!r} holds no weights by name: give a checkpoint's file")
-    return found
+    return weights
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -31,12 +31,7 @@ from i2cl.models.batching import (
 )
 from i2cl.models.edits import Edit, Keep, Site, editing
 from i2cl.models.encoding import Encoder
-from i2cl.models.fingerprint import (
-    ModelIdentity,
-    tokenizer_fingerprint,
-    told_config,
-    weights_fingerprint,
-)
+from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config, weights_fingerprint
 from i2cl.models.hooks import Replay, edit_inputs
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit
@@ -111,11 +106,7 @@ class Decoder:
         architecture: Architecture | None = None,
         token_budget: int | None = None,
     ) -> "Decoder":
-        """Load what a name means. See `i2cl.models.loading.load_model_and_tokenizer`.
-
-        Raises:
-            I2CLError: if it cannot be loaded safely, or its model type is unknown.
-        """
+        """As `i2cl.models.loading.load_model_and_tokenizer`; raises I2CLError, also on an unknown type."""
         model, tokenizer = load_model_and_tokenizer(
             name,
             dtype=dtype,
@@ -161,17 +152,6 @@ class Decoder:
         second for a billion parameters in bfloat16 and is not done again: make a new `Decoder` of a model
         whose weights you have changed.
         """
-        return self._read_identity()
-
-    @cached_property
-    def _sampled_base(self) -> ModelIdentity:
-        return self._read_identity(sampled=True)
-
-    def base_like(self, other: ModelIdentity) -> ModelIdentity:
-        """Its identity as far as the other one tells: that of an artefact of format 1 told less."""
-        return self._sampled_base if other.sampled else self.base
-
-    def _read_identity(self, *, sampled: bool = False) -> ModelIdentity:
         here = Path(self.name)
         with lock_of(self.model):
             return ModelIdentity(
@@ -180,11 +160,11 @@ class Decoder:
                 model_type=self.model.config.model_type,
                 layers=self.layers,
                 d_model=self.d_model,
-                weights=weights_fingerprint(self.model, sampled=sampled),
-                tokenizer=tokenizer_fingerprint(self.tokenizer, sampled=sampled),
+                weights=weights_fingerprint(self.model),
+                tokenizer=tokenizer_fingerprint(self.tokenizer),
                 dtype=str(self.model.dtype).removeprefix("torch."),
                 quantization=quantization_of(self.model.config),
-                config=None if sampled else told_config(self.model.config),
+                config=told_config(self.model.config),
             )
 
     @property
@@ -193,22 +173,18 @@ class Decoder:
         return window_of(self.model.config)
 
     @cached_property
-    def identity(self) -> ResidualIdentity:
+    def residual_identity(self) -> ResidualIdentity:
         """How exactly the blocks add what the two writers put out, measured once on a few tokens."""
         ids = torch.tensor(self.encoder([PROBE]), device=self.device)
         with self.frozen():
             return residual_identity(self.model, self.architecture, ids)
 
     def require_identity(self) -> None:
-        """Refuse a model whose blocks do not simply add their writers, such as a post-norm OPT.
-
-        Raises:
-            I2CLError: naming the cure.
-        """
-        if not self.identity.passed:
+        """Refuse a model whose blocks do not simply add their writers, as a post-norm OPT (I2CLError)."""
+        if not self.residual_identity.passed:
             raise I2CLError(
                 f"the blocks of {self.name!r} add something other than its two residual writers put out "
-                f"(error {self.identity.worst:.2g}): pass an Architecture that `i2cl check` accepts"
+                f"(error {self.residual_identity.worst:.2g}): pass an Architecture that `i2cl check` accepts"
             )
 
     def sites(self, site: Site) -> list[tuple[int, int, torch.nn.Module]]:
@@ -226,13 +202,9 @@ class Decoder:
         """What ``run`` returns for each batch of queries of similar length, longest first.
 
         A batch that exceeds the memory is run again as two, and the token budget is lowered, so that this
-        happens, and is told, once. The queries' order does not change what a batch holds.
-
-        Args:
-            ids: token ids of each query.
-            run: what to do with a batch.
-            reserve: cached tokens in front of every query: they are kept, but not run, so that they count
-                towards `KEPT_BUDGET` (`CPU_KEPT_BUDGET`) alone.
+        happens, and is told, once. The queries' order does not change what a batch holds. Cached tokens in
+        front of every query, the ``reserve``, are kept, but not run, so that they count towards `KEPT_BUDGET`
+        (`CPU_KEPT_BUDGET`) alone.
 
         Raises:
             I2CLError: if a single query exceeds the memory.
@@ -265,8 +237,8 @@ class Decoder:
         self.token_budget = (rows + 1) // 2 * length
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        told = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
-        warnings.warn(told, MemoryWarning, stacklevel=3)
+        line = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
+        warnings.warn(line, MemoryWarning, stacklevel=3)
 
     def forward(
         self,
@@ -322,8 +294,8 @@ class Decoder:
         keep = Keep(site, batch.last if at is None else at)
         with self.frozen(), torch.no_grad(), self._editing(keep, batch):
             self.model.base_model(input_ids=batch.input_ids, use_cache=False)
-        found = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
-        return found.view(len(found), self.layers, -1, self.d_model)
+        states = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
+        return states.view(len(states), self.layers, -1, self.d_model)
 
     def prefix(self, ids: Ids, *, edit: Edit | None = None, whole: bool = False) -> Prefix:
         """Run ``ids`` once, under an edit if any, and keep their keys and values.
@@ -341,8 +313,8 @@ class Decoder:
         """The input embeddings of some tokens."""
         places = torch.tensor(ids, dtype=torch.long, device=self.device)
         with self.frozen():
-            found: Tensor = self.model.get_input_embeddings()(places)
-        return found
+            inputs: Tensor = self.model.get_input_embeddings()(places)
+        return inputs
 
     def read(
         self,
@@ -375,10 +347,7 @@ class Decoder:
         return frozen(self.model)
 
     def _joins(self, prefix: Prefix, width: int) -> bool:
-        """Whether the keys of a prefix are those that they are in front of ``width`` more tokens.
-
-        A window counts cached keys, so tokens taken out of the cache would shift it.
-        """
+        """Whether a prefix's keys stay in front of ``width`` more tokens: a window counts cached keys."""
         tokens = prefix.length + width
         joins = len(self.together([prefix.length, tokens])) == 1
         short = prefix.thinned and self.window is not None and tokens > self.window

@@ -12,8 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from i2cl.models.batching import Batch
-from i2cl.models.hooks import edit_inputs, edit_outputs
+from i2cl.models.hooks import Hook, edit_inputs, edit_outputs
 from i2cl.models.restore import uninterrupted
+
+States = Float[Tensor, "lines tokens d"]
+"""What a layer reads or writes; a line is a row of the batch, or all of its rows where they are packed."""
 
 Site = Literal["writers", "hidden"]
 """What is captured and edited: the two residual writers of a layer, or its block output."""
@@ -38,31 +41,23 @@ class Edit:
     sees_input: bool = False
     everywhere: bool = False
 
-    def enter(self, layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
+    def enter(self, layer: int, residual: States) -> None:
         """Look at the residual stream that enters a block."""
 
-    def output(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
-    ) -> Float[Tensor, "lines tokens d"] | None:
+    def output(self, layer: int, index: int, output: States, batch: Batch) -> States | None:
         """Return what replaces ``output`` (never edit in place), or None to leave it."""
         raise NotImplementedError
 
 
 class Keep(Edit):
-    """Copies what is put out at one token of each row, in the order of the sites, and changes nothing.
-
-    Attributes:
-        kept: one (batch x d) tensor a site.
-    """
+    """Copies what is put out at one token of each row: ``kept`` has one (batch x d) tensor a site."""
 
     def __init__(self, site: Site, at: Int[Tensor, " batch"]) -> None:
         self.site = site
         self.at = at
         self.kept: list[Tensor] = []
 
-    def output(
-        self, _layer: int, _index: int, output: Float[Tensor, "lines tokens d"], _batch: Batch
-    ) -> None:
+    def output(self, _layer: int, _index: int, output: States, _batch: Batch) -> None:
         """Copy it."""
         row = torch.arange(len(output), device=output.device)
         self.kept.append(output[row, self.at.to(output.device)])  # a copy, also where the block adds in place
@@ -72,31 +67,22 @@ class Keep(Edit):
 def editing(
     edit: Edit | None, model: Any, blocks: Sequence[nn.Module], places: Places, batch: Batch
 ) -> Iterator[None]:
-    """Let an edit work on a model while the block runs.
-
-    Args:
-        edit: or None, for nothing.
-        model: any decoder, perhaps with an adapter on.
-        blocks: its decoder blocks.
-        places: where its sites are.
-        batch: what is to run.
-    """
+    """Let an edit work on a model while the block runs."""
     if edit is None:
         yield
         return
+    looks: list[tuple[nn.Module, Hook]] = []
+    changes: list[tuple[nn.Module, Hook]] = []
     if edit.site == "head":
-        head = model.get_output_embeddings()
-        with edit_inputs([(head, lambda states: edit.output(len(blocks), 0, states, batch))]):
-            yield
-        return
-    if edit.site == "embeddings":
-        first = model.get_input_embeddings()
-        with edit_outputs([(first, lambda vectors: edit.output(0, 0, vectors, batch))]):
-            yield
-        return
-    changes = [(module, partial(_changed, edit, layer, at, batch)) for layer, at, module in places(edit.site)]
-    entries = enumerate(blocks) if edit.sees_input else ()
-    looks = [(block, partial(edit.enter, layer)) for layer, block in entries]
+        looks = [(model.get_output_embeddings(), lambda states: edit.output(len(blocks), 0, states, batch))]
+    elif edit.site == "embeddings":
+        changes = [(model.get_input_embeddings(), lambda vectors: edit.output(0, 0, vectors, batch))]
+    else:
+        changes = [
+            (module, partial(_changed, edit, layer, at, batch)) for layer, at, module in places(edit.site)
+        ]
+        entries = enumerate(blocks) if edit.sees_input else ()
+        looks = [(block, partial(edit.enter, layer)) for layer, block in entries]
     with edit_inputs(looks), edit_outputs(changes):
         yield
 

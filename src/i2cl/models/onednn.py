@@ -36,7 +36,6 @@ def _is_intel() -> bool:
 @contextmanager
 def fast_products(model: nn.Module) -> Iterator[None]:
     """Let oneDNN multiply in the model's frozen float32 linear layers, where that pays.
-
     Modules of other classes, trained or quantised ones, and those whose ``forward`` somebody else has
     replaced (Accelerate, when it offloads) are left alone, and so is all under autocast, or where oneDNN is
     switched off (`torch.backends.mkldnn.flags`). All is as it was on leaving.
@@ -97,8 +96,8 @@ class _Swapped:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001  # the one that takes dense float32 tensors
     bias = None if bias is None else bias.contiguous()  # its strides would be ignored
-    found: Tensor = product(x, weight, bias, "none", [], "")
-    return found
+    result: Tensor = product(x, weight, bias, "none", [], "")
+    return result
 
 
 class _Product(torch.autograd.Function):

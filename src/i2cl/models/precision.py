@@ -20,13 +20,8 @@ Quantization = Literal["8bit", "4bit"] | QuantizationConfigMixin
 
 def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -> Any:
     """What transformers is told: LLM.int8 for ``"8bit"``, NF4 for ``"4bit"``, None for None.
-
-    Args:
-        wanted: ``"8bit"``, ``"4bit"``, or a config, which is returned as it is.
-        dtype: that 4-bit layers compute in; ``"auto"`` leaves it to their input.
-
-    Raises:
-        I2CLError: on another name, or if bitsandbytes or accelerate is lacking.
+    A config is returned as it is; 4-bit layers compute in ``dtype``, or with ``"auto"`` in that of their
+    input. Raises I2CLError on another name, or if bitsandbytes or accelerate is lacking.
     """
     if wanted is None or isinstance(wanted, QuantizationConfigMixin):
         return wanted
@@ -43,53 +38,40 @@ def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -
 
 def quantization_of(config: PreTrainedConfig) -> str | None:
     """Method and bits of a quantized model, such as ``"bitsandbytes 4bit"``; None where it is not."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    settings: Any = getattr(config, "quantization_config", None)
+    if settings is None:
         return None
-    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    if not isinstance(settings, dict):
+        settings = settings.to_dict()
     method = settings.get("quant_method", "unknown")
     bits = [f"{number}bit" for number in (4, 8) if settings.get(f"load_in_{number}bit")]
     return " ".join([str(getattr(method, "value", method)), *bits])
 
 
 def dequantized(module: Any, parameter: Any) -> Tensor | None:
-    """The numbers that a parameter's codes stand for, or None where it holds numbers.
-
-    Args:
-        module: its owner.
-        parameter: of bitsandbytes, torchao, or of torch itself.
-    """
+    """The numbers that a parameter's codes stand for, or None where it holds numbers."""
     kind = type(parameter).__name__
-    found: Tensor
+    numbers: Tensor
     if kind == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit
 
-        found = dequantize_4bit(parameter.data, parameter.quant_state)
+        numbers = dequantize_4bit(parameter.data, parameter.quant_state)
     elif kind == "Int8Params":
         from bitsandbytes.functional import int8_vectorwise_dequant
 
         scale = parameter.SCB if parameter.SCB is not None else module.state.SCB  # it moves at the first run
-        found = int8_vectorwise_dequant(parameter.data, scale)
+        numbers = int8_vectorwise_dequant(parameter.data, scale)
     elif type(parameter).__module__.startswith("torchao."):
-        found = parameter.dequantize()
+        numbers = parameter.dequantize()
     else:
         return None
-    return found
+    return numbers
 
 
 def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None:
-    """What `dequantized` gives once a parameter's quantizer has made codes of these numbers.
-
-    Args:
-        parameter: as `dequantized` takes it, and decodes it.
-        numbers: of its shape.
-        settings: the quantization config of its model.
-
-    Returns:
-        None where the config does not quantize a layer that is told by its weight alone.
-    """
+    """What `dequantized` gives of these numbers' codes, or None where a layer's config has none."""
     kind, there = type(parameter).__name__, numbers.to(parameter.device)
-    found: Tensor
+    decoded: Tensor
     if kind == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -101,11 +83,11 @@ def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None
             quant_type=state.quant_type,
             quant_storage=parameter.quant_storage,
         )
-        found = dequantize_4bit(*codes)
+        decoded = dequantize_4bit(*codes)
     elif kind == "Int8Params":
         from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
 
-        found = int8_vectorwise_dequant(*int8_vectorwise_quant(there.half())[:2])
+        decoded = int8_vectorwise_dequant(*int8_vectorwise_quant(there.half())[:2])
     else:
         from torchao.quantization import quantize_
 
@@ -114,19 +96,17 @@ def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None
         quantize_(layer, settings.get_apply_tensor_subclass())
         if type(layer.weight) is nn.Parameter:
             return None
-        found = layer.weight.dequantize()
-    return found
+        decoded = layer.weight.dequantize()
+    return decoded
 
 
 def settle_4bit(model: PreTrainedModel) -> None:
     """Have bitsandbytes' 4-bit layers on a CPU compute what their codes stand for, with gradients.
 
     On some CPUs they would repack their codes in place at the first run, for kernels without gradients
-    (`bitsandbytes.nn.Linear4bit.forward`). The weights themselves are not changed.
-
-    Raises:
-        I2CLError: if that has happened, or on widths that bitsandbytes decodes wrongly on a CPU: its
-            decoder starts a new block in every row, its encoder does not.
+    (`bitsandbytes.nn.Linear4bit.forward`). The weights themselves are not changed. Raises I2CLError if that
+    has happened, or on widths that bitsandbytes decodes wrongly on a CPU: its decoder starts a new block in
+    every row, its encoder does not.
     """
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
@@ -147,11 +127,7 @@ def settle_4bit(model: PreTrainedModel) -> None:
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Where a module with a weight runs, which is not where an offloaded weight is.
-
-    Raises:
-        I2CLError: if the weight has no values and nothing brings them.
-    """
+    """Where a module with a weight runs; raises I2CLError if nothing brings the weight's values."""
     weight: Any = module.weight
     if not weight.is_meta:
         return torch.device(weight.device)
@@ -163,16 +139,12 @@ def execution_device(module: nn.Module) -> torch.device:
 
 
 def offloaded_weight(module: nn.Module, name: str) -> Tensor:
-    """The values of an offloaded parameter, read from where they are.
-
-    Raises:
-        I2CLError: if there are none.
-    """
+    """The values of an offloaded parameter, read from where they are. Raises I2CLError if there are none."""
     for hook in _hooks(module):
         weights = getattr(hook, "weights_map", None)
         if weights is not None:
-            found: Tensor = weights[name]
-            return found
+            weight: Tensor = weights[name]
+            return weight
     raise _no_values(module, name)
 
 

@@ -102,12 +102,12 @@ WINDOWS = {
 
 def window_of(config: PreTrainedConfig) -> int | None:
     """Tokens that the layer which sees the fewest sees, or None where every layer sees all."""
-    told = config.get_text_config()
-    kinds = getattr(told, "layer_types", None)
+    text_config = config.get_text_config()
+    kinds = getattr(text_config, "layer_types", None)
     sizes = [
         size
         for field, kind in WINDOWS.items()
-        if isinstance(size := getattr(told, field, None), int)
+        if isinstance(size := getattr(text_config, field, None), int)
         and size > 0  # 0 is none, for Qwen2-MoE
         and (kinds is None or kind in kinds)
     ]
@@ -123,29 +123,19 @@ def _changed(cache: Cache, change: Callable[[Tensor], Tensor]) -> DynamicCache:
 
 @uninterrupted
 def keys_at(model: PreTrainedModel, blocks: list[nn.Module], places: Int[Tensor, " keys"]) -> Iterator[None]:
-    """Give each key the bias of its place while the block runs; nothing to do without ALiBi.
-
-    Args:
-        model: any decoder.
-        blocks: its decoder blocks.
-        places: token index of every key, cached ones first.
-    """
-    found: dict[str, tuple[str, Any]] = {
+    """Give each key, cached ones first, the bias of its place while the block runs (ALiBi alone)."""
+    builders: dict[str, tuple[str, Any]] = {
         "bloom": ("self_attention", _bloom),
         "falcon": ("self_attention", _falcon),
         "mpt": ("attn", _mpt),
     }
-    name, build = found.get(model.config.model_type, ("", None))
-    if build is None or not _has_alibi(model):
+    name, build = builders.get(model.config.model_type, ("", None))
+    if build is None or not getattr(model.config, "alibi", True):  # only Falcon has a choice
         yield
         return
     change: KeywordChange = build(places)
     with edit_keywords([(block.get_submodule(name), change) for block in blocks]):
         yield
-
-
-def _has_alibi(model: PreTrainedModel) -> bool:
-    return bool(getattr(model.config, "alibi", True))  # only Falcon has a choice
 
 
 def _bloom(places: Int[Tensor, " keys"]) -> KeywordChange:

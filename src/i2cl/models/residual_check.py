@@ -43,12 +43,9 @@ def residual_identity(
     model: PreTrainedModel, architecture: Architecture, input_ids: Int[Tensor, "batch tokens"]
 ) -> ResidualIdentity:
     """Run the base model once and test that the two writers are all that each block adds.
-
-    The model is to be in evaluation mode: dropout counts as an error. The order of the two writers is
-    not tested, since their sum does not show it.
-
-    Raises:
-        I2CLError: if a path is wrong, or leads to a module that is never run or has another width.
+    The model is to be in evaluation mode: dropout counts as an error. The order of the two writers is not
+    tested, since their sum does not show it. Raises I2CLError if a path is wrong, or leads to a module that
+    is never run or has another width.
     """
     kept = _captured(model, architecture, input_ids)
     scale = architecture.writer_scale(model.config)

@@ -25,7 +25,6 @@ _LOCKS_LOCK = threading.Lock()
 
 class _CtrlC:
     """The handler of SIGINT while anything is borrowed: what borrows and gives back is not cut in two.
-
     It only acts in the main thread, the only one that runs signal handlers. That it is there before a block
     ends matters: Ctrl-C may come when ``__exit__`` is called and has not begun.
     """
@@ -118,10 +117,7 @@ def lock_of(model: nn.Module) -> threading.RLock:
 
 @uninterrupted
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without parameter gradients and with `i2cl.models.onednn`; restored on leaving.
-
-    Other threads wait until then.
-    """
+    """Evaluation mode, no gradients of parameters, `i2cl.models.onednn`; one thread at a time."""
     lock = lock_of(model)
     while not lock.acquire(timeout=POLL):
         _CTRL_C.tell()

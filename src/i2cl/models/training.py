@@ -32,7 +32,13 @@ StepProgress = Callable[[int, int, float], None]
 _CURE = "lower the noise or the learning rate, or load the model in float32"
 
 
-class TrainConfig(BaseModel):
+class Settings(BaseModel):
+    """What somebody chooses: it cannot be changed, and takes no name that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TrainConfig(Settings):
     """Optimiser and schedule (paper, section "Experimental Setup").
 
     Attributes:
@@ -46,8 +52,6 @@ class TrainConfig(BaseModel):
         loss: what a label competes with: the whole vocabulary (the paper), or the task's other labels, as
             prediction has it.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     epochs: int = Field(100, ge=0)
     batch_size: int = Field(2, ge=1)
@@ -83,12 +87,8 @@ class TrainConfig(BaseModel):
 
 class LabelLikelihood:
     """Log-probability of the right label after each of some queries: what training raises.
-
     What runs are rows: each query with its label, or, where whole labels compete, with one label a row.
-
-    Attributes:
-        rows: the rows of each query.
-        lengths: tokens of each row, those of a prefix apart.
+    ``rows`` are those of each query, ``lengths`` the tokens of each row, those of a prefix apart.
     """
 
     def __init__(
@@ -100,44 +100,30 @@ class LabelLikelihood:
         *,
         among_labels: bool,
     ) -> None:
-        """Say what is to be learnt.
-
-        Args:
-            decoder: the model.
-            queries: token ids of each query, without a prefix.
-            labels: each query's own.
-            gold: the right one of these.
-            among_labels: whether labels compete with each other, and not with the whole vocabulary.
-        """
+        """Say what is to be learnt."""
         self.decoder, self.labels, self.gold = decoder, labels, gold
         self.whole = among_labels and any(own.full for own in labels)
         self.first = among_labels and not self.whole
-        told = zip(labels, gold, strict=True)
-        asked = [range(len(own.ids)) if self.whole else [right] for own, right in told]
-        pairs = [(place, label) for place, own in enumerate(asked) for label in own]
+        answers = zip(labels, gold, strict=True)
+        places = [range(len(own.ids)) if self.whole else [right] for own, right in answers]
+        pairs = [(place, label) for place, own in enumerate(places) for label in own]
         self.queries = [queries[place] for place, _ in pairs]
         self.targets = [labels[place].target(label) for place, label in pairs]
         self.lengths = [len(ids) + len(own) - 1 for ids, own in zip(self.queries, self.targets, strict=True)]
-        self.rows = [range(*ends) for ends in pairwise([0, *accumulate(map(len, asked))])]
+        self.rows = [range(*ends) for ends in pairwise([0, *accumulate(map(len, places))])]
 
     def __call__(
         self, chosen: Sequence[int], run: Callable[[Sequence[int]], Float[Tensor, " rows"]], reserve: int = 0
     ) -> Float[Tensor, " chosen"]:
-        """That of the chosen queries, in nats.
-
-        Args:
-            chosen: places of queries.
-            run: `of_rows` of rows that may share a batch.
-            reserve: tokens of a prefix in front of every row.
-        """
+        """That of the chosen queries, in nats."""
         rows = [row for place in chosen for row in self.rows[place]]
         parts = self.decoder.together([reserve + self.lengths[row] for row in rows])
-        found = torch.cat([run([rows[place] for place in part]) for part in parts])
+        values = torch.cat([run([rows[place] for place in part]) for part in parts])
         self.decoder.pause()
-        order = torch.tensor([place for part in parts for place in part], device=found.device).argsort()
+        order = torch.tensor([place for part in parts for place in part], device=values.device).argsort()
         if not self.whole:
-            return found[order]
-        scores = found[order].split([len(self.rows[place]) for place in chosen])
+            return values[order]
+        scores = values[order].split([len(self.rows[place]) for place in chosen])
         return right_among(scores, [self.gold[place] for place in chosen])
 
     def batch(self, rows: Sequence[int], *, packed: bool = False) -> Batch:
@@ -167,13 +153,8 @@ def train(
 ) -> tuple[float, ...]:
     """Take one AdamW step per batch.
 
-    Args:
-        parameters: what is trained.
-        loss: mean loss of the demonstrations with these indices, in nats.
-        batches: indices of every step.
-        config: rates and decay.
-        progress: called after each epoch.
-        dtype: of the model that the loss comes from, if it is float16; see `Backward`.
+    The loss is the mean, in nats, of the demonstrations with these indices; ``dtype`` that of its model, if
+    it is float16 (`Backward`).
 
     Returns:
         Mean loss of each epoch.
@@ -192,13 +173,9 @@ def train_together(
     progress: StepProgress | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[tuple[float, ...], ...]:
-    """`train` for runs that share their steps and no parameter: each gets the gradients of its own loss.
-
-    Returns:
-        Mean loss of each epoch, of each run.
-    """
-    found = list(_epochs(parameters, losses, batches, config, progress, dtype))
-    return tuple(tuple(run) for run in torch.stack(found, -1).tolist()) if found else ()
+    """`train` for runs that share steps but no parameter; mean loss of each epoch, of each run."""
+    means = list(_epochs(parameters, losses, batches, config, progress, dtype))
+    return tuple(tuple(run) for run in torch.stack(means, -1).tolist()) if means else ()
 
 
 def _epochs(
@@ -255,17 +232,10 @@ def minimize(
     """Minimise a loss that gives the same value for the same parameters, by L-BFGS.
 
     The line search is that of `torch.optim.LBFGS`
-    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html). What is returned is the
-    best point it has seen.
-
-    Args:
-        parameters: what is trained; few, since L-BFGS keeps copies.
-        loss: mean loss of the demonstrations with these indices, in nats.
-        chunks: all demonstrations, in parts that fit into memory.
-        passes: evaluations of all of them, at most.
-        pull: added to the loss per squared distance of the parameters from their start.
-        progress: called after each pass.
-        dtype: of the model that the loss comes from, if it is float16; see `Backward`.
+    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html). What is returned is the best
+    point it has seen. ``chunks`` are all demonstrations, in parts that fit into memory, ``passes`` how often
+    all of them are evaluated at most, ``pull`` the loss per squared distance of the parameters from their
+    start. See `train` for the others.
 
     Returns:
         Mean loss of each pass, without the pull.
@@ -325,13 +295,9 @@ LOSS_SCALE = 2.0**16
 
 class Backward:
     """Gradients of a loss that flow back through a model in some precision.
-
-    In float16 small gradients become 0 on their way, so the loss is scaled up and the gradients, which
-    arrive in float32, are scaled down. A scale at which something exceeds float16 is halved until
-    nothing does (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling).
-
-    Attributes:
-        scale: of the loss; always 1 but for float16.
+    In float16 small gradients become 0 on their way, so the loss is scaled up and the gradients, which arrive
+    in float32, are scaled down. A scale at which something exceeds float16 is halved until nothing does
+    (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling).
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype | None = None) -> None:
@@ -343,21 +309,21 @@ class Backward:
         if self.scale == 1.0:
             value.backward()
             return
-        for parameter, found in zip(self.parameters, self.gradients(value), strict=True):
-            if found is not None:
-                parameter.grad = found if parameter.grad is None else parameter.grad + found
+        for parameter, gradient in zip(self.parameters, self.gradients(value), strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def gradients(self, value: Tensor) -> list[Tensor | None]:
         """Those of one value, whose graph stays for others; None for a parameter that it does not know."""
         gradients = self._scaled(value)
-        while self.scale > 1.0 and value.isfinite() and not _finite(gradients):
+        while (
+            self.scale > 1.0
+            and value.isfinite()
+            and not all(one is None or one.isfinite().all() for one in gradients)
+        ):
             self.scale /= 2
             gradients = self._scaled(value)
         return [None if one is None else one / self.scale for one in gradients]
 
     def _scaled(self, value: Tensor) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(value * self.scale, self.parameters, retain_graph=True, allow_unused=True)
-
-
-def _finite(gradients: Sequence[Tensor | None]) -> bool:
-    return all(one is None or bool(one.isfinite().all()) for one in gradients)

@@ -2,7 +2,6 @@
 
 from i2cl.tasks.loaders import load_task
 from i2cl.tasks.registry import PAPER_TASKS, list_tasks
-from i2cl.tasks.synthetic import synthetic_task
-from i2cl.tasks.task import Example, Task, Template
+from i2cl.tasks.task import Example, Examples, Task, Template
 
-__all__ = ["PAPER_TASKS", "Example", "Task", "Template", "list_tasks", "load_task", "synthetic_task"]
+__all__ = ["PAPER_TASKS", "Example", "Examples", "Task", "Template", "list_tasks", "load_task"]

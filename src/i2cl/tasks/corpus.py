@@ -63,11 +63,6 @@ class ReferenceTask:
     attribute: str
     labels: tuple[str, ...]
 
-    @property
-    def mapping(self) -> dict[str, str]:
-        """Category of the attribute -> label word."""
-        return dict(zip(ATTRIBUTES[self.attribute], self.labels, strict=True))
-
 
 # Keys: label words in the order of the categories. The two keys of an attribute never agree on a category.
 _KEYS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
@@ -111,15 +106,11 @@ def is_held_out(words: dict[str, str]) -> bool:
     return sum(_WORD_INDEX[word] for word in words.values()) % HELD_OUT_MODULUS == 0
 
 
-def _word_index() -> dict[str, int]:
-    return {
-        word: index
-        for categories in ATTRIBUTES.values()
-        for index, word in enumerate(word for words in categories.values() for word in words)
-    }
-
-
-_WORD_INDEX = _word_index()
+_WORD_INDEX = {
+    word: index
+    for categories in ATTRIBUTES.values()
+    for index, word in enumerate(word for words in categories.values() for word in words)
+}
 
 
 def sample_categories(rng: Random) -> dict[str, int]:

@@ -19,12 +19,7 @@ class ReadAsWarning(UserWarning):
 
 
 class RowError(I2CLError):
-    """Rows that cannot be used as they are: the file has to be repaired first.
-
-    Attributes:
-        place: file and row, where it is about one row.
-        why: what is wrong with that row, and the cure.
-    """
+    """Rows that cannot be used as they are: the file has to be repaired first."""
 
     def __init__(self, message: str, place: str = "", why: str = "") -> None:
         super().__init__(message)
@@ -52,7 +47,6 @@ def opened(path: Path) -> IO[bytes]:
 
 def encoding_of(lines: Iterable[bytes]) -> str:
     """How a file's lines are encoded: one of `ENCODINGS`.
-
     A byte order mark tells it. Without one the first line that is not ASCII does: what is no UTF-8 there was
     written by a program for Windows. No more is guessed: a few words are too little to tell code pages apart.
     """

@@ -38,13 +38,7 @@ _NO_LINES = ("yaml", "yml", "toml", "xml", "html", "htm")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as the file has it.
-
-    Attributes:
-        place: file and "row 3", "line 3" or "item 3", for error messages. Rows are counted from 1, the
-            header included.
-        values: of the columns that were asked for.
-    """
+    """One row as the file has it, and its place: the file and "row 3" (the header is 1) or "line 3"."""
 
     place: str
     values: tuple[object, ...]
@@ -52,13 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns or keys are read.
-
-    Attributes:
-        text: holds the text.
-        label: holds the label; None to read texts alone.
-        kept: read and passed on as they are.
-    """
+    """Which columns or keys are read: the text, perhaps a label, and ``kept`` ones, passed on as they are."""
 
     text: str = "text"
     label: str | None = None
@@ -94,7 +82,7 @@ def rows_or_errors(
     known = kind or (ending if ending in _READERS else None)
     read = _READERS[known or "lines"]
     where = "stdin" if source == STDIN else source
-    filled = found = False
+    filled = any_row = False
 
     def lines(handle: Iterable[bytes], encoding: str) -> Iterator[str]:
         nonlocal filled
@@ -117,9 +105,9 @@ def rows_or_errors(
         if encoding == WINDOWS and known in _ALWAYS_UTF_8:
             encoding = UTF_8
         for row in read(lines(content, encoding), columns, _Source(where, encoding)):
-            found = True
+            any_row = True
             yield row
-    if not found:
+    if not any_row:
         raise RowError(f"{where} {'has no rows' if filled else 'is empty'}: give it at least one row")
 
 
@@ -132,11 +120,11 @@ class _Source:
 
     def tell(self, delimiter: str = "") -> None:
         """Warn of what was not what everybody expects; ``delimiter`` if that is it."""
-        told = [f"as {ENCODINGS[self.encoding]}"] if self.encoding != UTF_8 else []
-        told += [f"with {DELIMITERS[delimiter]} between its cells"] if delimiter else []
-        if told:
+        parts = [f"as {ENCODINGS[self.encoding]}"] if self.encoding != UTF_8 else []
+        parts += [f"with {DELIMITERS[delimiter]} between its cells"] if delimiter else []
+        if parts:
             cure = ": save it as UTF-8 if that is wrong" if self.encoding == WINDOWS else ""
-            warnings.warn(f"{self.name} is read {' '.join(told)}{cure}", ReadAsWarning, stacklevel=2)
+            warnings.warn(f"{self.name} is read {' '.join(parts)}{cure}", ReadAsWarning, stacklevel=2)
 
 
 def _is_json(line: str) -> bool:
@@ -203,7 +191,6 @@ def _to_filled(pieces: Iterator[str]) -> Iterator[str]:
 
 def _delimiter(line: str, columns: Columns, usual: str) -> str:
     """What stands between the cells of a header: that under which the columns are there, or most cells are.
-
     Texts do not count, as they do for `csv.Sniffer`: they hold commas of their own.
     """
 
@@ -240,11 +227,7 @@ def _jsonl_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iter
     for number, line in enumerate(lines, start=1):
         if not line.isspace():
             place = f"{source.name} line {number}"
-            try:
-                row: Row | RowError = _object_row(_parsed(line, place), columns, place)
-            except RowError as error:
-                row = error
-            yield row
+            yield _or_error(_line_row, line, columns, place)
 
 
 def _json_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iterator[Row | RowError]:
@@ -257,11 +240,20 @@ def _json_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Itera
     if not isinstance(records, list):
         raise RowError(f"{source.name}: holds a JSON {type(records).__name__}: write a list of objects")
     for number, record in enumerate(records, start=1):
-        try:
-            row: Row | RowError = _object_row(record, columns, f"{source.name} item {number}")
-        except RowError as error:
-            row = error
-        yield row
+        yield _or_error(_object_row, record, columns, f"{source.name} item {number}")
+
+
+def _or_error(
+    read: Callable[[Any, Columns, str], Row], given: Any, columns: Columns, place: str
+) -> Row | RowError:
+    try:
+        return read(given, columns, place)
+    except RowError as error:
+        return error
+
+
+def _line_row(line: str, columns: Columns, place: str) -> Row:
+    return _object_row(_parsed(line, place), columns, place)
 
 
 def _parsed(content: str, place: str, cure: str = "correct that line") -> Any:

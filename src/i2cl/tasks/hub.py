@@ -17,7 +17,6 @@ _INSTEAD = "give a folder with <task>/train.jsonl and test.jsonl as data_dir (--
 
 def load_hub(source: HubSource, labels: Sequence[str]) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
     """The training and test rows of a hub data set; `source.dataset` may also be a local folder.
-
     Rows without text and rows whose label is not kept are dropped without notice: they are the publisher's,
     and the user cannot correct them. Raises I2CLError when the `datasets` package or the data cannot be
     reached, or when a column or label is not as expected.

@@ -15,12 +15,8 @@ RARE = 5
 
 class LabelLookup:
     """Class ids by label word or by number: exact words first, then in another case, then numbers.
-
-    An underscore in a cell may stand for a space, as in the names of intents.
-
-    Attributes:
-        labels: words, by id.
-        first: what the first class is called where a file has numbers: 0 or 1.
+    An underscore in a cell may stand for a space, as in the names of intents. ``first`` is what the first
+    class is called where a file has numbers: 0 or 1.
     """
 
     def __init__(self, labels: Sequence[str], first: int = 0) -> None:
@@ -83,18 +79,17 @@ def ordered(words: Iterable[str]) -> tuple[str, ...]:
 
 def slips(counts: dict[str, int]) -> list[tuple[str, str]]:
     """Label words that look like another one written otherwise, each with that one, which has more rows.
-
     They differ in case or plural, or a rare one (`RARE`) differs by a letter.
     """
-    found = []
+    pairs = []
     words = sorted(counts, key=lambda word: (counts[word], word))
     for place, word in enumerate(words):
         for other in reversed(words[place + 1 :]):
             rare = counts[other] >= RARE * counts[word]
             if _same_but_written(word, other) or (rare and _a_letter_apart(word, other)):
-                found.append((word, other))
+                pairs.append((word, other))
                 break
-    return found
+    return pairs
 
 
 def _same_but_written(one: str, other: str) -> bool:

@@ -13,13 +13,13 @@ from i2cl.tasks.registry import (
     BUILTIN,
     BUNDLED_TASKS,
     PAPER_TASKS,
-    SYNTHETIC,
     builtin_spec,
     reference_task,
     unknown_task,
 )
 from i2cl.tasks.rows import read_examples, read_labelled
 from i2cl.tasks.schema import FilesSource, TaskSpec, read_spec
+from i2cl.tasks.synthetic import NAME as SYNTHETIC
 from i2cl.tasks.synthetic import synthetic_task
 from i2cl.tasks.task import Example, Task, Template
 from i2cl.tasks.template import DEFAULT
@@ -101,7 +101,12 @@ def _load_spec(
         train, test = _from_files(spec.files, folder, spec.labels, skip=skip)
     else:
         root = data_dir or os.environ.get(DATA_DIR_VARIABLE)
-        train, test = _from_folder(Path(root), spec) if root else _from_hub(spec)
+        if root:
+            train, test = _from_folder(Path(root), spec)
+        elif spec.hub is None:
+            raise I2CLError(f"task {spec.name!r} has no [hub] table: add one, or a [files] table")
+        else:
+            train, test = load_hub(spec.hub, spec.labels)
     return spec.to_task(train, test, group)
 
 
@@ -126,12 +131,6 @@ def _from_folder(root: Path, spec: TaskSpec) -> tuple[Split, Split]:
             raise I2CLError(f"task {spec.name!r}: {file} does not exist: {cure}")
     train, test = (read_examples(file, spec.labels)[0] for file in files)
     return train, test
-
-
-def _from_hub(spec: TaskSpec) -> tuple[Split, Split]:
-    if spec.hub is None:
-        raise I2CLError(f"task {spec.name!r} has no [hub] table: add one, or a [files] table")
-    return load_hub(spec.hub, spec.labels)
 
 
 def _load_rows_file(

@@ -5,7 +5,6 @@ from pathlib import Path
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.tasks import reference
 from i2cl.tasks.schema import TaskSpec, read_spec
-from i2cl.tasks.synthetic import NAME as SYNTHETIC
 from i2cl.tasks.synthetic import describe_synthetic
 from i2cl.tasks.task import Task
 
@@ -44,16 +43,3 @@ def unknown_task(name: str) -> I2CLError:
     """The error for a name that no task has, with the closest ones."""
     hint = did_you_mean(name, (task.name for task in list_tasks()))
     return I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
-
-
-__all__ = [
-    "BENCHMARK_TASKS",
-    "BUILTIN",
-    "BUNDLED_TASKS",
-    "PAPER_TASKS",
-    "SYNTHETIC",
-    "builtin_spec",
-    "list_tasks",
-    "reference_task",
-    "unknown_task",
-]

@@ -25,12 +25,7 @@ _MOST_REASONS = 6
 
 
 class Query(NamedTuple):
-    """A text to be classified.
-
-    Attributes:
-        text: what is asked about.
-        kept: values of the columns that are to come back with its answer, as the file has them.
-    """
+    """A text to be classified."""
 
     text: str
     kept: tuple[object, ...] = ()
@@ -55,14 +50,9 @@ def read_labelled(
     """The examples of one file, and what its labels mean.
 
     A label is a label word (exact, else ignoring case) or a class id, counted from 0 or from 1; a cell that
-    is both counts as the word. Without ``labels`` the words are the file's distinct labels, sorted.
-
-    Args:
-        path: of the file.
-        labels: words by id, or what the labels of another file of the same task mean.
-        text_column: holds the text.
-        label_column: holds the label.
-        skip: leave out rows that cannot be used, with a `ReadAsWarning` that names them.
+    is both counts as the word. Without ``labels`` the words are the file's distinct labels, sorted. Labels
+    are words by id, or what those of another file of the same task mean. With ``skip``, rows that cannot be
+    used are left out with a `ReadAsWarning` that names them.
 
     Raises:
         I2CLError: naming the file and all rows that cannot be used, or what else keeps it from being read.
@@ -85,22 +75,21 @@ def read_labelled(
     if bad and not (skip and examples):
         raise _refusal(path, bad, len(rows), skip=skip)
     if bad:
-        told = f"{path}: {len(bad)} of {len(rows)} rows are left out: {_listed(path, bad)}"
-        warnings.warn(told, ReadAsWarning, stacklevel=2)
+        line = f"{path}: {len(bad)} of {len(rows)} rows are left out: {_listed(path, bad)}"
+        warnings.warn(line, ReadAsWarning, stacklevel=2)
     return tuple(examples), lookup
 
 
 def refused_rows(path: Path, labels: Sequence[str] | None = None) -> list[str]:
     """What is wrong with the rows of a file of examples (``text``, ``label``), each that is, one by one.
-
     What keeps `read_examples` from reading the rest is the last.
     """
-    found: list[str] = []
+    errors: list[str] = []
     rows: list[Row | RowError] = []
     try:
         rows += rows_or_errors(str(path), Columns("text", "label"))
     except RowError as error:
-        found.append(str(error))
+        errors.append(str(error))
     cells = (row.values[1] for row in rows if isinstance(row, Row))
     lookup = None if labels is None else LabelLookup.of(labels, cells)
     for row in reversed(rows):
@@ -109,8 +98,8 @@ def refused_rows(path: Path, labels: Sequence[str] | None = None) -> list[str]:
             if lookup is not None:
                 _label(usable, lookup)
         except RowError as error:
-            found.insert(0, str(error))
-    return found
+            errors.insert(0, str(error))
+    return errors
 
 
 def _parted(rows: Sequence[T], use: Callable[[T], U]) -> tuple[list[U], list[RowError]]:
@@ -135,12 +124,12 @@ def _usable(row: Row | RowError, *, worded: bool) -> Row:
 
 
 def _refusal(path: Path, bad: Sequence[RowError], rows: int, *, skip: bool) -> RowError:
-    told = str(bad[0]) if len(bad) == 1 else f"{path}: {len(bad)} of {rows} rows cannot be used: "
+    line = str(bad[0]) if len(bad) == 1 else f"{path}: {len(bad)} of {rows} rows cannot be used: "
     if len(bad) > 1:
-        told += _listed(path, bad)
+        line += _listed(path, bad)
     if skip:
-        return RowError(f"{told}; no row is left without them")
-    return RowError(told if len(bad) == rows else f"{told}; or leave such rows out (--skip-bad-rows)")
+        return RowError(f"{line}; no row is left without them")
+    return RowError(line if len(bad) == rows else f"{line}; or leave such rows out (--skip-bad-rows)")
 
 
 def _listed(path: Path, bad: Sequence[RowError]) -> str:
@@ -148,16 +137,16 @@ def _listed(path: Path, bad: Sequence[RowError]) -> str:
     places: dict[str, list[str]] = {}
     for error in bad:
         places.setdefault(error.why, []).append(error.place.removeprefix(f"{path} "))
-    told = []
+    parts = []
     for why, where in islice(places.items(), _MOST_REASONS):
         kind = where[0].split()[0]
         named = [place.removeprefix(f"{kind} ") for place in where[:_MOST_PLACES]]
         named += [f"{len(where) - _MOST_PLACES} more"] if len(where) > _MOST_PLACES else []
         which = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-        told.append(f"{kind}{'s' * (len(where) > 1)} {which}: {why}")
+        parts.append(f"{kind}{'s' * (len(where) > 1)} {which}: {why}")
     if len(places) > _MOST_REASONS:
-        told.append(f"and {len(places) - _MOST_REASONS} other things")
-    return "; ".join(told)
+        parts.append(f"and {len(places) - _MOST_REASONS} other things")
+    return "; ".join(parts)
 
 
 def read_queries(
@@ -173,10 +162,7 @@ def read_queries(
 def read_rows(source: str, columns: Columns, kind: RowFormat | None = None) -> Generator[Row, None, None]:
     """Rows of a file, or of stdin for ``-``, one at a time; their values are unchecked.
 
-    Args:
-        source: path or ``-``.
-        columns: what is read of each row.
-        kind: how the rows are written; default: by the file's ending.
+    ``-`` is stdin; without a kind, the file's ending says how rows are written.
 
     Raises:
         I2CLError: if the file cannot be opened.

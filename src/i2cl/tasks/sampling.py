@@ -31,7 +31,6 @@ def group_by_label(rows: Sequence[Item], classes: int) -> list[list[Item]]:
 
 def even_quotas(sizes: Sequence[int], total: int, rng: Random) -> list[int]:
     """Rows to take from groups of these sizes: `total` in all (or every row), as equal as the sizes allow.
-
     What does not divide evenly goes to randomly chosen groups, one row each.
     """
     quotas = [0] * len(sizes)

@@ -3,7 +3,7 @@
 import io
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -108,11 +108,13 @@ def read_spec(path: Path) -> TaskSpec:
 
 def parse_spec(data: bytes, source: str) -> TaskSpec:
     """The task TOML in `data`; `source` names it in errors."""
-    found = parse_toml(data, source)
+    fields = parse_toml(data, source)
     try:
-        return TaskSpec.model_validate(found)
+        return TaskSpec.model_validate(fields)
     except ValidationError as error:
-        _raise_first(error, source)
+        detail = error.errors(include_url=False)[0]
+        name = ".".join(map(str, detail["loc"]))
+        raise I2CLError(f"{source}: {_explain(detail, name)}") from error
 
 
 def parse_toml(data: bytes, source: str) -> dict[str, Any]:
@@ -122,12 +124,6 @@ def parse_toml(data: bytes, source: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also a number too long, or tables nested too deep
         raise I2CLError(f"{source} is not valid TOML: {error}: correct it") from error
-
-
-def _raise_first(error: ValidationError, source: str) -> NoReturn:
-    detail = error.errors(include_url=False)[0]
-    name = ".".join(str(part) for part in detail["loc"])
-    raise I2CLError(f"{source}: {_explain(detail, name)}") from error
 
 
 def _explain(detail: ErrorDetails, name: str) -> str:

@@ -14,17 +14,7 @@ LONGEST = 20
 
 @dataclass(frozen=True)
 class Survey:
-    """Training rows, counted.
-
-    Attributes:
-        rows: all of them.
-        distinct: texts that differ.
-        labels: rows of each label, in the labels' order.
-        slips: labels that look like another one written otherwise, each with that one.
-        contradictions: texts that have several labels, each with these.
-        longest: the texts with the most characters.
-        numbered: whether the labels are numbers.
-    """
+    """Training rows, counted: labels that may be ``slips``, texts of several labels, longest texts."""
 
     rows: int
     distinct: int
@@ -39,17 +29,17 @@ class Survey:
         """That of a task's training rows."""
         counts = Counter(row.label for row in task.train)
         labels = {word: counts[place] for place, word in enumerate(task.labels)}
-        found: dict[str, set[int]] = defaultdict(set)
+        texts: dict[str, set[int]] = defaultdict(set)
         for row in task.train:
-            found[row.text].add(row.label)
-        several = [(text, tuple(task.labels[one] for one in sorted(ids))) for text, ids in found.items()]
+            texts[row.text].add(row.label)
+        several = [(text, tuple(task.labels[one] for one in sorted(ids))) for text, ids in texts.items()]
         return cls(
             rows=len(task.train),
-            distinct=len(found),
+            distinct=len(texts),
             labels=labels,
             slips=tuple(slips(labels)),
             contradictions=tuple((text, words) for text, words in several if len(words) > 1),
-            longest=tuple(nlargest(LONGEST, found, key=len)),
+            longest=tuple(nlargest(LONGEST, texts, key=len)),
             numbered=all(as_id(word) is not None for word in task.labels),
         )
 

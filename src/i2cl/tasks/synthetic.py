@@ -2,6 +2,8 @@
 
 import string
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from random import Random
 
 from i2cl.tasks.sampling import seeded
@@ -14,30 +16,21 @@ MIN_LENGTH, MAX_LENGTH = 5, 12
 
 def synthetic_task(seed: int = 0, train_per_class: int = 100, test_per_class: int = 200) -> Task:
     """Random strings (A), random special characters (B), random numerical values (C); no text occurs twice.
-
-    Texts have 5 to 12 characters; the paper gives neither lengths nor a template, so both are ours.
-    Source: paper, appendix "Analysis on Synthetic Dataset".
+    Texts have 5 to 12 characters; the paper gives neither lengths nor a template, so both are ours. Source:
+    paper, appendix "Analysis on Synthetic Dataset".
     """
-    described = describe_synthetic()
     rng = seeded(seed)
     train: list[Example] = []
     test: list[Example] = []
-    for label, generate in enumerate((_letters, _specials, _number)):
+    alphabets = string.ascii_letters, string.punctuation
+    kinds: list[Callable[[Random], str]] = [*(partial(_characters, one) for one in alphabets), _number]
+    for label, generate in enumerate(kinds):
         texts = _distinct(generate, train_per_class + test_per_class, rng)
         train += [Example(text, label) for text in texts[:train_per_class]]
         test += [Example(text, label) for text in texts[train_per_class:]]
     rng.shuffle(train)
     rng.shuffle(test)
-    return Task(
-        name=described.name,
-        labels=described.labels,
-        template=described.template,
-        train=tuple(train),
-        test=tuple(test),
-        title=described.title,
-        description=described.description,
-        group=described.group,
-    )
+    return replace(describe_synthetic(), train=tuple(train), test=tuple(test))
 
 
 def describe_synthetic() -> Task:
@@ -62,14 +55,6 @@ def _distinct(generate: Callable[[Random], str], count: int, rng: Random) -> lis
 
 def _characters(alphabet: str, rng: Random) -> str:
     return "".join(rng.choices(alphabet, k=rng.randint(MIN_LENGTH, MAX_LENGTH)))
-
-
-def _letters(rng: Random) -> str:
-    return _characters(string.ascii_letters, rng)
-
-
-def _specials(rng: Random) -> str:
-    return _characters(string.punctuation, rng)
 
 
 def _number(rng: Random) -> str:

@@ -12,7 +12,7 @@ from i2cl.tasks.template import Template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Example", "Task", "Template"]
+__all__ = ["Example", "Examples", "Task", "Template"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,10 @@ class Example:
 
     text: str
     label: int
+
+
+Examples = Sequence[Example]
+"""Rows, or demonstrations, in their order."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Task:
         groups = group_by_label(rows, len(self.labels))
         return sample_per_class(groups, even_quotas([len(group) for group in groups], limit, rng), rng)
 
-    def held_out(self, n: int, demonstrations: Sequence[Example], seed: int = 0) -> tuple[Example, ...]:
+    def held_out(self, n: int, demonstrations: Examples, seed: int = 0) -> tuple[Example, ...]:
         """`n` training examples whose texts are not among the demonstrations, as balanced as the rows allow.
 
         For methods that tune on a hold-out (paper, appendix "Implementation of Baseline Methods": 32 for task
@@ -112,7 +116,7 @@ class Task:
         groups = group_by_label(free, len(self.labels))
         return sample_per_class(groups, even_quotas([len(group) for group in groups], n, rng), rng)
 
-    def unlabelled(self, n: int, demonstrations: Sequence[Example], seed: int = 0) -> tuple[str, ...]:
+    def unlabelled(self, n: int, demonstrations: Examples, seed: int = 0) -> tuple[str, ...]:
         """Up to `n` training texts that are not among the demonstrations, as frequent by class as they come.
 
         Their labels are looked at by nobody. Raises I2CLError when there are no training rows.
@@ -146,13 +150,13 @@ class Task:
 
         Raises I2CLError if the tokenizer has no chat template that can be used.
         """
-        told = self.instruction if instruction is None else instruction
-        return replace(self, template=Template.chat(tokenizer, told))
+        words = self.instruction if instruction is None else instruction
+        return replace(self, template=Template.chat(tokenizer, words))
 
     def instructed(self, instruction: str | None = None) -> "Task":
         """The same task with its instruction, or another, before everything else."""
-        told = self.instruction if instruction is None else instruction
-        return replace(self, template=self.template.instructed(told))
+        words = self.instruction if instruction is None else instruction
+        return replace(self, template=self.template.instructed(words))
 
     def without_data(self) -> "Task":
         """The same task with empty splits."""

@@ -78,9 +78,9 @@ class Template:
             )
         if instruction:
             with suppress(I2CLError):  # it has no system turn
-                found = _chat(tokenizer, [{"role": "system", "content": instruction}], "")
-                if instruction in found.opening:
-                    return found
+                markup = _chat(tokenizer, [{"role": "system", "content": instruction}], "")
+                if instruction in markup.opening:
+                    return markup
         return _chat(tokenizer, [], f"{instruction}\n\n" if instruction else "")
 
     def instructed(self, instruction: str) -> "Template":
@@ -139,7 +139,7 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", front: list[dict[str, str]], bef
     exchange = rendered(_FIRST, _ANSWER, ask=False)
     several = rendered(_FIRST, _ANSWER, _SECOND, ask=True)
     try:
-        before, asked = query.split(_FIRST)
+        before, start = query.split(_FIRST)
         told, end = exchange.split(_ANSWER)
         _, rest = several.split(_ANSWER)
         between, _ = rest.split(_SECOND)
@@ -149,7 +149,7 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", front: list[dict[str, str]], bef
     if not (between.startswith(end) and before.endswith(head)):
         raise I2CLError("the chat template's turns are not independent: leave out chat (--chat)")
     shown = told.split(_FIRST)[1]
-    middle = shown if shown.startswith(asked) and not shown.removeprefix(asked).strip() else asked
+    middle = shown if shown.startswith(start) and not shown.removeprefix(start).strip() else start
     opening = before.removesuffix(head)
     bos = tokenizer.bos_token
     if bos and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:

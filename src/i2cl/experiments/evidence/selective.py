@@ -29,15 +29,7 @@ MOST_ROWS = 100_000
 
 @dataclass(frozen=True)
 class Selection:
-    """A threshold, and what was seen of it.
-
-    Attributes:
-        target: accuracy that was asked for.
-        threshold: least probability of an answer.
-        coverage: share of the rows that reach it.
-        accuracy: of those.
-        rows: all of them.
-    """
+    """A threshold, the share of rows that reach it (``coverage``), and their accuracy."""
 
     target: float
     threshold: float
@@ -52,11 +44,7 @@ def fewest_rows(target: float) -> int:
 
 
 def require_target(target: float, rows: int) -> None:
-    """Refuse an accuracy that is none, or that so many rows cannot show.
-
-    Raises:
-        I2CLError: naming the rows that it takes.
-    """
+    """Refuse an accuracy that is none, or that so many rows cannot show (I2CLError)."""
     if not 0.5 <= target < 1:
         raise I2CLError(f"target accuracy {target!r}: give a number from 0.5 to below 1, such as 0.95")
     if rows < fewest_rows(target):
@@ -67,43 +55,33 @@ def require_target(target: float, rows: int) -> None:
 
 
 def select(sure: Sure, right: Right, target: float) -> Selection | None:
-    """The threshold that answers most among those shown to reach an accuracy; None where none is.
-
-    Args:
-        sure: probability of each row's answer.
-        right: whether it is right.
-        target: accuracy of what is answered.
-
-    Raises:
-        I2CLError: see `require_target`.
-    """
+    """The threshold that answers most of those shown to reach an accuracy, or None (see `require_target`)."""
     n = len(sure)
     require_target(target, n)
     order = np.argsort(-sure, kind="stable")
     wrong = np.cumsum(~right[order])
-    found = None
+    last = None
     for rank in _ranks(n, target):
         if binomial_tail(int(wrong[rank - 1]), rank, 1 - target) > LEVEL:
             break
-        found = rank
-    if found is None:
+        last = rank
+    if last is None:
         return None
-    threshold = float(sure[order[found - 1]])
+    threshold = float(sure[order[last - 1]])
     reached = sure >= threshold
     return Selection(target, threshold, float(reached.mean()), float(right[reached].mean()), n)
 
 
 def selection(sure: Sure, right: Right, target: float) -> dict[str, float | int | None]:
     """What `select` shows, as JSON has it; without a threshold, how many rows would show one."""
-    found = select(sure, right, target)
-    if found is not None:
-        return asdict(found)
+    threshold = select(sure, right, target)
+    if threshold is not None:
+        return asdict(threshold)
     return {"target": target, "rows": len(sure), "needed": rows_needed(sure, right, target)}
 
 
 def rows_needed(sure: Sure, right: Right, target: float) -> int | None:
     """About how many rows would show a threshold, if the surest of them are as often right as these.
-
     None where the surest ones are not right so often, or more than `MOST_ROWS` would be needed.
     """
     order = np.argsort(-sure, kind="stable")

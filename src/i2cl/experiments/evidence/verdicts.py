@@ -30,14 +30,14 @@ class Verdict:
     """What a comparison shows.
 
     Attributes:
-        words: whether to use the fit.
+        verdict: whether to use the fit, in words.
         against: the best of the rivals on these rows, of those shown better than the fit if there are any.
         difference: accuracy minus that rival's, a share.
         low, high: its 95 % interval (`paired_interval`).
         p: of the test against that rival (`mcnemar`), after Holm's correction over all rivals.
     """
 
-    words: str
+    verdict: str
     against: str
     difference: float
     low: float
@@ -47,13 +47,9 @@ class Verdict:
 
 def verdict(rivals: Mapping[str, tuple[int, int]], n: int) -> Verdict:
     """Whether a fit pays, from counts alone.
-
     It pays where it is shown better than every rival. It is not to be used where a rival is shown better, or
     where the interval against the best of them excludes a gain of `WORTHWHILE`. Anything else is not shown.
-
-    Args:
-        rivals: by name, how many rows the fit alone has right, and how many the rival alone.
-        n: all rows.
+    Each rival has how many of the n rows the fit alone has right, and how many the rival alone.
     """
     ps = dict(zip(rivals, holm([mcnemar(*counts) for counts in rivals.values()]), strict=True))
     shown_better = [name for name, (up, down) in rivals.items() if ps[name] < LEVEL and down > up]
@@ -83,12 +79,8 @@ def verdict(rivals: Mapping[str, tuple[int, int]], n: int) -> Verdict:
 
 def rows_for(gain: float, discordant: float) -> int:
     """How many rows would show a gain, to two digits, rounded up.
-
-    Source: Connor, Biometrics 43(1), 1987, at the level of the first step of Holm's correction over two.
-
-    Args:
-        gain: a share.
-        discordant: share of the rows that one of the two methods alone has right.
+    Source: Connor, Biometrics 43(1), 1987, at the level of the first step of Holm's correction over two. The
+    gain is a share, and so are the ``discordant`` rows, which one of the two methods alone has right.
     """
     apart = max(discordant, gain)
     level, power = NormalDist().inv_cdf(1 - LEVEL / 4), NormalDist().inv_cdf(POWER)
@@ -98,22 +90,16 @@ def rows_for(gain: float, discordant: float) -> int:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """P-values corrected for there being several.
-
-    Source: Holm, Scandinavian Journal of Statistics 6(2), 1979.
-    """
-    found, least = [0.0] * len(ps), 0.0
+    """Corrected p-values, in the same order: Holm, Scandinavian Journal of Statistics 6(2), 1979."""
+    qs, least = [0.0] * len(ps), 0.0
     for place, at in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         least = max(least, min(1.0, (len(ps) - place) * ps[at]))
-        found[at] = least
-    return found
+        qs[at] = least
+    return qs
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
-    """The 95 % interval of a share.
-
-    Source: Wilson, Journal of the American Statistical Association 22(158), 1927.
-    """
+    """The 95 % interval of a share: Wilson, Journal of the American Statistical Association 22(158), 1927."""
     share, spread = right / n, Z * Z / n
     half = sqrt(spread * share * (1 - share) + spread * spread / 4)
     middle = share + spread / 2
@@ -122,7 +108,6 @@ def wilson(right: int, n: int) -> tuple[float, float]:
 
 def mcnemar(better: int, worse: int) -> float:
     """Two-sided p-value of a difference, exact, from the rows that one of two methods alone has right.
-
     Were the methods equal, each of these rows would be either one's as likely: a sign test (McNemar,
     Psychometrika 12(2), 1947).
     """
@@ -135,7 +120,6 @@ def mcnemar(better: int, worse: int) -> float:
 
 def paired_interval(better: int, worse: int, n: int) -> tuple[float, float]:
     """The 95 % interval of the difference of two shares of the same n rows.
-
     Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37(4), 2012: Wald's, with one
     row more for each method that it alone has right.
     """

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from i2cl.errors import I2CLError, needs
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.records import Record
-from i2cl.experiments.report.layout import Table
-from i2cl.experiments.report.notes import Entry
+from i2cl.experiments.report.layout import Entry, Table
 from i2cl.experiments.report.paper import Paper, PrintedFor
 from i2cl.experiments.report.printed import printed_for
 from i2cl.experiments.report.results import Results, Setting, outcome, results_of
@@ -61,16 +60,7 @@ LONGEST_ERROR = 300
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment under one setting.
-
-    Attributes:
-        experiment: what was asked.
-        setting: model and queries, or None where there are no cells.
-        anchor: name of the section, unlike any other's.
-        tables: of all views.
-        figures: by view; writing them uses them up.
-        missing: what is not shown, and why, in a line each.
-    """
+    """One experiment under one setting; writing uses its figures up, ``missing`` says what is not shown."""
 
     experiment: Experiment
     setting: Setting | None
@@ -101,13 +91,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is rendered.
-
-    Attributes:
-        sections: at least one for every experiment, in their order.
-        failures: cells of these experiments that did not end well, if any.
-        provenance: name and values, most of them one value.
-    """
+    """Everything that is rendered."""
 
     sections: tuple[Section, ...]
     failures: Table | None
@@ -122,26 +106,18 @@ def build(
     printed: PrintedFor = printed_for,
     figures: bool = True,
 ) -> Report:
-    """Compute every table and draw every figure.
-
-    Args:
-        experiments: what to report; each gets a section, with results or without.
-        records: of a store, one for each cell.
-        vectors: of a store, by the key of the cell.
-        printed: finds the paper's tables.
-        figures: whether to draw any.
-    """
+    """Compute every table and draw every figure."""
     records = tuple(records)
     sections: list[Section] = []
     used: dict[str, Record] = {}
     for experiment in experiments:
-        found, aside = _worth_showing(results_of(experiment, records))
-        used |= {record.key: record for results in found for record in results.cells}
-        if not found:
+        settings, aside = _worth_showing(results_of(experiment, records))
+        used |= {record.key: record for results in settings for record in results.cells}
+        if not settings:
             hint = f"no cells in this store: `{experiment.command}` makes them"
             anchor = _anchor(experiment.name, sections)
             sections.append(Section(experiment, None, anchor, missing=(hint,)))
-        for number, results in enumerate(found, start=1):
+        for number, results in enumerate(settings, start=1):
             anchor = _anchor(experiment.name, sections)
             skipped = _skipped(results, records)
             made = _section(results, vectors, anchor, printed, skipped, draw=figures)
@@ -197,13 +173,13 @@ def _section(
     return Section(experiment, results.setting, anchor, tuple(tables), tuple(figures), tuple(missing))
 
 
-def _worth_showing(found: Sequence[Results]) -> tuple[list[Results], list[str]]:
+def _worth_showing(settings: Sequence[Results]) -> tuple[list[Results], list[str]]:
     """Leave out settings with less than half the rows of another: those were run for other experiments."""
-    most = max((len(results.rows) for results in found), default=0)
-    enough = [one for one in found if most == 1 or (len(one.rows) > 1 and 2 * len(one.rows) >= most)]
+    most = max((len(results.rows) for results in settings), default=0)
+    enough = [one for one in settings if most == 1 or (len(one.rows) > 1 and 2 * len(one.rows) >= most)]
     return enough, [
         f"a section for {results.setting.words}: only {'; '.join(row.name for row in results.rows)} there"
-        for results in found
+        for results in settings
         if results not in enough
     ]
 

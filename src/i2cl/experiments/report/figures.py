@@ -63,15 +63,7 @@ FIGURES: Mapping[View, Drawing] = MappingProxyType(
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write a figure as PNG and SVG and empty it; equal figures give equal bytes.
-
-    Args:
-        figure: drawn by this package; it cannot be used afterwards.
-        stem: path without an ending; its folder is made if need be.
-
-    Returns:
-        The two paths.
-    """
+    """Write a figure as PNG and SVG, the two paths, and empty it; equal figures give equal bytes."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     png, svg = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
     with style.context(["default", _STYLE]):

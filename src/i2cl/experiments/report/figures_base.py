@@ -45,22 +45,15 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def panels(count: int, width: float, height: float, *, shared: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels in at most four columns, the last row possibly shorter.
-
-    Args:
-        count: of panels.
-        width: of one, in inches.
-        height: of one.
-        shared: whether all have the same axes, with ticks named at the left and where no panel is below.
-    """
+    """A figure of panels of a size in inches, in at most four columns; if shared, all have the same axes."""
     columns = min(4, math.ceil(math.sqrt(count)))
     rows = math.ceil(count / columns)
     figure = new_figure(columns * width, rows * height)
-    found: list[Axes] = []
+    panel_axes: list[Axes] = []
     for number in range(count):
-        first = found[0] if shared and found else None
+        first = panel_axes[0] if shared and panel_axes else None
         axes = figure.add_subplot(rows, columns, number + 1, sharex=first, sharey=first)
         if shared:
             axes.tick_params(labelleft=number % columns == 0, labelbottom=number + columns >= count)
-        found.append(axes)
-    return figure, found
+        panel_axes.append(axes)
+    return figure, panel_axes

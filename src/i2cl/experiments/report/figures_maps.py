@@ -12,13 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from i2cl.errors import needs
-from i2cl.experiments.report.figures_base import (
-    COLOURS,
-    MARKERS,
-    SIZES,
-    new_figure,
-    panels,
-)
+from i2cl.experiments.report.figures_base import COLOURS, MARKERS, SIZES, new_figure, panels
 from i2cl.experiments.report.results import Results, outcome
 from i2cl.experiments.store import Vectors
 
@@ -102,12 +96,12 @@ def _gains(results: Results) -> tuple[tuple[str, ...], Float[np.ndarray, "source
 
 def coefficients(results: Results, _vectors: Vectors) -> Figure | None:
     """Calibrated coefficients by layer, a panel for each task: mean and standard deviation over seeds."""
-    found = {task: values for task in results.tasks if len(values := _of_task(results, task))}
-    if not found:
+    by_task = {task: values for task in results.tasks if len(values := _of_task(results, task))}
+    if not by_task:
         return None
-    wide = min(len(found), 4)
-    figure, cells = panels(len(found), 3.1 if wide > 2 else 4.5, 2.3 if wide > 2 else 3.2, shared=True)
-    for axes, (task, values) in zip(cells, found.items(), strict=True):
+    wide = min(len(by_task), 4)
+    figure, cells = panels(len(by_task), 3.1 if wide > 2 else 4.5, 2.3 if wide > 2 else 3.2, shared=True)
+    for axes, (task, values) in zip(cells, by_task.items(), strict=True):
         _layers(axes, values)
         axes.set_title(task)
     cells[0].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
@@ -155,18 +149,18 @@ def coefficient_map(results: Results, _vectors: Vectors) -> Figure | None:
 
 def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
     """Context vectors of single classes, a panel for each task with one point per class and seed."""
-    found: dict[str, Cloud] = {}
+    clouds: dict[str, Cloud] = {}
     for task in results.tasks:
         stored = _stored(results, vectors, task, "class_vectors")
         if len(stored):
             labels = outcome(results.of_default(task)[0]).labels
             places = _embedded(dict(zip(labels, stored.swapaxes(0, 1), strict=True)))
-            found |= {task: places} if places is not None else {}
-    if not found:
+            clouds |= {task: places} if places is not None else {}
+    if not clouds:
         return None
-    most = max(map(len, found.values()))
-    figure, cells = panels(len(found), 3.6, 3.0 if most > 9 else 2.3)
-    for axes, (task, cloud) in zip(cells, found.items(), strict=True):
+    most = max(map(len, clouds.values()))
+    figure, cells = panels(len(clouds), 3.6, 3.0 if most > 9 else 2.3)
+    for axes, (task, cloud) in zip(cells, clouds.items(), strict=True):
         handles = _scatter(axes, cloud, size=5.0)
         axes.set_title(task)
         if len(cloud) <= MOST_NAMED:
@@ -185,13 +179,13 @@ def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
 
 def _stored(results: Results, vectors: Vectors, task: str, name: str) -> Float[np.ndarray, "_seeds ..."]:
     """Arrays of I2CL as it is that a store kept; nothing where there are none."""
-    told = (one for one in results.of_default(task) if one.cell.method == "i2cl")
-    held = [vectors[one.key] for one in told if one.key in vectors]
+    records = (one for one in results.of_default(task) if one.cell.method == "i2cl")
+    held = [vectors[one.key] for one in records if one.key in vectors]
     return np.array([arrays[name] for arrays in held if name in arrays], dtype=np.float32)
 
 
-def _by_task(found: Cloud) -> Figure | None:
-    cloud = {task: points for task, points in found.items() if len(points)}
+def _by_task(points_of: Cloud) -> Figure | None:
+    cloud = {task: points for task, points in points_of.items() if len(points)}
     places = _embedded(cloud) if len(cloud) > 1 else None
     if places is None:
         return None
@@ -244,5 +238,5 @@ def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
 
     perplexity = min(30, (len(points) - 1) / 3)
     with threadpool_limits(1):  # sums in another order end in another map
-        found = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(points)
-    return np.asarray(found)
+        plane = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(points)
+    return np.asarray(plane)

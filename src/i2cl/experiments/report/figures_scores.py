@@ -88,9 +88,8 @@ def bars(results: Results, _vectors: Vectors) -> Figure | None:
 
 def shots(results: Results, _vectors: Vectors) -> Figure | None:
     """Mean accuracy against demonstrations per class, a line for each row that has several numbers of them.
-
-    Other rows are dashed horizontal lines. A line's points are means over the same tasks: those that its
-    row has at every number of demonstrations where it has any.
+    Other rows are dashed horizontal lines. A line's points are means over the same tasks: those that its row
+    has at every number of demonstrations where it has any.
     """
     wanted = sorted({count for row in results.rows if len(row.shots) > 1 for count in row.shots})
     if not wanted:
@@ -122,8 +121,8 @@ def shots(results: Results, _vectors: Vectors) -> Figure | None:
 def _curve(axes: Axes, results: Results, lines: Sequence[Line], colour: str, marker: str) -> None:
     held = [results.tasks_of(line) for line in lines]
     tasks = tuple(task for task in results.tasks if all(task in some for some in held))
-    found = [(line.shots, results.accuracy(line, among=tasks)) for line in lines if tasks]
-    points = [(count, 100 * mean.mean, 100 * mean.sd) for count, mean in found if mean is not None]
+    means = [(line.shots, results.accuracy(line, among=tasks)) for line in lines if tasks]
+    points = [(count, 100 * mean.mean, 100 * mean.sd) for count, mean in means if mean is not None]
     if points:
         x, y, sd = np.array(points, dtype=float).T
         axes.fill_between(x, y - sd, y + sd, color=colour, alpha=0.15, lw=0)

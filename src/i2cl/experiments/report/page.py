@@ -25,10 +25,7 @@ __all__ = ["FORMATS", "build", "write"]
 def write(report: Report, folder: str | Path, formats: Iterable[str] = FORMATS) -> list[Path]:
     """Write a report, all of its files or none; an older report in the folder is replaced.
 
-    Args:
-        report: its figures are used up, so it can be written once.
-        folder: new, empty or of an older report.
-        formats: some of `FORMATS`.
+    Its figures are used up, so it can be written once. The folder is new, empty or of an older report.
 
     Returns:
         The files written.

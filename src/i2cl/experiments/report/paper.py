@@ -1,9 +1,9 @@
 """The paper's numbers beside measured ones, and what a table must say of them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from i2cl.experiments.report.notes import CONTRADICTED, OUTSIDE, Entry
+from i2cl.experiments.report.layout import AVERAGE, CONTRADICTED, OUTSIDE, Entry, Values
 from i2cl.experiments.report.printed import (
     InconsistentAverage,
     PrintedRow,
@@ -14,14 +14,8 @@ from i2cl.experiments.report.results import Line, Results, listing
 from i2cl.experiments.statistics import Accuracy
 from i2cl.tasks.registry import PAPER_TASKS
 
-AVERAGE = "(average)"
-"""Stands for the task where a raw number is an average over tasks."""
-
 HALF_DIGIT = 0.005
 """Printed numbers have two decimals: so far from an end of an interval they may still be inside."""
-
-Values = Mapping[str, str | int | float | None]
-"""Raw numbers of one row on one task, by the names of a CSV file's columns; accuracies in percent."""
 
 PrintedFor = Callable[[str, str], PrintedTable | None]
 """Finds the paper's table by name and model, like `i2cl.experiments.report.printed.printed_for`."""
@@ -29,14 +23,9 @@ PrintedFor = Callable[[str, str], PrintedTable | None]
 
 @dataclass(frozen=True, eq=False)
 class Paper:
-    """What the paper prints for an experiment.
+    """What the paper prints for an experiment."""
 
-    Attributes:
-        found: our results.
-        table: the paper's table for this experiment and model, or None.
-    """
-
-    found: Results
+    results: Results
     table: PrintedTable | None
 
     @property
@@ -51,7 +40,7 @@ class Paper:
     @property
     def averages(self) -> bool:
         """Whether the paper prints an average of any row of ours."""
-        return any(row is not None and row.average is not None for row in map(self.row, self.found.lines))
+        return any(row is not None and row.average is not None for row in map(self.row, self.results.lines))
 
     def contradicted(self, line: Line) -> InconsistentAverage | None:
         """What is wrong with the printed average of a row, if anything is."""
@@ -62,14 +51,14 @@ class Paper:
         """What the paper prints for a row on a task, or without one on average; empty if nothing."""
         row = self.row(line)
         if task is None and row is not None and row.average is not None:
-            alike = set(self.found.tasks_of(line)) == set(self.tasks)
-            mark = _outside(row.average, self.found.accuracy(line)) if alike else ""
+            same_tasks = set(self.results.tasks_of(line)) == set(self.tasks)
+            mark = _outside(row.average, self.results.accuracy(line)) if same_tasks else ""
             mark += CONTRADICTED if self.contradicted(line) else ""
             return Entry(f"{row.average:.2f}", printed=True, mark=mark)
         if self.table is not None and row is not None and row.mean and task in self.table.tasks:
             place = self.table.tasks.index(task)
             spread = f" ± {row.sd[place]:.2f}" if row.sd else ""
-            mark = _outside(row.mean[place], self.found.accuracy(line, task))
+            mark = _outside(row.mean[place], self.results.accuracy(line, task))
             return Entry(f"{row.mean[place]:.2f}{spread}", printed=True, mark=mark)
         return Entry("", printed=True)
 
@@ -81,24 +70,19 @@ class Paper:
         common = {"view": view, "row": line.name, "origin": "paper", "unit": "percent"}
         spreads = row.sd or (None,) * len(row.mean)
         tasks = self.table.tasks if view == "tasks" else ()
-        found: list[Values] = [
+        printed: list[Values] = [
             {**common, "task": task, "mean": mean, "sd": sd}
             for task, mean, sd in zip(tasks, row.mean, spreads, strict=False)
         ]
         average = {**common, "task": AVERAGE, "mean": row.average}
-        return found if row.average is None else [*found, average]
+        return printed if row.average is None else [*printed, average]
 
     def notes(self, rows: Iterable[Sequence[Entry]], *, averaged: bool) -> list[str]:
-        """What a reader must know of the printed numbers.
-
-        Args:
-            rows: of the table, with the marks that were given.
-            averaged: whether the table shows averages.
-        """
+        """What a reader must know of the printed numbers."""
         if self.table is None:
             return []
         marks = {sign for row in rows for cell in row for sign in cell.mark}
-        ours = [line for line in self.found.lines if self.row(line)]
+        ours = [line for line in self.results.lines if self.row(line)]
         names = {line.row.name for line in ours}
         others = [name for name in self.table.rows if name not in names]
         said = [f"(paper): as printed in {self.table.paper}, {self.table.model}."] if ours else []
@@ -115,9 +99,9 @@ class Paper:
                 for one in map(self.contradicted, ours)
                 if one
             ]
-        if averaged and self.averages and set(self.found.tasks) != set(self.tasks):
+        if averaged and self.averages and set(self.results.tasks) != set(self.tasks):
             said.append(
-                f"Averages are over other tasks than the paper's: {len(self.found.tasks)} here, "
+                f"Averages are over other tasks than the paper's: {len(self.results.tasks)} here, "
                 f"{len(self.tasks)} there. They are not compared."
             )
         return said

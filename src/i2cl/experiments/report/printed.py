@@ -7,19 +7,16 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from i2cl.errors import I2CLError
+from i2cl.experiments.grid import Frozen
 
 TOLERANCE = 0.05
 """Percentage points that a printed average may lie away from the mean of its row."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PrintedRow(_Frozen):
+class PrintedRow(Frozen):
     """One row of a table; accuracies are in percent.
 
     Attributes:
@@ -38,7 +35,7 @@ class PrintedRow(_Frozen):
     cached: str | None = None
 
 
-class PrintedTable(_Frozen):
+class PrintedTable(Frozen):
     """One table of the paper.
 
     Attributes:
@@ -64,14 +61,7 @@ class PrintedTable(_Frozen):
 
 
 class InconsistentAverage(NamedTuple):
-    """A printed average that its own row contradicts.
-
-    Attributes:
-        table: where it is printed.
-        row: name of the row.
-        printed: the average as printed.
-        recomputed: mean of the row's printed accuracies.
-    """
+    """A printed average that its own row contradicts."""
 
     table: PrintedTable
     row: str
@@ -79,7 +69,7 @@ class InconsistentAverage(NamedTuple):
     recomputed: float
 
 
-class _File(_Frozen):
+class _File(Frozen):
     models: Mapping[str, tuple[str, ...]]
     own_models: Mapping[str, tuple[str, ...]]
     table: tuple[PrintedTable, ...]
@@ -92,33 +82,22 @@ def _file() -> _File:
 
 
 def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
-    """The paper's tables of results, in the paper's order.
-
-    Args:
-        name: only those of this name; ``main`` has one for each model.
-
-    Raises:
-        I2CLError: if no table has that name.
-    """
+    """The paper's tables of results, in its order; raises I2CLError if none has that name."""
     tables = _file().table
     if name is None:
         return tables
-    found = tuple(table for table in tables if table.name == name)
-    if not found:
+    matches = tuple(table for table in tables if table.name == name)
+    if not matches:
         known = ", ".join(dict.fromkeys(table.name for table in tables))
         raise I2CLError(f"the paper has no table {name!r}: use one of {known}")
-    return found
+    return matches
 
 
 def printed_for(name: str, model: str) -> PrintedTable | None:
     """The table of a name that was measured on a model, or None if the paper has none.
 
-    Of a model that a single method needs, such as a prompt compressor's, that method's row alone.
-
-    Args:
-        name: of the table.
-        model: hub id or folder. Only its last part counts, and all of it: fine-tuned or instructed
-            variants are other models.
+    Of a model that a single method needs, such as a prompt compressor's, that method's row alone. Only the
+    last part of a model's name counts, and all of it: fine-tuned or instructed variants are other models.
 
     Raises:
         I2CLError: if no table has that name.

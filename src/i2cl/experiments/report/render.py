@@ -15,8 +15,7 @@ from markdown_it.token import Token
 from markupsafe import Markup
 
 from i2cl.experiments.report.document import CAPTIONS, FIGURE_FOLDER, Report, Section
-from i2cl.experiments.report.layout import Table
-from i2cl.experiments.report.notes import Entry
+from i2cl.experiments.report.layout import Entry, Table
 from i2cl.experiments.report.results import listing
 from i2cl.experiments.report.tables import VALUES
 
@@ -179,12 +178,7 @@ def _tex_text(text: str) -> str:
 
 
 def html(report: Report, images: Mapping[str, str]) -> str:
-    """The report as one page without scripts or requests.
-
-    Args:
-        report: what to show.
-        images: data URI of each figure, by its stem.
-    """
+    """The report as one page without scripts or requests; ``images`` are data URIs by a figure's stem."""
     source = (resources.files("i2cl.experiments.report") / "page.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined

@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import Bool
 
 from i2cl.errors import I2CLError
+from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import Experiment, GridRow, Scale, spread
 from i2cl.experiments.records import Record, Run
-from i2cl.experiments.statistics import ALPHA, Accuracy, Difference, accuracy, difference, holm
+from i2cl.experiments.statistics import ALPHA, Accuracy, Difference, accuracy, difference
 from i2cl.methods import METHODS, draws
 
 Right = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, as `i2cl.experiments.statistics` wants it
@@ -46,14 +47,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of an experiment, or the part of it with one number of demonstrations or one source.
-
-    Attributes:
-        place: of the row in the experiment.
-        shots: demonstrations per class, where the row has several numbers of them.
-        source: task that was moved from, where the row moves.
-        row: itself.
-    """
+    """A row of an experiment, or its part with one number of demonstrations or one source."""
 
     place: int
     shots: int | None
@@ -85,13 +79,7 @@ class Line:
 @dataclass(frozen=True, eq=False)
 class Results:
     """What a store holds of one experiment under one setting; what is computed of it is computed once.
-
-    Attributes:
-        experiment: rows and views.
-        setting: model and queries.
-        tasks: those with any result, by name.
-        cells: records that ended well.
-        left_out: tasks that at most half of the rows have; other experiments ran the rest of them.
+    ``left_out`` are tasks that at most half of the rows have; other experiments ran the rest of them.
     """
 
     experiment: Experiment
@@ -107,7 +95,7 @@ class Results:
     @cached_property
     def _records(self) -> dict[tuple[Line, str], dict[int, Record]]:
         """By line, task and seed, without seeds beyond a row's, which another experiment may have run."""
-        found: dict[tuple[Line, str], dict[tuple[str, ...], dict[int, Record]]] = defaultdict(dict)
+        by_sources: dict[tuple[Line, str], dict[tuple[str, ...], dict[int, Record]]] = defaultdict(dict)
         for record in self.cells:
             cell = record.cell
             for place, row in enumerate(self.experiment.rows):
@@ -115,11 +103,11 @@ class Results:
                     source = cell.sources[0] if row.study == "move" and cell.sources else None
                     line = Line(place, cell.shots if len(row.shots) > 1 else None, source, row)
                     sources = cell.sources if row.study == "transfer" else ()
-                    found[line, cell.task].setdefault(sources, {})[cell.seed] = record
+                    by_sources[line, cell.task].setdefault(sources, {})[cell.seed] = record
         # A transfer may have been run from more and from fewer tasks, which do not mix: first, most seeds.
         chosen = {
             place: max(sets.items(), key=lambda one: (len(one[1]), len(one[0])))[1]
-            for place, sets in found.items()
+            for place, sets in by_sources.items()
         }
         return {place: dict(sorted(seeds.items())) for place, seeds in chosen.items()}
 
@@ -166,26 +154,22 @@ class Results:
         return [task for task in wanted if task not in self.tasks]
 
     def check_queries(self) -> None:
-        """Refuse records of one task that classify different queries, or of other rows, wording or weights.
-
-        Raises:
-            I2CLError: naming two such cells.
-        """
+        """Refuse records of one task with different queries, rows, wording or weights (I2CLError)."""
         first: dict[tuple[object, ...], Record] = {}
         for record in self.cells:
-            task, told = record.cell.task, record.provenance
+            task, origin = record.cell.task, record.provenance
             asked = first.setdefault((task,), record)
             if outcome(asked).gold != outcome(record).gold:
                 self._refuse(asked, record, "classify different queries")
-            if "wording" in told:  # which older records do not tell
+            if "wording" in origin:  # which older records do not tell
                 known = first.setdefault(("wording", task), record)
-                if known.provenance["wording"] != told["wording"]:
+                if known.provenance["wording"] != origin["wording"]:
                     self._refuse(known, record, "come from different wordings (template, label words, shots)")
-            if "rows" not in told:  # an older record, whose weights may be told in another way too
+            if "rows" not in origin:  # an older record, whose weights may have another hash too
                 continue
-            for part, where in (("rows", task), ("weights", told.get("dtype"))):
+            for part, where in (("rows", task), ("weights", origin.get("dtype"))):
                 known = first.setdefault((part, where), record)
-                if known.provenance.get(part) != told.get(part):
+                if known.provenance.get(part) != origin.get(part):
                     self._refuse(known, record, f"come from different {part}")
 
     def _refuse(self, one: Record, other: Record, what: str) -> NoReturn:
@@ -205,8 +189,8 @@ class Results:
     def of_default(self, task: str) -> list[Record]:
         """Records of the row that others are tested against on a task, in the order of seeds."""
         lines = [line for line in self.lines if line.row is self.default]
-        found = [record for line in lines for record in self.records(line, task).values()]
-        return sorted(found, key=lambda one: one.cell.seed)
+        records = [record for line in lines for record in self.records(line, task).values()]
+        return sorted(records, key=lambda one: one.cell.seed)
 
     def tasks_of(self, line: Line) -> tuple[str, ...]:
         """Tasks that a line has results on."""
@@ -223,10 +207,7 @@ class Results:
     ) -> Accuracy | None:
         """Accuracy on a task; without one, over all tasks of the line, for the seeds that they share.
 
-        Args:
-            line: of these results.
-            task: one, or None for the average.
-            among: only these tasks count in the average.
+        Among some tasks, only these count in the average.
 
         Returns:
             None where there is no seed that all tasks have.
@@ -239,10 +220,7 @@ class Results:
 
     @cached_property
     def most_seeds(self) -> int:
-        """Seeds of the scale, or those that a line has on all tasks where that is more.
-
-        Another experiment in the same store may have run more seeds of a few of the same cells.
-        """
+        """Seeds of the scale, or more where a line has more on all tasks."""
         everywhere = [min(len(self.records(line, task)) for task in self.tasks) for line in self.lines]
         return max(self.scale.seeds, *everywhere, 0)
 
@@ -264,20 +242,19 @@ class Results:
     def difference(self, line: Line, other: Line, task: str | None = None) -> Difference | None:
         """Paired difference, on a task or over all tasks that both lines have; None if they share nothing."""
         if (other.place, other.shots or 0) < (line.place, line.shots or 0):  # each pair is compared once
-            found = self.difference(other, line, task)
-            return found and replace(found, mean=0.0 - found.mean, low=0.0 - found.high, high=0.0 - found.low)
+            gap = self.difference(other, line, task)
+            return gap and replace(gap, mean=0.0 - gap.mean, low=0.0 - gap.high, high=0.0 - gap.low)
         if (line, other, task) not in self._differences:
             pair = self._paired(line, other, task)
             asked = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
             often = PERMUTATIONS if task is None else max(PERMUTATIONS, asked)
             drawn = not (line.fixed and other.fixed)
-            found = difference(*pair, drawn=drawn, permutations=often) if pair[0] else None
-            self._differences[line, other, task] = found
+            gap = difference(*pair, drawn=drawn, permutations=often) if pair[0] else None
+            self._differences[line, other, task] = gap
         return self._differences[line, other, task]
 
     def _paired(self, line: Line, other: Line, task: str | None) -> tuple[Right, Right]:
         """What two lines got right on each task that both have, for the seeds that both have on all of these.
-
         A line that nothing is drawn for keeps its one seed, which is paired with every seed of the other.
         """
         theirs = self.tasks_of(other)
@@ -292,9 +269,9 @@ class Results:
     def reference(self, line: Line) -> Line | None:
         """The line that another is tested against: of the default row, with as many demonstrations."""
         lines = [one for one in self.lines if one.row is self.default]
-        alike = [one for one in lines if one.shots == line.shots]
-        found = alike[0] if alike else lines[0] if len(lines) == 1 else None
-        return None if found == line else found
+        matches = [one for one in lines if one.shots == line.shots]
+        reference = matches[0] if matches else lines[0] if len(lines) == 1 else None
+        return None if reference == line else reference
 
     def leader(self, task: str | None = None) -> Line | None:
         """The best line, if it can be told from every other; without a task, by average over all tasks."""
@@ -306,11 +283,11 @@ class Results:
             return None
         p_values = []
         for other in others:  # the closest first: most often it ends the search, and tests are slow
-            found = self.difference(best, other, task)
-            if found is None or found.low <= 0 or found.p >= ALPHA or not found.decidable:
+            gap = self.difference(best, other, task)
+            if gap is None or gap.low <= 0 or gap.p >= ALPHA or not gap.decidable:
                 return None
-            p_values.append(found.p)
-        return best if bool((holm(p_values) < ALPHA).all()) else None
+            p_values.append(gap.p)
+        return best if max(holm(p_values)) < ALPHA else None
 
 
 def outcome(record: Record) -> Run:
@@ -320,10 +297,10 @@ def outcome(record: Record) -> Run:
     return record.outcome
 
 
-def mean_times(found: Results, line: Line, tasks: Iterable[str]) -> tuple[float, float]:
+def mean_times(results: Results, line: Line, tasks: Iterable[str]) -> tuple[float, float]:
     """Seconds to fit and milliseconds per query: mean over seeds, then over tasks."""
     each = []
-    for outcomes in (found.outcomes(line, task) for task in tasks):
+    for outcomes in (results.outcomes(line, task) for task in tasks):
         queries = [1000 * one.predict_seconds / len(one.predictions) for one in outcomes]
         each.append((np.mean([one.fit_seconds for one in outcomes]), np.mean(queries)))
     fit, query = np.mean(each, axis=0)
@@ -343,9 +320,8 @@ def listing(names: Sequence[str]) -> str:
 
 def results_of(experiment: Experiment, records: Iterable[Record]) -> list[Results]:
     """Results of an experiment, one for each setting that a store holds, most queries first.
-
-    A cell belongs to an experiment if one of its rows holds it, its task is among the experiment's (or
-    those are "all", which leaves out the synthetic task), and it ended well.
+    A cell belongs to an experiment if one of its rows holds it, its task is among the experiment's (or those
+    are "all", which leaves out the synthetic task), and it ended well.
     """
     groups: dict[Setting, list[Record]] = defaultdict(list)
     for record in records:
@@ -354,8 +330,8 @@ def results_of(experiment: Experiment, records: Iterable[Record]) -> list[Result
         wanted = wanted and cell.skew in experiment.skews
         if record.status == "done" and wanted and any(row.holds(cell) for row in experiment.rows):
             groups[Setting(cell.model, cell.revision, cell.dtype, cell.limit, cell.skew)].append(record)
-    found = [_shared(experiment, setting, group) for setting, group in groups.items()]
-    return sorted(found, key=lambda one: (-(one.setting.limit or 10**9), one.setting.skew))
+    by_setting = [_shared(experiment, setting, group) for setting, group in groups.items()]
+    return sorted(by_setting, key=lambda one: (-(one.setting.limit or 10**9), one.setting.skew))
 
 
 def _shared(experiment: Experiment, setting: Setting, records: Sequence[Record]) -> Results:

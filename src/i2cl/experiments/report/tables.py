@@ -4,61 +4,34 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import View
 from i2cl.experiments.records import COUNTS
-from i2cl.experiments.report.layout import NOTHING, Table, mark_of, measured
-from i2cl.experiments.report.notes import (
+from i2cl.experiments.report.layout import (
+    NOTHING,
     Entry,
+    Table,
+    Values,
     accuracy_notes,
     incomplete_notes,
+    mark_of,
+    measured,
     number_range,
     scale_note,
     time_notes,
     transductive_notes,
 )
-from i2cl.experiments.report.paper import Paper, Values
+from i2cl.experiments.report.paper import Paper
 from i2cl.experiments.report.printed import PrintedRow
 from i2cl.experiments.report.results import Line, Results, mean_times
 from i2cl.experiments.report.trust import confidence_table
-from i2cl.experiments.statistics import (
-    ALPHA,
-    FEWEST_SEEDS,
-    Accuracy,
-    Comparison,
-    Difference,
-    holm,
-)
+from i2cl.experiments.statistics import ALPHA, FEWEST_SEEDS, Accuracy, Comparison, Difference
 
 HIGHER, LOWER, ALIKE = "▲", "▼", "·"
 
-VALUES = (
-    *(
-        "view",
-        "row",
-        "task",
-        "origin",
-        "against",
-        "measure",
-        "temperature",
-        "unit",
-        "mean",
-        "sd",
-        "low",
-        "high",
-        "p",
-    ),
-    *(
-        "q",
-        "seeds",
-        "queries",
-        "trainable_parameters",
-        "cached_values",
-        "cached_bytes",
-        "fit_seconds",
-        "ms_per_query",
-    ),
-    *("held_out", "unlabelled", "lacking"),
-)
+_VALUES = """view row task origin against measure temperature unit mean sd low high p q seeds queries
+trainable_parameters cached_values cached_bytes fit_seconds ms_per_query held_out unlabelled lacking"""
+VALUES = tuple(_VALUES.split())
 """Names of the raw numbers of a table, in the order of a file's columns; no table has all of them."""
 
 COLUMNS = {
@@ -79,85 +52,85 @@ PRINTED: dict[str, Callable[[PrintedRow], str | None]] = {
 """Columns of costs that the paper prints, if it does."""
 
 
-def tasks_table(found: Results, paper: Paper) -> list[Table]:
+def tasks_table(results: Results, paper: Paper) -> list[Table]:
     """Accuracy of every row on every task; printed numbers stand below the row that they belong to."""
-    averaged = len(found.tasks) > 1
-    asked = (*([None] if averaged else []), *found.tasks)
-    leaders = {task: found.leader(task) for task in asked}
+    averaged = len(results.tasks) > 1
+    asked = (*([None] if averaged else []), *results.tasks)
+    leaders = {task: results.leader(task) for task in asked}
     rows: list[list[Entry]] = []
-    for line in found.lines:
-        cells = (_accuracy(found, line, task, bold=leaders[task] == line) for task in asked)
+    for line in results.lines:
+        cells = (_accuracy(results, line, task, bold=leaders[task] == line) for task in asked)
         rows.append([Entry(line.name), *cells])
         if paper.row(line) is not None:
             printed = (paper.cell(line, task) for task in asked)
             rows.append([Entry(f"{line.name} (paper)", printed=True), *printed])
-    notes = accuracy_notes(found, rows, paper.notes(rows, averaged=averaged))
+    notes = accuracy_notes(results, rows, paper.notes(rows, averaged=averaged))
     columns = ("Row", *(task or "Average" for task in asked))
-    values = _values("tasks", found, found.lines, asked, paper)
-    return [Table("Accuracy by task", columns, rows, notes, values).narrow(len(found.tasks))]
+    values = _values("tasks", results, results.lines, asked, paper)
+    return [Table("Accuracy by task", columns, rows, notes, values).narrow(len(results.tasks))]
 
 
-def average_table(found: Results, paper: Paper) -> list[Table]:
+def average_table(results: Results, paper: Paper) -> list[Table]:
     """Accuracy of every row, averaged over tasks."""
-    overall, beside = found.leader(), paper.averages
+    overall, beside = results.leader(), paper.averages
     rows: list[list[Entry]] = []
-    for line in found.lines:
-        got = found.accuracy(line)
+    for line in results.lines:
+        got = results.accuracy(line)
         seeds = got.seeds if got is not None else 0
-        numbers = (_interval(got), str(len(found.tasks_of(line))), str(seeds))
-        rows.append([Entry(line.name), _accuracy(found, line, bold=overall == line), *map(Entry, numbers)])
+        numbers = (_interval(got), str(len(results.tasks_of(line))), str(seeds))
+        rows.append([Entry(line.name), _accuracy(results, line, bold=overall == line), *map(Entry, numbers)])
         rows[-1] += [paper.cell(line, None)] if beside else []
     meaning = "The interval is for other demonstrations and other queries (bootstrap over both)."
-    notes = accuracy_notes(found, rows, paper.notes(rows, averaged=True) if beside else [], meaning)
+    notes = accuracy_notes(results, rows, paper.notes(rows, averaged=True) if beside else [], meaning)
     columns = ("Row", "Average", "95 % interval", "Tasks", "Seeds", *(["(paper)"] if beside else []))
-    values = _values("average", found, found.lines, [None], paper)
+    values = _values("average", results, results.lines, [None], paper)
     return [Table("Average accuracy over tasks", columns, rows, notes, values)]
 
 
-def shots_table(found: Results, _paper: Paper) -> list[Table]:
+def shots_table(results: Results, _paper: Paper) -> list[Table]:
     """Average over tasks by demonstrations per class, of the rows that have several numbers of them."""
-    counts = sorted({line.shots for line in found.lines if line.shots is not None})
+    counts = sorted({line.shots for line in results.lines if line.shots is not None})
     rows = []
-    for row in found.rows:
-        by_shots = {line.shots: _accuracy(found, line) for line in found.lines if line.row is row}
+    for row in results.rows:
+        by_shots = {line.shots: _accuracy(results, line) for line in results.lines if line.row is row}
         # A row without demonstrations is the same for every number of them.
         cells = (by_shots.get(count) or by_shots.get(None) or Entry(NOTHING) for count in counts)
         rows += [[Entry(row.name), *cells]] if by_shots else []
-    notes = (scale_note(found, found.lines), *incomplete_notes(found, found.lines))
+    notes = (scale_note(results, results.lines), *incomplete_notes(results, results.lines))
     columns = ("Demonstrations per class", *map(str, counts))
-    values = _values("shots", found, found.lines, [None])
+    values = _values("shots", results, results.lines, [None])
     return [Table("Average accuracy by demonstrations", columns, rows, notes, values)] if counts else []
 
 
-def matrix_table(found: Results, _paper: Paper) -> list[Table]:
+def matrix_table(results: Results, _paper: Paper) -> list[Table]:
     """Accuracy on every task (columns) with what was fitted on every other (lines)."""
     tables = []
-    for place in dict.fromkeys(line.place for line in found.moves):
-        lines = [line for line in found.moves if line.place == place]
+    for place in dict.fromkeys(line.place for line in results.moves):
+        lines = [line for line in results.moves if line.place == place]
         rows = [
-            [Entry(line.source or ""), *(_accuracy(found, line, task) for task in found.tasks)]
+            [Entry(line.source or ""), *(_accuracy(results, line, task) for task in results.tasks)]
             for line in lines
         ]
-        notes = (scale_note(found, lines), *incomplete_notes(found, lines))
+        notes = (scale_note(results, lines), *incomplete_notes(results, lines))
         title = f"{lines[0].row.name}: from the task of the line to that of the column"
-        values = _values("matrix", found, lines, found.tasks)
-        tables.append(Table(title, ("From", *found.tasks), rows, notes, values))
+        values = _values("matrix", results, lines, results.tasks)
+        tables.append(Table(title, ("From", *results.tasks), rows, notes, values))
     return tables
 
 
-def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
+def comparison_tables(results: Results, _paper: Paper) -> list[Table]:
     """Differences from the row that others are tested against: of averages; with several tasks, on each."""
-    pairs = [(line, other) for line in found.lines if (other := found.reference(line)) is not None]
-    if not pairs or found.default is None:
+    pairs = [(line, other) for line in results.lines if (other := results.reference(line)) is not None]
+    if not pairs or results.default is None:
         return []
-    against = found.default.name
-    minus, lacking = f"Row minus {against} in percentage points", incomplete_notes(found, found.lines)
+    against = results.default.name
+    minus, lacking = f"Row minus {against} in percentage points", incomplete_notes(results, results.lines)
     lacking += ["Incomplete rows are compared on the tasks and seeds that both have."] if lacking else []
-    lacking = [*transductive_notes(found), *lacking]
+    lacking = [*transductive_notes(results), *lacking]
 
-    tested = _tested(found, pairs, [None])
+    tested = _tested(results, pairs, [None])
     rows = [
-        [Entry(line.name, mark=mark_of(found, line, other)), *map(Entry, _verdict(tested[line, None]))]
+        [Entry(line.name, mark=mark_of(results, line, other)), *map(Entry, _verdict(tested[line, None]))]
         for line, other in pairs
     ]
     meaning = (
@@ -167,36 +140,36 @@ def comparison_tables(found: Results, _paper: Paper) -> list[Table]:
         "p: the larger of a sign-flip test over queries and a paired t-test over seeds; neither holds alone."
     )
     notes = (meaning, deciding, *_decision(tested), *lacking)
-    title = f"Difference from {against}" + (", average over tasks" if len(found.tasks) > 1 else "")
+    title = f"Difference from {against}" + (", average over tasks" if len(results.tasks) > 1 else "")
     columns = ("Row", "Difference", "95 % interval", "p", "q", "Verdict")
-    values = _differences(found, pairs, tested)
+    values = _differences(results, pairs, tested)
     tables = [Table(title, columns, rows, notes, values, words=["Verdict"])]
 
-    if len(found.tasks) > 1:
-        tested = _tested(found, pairs, found.tasks)
+    if len(results.tasks) > 1:
+        tested = _tested(results, pairs, results.tasks)
         rows = [
-            [Entry(line.name), *(Entry(_signed(tested[line, task])) for task in found.tasks)]
+            [Entry(line.name), *(Entry(_signed(tested[line, task])) for task in results.tasks)]
             for line, _ in pairs
         ]
         legend = f"{minus}. {HIGHER} shown higher, {LOWER} shown lower, {ALIKE} no difference shown."
         notes = (legend, *_decision(tested), *lacking)
-        title, values = f"Difference from {against} by task", _differences(found, pairs, tested)
-        tables.append(Table(title, ("Row", *found.tasks), rows, notes, values).narrow(len(found.tasks)))
+        title, values = f"Difference from {against} by task", _differences(results, pairs, tested)
+        tables.append(Table(title, ("Row", *results.tasks), rows, notes, values).narrow(len(results.tasks)))
     return tables
 
 
-def cost_table(found: Results, paper: Paper) -> list[Table]:
+def cost_table(results: Results, paper: Paper) -> list[Table]:
     """Numbers trained and kept, held-out examples and times of every row."""
-    printed = {line: row for line in found.lines if (row := paper.row(line)) is not None}
+    printed = {line: row for line in results.lines if (row := paper.row(line)) is not None}
     extra = {name: write for name, write in PRINTED.items() if any(map(write, printed.values()))}
     rows, values = [], []
-    for line in found.lines:
-        tasks = found.tasks_of(line)
-        outcomes = [one for task in tasks for one in found.outcomes(line, task)]
+    for line in results.lines:
+        tasks = results.tasks_of(line)
+        outcomes = [one for task in tasks for one in results.outcomes(line, task)]
         counts = (number_range(getattr(one.cost, COUNTS[name]) for one in outcomes) for name in COLUMNS)
-        times = map(_duration, mean_times(found, line, tasks))
+        times = map(_duration, mean_times(results, line, tasks))
         beside = (write(printed[line]) if line in printed else None for write in extra.values())
-        name = Entry(line.name, mark=mark_of(found, line))
+        name = Entry(line.name, mark=mark_of(results, line))
         rows.append(
             [
                 name,
@@ -205,11 +178,11 @@ def cost_table(found: Results, paper: Paper) -> list[Table]:
                 *(Entry(one or "", printed=True) for one in beside),
             ]
         )
-        values += [_costs(found, line, task) for task in tasks]
+        values += [_costs(results, line, task) for task in tasks]
     notes = [
         "Times are means over tasks and seeds; whole numbers that differ between tasks or seeds are ranges.",
-        *time_notes(found),
-        *incomplete_notes(found, found.lines),
+        *time_notes(results),
+        *incomplete_notes(results, results.lines),
     ]
     if extra and paper.table is not None:
         symbols = "M demonstration tokens, D width, L layers, 1/K compression rate."
@@ -230,18 +203,18 @@ TABLES: Mapping[View, Callable[[Results, Paper], list[Table]]] = {
 """Views that have tables: each gives a list, empty where there is no data."""
 
 
-def tables_of(view: View, found: Results, paper: Paper) -> list[Table]:
+def tables_of(view: View, results: Results, paper: Paper) -> list[Table]:
     """The tables of a view; empty where it has none, or there is no data."""
-    there = found.moves if view == "matrix" else found.lines
-    return TABLES[view](found, paper) if view in TABLES and there else []
+    there = results.moves if view == "matrix" else results.lines
+    return TABLES[view](results, paper) if view in TABLES and there else []
 
 
-def _accuracy(found: Results, line: Line, task: str | None = None, *, bold: bool = False) -> Entry:
+def _accuracy(results: Results, line: Line, task: str | None = None, *, bold: bool = False) -> Entry:
     """Mean ± standard deviation, the mean alone where one seed has no spread; averages are marked."""
-    got = found.accuracy(line, task)
+    got = results.accuracy(line, task)
     spread = f" ± {100 * got.sd:.1f}" if got is not None and got.seeds > 1 else ""
     text = NOTHING if got is None else f"{100 * got.mean:.1f}{spread}"
-    return Entry(text, bold=bold, mark=mark_of(found, line) if task is None else "")
+    return Entry(text, bold=bold, mark=mark_of(results, line) if task is None else "")
 
 
 def _in_percent(got: Accuracy | Difference, *names: str) -> Values:
@@ -249,32 +222,36 @@ def _in_percent(got: Accuracy | Difference, *names: str) -> Values:
 
 
 def _values(
-    view: View, found: Results, lines: Iterable[Line], tasks: Sequence[str | None], paper: Paper | None = None
+    view: View,
+    results: Results,
+    lines: Iterable[Line],
+    tasks: Sequence[str | None],
+    paper: Paper | None = None,
 ) -> list[Values]:
     """Raw accuracies on tasks, and on average for None; after each line what the paper prints."""
     values: list[Values] = []
     for line in lines:
         values += [
             {
-                **measured(view, found, task, line),
+                **measured(view, results, task, line),
                 **_in_percent(got, "mean", "sd", "low", "high"),
                 "unit": "percent",
                 "seeds": got.seeds,
                 "queries": got.queries,
             }
             for task in tasks
-            if (got := found.accuracy(line, task)) is not None
+            if (got := results.accuracy(line, task)) is not None
         ]
         values += paper.values(line, view) if paper is not None else []
     return values
 
 
-def _costs(found: Results, line: Line, task: str) -> Values:
-    outcomes = found.outcomes(line, task)
-    fit, query = mean_times(found, line, [task])
+def _costs(results: Results, line: Line, task: str) -> Values:
+    outcomes = results.outcomes(line, task)
+    fit, query = mean_times(results, line, [task])
     counts = {name: [getattr(one.cost, COUNTS[name]) for one in outcomes] for name in COLUMNS}
     return {
-        **measured("cost", found, task, line),
+        **measured("cost", results, task, line),
         **{name: got[0] if len(set(got)) == 1 else float(np.mean(got)) for name, got in counts.items()},
         "fit_seconds": round(fit, 6),
         "ms_per_query": round(query, 6),
@@ -290,13 +267,13 @@ Tested = dict[tuple[Line, str | None], Comparison | None]
 """Comparisons by line and task; None where the two share no results."""
 
 
-def _tested(found: Results, pairs: Pairs, tasks: Sequence[str | None]) -> Tested:
+def _tested(results: Results, pairs: Pairs, tasks: Sequence[str | None]) -> Tested:
     """All lines on all tasks, on average for None, corrected over all that have seeds enough to be tested."""
-    asked = {(line, task): found.difference(line, other, task) for line, other in pairs for task in tasks}
-    got = {key: difference for key, difference in asked.items() if difference is not None}
-    told = {key: difference.p for key, difference in got.items() if difference.decidable}
-    q = dict(zip(told, holm(list(told.values())).tolist(), strict=True))
-    return {key: Comparison(got[key], q.get(key, 1.0)) if key in got else None for key in asked}
+    tests = {(line, task): results.difference(line, other, task) for line, other in pairs for task in tasks}
+    got = {key: difference for key, difference in tests.items() if difference is not None}
+    ps = {key: difference.p for key, difference in got.items() if difference.decidable}
+    q = dict(zip(ps, holm(list(ps.values())), strict=True))
+    return {key: Comparison(got[key], q.get(key, 1.0)) if key in got else None for key in tests}
 
 
 def _decision(tested: Tested) -> tuple[str, str]:
@@ -329,11 +306,11 @@ def _signed(comparison: Comparison | None) -> str:
     return f"{_points(mean)} {mark}"
 
 
-def _differences(found: Results, pairs: Pairs, tested: Tested) -> list[Values]:
+def _differences(results: Results, pairs: Pairs, tested: Tested) -> list[Values]:
     against = dict(pairs)
     return [
         {
-            **measured("comparison", found, task, line, against[line]),
+            **measured("comparison", results, task, line, against[line]),
             **_in_percent(one.difference, "mean", "low", "high"),
             "unit": "percentage points",
             "against": against[line].name,

@@ -8,9 +8,8 @@ from jaxtyping import Float, Int
 
 from i2cl.experiments.confidence import BINS, NAMES, confidence
 from i2cl.experiments.records import Run
-from i2cl.experiments.report.layout import NOTHING, Table, mark_of, measured
-from i2cl.experiments.report.notes import Entry, incomplete_notes
-from i2cl.experiments.report.paper import Paper, Values
+from i2cl.experiments.report.layout import NOTHING, Entry, Table, Values, incomplete_notes, mark_of, measured
+from i2cl.experiments.report.paper import Paper
 from i2cl.experiments.report.results import Line, Results, outcome
 from i2cl.injections.temperature import best_temperature, normalised
 
@@ -22,14 +21,7 @@ UNITS = {"log_loss": "nats", "brier": "squared distance", "ece": "percent", "aur
 
 @dataclass(frozen=True)
 class Scored:
-    """A line's queries on one task for the seeds that all its tasks have.
-
-    Attributes:
-        temperature: the best one of all seeds together, found with the right labels of these queries.
-        scores: as kept.
-        gold: right label ids.
-        answers: label ids that were answered.
-    """
+    """A line's queries on one task for the seeds of all its tasks, and the best temperature of them."""
 
     temperature: float
     scores: Float[np.ndarray, "seeds queries labels"]
@@ -56,24 +48,24 @@ class Scored:
         return np.array([astuple(confidence(*one)) for one in each])
 
 
-def scored(found: Results, line: Line) -> dict[str, Scored]:
+def scored(results: Results, line: Line) -> dict[str, Scored]:
     """By task; empty where a run kept no scores, or the tasks share no seed."""
-    tasks = found.tasks_of(line)
-    seeds = sorted(set.intersection(*(set(found.records(line, task)) for task in tasks))) if tasks else []
+    tasks = results.tasks_of(line)
+    seeds = sorted(set.intersection(*(set(results.records(line, task)) for task in tasks))) if tasks else []
     if not seeds:
         return {}
-    each = {task: Scored.of([outcome(found.records(line, task)[seed]) for seed in seeds]) for task in tasks}
+    each = {task: Scored.of([outcome(results.records(line, task)[seed]) for seed in seeds]) for task in tasks}
     held = {task: one for task, one in each.items() if one is not None}
     return held if len(held) == len(each) else {}
 
 
-def confidence_table(found: Results, _paper: Paper) -> list[Table]:
+def confidence_table(results: Results, _paper: Paper) -> list[Table]:
     """Four numbers of each row, each beside what it is at the best temperature; nothing without scores."""
     rows: list[list[Entry]] = []
     values: list[Values] = []
-    for line in found.lines:
-        tasks = scored(found, line)
-        name = Entry(line.name, mark=mark_of(found, line))
+    for line in results.lines:
+        tasks = scored(results, line)
+        name = Entry(line.name, mark=mark_of(results, line))
         if not tasks:
             rows.append([name, *[Entry(NOTHING)] * (2 * len(NAMES) + 1)])
             continue
@@ -84,14 +76,14 @@ def confidence_table(found: Results, _paper: Paper) -> list[Table]:
         cells = (_cell(one.mean(0)[:, at], NAMES[at]) for at in range(len(NAMES)) for one in (plain, best))
         temperature = float(np.median([one.temperature for one in tasks.values()]))
         rows.append([name, *cells, Entry(f"{temperature:.2f}")])
-        values += _values(found, line, tasks, plain, best)
+        values += _values(results, line, tasks, plain, best)
     if not values:
         return []
     heads = (part for name in COLUMNS.values() for part in (name, "at best T"))
-    return [Table("Confidence", ("Row", *heads, "Best T"), rows, _notes(found, rows), values)]
+    return [Table("Confidence", ("Row", *heads, "Best T"), rows, _notes(results, rows), values)]
 
 
-def _notes(found: Results, rows: Sequence[Sequence[Entry]]) -> list[str]:
+def _notes(results: Results, rows: Sequence[Sequence[Entry]]) -> list[str]:
     lacking = [row[0].text for row in rows if row[1].text == NOTHING]
     older = f"{NOTHING} cells without scores, which older versions did not keep: {'; '.join(lacking)}."
     return [
@@ -103,7 +95,7 @@ def _notes(found: Results, rows: Sequence[Sequence[Entry]]) -> list[str]:
         "At best T: at the temperature with the least log-loss on each task, found with the right labels.",
         "Best T: its median over tasks.",
         *([older] if lacking else []),
-        *incomplete_notes(found, found.lines),
+        *incomplete_notes(results, results.lines),
     ]
 
 
@@ -114,7 +106,7 @@ def _cell(seeds: Float[np.ndarray, " seeds"], name: str) -> Entry:
 
 
 def _values(
-    found: Results,
+    results: Results,
     line: Line,
     tasks: dict[str, Scored],
     plain: Float[np.ndarray, "tasks seeds 4"],
@@ -132,7 +124,7 @@ def _values(
                 factor = 100 if UNITS[name] == "percent" else 1
                 values.append(
                     {
-                        **measured("confidence", found, task, line),
+                        **measured("confidence", results, task, line),
                         "measure": name + suffix,
                         "temperature": 1.0 if not suffix else own,
                         "unit": UNITS[name],

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.cluster import joined, quiet_core
+from i2cl.experiments.workers.cluster import joined, quiet_core
 from i2cl.interfaces.batch_prediction.tables import NUMBER, Table
 from i2cl.models.decoder import Decoder
 from i2cl.tasks.files import RowError
@@ -122,7 +122,7 @@ def predict_on_ray(
     Args:
         source: makes the scorer, in every worker.
         texts: a file that all machines can read.
-        address: see `i2cl.experiments.cluster.joined`.
+        address: see `i2cl.experiments.workers.cluster.joined`.
         workers: how many; default: one per GPU of the cluster, or per core without any.
 
     Raises:

@@ -31,7 +31,7 @@ def check(
             raise I2CLError("--layers, --attention and --mlp belong together: give all three")
         given = Architecture(model_type="custom", layers=layers, attention=attention, mlp=mlp)
     decoder = load.decoder(model, loading, given)
-    identity = decoder.identity
+    identity = decoder.residual_identity
     record = {
         "model": model,
         "model_type": decoder.model.config.model_type,

@@ -52,7 +52,7 @@ def evaluate(
     In the table of confidence lower is better throughout.
     """
     load.libraries()
-    from i2cl.experiments.sweep import sweep
+    from i2cl.experiments.evaluation import sweep
     from i2cl.methods import METHODS
 
     methods = list(METHODS) if method == "all" else load.split(method)

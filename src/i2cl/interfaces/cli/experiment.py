@@ -182,8 +182,8 @@ def _execute(
     ray: bool,
     address: str | None,
 ) -> "Iterator[list[Record]]":
-    from i2cl.experiments.cluster import run_on_ray
-    from i2cl.experiments.parallel import run_jobs, suggested_workers
+    from i2cl.experiments.workers.cluster import run_on_ray
+    from i2cl.experiments.workers.processes import run_jobs, suggested_workers
 
     if not jobs:
         return
@@ -210,7 +210,7 @@ def _watch(bar: console.Bar) -> "Callable[[Record], None]":
 
 @app.command()
 def pack(store: options.StoreFolder, out: NewFolder, json: options.Json = False) -> None:
-    """Write a store as Parquet and one safetensors file, to keep and to share.
+    """Write a store as a gzip file of lines and one safetensors file, to keep and to share.
 
     `i2cl report` reads it; `i2cl experiment unpack` turns it back.
     """

@@ -203,8 +203,8 @@ def _queries(
     task: "Task", demonstrations: "Sequence[Example]", limit: int, target: float | None
 ) -> "Sequence[Example]":
     """Rows to score on."""
+    from i2cl.experiments.evidence.baselines import labelled_rows
     from i2cl.experiments.evidence.selective import require_target
-    from i2cl.experiments.evidence.worth import labelled_rows
 
     queries = labelled_rows(task, demonstrations, limit)
     if target is not None:
@@ -264,7 +264,7 @@ def _measured(
     folds: int,
     **timed: Any,
 ) -> "Injection":
-    from i2cl.experiments.evidence.worth import baselines, with_folds, with_worth
+    from i2cl.experiments.evidence.baselines import baselines, with_folds, with_worth
     from i2cl.methods.calibrated.folds import fold_rows
 
     if not queries:

@@ -13,7 +13,7 @@ from i2cl.core.anchored import require_few
 from i2cl.core.edits import LinearEdit, NoisyEdit, RowsEdit
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evidence.worth import labelled_rows, with_folds, with_worth
+from i2cl.experiments.evidence.baselines import labelled_rows, with_folds, with_worth
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
@@ -49,7 +49,8 @@ class SharedDecoder(Decoder):
             revision=whole.revision,
             token_budget=batcher.slice,
         )
-        vars(self).update(base=whole.base, identity=whole.identity)  # read once for all fits
+        # read once for all fits
+        vars(self).update(base=whole.base, residual_identity=whole.residual_identity)
         self.job = job  # that it is used for
         self.seen: Edit | None = None  # what was injected last
         self.elsewhere = 0.0  # seconds that went to requests meanwhile

@@ -77,7 +77,7 @@ class Service:
         pool = InjectionPool(decoder)
         # the folder of tasks
         self.tasks = TaskStore(folder, pool, most_resident=most_resident, read_only=read_only)
-        _ = decoder.base, decoder.identity  # read now, and not while the first request waits
+        _ = decoder.base, decoder.residual_identity  # read now, and not while the first request waits
         bound = most_waiting or WAITING_BATCHES * decoder.token_budget
         self.batcher = Batcher(pool, bound, self.metrics)  # runs the model
         self._parsing = ThreadPoolExecutor(READERS, "parsing")

@@ -19,7 +19,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evidence.worth import labelled_rows, with_folds, with_worth
+from i2cl.experiments.evidence.baselines import labelled_rows, with_folds, with_worth
 from i2cl.injections.confidence import require_confidence
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.injections.temperature import normalised
@@ -163,7 +163,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     @property
     def report_(self) -> dict[str, Any] | None:
-        """Whether it pays: fields of `i2cl.experiments.evidence.worth.Worth`; None without texts to score.
+        """Whether it pays: fields of `i2cl.experiments.evidence.baselines.Worth`; None without texts.
         Raises NotFittedError before `fit`.
         """
         check_is_fitted(self)

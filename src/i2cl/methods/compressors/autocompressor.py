@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
@@ -29,21 +29,16 @@ from i2cl.methods.compressors.base import (
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.restore import lock_of
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 
 SUMMARY = "embed_summary.weight"
 COUNTED = {"llama": True, "opt": False}
 """Whether vectors have positions: OPT gives all of them the row of its table before the first token's."""
 
 
-class AutoCompressorConfig(BaseModel):
-    """How demonstrations are cut into segments.
-
-    Attributes:
-        segment: tokens of a segment, at most (2,048 in the release).
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class AutoCompressorConfig(Settings):
+    """How demonstrations are cut: ``segment`` is the most tokens of a segment (2,048 in the release)."""
 
     segment: int = Field(2048, ge=1)
 
@@ -51,11 +46,8 @@ class AutoCompressorConfig(BaseModel):
 @dataclass(frozen=True)
 class Summarizer:
     """A language model with its summary embeddings.
-
-    Attributes:
-        decoder: the model.
-        embeddings: one input embedding for each summary vector.
-        accumulate: whether a segment sees the summaries of all before it, or of the last alone.
+    ``embeddings`` has one for each summary vector; if it accumulates, a segment sees the summaries of all
+    before it, else of the last alone.
     """
 
     decoder: Decoder
@@ -87,40 +79,27 @@ class Summarizer:
         return soft
 
     def behind(self, task: Task, soft: Float[Tensor, "vectors d"]) -> BehindVectors:
-        """A task whose queries stand behind some vectors.
-
-        Raises:
-            I2CLError: see `i2cl.models.encoding.label_tokens`.
-        """
+        """A task whose queries stand behind some vectors; raises I2CLError as `label_tokens` does."""
         prefix = self.decoder.prefix_of(soft, self.positions(len(soft), 0, 0))
         return BehindVectors(asked_behind(self.decoder, task), prefix, cost=Cost.of(prefix))
 
     def segments(self, shown: Sequence[Ids], front: Ids, most: int) -> list[Ids]:
-        """Demonstrations in as few segments as their order allows, none cut in two.
-
-        Args:
-            shown: token ids of each demonstration.
-            front: what stands before the first.
-            most: tokens of a segment.
-
-        Raises:
-            I2CLError: if one is longer than a segment, or the summaries fill the context.
-        """
-        found = [front]
+        """Demonstrations in few segments, in order, none cut; raises I2CLError if one or all are too long."""
+        segments = [front]
         for number, ids in enumerate(shown, 1):
-            if len(found[-1]) + len(ids) <= self._fits(len(found), most):
-                found[-1] += ids
+            if len(segments[-1]) + len(ids) <= self._fits(len(segments), most):
+                segments[-1] += ids
                 continue
-            place = len(found) + (found != [front])  # of the segment that it would begin
+            place = len(segments) + (segments != [front])  # of the segment that it would begin
             holds = max(0, self._fits(place, most))
-            if found == [front] or len(ids) > holds:
+            if segments == [front] or len(ids) > holds:
                 raise I2CLError(
                     f"demonstration {number} takes {len(ids)} tokens, and a segment behind "
                     f"{self._vectors(place - 1)} summary vectors holds {holds}: use shorter or fewer "
                     "demonstrations"
                 )
-            found.append(ids)
-        return found
+            segments.append(ids)
+        return segments
 
     def _vectors(self, segments: int) -> int:
         return len(self.embeddings) * (segments if self.accumulate else min(segments, 1))
@@ -146,14 +125,9 @@ class AutoCompressor(Method):
 
     config: AutoCompressorConfig = field(default_factory=AutoCompressorConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> BehindVectors:
-        """Run the demonstrations, then their summaries.
-
-        Raises:
-            I2CLError: if MODEL is no AutoCompressor, a demonstration is longer than a segment, or the
-                context is full.
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
+        """Run the demonstrations, then their summaries. Raises I2CLError if MODEL is no AutoCompressor, a
+        demonstration is longer than a segment, or the context is full.
         """
         own = summarizer(decoder)
         texts = exchanges(decoder, task, demonstrations)
@@ -164,22 +138,18 @@ class AutoCompressor(Method):
 
 
 def summarizer(decoder: Decoder) -> Summarizer:
-    """The AutoCompressor that a model is.
-
-    Raises:
-        I2CLError: if it is none, or its summary embeddings do not fit it.
-    """
+    """The AutoCompressor that a model is; raises I2CLError if it is none, or its embeddings do not fit."""
     require_type(decoder, AutoCompressor.name, COUNTED)
 
-    found = bundled(decoder, AutoCompressor.name)
-    if found is not None:
-        decoder = once(decoder, AutoCompressor.name, partial(_with_weights, decoder, found.tensors))
+    compressor = bundled(decoder, AutoCompressor.name)
+    if compressor is not None:
+        decoder = once(decoder, AutoCompressor.name, partial(_with_weights, decoder, compressor.tensors))
     cure = "give an AutoCompressor as MODEL, such as princeton-nlp/AutoCompressor-Llama-2-7b-6k"
-    found = found or beside(decoder, AutoCompressor.name, lambda name: name == SUMMARY, cure)
+    compressor = compressor or beside(decoder, AutoCompressor.name, lambda name: name == SUMMARY, cure)
     width = decoder.embed((0,)).shape[1]
-    embeddings = found.tensor(SUMMARY, found.settings.get("summary_length", -1), width)
+    embeddings = compressor.tensor(SUMMARY, compressor.settings.get("summary_length", -1), width)
     kept = embeddings.to(decoder.device, decoder.model.dtype)
-    return Summarizer(decoder, kept, bool(found.settings.get("accumulate_summary", True)))
+    return Summarizer(decoder, kept, bool(compressor.settings.get("accumulate_summary", True)))
 
 
 def _with_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Decoder:

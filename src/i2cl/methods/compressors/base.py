@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
 from i2cl.models.batching import Ids
-from i2cl.models.checkpoint import checkpoint_folder, read_tensors, stored_tensors
+from i2cl.models.checkpoint import folder_of, read_tensors, stored_tensors
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.loading import REFERENCE
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Progress, Questions, require_finite, require_texts, score
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 T = TypeVar("T")
 
@@ -33,45 +33,33 @@ class NoCompressorError(I2CLError):
 
 @dataclass(frozen=True)
 class Compressor:
-    """A trained compressor.
-
-    Attributes:
-        settings: what its configuration says of it.
-        tensors: its parameters by their names in the checkpoint, on the CPU.
-    """
+    """A trained compressor."""
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """One of the parameters, of the shape it must have; -1 stands for any size.
-
-        Raises:
-            I2CLError: if it is missing, or has another shape.
-        """
+        """One of the parameters, of this shape (-1: any size); raises I2CLError if there is none."""
         if name not in self.tensors:
             raise I2CLError(f"the compressor lacks {name}: download or copy it again")
-        found = self.tensors[name]
-        fits = len(shape) == found.ndim and all(
-            want in (-1, size) for want, size in zip(shape, found.shape, strict=True)
+        tensor = self.tensors[name]
+        fits = len(shape) == tensor.ndim and all(
+            want in (-1, size) for want, size in zip(shape, tensor.shape, strict=True)
         )
         if not fits:
             wanted = ", ".join("any" if size == -1 else str(size) for size in shape)
             raise I2CLError(
-                f"the compressor holds {name} as {tuple(found.shape)}, this model needs ({wanted}): take the "
-                "compressor and the model that belong together"
+                f"the compressor holds {name} as {tuple(tensor.shape)}, this model needs ({wanted}): take "
+                "the compressor and the model that belong together"
             )
-        return found
+        return tensor
 
 
 _MADE: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def once(decoder: Decoder, key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make`` returned when it was first called for this model, where and as it is now, and key.
-
-    It must not hold the model.
-    """
+    """What ``make`` returned first for this key and model, as it is now; it must not hold the model."""
     made, whole = _MADE.setdefault(decoder.model, {}), (key, decoder.device, decoder.model.dtype)
     if whole not in made:
         made[whole] = make()
@@ -79,18 +67,8 @@ def once(decoder: Decoder, key: Hashable, make: Callable[[], T]) -> T:
 
 
 def beside(decoder: Decoder, kind: str, wanted: Callable[[str], bool], cure: str) -> Compressor:
-    """The compressor whose tensors stand beside the model's own in its checkpoint.
-
-    Args:
-        decoder: the model.
-        kind: name of the method.
-        wanted: whether a tensor of the checkpoint is one of the compressor's.
-        cure: where there is such a checkpoint.
-
-    Raises:
-        I2CLError: if there is none, or the files are damaged.
-    """
-    folder = checkpoint_folder(decoder.model)
+    """The compressor beside a model's own tensors in its checkpoint; raises I2CLError if it is none."""
+    folder = folder_of(decoder.model)
     tensors = {} if folder is None else stored_tensors(folder, wanted)
     if not tensors:
         raise NoCompressorError(f"{decoder.name!r} holds no {kind} compressor beside its weights: {cure}")
@@ -107,22 +85,14 @@ def bundled(decoder: Decoder, kind: str) -> Compressor | None:
 
 
 def require_type(decoder: Decoder, kind: str, known: Collection[str]) -> None:
-    """Refuse a model type that a compressor is not known for.
-
-    Raises:
-        I2CLError: naming those that are.
-    """
-    found = decoder.model.config.model_type
-    if found not in known:
-        raise NoCompressorError(f"{kind} is known for {' and '.join(sorted(known))}, not for {found!r}")
+    """Refuse a model type that a compressor is not known for. Raises I2CLError naming those that are."""
+    model_type = decoder.model.config.model_type
+    if model_type not in known:
+        raise NoCompressorError(f"{kind} is known for {' and '.join(sorted(known))}, not for {model_type!r}")
 
 
-def exchanges(decoder: Decoder, task: Task, demonstrations: Sequence[Example]) -> list[str]:
-    """Each demonstration with its label word and the separator, as text.
-
-    Raises:
-        I2CLError: if there are none.
-    """
+def exchanges(decoder: Decoder, task: Task, demonstrations: Examples) -> list[str]:
+    """Each demonstration with its label word and the separator; raises I2CLError if there are none."""
     if not demonstrations:
         raise I2CLError("a compressor needs demonstrations: give at least one")
     encoder, template = decoder.encoder, task.template
@@ -142,15 +112,7 @@ def asked_behind(decoder: Decoder, task: Task) -> Questions:
 
 @dataclass(frozen=True)
 class BehindVectors:
-    """Scores label words behind queries that stand behind vectors.
-
-    Attributes:
-        questions: the task, asked of the model; see `asked_behind`.
-        prefix: of the vectors.
-        right: tokens behind each query.
-        edit: applied to queries.
-        cost: what all that takes.
-    """
+    """Scores label words behind queries, which stand behind vectors and before the tokens ``right``."""
 
     questions: Questions
     prefix: Prefix
@@ -162,9 +124,9 @@ class BehindVectors:
         """Log-probability of each label word."""
         decoder, labels = self.questions.decoder, self.questions.labels
         queries = [ids + self.right for ids in self._queries(texts)]
-        found = score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
-        require_finite(found, decoder)
-        return found
+        scores = score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
+        require_finite(scores, decoder)
+        return scores
 
     def _queries(self, texts: Sequence[str]) -> list[Ids]:
         """Token ids of each query without a BOS, its text cut where the room behind the vectors is short."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaModel
@@ -21,24 +21,18 @@ from i2cl.methods.compressors.base import Compressor, bare, beside, bundled, exc
 from i2cl.methods.prompts import PromptPredictor, shared_ids
 from i2cl.models.batching import Batch, Ids, budget_chunks, make_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
+from i2cl.models.edits import Edit, States
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.scoring import Progress, Questions
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 
 CHUNK = 256
 """Tokens of a chunk, at most."""
 
 
-class CEPEConfig(BaseModel):
-    """Where demonstrations stand.
-
-    Attributes:
-        in_decoder: so many of them as text before the query, the first ones; the others as chunks (the
-            release's own evaluation has 2).
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class CEPEConfig(Settings):
+    """So many demonstrations stand ``in_decoder``, as text (2 in the release), the others are chunks."""
 
     in_decoder: int = Field(0, ge=0)
 
@@ -56,22 +50,13 @@ class CrossLayer:
 
 class CrossAttention(Edit):
     """Adds to what a layer's attention writes the cross-attention of the stream behind it to some states.
-
     The keys and values of all layers are made at once, so that a batch costs only the attention itself.
-
-    Attributes:
-        heads: of the decoder's attention.
-        eps: of its norms.
     """
 
     sees_input = True
 
     def __init__(
-        self,
-        layers: Mapping[int, CrossLayer],
-        states: Float[Tensor, "tokens width"],
-        heads: int,
-        eps: float,
+        self, layers: Mapping[int, CrossLayer], states: Float[Tensor, "tokens width"], heads: int, eps: float
     ) -> None:
         self.layers = layers if len(states) else {}
         self.heads, self.eps = heads, eps
@@ -84,27 +69,25 @@ class CrossAttention(Edit):
         }
         self._residual = states
 
-    def enter(self, _layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
+    def enter(self, _layer: int, residual: States) -> None:
         """Remember the stream: attention adds to it."""
         self._residual = residual
 
-    def output(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], _batch: Batch
-    ) -> Float[Tensor, "lines tokens d"] | None:
+    def output(self, layer: int, index: int, output: States, _batch: Batch) -> States | None:
         """Attention's own output and the cross-attention of their sum; nothing else of the MLP's."""
         own = self.layers.get(layer)
         if index == 1 or own is None:
             return None
         return output + self.attend(layer, self._residual.to(output.device) + output)
 
-    def attend(self, layer: int, stream: Float[Tensor, "lines tokens d"]) -> Float[Tensor, "lines tokens d"]:
+    def attend(self, layer: int, stream: States) -> States:
         """What the cross-attention of a layer writes, given the residual stream."""
         own, where = self.layers[layer], stream.device
         normed = rms_norm(stream, (stream.shape[-1],), own.norm.to(where), self.eps)
-        asked = self._split(linear(normed, own.q.to(where)), own)
+        queries = self._split(linear(normed, own.q.to(where)), own)
         keys, values = (one.to(where).expand(len(stream), -1, -1, -1) for one in self._read[layer])
-        found = scaled_dot_product_attention(asked, keys, values, enable_gqa=True)
-        written: Tensor = linear(found.transpose(1, 2).flatten(2), own.o.to(where))
+        attention = scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+        written: Tensor = linear(attention.transpose(1, 2).flatten(2), own.o.to(where))
         return written
 
     def _split(self, wide: Float[Tensor, "lines tokens wide"], own: CrossLayer) -> Tensor:
@@ -115,15 +98,7 @@ class CrossAttention(Edit):
 
 @dataclass(frozen=True)
 class ContextEncoder:
-    """A bidirectional encoder and the layers that read its states.
-
-    Attributes:
-        encoder: a Llama, run without a causal mask.
-        layers: by the number of the decoder's block that each belongs to.
-        heads: of the decoder's attention.
-        eps: of its norms.
-        budget: padded tokens that the encoder runs at once.
-    """
+    """A bidirectional encoder and the decoder's layers that read it; ``budget`` is in padded tokens."""
 
     encoder: LlamaModel
     layers: Mapping[int, CrossLayer]
@@ -133,18 +108,18 @@ class ContextEncoder:
 
     def states(self, chunks: Sequence[Ids]) -> Float[Tensor, "tokens width"]:
         """The encoder's output behind its final norm: each chunk by itself, one behind the other."""
-        found: dict[int, Tensor] = {}
+        states: dict[int, Tensor] = {}
         for rows in budget_chunks(chunks, self.budget):
             batch = make_batch([chunks[row] for row in rows], self.encoder.device)
             places = torch.arange(batch.input_ids.shape[1], device=self.encoder.device)
             real = (places <= batch.last[:, None])[:, None, None]  # every token sees all of its chunk
             mask = real.expand(-1, 1, len(places), -1)
             output = self.encoder(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
-            found |= {
+            states |= {
                 row: own[: len(chunks[row])] for row, own in zip(rows, output.last_hidden_state, strict=True)
             }
         none = torch.empty(0, self.encoder.config.hidden_size, device=self.encoder.device)
-        return torch.cat([none.to(self.encoder.dtype), *(found[row] for row in range(len(chunks)))])
+        return torch.cat([none.to(self.encoder.dtype), *(states[row] for row in range(len(chunks)))])
 
     def edit(self, states: Float[Tensor, "tokens width"]) -> CrossAttention:
         """Lets the decoder attend to the states."""
@@ -153,13 +128,7 @@ class ContextEncoder:
 
 @dataclass(frozen=True)
 class CrossPredictor:
-    """Scores label words behind a prompt whose tokens attend to the states of demonstrations too.
-
-    Attributes:
-        prompt: the query, behind demonstrations or not.
-        own: the encoder.
-        states: of the other demonstrations; their keys and values are made at each call.
-    """
+    """Scores label words behind a prompt whose tokens attend to the states of demonstrations too."""
 
     prompt: PromptPredictor
     own: ContextEncoder
@@ -190,13 +159,9 @@ class CEPE(Method):
 
     config: CEPEConfig = field(default_factory=CEPEConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> CrossPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CrossPredictor:
         """Encode the demonstrations, and run those that stand before the query.
-
-        Raises:
-            I2CLError: if MODEL is no CEPE model, or what stands before the query does not fit the context.
+        Raises I2CLError if MODEL is no CEPE model, or what stands before the query does not fit the context.
         """
         own = context_encoder(decoder)
         first = demonstrations[: self.config.in_decoder]
@@ -220,31 +185,30 @@ def _ends(chunks: Sequence[Ids], task: Task) -> list[Ids]:
 
 
 def context_encoder(decoder: Decoder) -> ContextEncoder:
-    """The encoder beside a model, and the layers that read it; loaded once.
-
-    Raises:
-        I2CLError: if there is none, or it does not fit the model.
-    """
+    """The encoder beside a model, loaded once; raises I2CLError if there is none, or it does not fit."""
     require_type(decoder, CEPE.name, {"llama"})
     return once(decoder, CEPE.name, lambda: _loaded(decoder))
 
 
 def _loaded(decoder: Decoder) -> ContextEncoder:
+    wanted = lambda name: name.startswith("encoder.") or ".cross_attn." in name  # noqa: E731
     cure = "give a CEPE model as MODEL, such as hyen/CEPE-LLaMA-2-7B"
-    found = bundled(decoder, CEPE.name) or beside(decoder, CEPE.name, _is_ours, cure)
-    count, told = found.settings.get("num_cross_attn_layers"), found.settings.get("encoder_config")
-    if not isinstance(count, int) or not 0 < count <= decoder.layers or not isinstance(told, dict):
+    compressor = bundled(decoder, CEPE.name) or beside(decoder, CEPE.name, wanted, cure)
+    count, fields = map(compressor.settings.get, ("num_cross_attn_layers", "encoder_config"))
+    if not isinstance(count, int) or not 0 < count <= decoder.layers or not isinstance(fields, dict):
         raise I2CLError(
             f"the config.json of {decoder.name!r} tells no encoder_config, or no num_cross_attn_layers from "
             f"1 to {decoder.layers}: download it again"
         )
-    encoder = LlamaModel(LlamaConfig.from_dict({**told, "attn_implementation": "sdpa"}))
+    encoder = LlamaModel(LlamaConfig.from_dict({**fields, "attn_implementation": "sdpa"}))
     shapes = {name: value.shape for name, value in encoder.state_dict().items()}
-    encoder.load_state_dict({name: found.tensor(f"encoder.{name}", *shape) for name, shape in shapes.items()})
+    encoder.load_state_dict(
+        {name: compressor.tensor(f"encoder.{name}", *shape) for name, shape in shapes.items()}
+    )
     encoder = encoder.eval().requires_grad_(False).to(decoder.device, decoder.model.dtype)
     config: Any = decoder.model.config
     layers = {
-        number: _layer(decoder, found, number, encoder.config.hidden_size)
+        number: _layer(decoder, compressor, number, encoder.config.hidden_size)
         for number in range(decoder.layers - count, decoder.layers)
     }
     return ContextEncoder(
@@ -252,7 +216,7 @@ def _loaded(decoder: Decoder) -> ContextEncoder:
     )
 
 
-def _layer(decoder: Decoder, found: Compressor, number: int, width: int) -> CrossLayer:
+def _layer(decoder: Decoder, compressor: Compressor, number: int, width: int) -> CrossLayer:
     config: Any = decoder.model.config
     own = getattr(config, "head_dim", None) or decoder.d_model // config.num_attention_heads
     wide, narrow = own * config.num_attention_heads, own * config.num_key_value_heads
@@ -264,9 +228,5 @@ def _layer(decoder: Decoder, found: Compressor, number: int, width: int) -> Cros
         "o_proj": (decoder.d_model, wide),
     }
     start = f"model.layers.{number}.cross_attn"
-    tensors = [found.tensor(f"{start}.{name}.weight", *shape) for name, shape in shapes.items()]
+    tensors = [compressor.tensor(f"{start}.{name}.weight", *shape) for name, shape in shapes.items()]
     return CrossLayer(*(one.to(decoder.device, decoder.model.dtype) for one in tensors))
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith("encoder.") or ".cross_attn." in name

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
@@ -29,12 +29,13 @@ from i2cl.methods.compressors.base import (
     require_type,
 )
 from i2cl.models.batching import Batch, Ids
-from i2cl.models.checkpoint import checkpoint_folder, read_tensors
+from i2cl.models.checkpoint import folder_of, read_tensors
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
+from i2cl.models.edits import Edit, States
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.hooks import add_to_outputs
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 
 VERSIONS = {"llama": "1", "mistral": "2"}
 """The release that a model type belongs to."""
@@ -55,7 +56,7 @@ FILES = ("icae.safetensors", "icae.pt")
 PAIR = re.compile(r"icae\.base_model\.model\.(?P<module>.+)\.lora_A\.default\.weight")
 
 
-class ICAEConfig(BaseModel):
+class ICAEConfig(Settings):
     """The compressor, and how it is used.
 
     Attributes:
@@ -69,8 +70,6 @@ class ICAEConfig(BaseModel):
         left: version 2, ``ft``: token ids in front of the slots, spaces between (default: Mistral's [INST]).
         right: the same, behind the query.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     compressor: str | None = None
     version: Literal["auto", "1", "2"] = "auto"
@@ -89,9 +88,7 @@ class PutIn(Edit):
     def __init__(self, vector: Float[Tensor, " d"]) -> None:
         self.vector = vector
 
-    def output(
-        self, _layer: int, _index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
-    ) -> Float[Tensor, "lines tokens d"]:
+    def output(self, _layer: int, _index: int, output: States, batch: Batch) -> States:
         """The vector there, the tokens' own embeddings elsewhere."""
         here: Bool[Tensor, "lines tokens"] = torch.zeros_like(batch.input_ids, dtype=torch.bool)
         here[0 if batch.packed else torch.arange(len(here)), batch.last] = True
@@ -101,12 +98,8 @@ class PutIn(Edit):
 @dataclass(frozen=True)
 class AutoEncoder:
     """A frozen model with what makes it write memory slots.
-
-    Attributes:
-        decoder: the model.
-        embeddings: input embeddings of the memory, then of ae, lm and ft.
-        adapter: low-rank pairs by module, (rank x in) and (out x rank), the scale in the second.
-        version: of the release.
+    ``embeddings`` are those of the memory, then of ae, lm and ft; the adapter has pairs (rank x in) and (out
+    x rank) by module, the scale in the second.
     """
 
     decoder: Decoder
@@ -146,11 +139,7 @@ class AutoEncoder:
         return [context[start : start + size] for start in range(0, len(context), size)]
 
     def slots(self, segments: Sequence[Ids]) -> Float[Tensor, "slots d"]:
-        """The memory slots of some segments, in their order.
-
-        Raises:
-            I2CLError: if a segment and its memory exceed the context.
-        """
+        """The memory slots of some segments, in order; raises I2CLError if one and its slots are too long."""
         longest, limit = max(map(len, segments)) + len(self.memory), self.decoder.max_length
         if limit is not None and longest > limit:
             raise I2CLError(
@@ -177,14 +166,8 @@ class ICAE(Method):
 
     config: ICAEConfig = field(default_factory=ICAEConfig)
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> BehindVectors:
-        """Write the slots, then run them.
-
-        Raises:
-            I2CLError: if there is no compressor or it does not fit the model, or the context is full.
-        """
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
+        """Write the slots, then run them. Raises I2CLError without a compressor, or on a full context."""
         own = auto_encoder(decoder, self.config)
         text = task.template.opening + "".join(exchanges(decoder, task, demonstrations))
         with torch.no_grad():
@@ -195,11 +178,7 @@ class ICAE(Method):
 def behind_slots(
     own: AutoEncoder, task: Task, slots: Float[Tensor, "slots d"], config: ICAEConfig
 ) -> BehindVectors:
-    """A task whose queries stand behind memory slots, in the form that is asked for.
-
-    Raises:
-        I2CLError: if the slots fill the context, or the vocabulary lacks a token id of the form.
-    """
+    """A task whose queries stand behind memory slots; raises I2CLError if these do not fit the model."""
     decoder, edit = own.decoder, None
     right: Ids = ()
     parts = [slots] if config.form == "bare" else [slots, own.special(config.form)]
@@ -218,21 +197,17 @@ def behind_slots(
 
 
 def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
-    """A model with a compressor of its own.
-
-    Raises:
-        I2CLError: if none is given, or it does not fit the model.
-    """
+    """A model with a compressor of its own; raises I2CLError if none is given, or it does not fit."""
     require_type(decoder, ICAE.name, VERSIONS)
     ours = None if config.compressor else bundled(decoder, ICAE.name)
     name = "the bundled file" if ours else config.compressor or _beside(decoder)
     version: Any = VERSIONS[decoder.model.config.model_type] if config.version == "auto" else config.version
-    found = ours or Compressor({}, read_tensors(name, _is_ours))
+    compressor = ours or Compressor({}, read_tensors(name, _is_ours))
     rows = -1 if config.memory is None else config.memory + len(AFTER_MEMORY)
-    memory = found.tensor(MEMORY, rows, decoder.d_model)
+    memory = compressor.tensor(MEMORY, rows, decoder.d_model)
     if len(memory) <= len(AFTER_MEMORY):
         raise I2CLError(f"{name!r} holds {len(memory)} memory embeddings: give another file")
-    adapter = dict(_pairs(decoder, found, config.alpha))
+    adapter = dict(_pairs(decoder, compressor, config.alpha))
     if len(adapter) != 2 * decoder.layers:
         raise I2CLError(
             f"{name!r} adapts {len(adapter)} projections, and {decoder.name!r} has "
@@ -243,10 +218,10 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
 
 def _beside(decoder: Decoder) -> str:
     """The file that stands beside the model's weights."""
-    folder = checkpoint_folder(decoder.model)
-    found = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
-    if found:
-        return str(found[0])
+    folder = folder_of(decoder.model)
+    files = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
+    if files:
+        return str(files[0])
     raise NoCompressorError(
         f"icae needs a compressor for {decoder.name!r}: give --set compressor=FILE or owner/repository/file "
         f"of the hub, or put it beside the model's weights as {FILES[0]}"
@@ -257,8 +232,10 @@ def _is_ours(name: str) -> bool:
     return name == MEMORY or ".lora_" in name
 
 
-def _pairs(decoder: Decoder, found: Compressor, alpha: float) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    for name in found.tensors:
+def _pairs(
+    decoder: Decoder, compressor: Compressor, alpha: float
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    for name in compressor.tensors:
         match = PAIR.fullmatch(name)
         if match is None:
             continue
@@ -269,9 +246,9 @@ def _pairs(decoder: Decoder, found: Compressor, alpha: float) -> Iterator[tuple[
                 f"the compressor adapts {match['module']}, which {decoder.name!r} has not: take the "
                 "compressor and the model that belong together"
             ) from None
-        first = found.tensor(name, -1, module.in_features)
+        first = compressor.tensor(name, -1, module.in_features)
         rank = len(first)
-        second = found.tensor(name.replace("lora_A", "lora_B"), module.out_features, rank)
+        second = compressor.tensor(name.replace("lora_A", "lora_B"), module.out_features, rank)
         yield match["module"], (_like(decoder, first), _like(decoder, second) * (alpha / rank))
 
 

@@ -53,17 +53,9 @@ def run_jobs(
     decoder: Decoder, source: DecoderSource, jobs: Sequence[Job[R_co]], workers: int
 ) -> Iterator[tuple[int, R_co]]:
     """Place and result of each job as it is done.
-
-    Every process has its share of the threads, warns through this one, and ends when the generator does.
-
-    Args:
-        decoder: used for one worker.
-        source: used for several.
-        jobs: what to do.
-        workers: how many processes.
-
-    Raises:
-        I2CLError: from the first job that fails with one, or if a process dies; the others are dropped.
+    Every process has its share of the threads, warns through this one, and ends when the generator does. With
+    one worker the decoder is used, with several the source. Raises I2CLError from the first job that fails
+    with one, or if a process dies; the others are dropped.
     """
     if workers == 1:
         yield from ((place, job.run(decoder)) for place, job in enumerate(jobs))

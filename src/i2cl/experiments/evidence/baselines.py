@@ -27,7 +27,7 @@ from i2cl.methods.i2cl import I2CL
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Example, Examples, Task
 
 FREE = ("zero_shot", "zero_shot+batch_calibration")
 """What costs nothing beside the model: an injection has to beat all of it."""
@@ -40,15 +40,7 @@ Split = Literal["train", "test", "demonstrations"]
 
 @dataclass(frozen=True)
 class Score:
-    """How one method did.
-
-    Attributes:
-        accuracy: share of the rows answered rightly.
-        low, high: its 95 % interval (`wilson`).
-        fit_seconds: from demonstrations to a predictor.
-        milliseconds_per_query: tokenisation included.
-        cached_bytes: kept per task.
-    """
+    """How one method did, with its 95 % interval (`wilson`); bytes are those kept per task."""
 
     accuracy: float
     low: float
@@ -100,13 +92,10 @@ def baselines() -> list[Method]:
     return make_methods(BASELINES) + ([rival.configured({"encoder": encoder})] if encoder else [])
 
 
-def labelled_rows(task: Task, demonstrations: Sequence[Example], limit: int) -> tuple[Example, ...]:
+def labelled_rows(task: Task, demonstrations: Examples, limit: int) -> tuple[Example, ...]:
     """Rows to score on: test rows or, without any, training rows; none whose text is a demonstration's.
 
-    Args:
-        task: with its splits.
-        demonstrations: that something was fitted to.
-        limit: at most so many, as equal in number per class as the rows allow; 0 for none.
+    At most ``limit``, as equal in number per class as the rows allow; 0 for none.
 
     Returns:
         No rows where none remain.
@@ -123,8 +112,8 @@ def with_worth(
     injection: Injection,
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
-    queries: Sequence[Example],
+    demonstrations: Examples,
+    queries: Examples,
     *,
     seconds: float,
     method: Method | None = None,
@@ -135,19 +124,9 @@ def with_worth(
     """The same injection with what it is worth on labelled rows, and a temperature that fits these.
 
     The baselines have the same demonstrations and seed. One that cannot be run, such as few-shot where the
-    demonstrations do not fit into the context, is told as such.
-
-    Args:
-        injection: calibrated.
-        decoder: the model.
-        task: with the splits.
-        demonstrations: that the injection was fitted to.
-        queries: see `labelled_rows`.
-        seconds: that the fit took.
-        method: that made the injection; default: I2CL.
-        target: accuracy of the answers that are sure enough; see `i2cl.experiments.evidence.selective`.
-        watch: called with the name of each method before it runs.
-        progress: called as queries finish.
+    demonstrations do not fit into the context, is told as such. ``queries`` are those of `labelled_rows`,
+    ``method`` made the injection in so many ``seconds`` (default: I2CL), ``target`` is an accuracy of
+    `i2cl.experiments.evidence.selective`. ``watch`` is called with the name of each method before it runs.
 
     Raises:
         I2CLError: without queries or with too few for the target, or on an empty text.
@@ -168,8 +147,8 @@ def with_folds(
     injection: Injection,
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
-    make: Callable[[Sequence[Example]], Injection],
+    demonstrations: Examples,
+    make: Callable[[Examples], Injection],
     *,
     seconds: float,
     method: Method | None = None,
@@ -178,27 +157,12 @@ def with_folds(
     progress: Progress | None = None,
 ) -> Injection:
     """`with_worth` where no other labelled rows remain: refits answer what they have not seen.
-
-    A text that several demonstrations have is asked once. What else has demonstrations is made anew for
-    the same folds. A refit has fewer of them than the fit, so what is measured is on the whole a little low.
-
-    Args:
-        injection: made of all demonstrations.
-        decoder: the model.
-        task: with its labels.
-        demonstrations: see `i2cl.methods.calibrated.folds.fold_rows`.
-        make: makes an injection of some of them, as this one was made.
-        seconds: see `with_worth`, as for what follows.
-        method: see there.
-        folds: how many refits.
-        watch: see there.
-        progress: see there.
-
-    Raises:
-        I2CLError: where some refit would not see all labels.
+    A text that several demonstrations have is asked once. What else has demonstrations is made anew for the
+    same folds. A refit has fewer of them than the fit, so what is measured is on the whole a little low.
+    Raises I2CLError where some refit would not see all labels.
     """
     shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method or I2CL())
-    asked = tuple({example.text: example for example in reversed(shown)}.values())[::-1]
+    unique = tuple({example.text: example for example in reversed(shown)}.values())[::-1]
     free, others = baselines()[: len(FREE)], baselines()[len(FREE) :]
 
     def again(other: Method) -> Fitted:
@@ -215,7 +179,7 @@ def with_folds(
 
     fits = _fits(free, decoder, task, shown, seed)
     fits |= {other.called: partial(again, other) for other in others} | {by.called: ours}
-    return _told(injection, by, fits, "demonstrations", decoder, task, asked, watch, progress)
+    return _told(injection, by, fits, "demonstrations", decoder, task, unique, watch, progress)
 
 
 def _by(injection: Injection, method: Method) -> Method:
@@ -233,12 +197,7 @@ def _fits(
 
 
 def tempered(run: Run, temperatures: tuple[float, float]) -> tuple[float, Confidence]:
-    """The most probable temperature given a run's rows, and the four numbers of confidence at it.
-
-    Args:
-        run: with its scores.
-        temperatures: the prior's; see `i2cl.methods.Method.temperatures`.
-    """
+    """The most probable temperature given a run's rows, and the four numbers of confidence at it."""
     scores = run.scores.array if run.scores else np.empty((0, len(run.labels)))
     gold = np.array(run.gold)
     temperature = likely_temperature(scores, gold, *temperatures)
@@ -252,7 +211,7 @@ def _told(
     split: Split,
     decoder: Decoder,
     task: Task,
-    queries: Sequence[Example],
+    queries: Examples,
     watch: Callable[[str], None] | None,
     progress: Progress | None,
     target: float | None = None,
@@ -265,27 +224,21 @@ def _told(
         if watch is not None:
             watch(name)
         try:
-            fitted = fit()
-            runs[name] = measure(decoder, task, fitted, queries, progress)
-        except I2CLError as error:
-            if name in required:
+            runs[name] = measure(decoder, task, fit(), queries, progress)
+        except (I2CLError, RuntimeError) as error:
+            if name in required or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
                 raise
-            not_run[name] = str(error)
-        except RuntimeError as error:
-            if name in required or not is_out_of_memory(error):
-                raise
-            not_run[name] = "out of memory"
-    ours = list(runs.values())[-1]
-    temperature, sure = tempered(ours, by.temperatures)
-    worth = _compared(ours, runs, not_run, split, sure)
-    if target is not None and ours.scores is not None:
-        chances = highest(normalised(ours.scores.array, temperature))
-        worth = replace(worth, selection=selection(chances, _right(ours), target))
-    injection = replace(injection, temperature=temperature)
+            not_run[name] = str(error) if isinstance(error, I2CLError) else "out of memory"
+    run = list(runs.values())[-1]
+    temperature, sure = tempered(run, by.temperatures)
+    worth = _compared(run, runs, not_run, split, sure)
+    if target is not None and run.scores is not None:
+        chances = highest(normalised(run.scores.array, temperature))
+        worth = replace(worth, selection=selection(chances, _right(run), target))
+    injection = replace(injection, temperature=temperature, worth=asdict(worth))
     if split == "demonstrations":  # no measurement to publish
-        return replace(injection, worth=asdict(worth))
-    metrics = {"accuracy": ours.accuracy, "macro_f1": ours.macro_f1, "n": ours.n}
-    return replace(injection, metrics=metrics, worth=asdict(worth))
+        return injection
+    return replace(injection, metrics={"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n})
 
 
 def _compared(
@@ -294,21 +247,10 @@ def _compared(
     mine = _right(ours)
     free = {name: _right(runs[name]) for name in FREE if name in runs}
     counts = {name: (int((mine & ~one).sum()), int((one & ~mine).sum())) for name, one in free.items()}
-    told = verdict(counts, ours.n)
     scores = {name: _score(run) for name, run in runs.items()}
+    answer: dict[str, Any] = asdict(verdict(counts, ours.n))
     return Worth(
-        ours.n,
-        split,
-        told.words,
-        told.against,
-        told.difference,
-        told.low,
-        told.high,
-        told.p,
-        scores,
-        not_run,
-        asdict(sure),
-        {},
+        ours.n, split, **answer, methods=scores, not_run=not_run, confidence=asdict(sure), selection={}
     )
 
 

@@ -27,12 +27,7 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster in use.
-
-    Attributes:
-        share: what one worker takes: a GPU, or a core where there are no GPUs.
-        workers: how many such workers fit.
-    """
+    """A cluster in use: what one worker takes (a GPU, or a core where there are none), and how many fit."""
 
     share: dict[str, Any]
     workers: int
@@ -40,14 +35,7 @@ class Cluster:
 
 @contextmanager
 def joined(address: str | None) -> Iterator[Cluster]:
-    """A cluster for as long as the block runs.
-
-    Args:
-        address: of a running cluster, such as ``auto`` or ``ray://head:10001``; None starts one here.
-
-    Raises:
-        I2CLError: if the package ray is lacking, or no cluster answers.
-    """
+    """A cluster while the block runs; raises I2CLError if Ray is not installed, or no cluster answers."""
     needs("--executor ray", "ray", "ray")
     import ray
 
@@ -69,10 +57,10 @@ def joined(address: str | None) -> Iterator[Cluster]:
 
 def _require_answer(address: str) -> None:
     """Raise OSError unless whatever listens at HOST:PORT, if it is such an address, speaks HTTP/2."""
-    found = re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address)
-    if found is None or os.environ.get("RAY_USE_TLS", "0") != "0":
+    match = re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address)
+    if match is None or os.environ.get("RAY_USE_TLS", "0") != "0":
         return
-    with socket.create_connection((found[1], int(found[2])), timeout=PATIENCE) as line:
+    with socket.create_connection((match[1], int(match[2])), timeout=PATIENCE) as line:
         line.sendall(_HELLO)
         if line.recv(4)[3:] != b"\4":
             raise ConnectionError("what answers there is no Ray")
@@ -81,7 +69,6 @@ def _require_answer(address: str) -> None:
 @contextmanager
 def quiet_core() -> Iterator[None]:
     """Keep what Ray's C++ core writes to stderr away from users; Python's own stderr stays.
-
     Ray Data makes it warn of its own doing with every actor: https://github.com/ray-project/ray/issues/57733.
     """
     before = sys.stderr
@@ -106,16 +93,9 @@ def run_on_ray(
     source: Callable[[], Decoder], jobs: Sequence[GroupJob], address: str | None, workers: int | None = None
 ) -> Iterator[list[Record]]:
     """Records of each job as it ends.
-
-    Args:
-        source: loads the model, in every actor.
-        jobs: what to run.
-        address: of a running cluster, such as ``auto`` or ``ray://head:10001``; None starts one here.
-        workers: actors; default: one per GPU of the cluster, or per core without any.
-
-    Raises:
-        I2CLError: if the package ray is lacking, no cluster answers, the model cannot be loaded, a store
-            cannot be written, or an actor dies.
+    See `joined` for the address; by default one worker per GPU of the cluster, or per core without any.
+    Raises I2CLError if the package ray is lacking, no cluster answers, the model cannot be loaded, a store
+    cannot be written, or an actor dies.
     """
     with joined(address) as cluster:
         import ray

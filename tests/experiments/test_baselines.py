@@ -11,12 +11,7 @@ import torch
 from i2cl import CalibrationConfig, Example, I2CLError, Injection, calibrate, extract
 from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evaluation import evaluate
-from i2cl.experiments.evidence.worth import (
-    BASELINES,
-    labelled_rows,
-    with_folds,
-    with_worth,
-)
+from i2cl.experiments.evidence.baselines import BASELINES, labelled_rows, with_folds, with_worth
 from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.methods import make_methods
 from i2cl.models.decoder import Decoder
@@ -163,15 +158,6 @@ def test_it_is_kept_with_the_artefact_and_one_without_it_loads(decoder, task, tm
     assert Injection.from_pretrained(tmp_path / "without").worth == {}
 
 
-def test_the_model_stays_as_it_was(decoder, task):
-    before = [parameter.requires_grad for parameter in decoder.model.parameters()]
-    side = decoder.tokenizer.padding_side
-    measured(decoder, task)
-    assert [parameter.requires_grad for parameter in decoder.model.parameters()] == before
-    assert decoder.tokenizer.padding_side == side
-    assert not any(module._forward_hooks for module in decoder.model.modules())
-
-
 # Where no rows are left
 
 
@@ -220,7 +206,7 @@ def test_a_text_with_copies_counts_once(decoder, task):
 
 FIT = """
 import sys
-lacking = {"scipy", "sklearn", "duckdb", "matplotlib"}  # as if not installed
+lacking = {"scipy", "sklearn", "matplotlib"}  # as if not installed
 for name in [name for name in sys.modules if name.partition(".")[0] in lacking | {"i2cl"}]:
     del sys.modules[name]
 sys.modules.update(dict.fromkeys(lacking))
@@ -242,7 +228,7 @@ def test_fit_needs_no_extra(tmp_path):
         "-o",
         tmp_path / "out",
     ]
-    code, _, errors = finished(FIT, "fit", "reference", "mood-colour-1", *options)
+    code, _, errors = finished(FIT, "fit", "reference", "mood-colour-1", *options, "-o", tmp_path / "out")
     assert code == 0, errors
     assert Injection.from_pretrained(tmp_path / "out").worth["rows"] == 4
 

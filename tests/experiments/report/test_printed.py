@@ -1,9 +1,23 @@
 import math
+import re
 
 import pydantic
 import pytest
 
+from experiments.report.made import (
+    LLAMA,
+    LLAMA3,
+    cells,
+    experiment,
+    llama,
+    noted,
+    section,
+    table,
+    texts,
+    trial,
+)
 from i2cl.errors import I2CLError
+from i2cl.experiments.library import load_experiment
 from i2cl.experiments.report.printed import (
     PrintedRow,
     PrintedTable,
@@ -12,32 +26,21 @@ from i2cl.experiments.report.printed import (
     printed_tables,
     recomputed_average,
 )
-from i2cl.tasks.registry import PAPER_TASKS, SYNTHETIC
+from i2cl.tasks.registry import PAPER_TASKS
+from i2cl.tasks.synthetic import NAME as SYNTHETIC
 
-LLAMA = "meta-llama/Llama-2-7b-hf"
 GPTJ = "EleutherAI/gpt-j-6b"
 GPT2 = "openai-community/gpt2-xl"
-LLAMA3 = "meta-llama/Meta-Llama-3-8B"
 TABLES = printed_tables()
 
 
 def test_tables_are_those_of_the_paper_in_its_order():
-    found = [(int(t.paper.split(":")[0].removeprefix("Table ")), t.name, t.model) for t in TABLES]
-    assert found == [
-        (1, "main", "Llama2-7b"),
-        (2, "peft", "Llama2-7b"),
-        (3, "transfer", "Llama2-7b"),
-        (4, "ablation-module", "Llama2-7b"),
-        (5, "ablation-layer", "Llama2-7b"),
-        (6, "ablation-position", "Llama2-7b"),
-        (7, "ablation-noise", "Llama2-7b"),
-        (8, "ablation-formula", "Llama2-7b"),
-        (11, "main", "GPT-J-6B"),
-        (12, "main", "GPT2-XL"),
-        (13, "main", "Llama3-8B"),
-        (14, "synthetic", "Llama2-7b"),
-        (15, "over-icl", "Llama2-7b"),
-    ]
+    found = [(int(t.paper.split(":")[0].removeprefix("Table ")), t.name) for t in TABLES]
+    ablations = [f"ablation-{name}" for name in ("module", "layer", "position", "noise", "formula")]
+    names = ["main", "peft", "transfer", *ablations, "main", "main", "main", "synthetic", "over-icl"]
+    assert found == list(zip([*range(1, 9), *range(11, 16)], names, strict=True))
+    others = {11: "GPT-J-6B", 12: "GPT2-XL", 13: "Llama3-8B"}
+    assert [t.model for t in TABLES] == [others.get(number, "Llama2-7b") for number, _ in found]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.name}-{table.model}")
@@ -170,10 +173,10 @@ def test_averages_that_their_rows_contradict():
 
 def test_all_other_averages_are_right_to_their_last_digit():
     wrong = {(bad.table.paper, bad.row) for bad in inconsistent_averages()}
-    for table in TABLES:
-        for name, printed in table.rows.items():
+    for one in TABLES:
+        for name, printed in one.rows.items():
             mean = recomputed_average(printed)
-            if mean is not None and printed.average is not None and (table.paper, name) not in wrong:
+            if mean is not None and printed.average is not None and (one.paper, name) not in wrong:
                 assert printed.average == pytest.approx(mean, abs=0.0051)
 
 
@@ -201,22 +204,11 @@ def test_models_are_found_by_the_last_part_of_their_name(model, expected):
     assert printed_for("main", model).model == expected
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "reference",
-        "",
-        "/",
-        "gpt2",
-        "xl",
-        "my-gpt2-xl",
-        "gpt2-xl/checkpoint-1",
-        "meta-llama/Llama-2-7b-chat-hf",
-        "meta-llama/Llama-2-13b-hf",
-        "meta-llama/Meta-Llama-3-8B-Instruct",
-        "meta-llama/Llama-3.1-8B",
-    ],
-)
+OTHER = """reference gpt2 xl my-gpt2-xl gpt2-xl/checkpoint-1 meta-llama/Llama-2-7b-chat-hf
+meta-llama/Llama-2-13b-hf meta-llama/Meta-Llama-3-8B-Instruct meta-llama/Llama-3.1-8B /"""
+
+
+@pytest.mark.parametrize("model", ["", *OTHER.split()])
 def test_other_models_have_no_table(model):
     assert printed_for("main", model) is None
 
@@ -256,3 +248,108 @@ def test_tables_are_checked_and_frozen():
             PrintedTable.model_validate({**common, "rows": {"I2CL": wrong}})
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         printed_for("main", LLAMA).rows["I2CL"].average = 99.0
+
+
+# In reports
+
+
+def test_printed_rows_stand_below_ours_by_name_of_task():
+    found = table("tasks", experiment(["I2CL"], printed="main"), llama(tasks=("trec", "sst2")))
+    assert [row[0].text for row in found.rows] == ["I2CL", "I2CL (paper)"]
+    printed = cells(found)["I2CL (paper)"]
+    assert printed["trec"].text == "78.56 ± 5.32"
+    assert printed["sst2"].text == "87.68 ± 2.47"
+    assert printed["Average"].text == "75.12"
+    assert all(cell.printed for cell in printed.values())
+    assert printed["sst2"].mark == "‡"
+    assert "outside our 95 % interval" in noted(found, "‡")
+    assert "as printed in Table 1" in noted(found, "(paper)")
+    assert "2 here, 9 there" in noted(found, "other tasks than the paper's")
+    assert printed["Average"].mark == ""  # other tasks: nothing to compare
+    assert noted(found, "without results here").endswith("Task-vector, ICV and 3 more.")
+
+
+def test_a_task_that_the_paper_lacks_stays_empty():
+    found = table("tasks", experiment(["I2CL"], printed="main"), llama(tasks=("sst2", "mine")))
+    assert cells(found)["I2CL (paper)"]["mine"].text == ""
+
+
+@pytest.mark.parametrize("view", ["tasks", "average", "cost"])
+@pytest.mark.parametrize(("model", "name"), [("reference", "main"), (LLAMA, None), (LLAMA3, "peft")])
+def test_no_printed_rows_for_other_models_and_experiments(view, model, name):
+    found = table(view, experiment(["I2CL"], printed=name), llama(model=model))
+    assert "(paper)" not in str((found.columns, found.rows, found.notes))
+
+
+@pytest.mark.parametrize("view", ["tasks", "average"])
+def test_averages_that_contradict_their_rows_are_flagged(view):
+    asked = experiment(["Few-shot (ICL)", "I2CL"], printed="main", views=("tasks", "average"))
+    tasks = printed_for("main", LLAMA3).tasks
+    made = [
+        one for method in ("few_shot", "i2cl") for one in llama(method, LLAMA3, [0.72] * len(tasks), tasks)
+    ]
+    found = table(view, asked, made)
+    column = "Average" if view == "tasks" else "(paper)"
+    lines = cells(found)
+    flagged = lines["I2CL (paper)" if view == "tasks" else "I2CL"][column]
+    assert (flagged.text, flagged.mark) == ("81.18", "‡§")
+    notes = [note for note in found.notes if note.startswith("§")]
+    assert [re.findall(r"\d+\.\d\d", note) for note in notes] == [["81.26", "72.23"], ["81.18", "72.17"]]
+    assert not any("other tasks" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "row", "sst2", "average"),
+    [
+        ("princeton-nlp/AutoCompressor-Llama-2-7b-6k", "AutoComp.", "92.44 ± 3.29", "63.94"),
+        ("Llama-2-7b-chat-icae", "ICAE", "91.64 ± 1.69", "64.83"),
+        ("hyen/CEPE-LLaMA-2-7B", "CEPE", "74.28 ± 3.90", "64.08"),
+    ],
+)
+def test_a_compressor_stands_above_its_printed_row_alone(model, row, sst2, average):
+    asked = load_experiment("main")
+    method = next(one.method for one in asked.rows if one.name == row)
+    tasks = printed_for("main", LLAMA).tasks
+    made = [one for name in (method, "i2cl") for one in llama(name, model, [0.72] * len(tasks), tasks)]
+    found = table("tasks", asked, made)
+    assert [one[0].text for one in found.rows] == [row, f"{row} (paper)", "I2CL"]
+    printed = cells(found)[f"{row} (paper)"]
+    assert (printed["sst2"].text, printed["Average"].text) == (sst2, average)
+    assert ("§" in printed["Average"].mark) == (row == "AutoComp.")
+    assert "Table 1" in noted(found, "(paper)")
+    assert ("65.05" in str(found.notes)) == (row == "AutoComp.")
+
+
+def test_compressors_have_a_row_where_a_model_has_them_all():
+    asked = load_experiment("main")
+    made = [one for name in ("autocompressor", "icae", "cepe", "i2cl") for one in llama(name, "reference")]
+    assert list(texts(table("tasks", asked, made))) == ["AutoComp.", "ICAE", "CEPE", "I2CL"]
+
+
+def test_a_table_of_averages_alone_is_compared_over_the_nine_tasks():
+    asked = experiment(["I2CL"], printed="ablation-module", views=("average",))
+    tasks = printed_for("main", LLAMA).tasks
+    found = table("average", asked, llama(shares=[0.5] * 9, tasks=tasks))
+    assert (found.rows[0][-1].text, found.rows[0][-1].mark) == ("75.12", "‡")
+    fewer = table("average", asked, llama())
+    assert (fewer.rows[0][-1].text, fewer.rows[0][-1].mark) == ("75.12", "")
+
+
+def test_printed_costs():
+    found = cells(table("cost", experiment(["I2CL"], printed="peft"), llama()))["I2CL"]
+    assert found["Trained, thousands (paper)"].text == "0.13"
+    found = cells(table("cost", experiment(["I2CL"], printed="main"), llama()))["I2CL"]
+    assert found["Values kept (paper)"].text == "2DL"
+
+
+def test_another_source_of_printed_tables():
+    mine = PrintedTable(
+        name="x", paper="Table 9: mine", model="m", tasks=("sst2",), rows={"I2CL": PrintedRow(mean=(12.5,))}
+    )
+    found = table("tasks", experiment(["I2CL"], printed="x"), trial(), printed=lambda *_: mine)
+    assert texts(found)["I2CL (paper)"] == ["", "12.50", ""]
+    assert not any("other tasks" in note for note in found.notes)  # no average is printed
+
+
+def test_an_unknown_printed_table_is_named_in_the_section():
+    assert "no table 'x'" in section(experiment(printed="x"), trial()).missing[0]

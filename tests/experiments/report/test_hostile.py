@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from huggingface_hub import ModelCard
 
-from experiments.test_report import LLAMA, Page, always_right, experiment, failed
+from experiments.report.made import LLAMA, Page, always_right, experiment, failed
 from i2cl.experiments.report.document import build
 from i2cl.experiments.report.page import write
 from i2cl.experiments.report.render import csv_text, html, latex

@@ -1,0 +1,256 @@
+"""Reports as Markdown, LaTeX, CSV and HTML, and their files."""
+
+import csv
+import io
+import re
+import sys
+from html import unescape
+
+import numpy as np
+import pytest
+
+from experiments.report.made import (
+    LLAMA,
+    Page,
+    always_right,
+    experiment,
+    failed,
+    llama,
+    record,
+    trial,
+)
+from i2cl.errors import I2CLError
+from i2cl.experiments.report.document import CAPTIONS, build
+from i2cl.experiments.report.page import write
+from i2cl.experiments.report.render import csv_text, html, latex, markdown
+
+# Renderers.
+
+
+def odd():
+    """A report with names that every format must escape, a bold cell and a failed cell."""
+    asked = experiment(
+        ("Few-shot (ICL)", "ICV", "I2CL"), title="50 % of A & B_c <b>x</b> | {y} #1", printed="main"
+    )
+    made = always_right(tasks=("hate_speech18", "sst2"))
+    made = [
+        *(one.model_copy(update={"cell": one.cell.model_copy(update={"model": LLAMA})}) for one in made),
+        failed("icv", "trec", 1, "I2CLError: 100 % <script>alert(1)</script>\nof $memory_"),
+    ]
+    return build([asked], made, {}, figures=False)
+
+
+def test_every_format_shows_the_same_numbers():
+    report = build([experiment()], trial(), {}, figures=False)
+    plain = re.sub(r"\\textbf{([^}]*)}", r"\1", latex(report))
+    assert r"I2CL & 61.7 ± 12.6 & 73.3 ± 25.2 & 50.0 ± 0.0 \\" in plain
+    assert r"\begin{tabular}{lrrr}" in plain
+    page = html(report, {})
+    assert ["I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"] in Page(page).rows
+    assert '<th scope="row">I2CL</th>' in page
+    text = markdown(report)
+    lines = [[part.strip(" *") for part in line.split("|")] for line in text.splitlines()]
+    assert ["", "I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0", ""] in lines
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        lines = block.splitlines()
+        assert len({len(line) for line in lines}) == 1
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
+
+
+def test_markdown_escapes_and_emphasises():
+    text = markdown(odd())
+    assert r"50 % of A & B_c \<b>x\</b> \| {y} #1" in text
+    assert "**100.0 ± 0.0**" in text
+    assert "*94.44 ± 1.44* ‡" in text
+    assert "| hate_speech18 |" in text
+    assert r"\<script>alert(1)" in text
+
+
+def test_latex_escapes():
+    text = latex(odd())
+    assert r"50 \% of A \& B\_c <b>x" in text
+    assert r"\{y\} \#1" in text
+    assert r"hate\_speech18" in text
+    assert r"\textbf{100.0 ± 0.0}" in text
+    assert r"of \$memory\_" in text
+    body = text.split(r"\begin{document}")[1]
+    assert not re.search(r"(?<!\\)[%#]", body)
+    assert sorted(re.findall(r"\\begin{(\w+)}", text)) == sorted(re.findall(r"\\end{(\w+)}", text))
+    unescaped = re.sub(r"\\[{}]", "", body)
+    assert unescaped.count("{") == unescaped.count("}")
+    for row in re.findall(r"\\midrule\n(.*?)\n\\bottomrule", body, re.DOTALL):
+        assert len({len(re.findall(r"(?<!\\)&", line)) for line in row.splitlines()}) == 1
+    assert set(re.findall(r"[^\x00-\x7f]", body)) <= set("±–·†‡§−▲▼")  # LaTeX knows them or is told
+
+
+def test_csv_holds_the_raw_numbers():
+    report = build([experiment()], trial(), {}, figures=False)
+    rows = list(csv.DictReader(io.StringIO(csv_text(report))))
+    found = {(one["row"], one["task"]): one for one in rows if one["view"] == "tasks"}
+    assert len(found) == 6
+    assert float(found["I2CL", "sst2"]["mean"]) == pytest.approx(220 / 3)
+    assert float(found["I2CL", "sst2"]["sd"]) == pytest.approx(np.std([70, 50, 100], ddof=1))
+    assert float(found["I2CL", "(average)"]["mean"]) == pytest.approx(185 / 3)
+    assert float(found["Zero-shot", "trec"]["mean"]) == 20
+    assert (found["I2CL", "sst2"]["seeds"], found["I2CL", "sst2"]["queries"]) == ("3", "10")
+    assert found["I2CL", "sst2"]["model"] == "reference"
+    assert {one["limit"] for one in rows} == {"40"}
+    cost = {(one["row"], one["task"]): one for one in rows if one["view"] == "cost"}
+    assert float(cost["I2CL", "trec"]["ms_per_query"]) == 200
+    against = [one for one in rows if one["view"] == "comparison" and one["task"] == "(average)"]
+    assert [(one["row"], one["against"]) for one in against] == [("Zero-shot", "I2CL")]
+    assert float(against[0]["mean"]) == pytest.approx(30 - 185 / 3)
+
+
+def test_csv_tells_printed_from_measured():
+    report = build([experiment(["I2CL"], printed="main")], llama(), {}, figures=False)
+    rows = list(csv.DictReader(io.StringIO(csv_text(report))))
+    printed = {one["task"]: one for one in rows if one["view"] == "tasks" and one["origin"] == "paper"}
+    assert len(printed) == 10
+    assert (float(printed["sst2"]["mean"]), float(printed["sst2"]["sd"])) == (87.68, 2.47)
+    assert float(printed["(average)"]["mean"]) == 75.12
+
+
+def test_accuracies_are_shaded_by_their_size_and_other_numbers_are_not():
+    text = html(build([experiment()], trial(), {}, figures=False), {})
+    assert '<td style="text-align:right;--share:25%" class="shaded">50.0 ± 0.0</td>' in text
+    tables = dict(re.findall(r"<h3>(.*?)</h3>(.*?)</table>", text, re.DOTALL))
+    assert [title for title, shown in tables.items() if "shaded" in shown] == ["Accuracy by task"]
+
+
+def test_what_looks_like_markup_is_shown_as_it_is():
+    title = "a &lt; b_ *c* `d` [e](f) ~ ^ \\g"
+    report = build([experiment(title=title)], trial(), {}, figures=False)
+    heading = re.search("<h2>(.*) .reference.</h2>", html(report, {}))[1]
+    assert unescape(heading) == title
+    tex = re.search(r"section{(.*) .reference.}", latex(report))[1]
+    assert tex == (r"a \&lt; b\_ *c* `d` [e](f) \textasciitilde{} \textasciicircum{} \textbackslash{}g")
+
+
+def test_html_escapes_and_asks_nobody():
+    text = html(odd(), {})
+    page = Page(text)
+    assert "<script" not in text
+    assert "50 % of A &amp; B_c &lt;b&gt;x&lt;/b&gt;" in text
+    assert set(page.strong) == {"100.0 ± 0.0"}
+    assert all(address.startswith("#") and address[1:] in page.ids for address in page.addresses)
+    assert not re.search(r"(src|href)=.?http|@import|url\(", text)
+
+
+def test_failed_cells_are_listed():
+    made = [
+        *trial(),
+        failed("i2cl", "mr", 1, "I2CLError: too few\nrows"),
+        failed("lora", "mr", 1, "elsewhere"),
+    ]
+    report = build([experiment()], made, {}, figures=False)
+    assert len(report.failures.rows) == 1
+    row = ["reference", "mr", "i2cl", "1", "I2CLError: too few rows"]
+    assert row in Page(html(report, {})).rows
+    assert " & ".join(row) in latex(report)
+    assert all(part in markdown(report) for part in row)
+    assert dict(report.provenance)["Cells"] == ("8 done, 1 failed",)
+
+
+def test_provenance_names_everything_found():
+    made = [
+        record("i2cl", "sst2", seed, "10", fit_seconds=3600.0, provenance=provenance)
+        for seed, provenance in enumerate(({"torch": "2.9", "extra": 1}, {"torch": "2.10", "commit": None}))
+    ]
+    found = dict(build([experiment()], made, {}, figures=False).provenance)
+    assert found["PyTorch"] == ("2.9", "2.10")
+    assert found["extra"] == ("1",)
+    assert found["Hours"] == ("2.00 fitting, 0.00 predicting",)
+    assert found["Run"] == ("2025-01-02",)
+    assert "Commit" not in found
+
+
+# Files.
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures of one line, whatever the view."""
+    matplotlib = pytest.importorskip("matplotlib.figure")
+
+    def draw(*_):
+        figure = matplotlib.Figure()
+        figure.add_subplot().plot([0, 1], [1, 0])
+        return figure
+
+    monkeypatch.setattr("i2cl.experiments.report.document._drawn", draw)
+
+
+@pytest.mark.usefixtures("drawn")
+def test_all_files_are_written_and_read_again(tmp_path):
+    report = build([experiment(views=("tasks", "bars"))], trial(), {})
+    paths = write(report, tmp_path / "out")
+    names = [str(path.relative_to(tmp_path / "out")) for path in paths]
+    assert names == [
+        "figures/trial-bars.png",
+        "figures/trial-bars.svg",
+        *(f"report.{end}" for end in ("csv", "html", "md", "tex")),
+    ]
+    text = (tmp_path / "out" / "report.html").read_text()
+    addresses = Page(text).addresses
+    caption = CAPTIONS["bars"]
+    assert f'alt="{caption}"><figcaption>{caption}</figcaption></figure>' in text
+    assert caption in (tmp_path / "out" / "report.tex").read_text()
+    assert next(one for one in addresses if one[0] != "#").startswith("data:image/svg+xml;base64,")
+    assert "(figures/trial-bars.svg)" in (tmp_path / "out" / "report.md").read_text()
+    assert "{figures/trial-bars.png}" in (tmp_path / "out" / "report.tex").read_text()
+
+
+@pytest.mark.usefixtures("drawn")
+def test_one_format_replaces_an_older_report(tmp_path):
+    write(build([experiment()], trial(), {}, figures=False), tmp_path / "out")
+    paths = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
+    assert [path.name for path in paths] == ["report.html"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
+
+
+@pytest.mark.usefixtures("drawn")
+def test_large_drawings_are_shown_as_pixels(tmp_path, monkeypatch):
+    monkeypatch.setattr("i2cl.experiments.report.page.LARGEST_SVG", 10)
+    (path,) = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
+    assert 'src="data:image/png;base64,' in path.read_text()
+
+
+@pytest.mark.usefixtures("drawn")
+def test_an_error_leaves_the_older_report(tmp_path, monkeypatch):
+    write(build([experiment()], trial(), {}), tmp_path / "out", ["md"])
+    before = (tmp_path / "out" / "report.md").read_text()
+    monkeypatch.setattr("i2cl.experiments.report.page.html", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write(build([experiment(("I2CL", "ICV"), views=("bars",))], trial(), {}), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.md"]
+    assert (tmp_path / "out" / "report.md").read_text() == before
+
+
+@pytest.mark.parametrize("error", [ImportError(name="matplotlib"), I2CLError("no such map")])
+def test_a_figure_that_cannot_be_drawn_is_named(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    if isinstance(error, ImportError):
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    else:
+        monkeypatch.setattr("i2cl.experiments.report.document._drawn", fail)
+    (only,) = build([experiment(views=("tasks", "bars"))], trial(), {}).sections
+    assert only.figures == ()
+    assert only.missing[0].startswith("figure bars: ")
+    assert only.tables
+
+
+@pytest.mark.parametrize("formats", [["pdf"], []])
+def test_an_unknown_format_is_named(tmp_path, formats):
+    with pytest.raises(I2CLError, match="use some of md, tex, csv, html"):
+        write(build([experiment()], trial(), {}, figures=False), tmp_path / "out", formats)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_files_are_kept(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(I2CLError, match="holds other files"):
+        write(build([experiment()], trial(), {}, figures=False), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

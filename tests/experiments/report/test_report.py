@@ -1,0 +1,319 @@
+"""Numbers of reports, and what they lack, from records made by hand."""
+
+import csv
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments.report.made import (
+    SEEDS,
+    always_right,
+    cells,
+    experiment,
+    noted,
+    random,
+    record,
+    section,
+    table,
+    texts,
+    trial,
+)
+from i2cl.experiments.confidence import NAMES, confidence
+from i2cl.experiments.evidence.verdicts import holm
+from i2cl.experiments.grid import GridRow
+from i2cl.experiments.records import Scores
+from i2cl.experiments.report.document import build
+from i2cl.experiments.report.render import csv_text, markdown
+from i2cl.experiments.report.results import results_of, right
+from i2cl.experiments.statistics import accuracy, difference
+from i2cl.injections.temperature import best_temperature, normalised
+
+# Numbers, in tables and everything that they are rendered to.
+
+
+def test_accuracy_by_task_and_average_by_hand():
+    found = table("tasks", experiment(), trial())
+    assert found.columns == ("Row", "Average", "sst2", "trec")
+    assert texts(found) == {
+        "Zero-shot": ["30.0", "40.0", "20.0"],
+        "I2CL": ["61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"],
+    }
+    assert "3 seeds" in found.notes[0]
+    assert "a single seed has no ±" in found.notes[0]
+    assert "10 queries per task" in found.notes[0]
+    assert not any("†" in note for note in found.notes)
+
+
+def test_average_with_its_interval():
+    found = texts(table("average", experiment(), trial()))
+    rows = [
+        np.array([[answer == "1" for answer in one] for one in SEEDS]),
+        np.tile(np.arange(10) < 5, (3, 1)),
+    ]
+    expected = accuracy(rows)
+    assert found["I2CL"] == [
+        "61.7 ± 12.6",
+        f"{100 * expected.low:.1f} to {100 * expected.high:.1f}",
+        "2",
+        "3",
+    ]
+    assert found["Zero-shot"][0] == "30.0"
+
+
+def test_cost_by_hand():
+    made = [
+        record("i2cl", "sst2", 0, "10", fit_seconds=1.0, predict_seconds=0.5, cached_values=768),
+        record("i2cl", "sst2", 1, "10", fit_seconds=3.0, predict_seconds=1.5, cached_values=768),
+        record("i2cl", "trec", 0, "1010", fit_seconds=5.0, predict_seconds=1.0, cached_values=3072),
+        record("i2cl", "trec", 1, "1010", fit_seconds=7.0, predict_seconds=1.0, cached_values=3072),
+    ]
+    made = [
+        one.model_copy(
+            update={"outcome": one.outcome.model_copy(update={"cost": replace(one.outcome.cost, trained=16)})}
+        )
+        for one in made
+    ]
+    found = cells(table("cost", experiment(["I2CL"], seeds=2), made))["I2CL"]
+    assert found["Values kept"].text == "768–3,072"
+    assert found["Trained parameters"].text == "16"
+    assert found["Fit, s"].text == "4.00"
+    assert found["Query, ms"].text == "375"
+
+
+def test_times_from_several_places_are_said_to_be_incomparable():
+    made = [
+        record("zero_shot", "sst2", 0, "10", provenance={"device": "cpu", "threads": "2"}),
+        record("i2cl", "sst2", 0, "10", provenance={"device": "cuda:0", "threads": "2"}),
+    ]
+    note = noted(table("cost", experiment(seeds=1), made), "cannot be compared")
+    assert "device cpu, threads 2; device cuda:0, threads 2" in note
+
+
+def test_comparison_is_row_minus_i2cl_corrected_over_the_table():
+    rows = ("Zero-shot", "Few-shot (ICL)", "ICV", "I2CL")
+    shares = {"zero_shot": 0.2, "few_shot": 0.8, "icv": 0.5, "i2cl": 0.5}
+    made = [
+        record(method, task, seed, random(share, [place, seed, len(task)]))
+        for place, (method, share) in enumerate(shares.items())
+        for task in ("sst2", "agnews")
+        for seed in range(1 if method == "zero_shot" else 5)
+    ]
+    asked = experiment(rows)
+    (results,) = results_of(asked, made)
+    expected = {}
+    for row in results.rows[:3]:
+        lines = [next(one for one in results.lines if one.row is wanted) for wanted in (row, results.default)]
+        pair = [[right([*results.records(one, task).values()]) for task in results.tasks] for one in lines]
+        expected[row.name] = difference(*pair)
+    corrected = dict(zip(expected, holm([one.p for one in expected.values()]), strict=True))
+    values = {one["row"]: one for one in table("comparison", asked, made).values}
+    assert list(values) == list(expected)
+    for name, one in expected.items():
+        assert values[name]["mean"] == pytest.approx(100 * one.mean)
+        assert values[name]["low"] == pytest.approx(100 * one.low)
+        assert values[name]["high"] == pytest.approx(100 * one.high)
+        assert values[name]["p"] == one.p
+        assert values[name]["q"] == corrected[name]
+    verdicts = {name: found[-1] for name, found in texts(table("comparison", asked, made)).items()}
+    assert verdicts == {"Zero-shot": "lower", "Few-shot (ICL)": "higher", "ICV": "no difference shown"}
+    by_task = table("comparison", asked, made, place=1)
+    marks = {name: "".join(text[-1] for text in found) for name, found in texts(by_task).items()}
+    assert marks == {"Zero-shot": "▼▼", "Few-shot (ICL)": "▲▲", "ICV": "··"}
+    assert "the family is all 6 tests of this table" in noted(by_task, "Holm")
+    assert "the family is all 3 tests of this table" in noted(table("comparison", asked, made), "Holm")
+    for one in (by_task, table("comparison", asked, made)):
+        assert "q < 0.05" in noted(one, "Shown:")
+    q = holm([one["p"] for one in by_task.values])
+    assert [one["q"] for one in by_task.values] == q
+
+
+def test_the_p_that_is_printed_is_the_one_that_decides():
+    """Over queries alone the difference of one lucky seed is certain; over seeds it is not."""
+    made = [record("icv", "sst2", seed, ("1" if seed == 0 else "0") * 40) for seed in range(4)]
+    made += [record("i2cl", "sst2", seed, "0" * 40) for seed in range(4)]
+    asked = experiment(("ICV", "I2CL"), seeds=4, views=("comparison",))
+    (results,) = results_of(asked, made)
+    tested = results.difference(*results.lines)
+    assert tested.p_queries < 0.001 < 0.3 < tested.p_seeds
+    found = table("comparison", asked, made)
+    assert texts(found)["ICV"][2] == f"{tested.p_seeds:.3f}"
+    (row,) = csv.DictReader(io.StringIO(csv_text(build([asked], made, {}, figures=False))))
+    assert float(row["p"]) == tested.p_seeds
+    assert not {"p_queries", "p_seeds"} & row.keys()
+    few = [one for one in made if one.cell.seed < 3]
+    (row,) = csv.DictReader(io.StringIO(csv_text(build([asked], few, {}, figures=False))))
+    assert (row["p"], float(row["q"])) == ("", 1)  # too few seeds decide nothing
+
+
+def test_one_task_needs_neither_average_nor_a_table_by_task():
+    made = [one for one in trial() if one.cell.task == "sst2"]
+    found = section(experiment(), made)
+    titles = ["Accuracy by task", "Average accuracy over tasks", "Difference from I2CL", "Cost"]
+    assert [one.title for one in found.tables] == titles
+    assert found.tables[0].columns == ("Row", "sst2")
+
+
+def test_many_tasks_are_lines():
+    tasks = [f"task{number:02}" for number in range(11)]
+    made = [record("i2cl", task, 0, "1" * number + "0") for number, task in reversed([*enumerate(tasks)])]
+    made += [record("zero_shot", task, 0, "0" * number + "0") for number, task in enumerate(tasks)]
+    found = table("tasks", experiment(seeds=1), made)
+    assert found.columns == ("Task", "Zero-shot", "I2CL")
+    assert [row[0].text for row in found.rows] == ["Average", *tasks]
+    assert texts(found)["task01"] == ["0.0", "50.0"]
+    by_task = table("comparison", experiment(seeds=1), made, place=1)
+    assert by_task.columns == ("Task", "Zero-shot")
+    assert texts(by_task)["task01"] == ["−50.0 ·"]
+
+
+def test_demonstrations_per_class():
+    made = [record("i2cl", "sst2", 0, answers, shots=shots) for shots, answers in ((1, "1000"), (5, "1110"))]
+    made.append(record("zero_shot", "sst2", 0, "1100"))
+    rows = ("Zero-shot", GridRow(name="I2CL", shots=(1, 5)))
+    asked = experiment(rows, seeds=1, views=("shots", "tasks"))
+    assert texts(table("shots", asked, made)) == {"Zero-shot": ["50.0", "50.0"], "I2CL": ["25.0", "75.0"]}
+    assert list(texts(table("tasks", asked, made))) == ["Zero-shot", "I2CL, 1 per class", "I2CL, 5 per class"]
+
+
+def test_moved_rows_have_a_matrix_and_stay_out_of_other_tables():
+    made = [*trial()]
+    for number, source in enumerate(("sst2", "trec")):
+        for place, task in enumerate(("sst2", "trec")):
+            answers = "1" * (1 + 2 * number + place) + "0" * 6
+            made.append(record("i2cl", task, 0, answers[:10].ljust(10, "0"), study="move", sources=(source,)))
+    rows = ("Zero-shot", "I2CL", GridRow(name="Moved", study="move"))
+    asked = experiment(rows, views=("tasks", "comparison", "matrix"))
+    assert list(texts(table("tasks", asked, made))) == ["Zero-shot", "I2CL"]
+    found = table("matrix", asked, made)
+    assert found.columns == ("From", "sst2", "trec")
+    assert texts(found) == {"sst2": ["10.0", "20.0"], "trec": ["30.0", "40.0"]}
+    assert "1 of 3 seeds: all rows." in noted(found, "†")
+
+
+def with_scores(method, task, seed, sharper=3.0, queries=60):
+    """Scores that are sharper than they should be, so that their best temperature is near that."""
+    gold = np.arange(queries) % 2
+    fair = np.random.default_rng([seed, len(task), len(method)]).standard_normal(queries) + gold - 0.5
+    scores = normalised(np.stack([-fair / 2, fair / 2], 1))  # by Bayes' rule for two normal distributions
+    best = scores.argmax(1)
+    return record(method, task, seed, best == gold, scores=Scores.of(scores * sharper))
+
+
+def trusted(seeds=3):
+    made = [with_scores("i2cl", task, seed) for task in ("sst2", "agnews") for seed in range(seeds)]
+    return made + [record("icv", task, 0, "10" * 30) for task in ("sst2", "agnews")]
+
+
+def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
+    made = trusted()
+    found = table("confidence", experiment(("ICV", "I2CL")), made)
+    each, best, temperatures = [], [], []
+    for task in ("sst2", "agnews"):
+        runs = [one.outcome for one in made if (one.cell.task, one.cell.method) == (task, "i2cl")]
+        arrays = [run.scores.array for run in runs]
+        gold = [np.array(run.gold) for run in runs]
+        answers = [np.array(run.predictions) for run in runs]
+        temperatures.append(best_temperature(np.concatenate(arrays), np.concatenate(gold)))
+        sets = [*zip(arrays, gold, answers, strict=True)]
+        each.append([confidence(*one) for one in sets])
+        best.append([confidence(normalised(a, temperatures[-1]), g, p) for a, g, p in sets])
+    row = cells(found)["I2CL"] | {"plain": None}
+    shown = [cell.text for cell in found.rows[1][1:]]
+    expected = []
+    for name, factor, digits in (("log_loss", 1, 3), ("brier", 1, 3), ("ece", 100, 1), ("aurc", 100, 1)):
+        for held in (each, best):
+            seeds = factor * np.mean([[getattr(one, name) for one in task] for task in held], axis=0)
+            expected.append(f"{seeds.mean():.{digits}f} ± {seeds.std(ddof=1):.{digits}f}")
+    assert shown == [*expected, f"{np.median(temperatures):.2f}"]
+    assert row["Best T"].text == shown[-1]
+    assert 1.5 < np.median(temperatures) < 6
+    losses = [float(text.split()[0]) for text in shown[:2]]
+    assert losses[1] < losses[0]
+
+
+def test_rows_without_scores_have_no_confidence_and_are_named():
+    found = table("confidence", experiment(("ICV", "I2CL")), trusted())
+    assert set(texts(found)["ICV"]) == {"–"}
+    assert noted(found, "cells without scores").endswith(": ICV.")
+    views = ("tasks", "confidence", "reliability", "risk-coverage")
+    (only,) = build([experiment(views=views)], trial(), {}).sections
+    assert [one.title for one in only.tables] == ["Accuracy by task"]
+    assert only.missing[-1].startswith("confidence, reliability, risk-coverage: no row has the scores")
+
+
+def test_the_file_has_a_line_for_each_number_of_confidence():
+    report = build([experiment(("ICV", "I2CL"), views=("confidence",))], trusted(), {}, figures=False)
+    rows = list(csv.DictReader(io.StringIO(csv_text(report))))
+    assert {one["task"] for one in rows} == {"sst2", "agnews", "(average)"}
+    assert {one["measure"] for one in rows} == {*NAMES, *(f"{name}_at_best" for name in NAMES)}
+    (one,) = (one for one in rows if (one["task"], one["measure"]) == ("sst2", "ece_at_best"))
+    assert (one["unit"], one["seeds"], one["queries"]) == ("percent", "3", "60")
+    assert float(one["temperature"]) > 1.5
+    assert "| I2CL" in markdown(report)
+
+
+# Bold: only what can be told from all others.
+
+
+def bold(table):
+    return [
+        (row[0].text, name)
+        for row in table.rows
+        for name, one in zip(table.columns, row, strict=True)
+        if one.bold
+    ]
+
+
+@pytest.mark.parametrize("view", ["tasks", "average"])
+def test_nothing_is_bold_among_equals(view):
+    made = [
+        record(method, task, seed, random(0.7, [seed, len(task)]))
+        for method in ("few_shot", "i2cl")
+        for task in ("sst2", "agnews")
+        for seed in range(3)
+    ]
+    found = table(view, experiment(("Few-shot (ICL)", "I2CL")), made)
+    assert bold(found) == []
+    assert "Nothing is bold" in noted(found, "bold")
+
+
+def test_what_is_right_everywhere_is_bold():
+    asked = experiment(("Few-shot (ICL)", "ICV", "I2CL"))
+    found = table("tasks", asked, always_right())
+    assert bold(found) == [("Few-shot (ICL)", column) for column in ("Average", "sst2", "trec")]
+    assert "better than every other row: q < 0.05" in noted(found, "Bold")
+    assert "the family is the other rows" in noted(found, "Bold")
+    assert bold(table("average", asked, always_right())) == [("Few-shot (ICL)", "Average")]
+
+
+def test_rows_that_cannot_be_tested_cost_the_others_nothing():
+    shares = {"icv": 0.45, "i2cl": 0.5}
+    made = [
+        record(method, "sst2", seed, random(share, [seed, len(method)]))
+        for method, share in shares.items()
+        for seed in range(5)
+    ]
+    alone = table("comparison", experiment(("ICV", "I2CL")), made).values
+    made.append(record("zero_shot", "sst2", 0, random(0.1, [9])))
+    made.append(record("few_shot", "sst2", 0, random(0.9, [10])))
+    found = table("comparison", experiment(("Few-shot (ICL)", "ICV", "I2CL")), made)
+    values = {one["row"]: one for one in found.values}
+    assert values["ICV"]["p"] == values["ICV"]["q"] == alone[0]["q"] < 1
+    assert values["Few-shot (ICL)"]["q"] == 1
+    assert texts(found)["Few-shot (ICL)"][-3:] == ["–", "–", "fewer than 4 seeds cannot tell"]
+    assert "the family is the one test" in noted(found, "Holm")
+
+
+def test_what_no_single_query_could_be_asked_of_is_named_in_every_table():
+    rows = [
+        GridRow(name="Zero-shot", method="zero_shot", seeds=1),
+        GridRow(name="Zero-shot, calibrated", method="zero_shot+batch_calibration", seeds=1),
+        GridRow(name="I2CL", method="i2cl"),
+    ]
+    made = [*trial(), record("zero_shot+batch_calibration", "sst2", 0, "1" * 10)]
+    for view in ("tasks", "average", "comparison"):
+        found = table(view, experiment(rows), made)
+        assert "of balanced classes: Zero-shot, calibrated." in noted(found, "Of all queries together")
+        assert not any("together" in note for note in table(view, experiment(), trial()).notes)

@@ -1,0 +1,48 @@
+"""A small grid, its cells, and cells run by themselves."""
+
+from i2cl.experiments.grid import Cell
+from i2cl.experiments.runner import Group, GroupJob
+
+ONE, OTHER = "mood-colour-1", "job-letter-1"
+GRID = """
+title = "cheap"
+measures = "cheap methods"
+views = ["tasks"]
+tasks = ["mood-colour-1", "job-letter-1"]
+rows = [
+  { name = "Zero-shot", method = "zero_shot", seeds = 1 },
+  { name = "Few-shot (ICL)", method = "few_shot" },
+  { name = "I2CL", method = "i2cl", options = { epochs = 1 } },
+]
+full = { seeds = 3, limit = 12 }
+"""
+
+
+def cell(**changes):
+    return Cell.model_validate({"model": "reference", "task": ONE, "limit": 12} | changes)
+
+
+def run_alone(cell, decoder, folder):
+    """The record of a cell that is run by itself."""
+    (record,) = GroupJob((Group((cell,), (cell,)),), None, folder).run(decoder)
+    return record
+
+
+def single(*cells):
+    return [Group((one,), (one,)) for one in cells]
+
+
+def shot(seed, **changes):
+    """A cell that gains nothing from others."""
+    return cell(method="few_shot", seed=seed, **changes)
+
+
+def quick(seed, **changes):
+    """A cell that is calibrated with those of other seeds."""
+    return cell(seed=seed, options={"epochs": 2}, **changes)
+
+
+def kept(record):
+    """What may not depend on when a cell is run."""
+    numbers = {"coefficients", "predictions", "cost", "together", "accuracy", "demonstrations"}
+    return record.outcome.model_dump(include=numbers)

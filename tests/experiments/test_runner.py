@@ -1,0 +1,192 @@
+"""Order, groups, common fits and failures of cells, and what a store refuses."""
+
+import json
+
+import pytest
+import torch
+
+from experiments.runs import OTHER, cell, kept, quick, run_alone, shot, single
+from i2cl import Decoder, I2CLError
+from i2cl.experiments import studies
+from i2cl.experiments.runner import Group, GroupJob, pending, run_groups
+from i2cl.experiments.store import Store
+from i2cl.methods.few_shot import FewShot
+from i2cl.methods.i2cl import I2CL
+from tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder.from_pretrained("reference")
+
+
+def test_pending_cells_come_once_seed_by_seed_and_fits_before_what_uses_them(tmp_path):
+    moved = cell(study="move", sources=(OTHER,))
+    cells = [shot(1), moved, cell(), cell(), shot(0), shot(1), cell(seed=1)]
+    with Store.writing(tmp_path) as store:
+        assert pending(cells, store) == single(cell(), shot(0), moved, shot(1), cell(seed=1))
+
+
+def test_seeds_go_together_unless_they_are_timed_or_used_by_others(tmp_path):
+    cells = [quick(seed) for seed in (2, 0, 1)]
+    other = [quick(seed, task=OTHER) for seed in (0, 1)]
+    moved = cell(study="move", sources=(OTHER,))
+    plain_ones = [cell(seed=seed, task=OTHER) for seed in (0, 1, 2)]
+    with Store.writing(tmp_path) as store:
+        assert [group.cells for group in pending([*cells, *other], store)] == [
+            (quick(0), quick(1), quick(2)),
+            tuple(other),
+        ]
+        assert pending(cells, store, {quick(1).key}) == [
+            Group((quick(0), quick(2)), (quick(0), quick(2))),
+            *single(quick(1)),
+        ]
+        assert pending([moved, *plain_ones], store) == [
+            *single(plain_ones[0], moved),
+            Group(tuple(plain_ones[1:]), tuple(plain_ones[1:])),
+        ]
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "lbfgs"}, {"positions": "random"}, {"epochs": "many"}])
+def test_what_gains_nothing_stays_alone(options, tmp_path):
+    cells = [cell(seed=seed, options=options) for seed in (0, 1)]
+    with Store.writing(tmp_path) as store:
+        assert pending(cells, store) == single(*cells)
+
+
+def test_a_group_is_fitted_whole_also_where_only_a_part_is_lacking(decoder, tmp_path):
+    cells = tuple(quick(seed) for seed in range(3))
+    with Store.writing(tmp_path / "store") as store:
+        (whole,) = pending(cells, store)
+        straight = {one.key: one for one in GroupJob((whole,), None, tmp_path).run(decoder)}
+        store.append(straight[cells[1].key])  # as if a kill had come then
+        (rest,) = pending(cells, store)
+        assert rest == Group(cells, (cells[0], cells[2]))
+        again = GroupJob((rest,), None, tmp_path).run(decoder)
+        assert pending(cells, store, {cells[1].key}) == [
+            Group((cells[0], cells[2]), (cells[0], cells[2])),
+            *single(cells[1]),  # its seconds are a share
+        ]
+    assert [one.key for one in again] == [cells[0].key, cells[2].key]
+    for one in again:
+        assert kept(one) == kept(straight[one.key])
+        assert one.outcome.together == 3
+        by_itself = run_alone(one.cell, decoder, tmp_path)
+        assert by_itself.outcome.together == 1
+        torch.testing.assert_close(
+            torch.tensor(one.outcome.coefficients),
+            torch.tensor(by_itself.outcome.coefficients),
+            atol=1e-4,
+            rtol=1e-4,
+        )
+    assert len({one.outcome.fit_seconds for one in straight.values()}) == 1
+
+
+def test_a_seed_that_fails_fails_no_other(decoder, tmp_path, monkeypatch):
+    cells = tuple(quick(seed) for seed in range(3))
+
+    def refuse(self, decoder, task, demonstrations, seed, plan=I2CL.plan):
+        if seed == 1:
+            raise I2CLError("not this one")
+        return plan(self, decoder, task, demonstrations, seed)
+
+    monkeypatch.setattr(I2CL, "plan", refuse)
+    records = GroupJob((Group(cells, cells),), None, tmp_path).run(decoder)
+    assert [one.status for one in records] == ["done", "failed", "done"]
+    assert records[1].error == "I2CLError: not this one"
+    assert {one.outcome.together for one in (records[0], records[2])} == {1}
+
+
+def test_cells_that_stand_on_the_same_fit_are_one_job(decoder, tmp_path, monkeypatch):
+    def asked(method, **changes):
+        return cell(method=method, **{"limit": 40} | changes)
+
+    skewed = asked("few_shot+label_prior", skew=3)
+    cells = [
+        asked("zero_shot"),
+        asked("few_shot"),
+        asked("contextual_calibration"),
+        skewed,
+        asked("few_shot", seed=1),
+    ]
+    fits, jobs = [], []
+
+    def execute(given):
+        jobs.extend([[one.key for group in job.groups for one in group.lacking] for job in given])
+        yield from (job.run(decoder) for job in given)
+
+    def counted(self, *arguments, fit=FewShot.fit):
+        fits.append(1)
+        return fit(self, *arguments)
+
+    monkeypatch.setattr(FewShot, "fit", counted)
+    with Store.writing(tmp_path) as store:
+        run_groups(pending(cells, store), store, execute, None)
+        found = dict(store.records)
+    zero, few, over, prior, other = (one.key for one in cells)
+    assert jobs == [[zero], [few, over, prior], [other]]
+    assert len(fits) == 2
+    for one in cells:
+        by_itself = run_alone(one, decoder, tmp_path / "alone")
+        assert kept(found[one.key]) == kept(by_itself)
+    assert found[over].outcome.fit_seconds > found[few].outcome.fit_seconds
+    gold = found[prior].outcome.gold
+    assert sorted(map(gold.count, set(gold))) != sorted(map(found[few].outcome.gold.count, set(gold)))
+
+
+def run_groups_of(cells, decoder, folder, data_dir=None):
+    def execute(jobs):
+        return (job.run(decoder) for job in jobs)
+
+    with Store.writing(folder) as store:
+        return run_groups(pending(cells, store), store, execute, data_dir)
+
+
+def test_a_store_refuses_other_weights(tmp_path):
+    first, other = (
+        Decoder(tiny_model("llama", hidden_size=size), tiny_tokenizer(), name="m") for size in (32, 64)
+    )
+    cells = [cell(method="few_shot", seed=seed, limit=2, shots=1) for seed in range(3)]
+    assert run_groups_of(cells[:1], first, tmp_path / "s").done == 1
+    assert run_groups_of(cells[:2], first, tmp_path / "s").done == 1
+    with pytest.raises(I2CLError, match="results of other weights than 'm' has now: choose another --store"):
+        run_groups_of(cells, other, tmp_path / "s")
+    assert len(Store.open(tmp_path / "s").records) == 2
+
+
+def test_a_store_refuses_other_rows_of_a_task(tmp_path, decoder):
+    for folder, word in (("one", "good"), ("other", "great")):
+        (tmp_path / folder / "sst2").mkdir(parents=True)
+        for split in ("train", "test"):
+            lines = [{"text": f"{word} {n}", "label": n % 2} for n in range(12)]
+            file = tmp_path / folder / "sst2" / f"{split}.jsonl"
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cells = [cell(task="sst2", method="few_shot", seed=seed, limit=2, shots=1) for seed in range(2)]
+    assert run_groups_of(cells[:1], decoder, tmp_path / "s", str(tmp_path / "one")).done == 1
+    with pytest.raises(I2CLError, match="the store has results on other rows of task 'sst2'"):
+        run_groups_of(cells, decoder, tmp_path / "s", str(tmp_path / "other"))
+
+
+def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
+    rows = [json.dumps({"text": f"text {n}", "label": n % 2}) + "\n" for n in range(8)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(rows))
+
+    def written(template):
+        (tmp_path / "mine.toml").write_text(
+            f'name = "mine"\nlabels = ["red", "blue"]\ntemplate = "{template}"\nshots = 1\n'
+            '[files]\ntrain = "train.jsonl"\ntest = "test.jsonl"\n'
+        )
+        for remembered in (studies._task, studies._rows, studies._wording):
+            remembered.cache_clear()
+
+    cells = [
+        cell(task=str(tmp_path / "mine.toml"), method="few_shot", seed=seed, limit=2) for seed in range(2)
+    ]
+    written("Text: {text} Colour: {label}")
+    assert run_groups_of(cells[:1], decoder, tmp_path / "s").done == 1
+    assert run_groups_of(cells[:1], decoder, tmp_path / "s").done == 0
+    written("{text} is {label}")
+    with pytest.raises(I2CLError, match="with another template, label words, instruction or shots"):
+        run_groups_of(cells, decoder, tmp_path / "s")
+    assert run_groups_of(cells, decoder, tmp_path / "other").done == 2

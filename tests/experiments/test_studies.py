@@ -1,0 +1,174 @@
+"""What one cell of a grid does, and what its record says."""
+
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from experiments.runs import ONE, OTHER, cell, run_alone
+from i2cl import CalibrationConfig, Decoder, I2CLError, Injection, calibrate_many, extract, load_task
+from i2cl.experiments.evaluation import fit_seeds
+from i2cl.experiments.grid import Experiment
+from i2cl.experiments.report.document import build
+from i2cl.experiments.runner import pending, run_groups
+from i2cl.experiments.store import Store
+from i2cl.experiments.studies import Bench, plain, run_study, worst_group
+from i2cl.injections.transfer import transfer
+from i2cl.methods import make_methods
+from i2cl.methods.prompts import PromptPredictor
+from i2cl.models.scoring import Questions
+from tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder.from_pretrained("reference")
+
+
+@pytest.fixture
+def bench(decoder, tmp_path):
+    return Bench(decoder, None, tmp_path / "vectors")
+
+
+def keep_short(bench, task):
+    """As if an earlier cell had fitted plain I2CL, in a few epochs."""
+    own = cell(task=task)
+    found = bench.task(own)
+    shown = found.sample(None, 0)
+    (method,) = make_methods(["i2cl"], {"epochs": 3})
+    (fitted,) = fit_seeds(bench.decoder, found, method, [shown], [0])
+    bench.keep(own, fitted)
+    return fitted.predictor
+
+
+def test_a_method_cell_keeps_predictions_and_their_origin(bench):
+    outcome = run_study(bench, cell(method="few_shot", seed=4))
+    task = load_task(ONE)
+    queries = task.queries(12)
+    assert outcome.gold == tuple(query.label for query in queries)
+    assert [task.train[place] for place in outcome.demonstrations] == list(task.sample(None, 4))
+    right = sum(a == b for a, b in zip(outcome.gold, outcome.predictions, strict=True))
+    assert outcome.accuracy == right / 12
+    assert outcome.labels == task.labels
+    assert outcome.coefficients is None
+    assert list(bench.vectors.glob("*")) == []
+
+
+def test_a_chat_is_asked_in_the_tokenizers_template(bench, monkeypatch):
+    wanted = cell(method="zero_shot", chat=True)
+    with pytest.raises(I2CLError, match="chat template"):
+        run_study(bench, wanted)
+    said = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
+    said += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    monkeypatch.setattr(bench.decoder.tokenizer, "chat_template", said)
+    asked = load_task(ONE).chat(bench.decoder.tokenizer)
+    assert asked.template.query("x").endswith("<assistant>")
+    scores = Questions(bench.decoder, asked).scores([query.text for query in asked.queries(12)])
+    assert run_study(bench, wanted).predictions == tuple(scores.argmax(-1).tolist())
+
+
+def test_only_plain_i2cl_keeps_vectors(bench):
+    changed = run_study(bench, cell(options={"epochs": 1}))
+    assert len(changed.coefficients) == bench.decoder.layers
+    assert not bench.vectors.exists()
+    predictor = keep_short(bench, ONE)
+    found = bench.injection(cell())
+    assert isinstance(found, Injection)
+    torch.testing.assert_close(found.coefficients, predictor.edit.coefficients)
+    torch.testing.assert_close(found.context.values, predictor.edit.values)
+    task = bench.task(cell())
+    shown = [one for one in task.sample(None, 0) if one.label == 2]
+    (kept,) = bench.vectors.glob("*.safetensors")
+    own = extract(bench.decoder, task, shown).values
+    torch.testing.assert_close(load_file(kept)["class_vectors"][2].float(), own, atol=2e-3, rtol=2e-3)
+
+
+def test_moving_injects_what_another_task_was_fitted_to(bench):
+    source = keep_short(bench, OTHER)
+    outcome = run_study(bench, cell(study="move", sources=(OTHER,)))
+    task = bench.task(cell())
+    scores = PromptPredictor(Questions(bench.decoder, task), edit=source.edit).scores(
+        [q.text for q in task.queries(12)]
+    )
+    assert outcome.predictions == tuple(scores.argmax(-1).tolist())
+    assert outcome.coefficients == source.edit.coefficients.tolist()
+
+
+def test_a_transfer_cell_is_the_transfer_of_the_library(bench, monkeypatch):
+    monkeypatch.setattr("i2cl.injections.transfer.CalibrationConfig", partial(CalibrationConfig, epochs=3))
+    for task in (ONE, OTHER):
+        keep_short(bench, task)
+    outcome = run_study(bench, cell(study="transfer", sources=(OTHER,)))
+    task = bench.task(cell())
+    anchors = [bench.injection(plain(cell(), OTHER))]
+    first = bench.injection(plain(cell(), ONE))
+    expected = transfer(bench.decoder, task, task.sample(None, 0), anchors, first=first)
+    assert outcome.coefficients == expected.injection.coefficients.tolist()
+    assert outcome.weights == {OTHER: pytest.approx(1.0)}
+
+
+def test_what_was_not_fitted_yet_is_fitted_now(bench, monkeypatch):
+    calls = []
+    monkeypatch.setattr("i2cl.methods.i2cl.calibrate_many", lambda *a, **k: calls.append(1) or quick(*a, **k))
+
+    def quick(decoder, tasks, demonstrations, contexts, config, **more):
+        short = config.model_copy(update={"epochs": 1})
+        return calibrate_many(decoder, tasks, demonstrations, contexts, short, **more)
+
+    bench.injection(cell(task=OTHER))
+    bench.injection(cell(task=OTHER))
+    assert calls == [1]
+
+
+def test_the_worst_group_is_the_one_few_shot_does_worst_with(bench, monkeypatch):
+    monkeypatch.setattr("i2cl.experiments.studies.JUDGED_ON", 10)
+    monkeypatch.setattr("i2cl.experiments.studies.GROUPS", 6)
+    task = bench.task(cell())
+    chosen, judged = worst_group(bench.decoder, task, 1, seed=3)
+    groups = [task.sample(1, 1_000_000 + 6 * 3 + number) for number in range(6)]
+    texts = [one.text for one in judged]
+    (few_shot,) = make_methods(["few_shot"])
+    gold = torch.tensor([one.label for one in judged])
+    accuracies = [
+        (few_shot.fit(bench.decoder, task, group, 0).scores(texts).argmax(-1) == gold).float().mean().item()
+        for group in groups
+    ]
+    assert chosen == groups[accuracies.index(min(accuracies))]
+    assert not {one.text for group in groups for one in group} & set(texts)
+    assert not {one.text for one in task.test} & set(texts)
+    outcome = run_study(bench, cell(method="zero_shot", demonstrations="worst", shots=1, seed=3))
+    assert [task.train[place] for place in outcome.demonstrations] == list(chosen)
+    assert outcome.cost.held_out == len(judged) == 10
+
+
+def test_a_failing_cell_is_a_record(decoder, tmp_path):
+    record = run_alone(cell(shots=100_000), decoder, tmp_path)
+    assert (record.status, record.outcome) == ("failed", None)
+    assert record.error.startswith("I2CLError: task 'mood-colour-1'")
+
+
+def test_a_compressor_that_the_model_has_not_is_skipped_and_not_tried_again(tmp_path):
+    decoder = Decoder(tiny_model("gpt2"), tiny_tokenizer(), name="tiny")
+    names = ("autocompressor", "icae", "cepe")
+    cells = [cell(method=name) for name in ("zero_shot", *names)]
+    with Store.writing(tmp_path / "store") as store:
+        tally = run_groups(
+            pending(cells, store), store, lambda jobs: (job.run(decoder) for job in jobs), None
+        )
+        assert (tally.done, tally.failed, tally.skipped) == (1, 0, 3)
+        assert pending(cells, store) == []
+    rows = ({"name": "I2CL", "method": "zero_shot"}, {"name": "AutoComp.", "method": "autocompressor"})
+    plan = Experiment(name="mine", title="T", measures="M", rows=rows)
+    (section,) = build([plan], store.records.values(), {}, figures=False).sections
+    told = "AutoComp. was skipped: autocompressor is known for llama and opt, not for 'gpt2'"
+    assert told in section.missing
+    assert not any("makes them" in one for one in section.missing)
+
+
+def test_records_say_where_they_come_from(decoder, tmp_path):
+    record = run_alone(cell(method="zero_shot"), decoder, tmp_path)
+    assert record.key == cell(method="zero_shot").key
+    assert record.provenance["weights"] == decoder.base.weights
+    assert {"i2cl", "torch", "transformers", "device", "dtype", "commit", "machine"} <= set(record.provenance)
+    assert record.peak_memory_bytes > 10**7

@@ -1,0 +1,118 @@
+"""Controls of I2CL: other demonstrations, corrupted ones, and demonstrations in front as well."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fitting import (
+    FAMILIES,
+    SHOWN,
+    TEXTS,
+    first_tokens,
+    fit,
+    injecting,
+    made,
+    plain_logits,
+    shown_string,
+)
+from i2cl import CalibrationConfig, Example, Template, calibrate, extract
+from i2cl.methods.controls import CorruptionConfig, corrupted
+
+CLOSE = {"atol": 2e-5, "rtol": 1e-5}
+
+
+def test_unseen_demonstrations_make_the_vector(films, demonstrations):
+    decoder = made("llama")
+    seen = fit("i2cl", decoder, films, demonstrations, epochs=2)
+    unseen = fit("i2cl_unseen", decoder, films, demonstrations, epochs=2)
+    assert torch.equal(seen.edit.coefficients, unseen.edit.coefficients)
+    assert not torch.equal(seen.edit.values, unseen.edit.values)
+    assert unseen.cost.held_out == len(SHOWN)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_i2cl_over_icl_injects_into_demonstrations_too(model_type, films, demonstrations):
+    decoder = made(model_type)
+    predictor = fit("i2cl_over_icl", decoder, films, demonstrations, epochs=2)
+    prompts = [shown_string(films) + films.template.query(text) for text in TEXTS]
+    with torch.no_grad(), injecting(decoder, predictor.edit.values, predictor.edit.coefficients):
+        expected = plain_logits(decoder, prompts).log_softmax(-1)[:, first_tokens(decoder, films)]
+    torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, "bloom", "mistral-sliding"])
+def test_i2cl_over_icl_learns_from_whole_prompts(model_type, films, demonstrations, monkeypatch):
+    """Demonstrations run once a step; coefficients move as if they ran in front of every query."""
+    options = {"epochs": 2, "noise": 0.0}
+    shared = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
+    monkeypatch.setattr("i2cl.core.loss.shared_front", lambda _queries: ())
+    whole = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
+    assert not torch.equal(whole.edit.coefficients, torch.tensor([0.1, 1.0]).expand(2, 2, 2))
+    torch.testing.assert_close(shared.edit.coefficients, whole.edit.coefficients, atol=1e-4, rtol=1e-4)
+
+
+CORRUPTIONS = ("random_label", "random_order", "without_format")
+
+
+def spoilt(corruption, task, demonstrations, seed):
+    """What one stage sees: only labels, or only texts, are taken from the draw, which is tested below."""
+    if corruption == "without_format":
+        return replace(task, template=Template("{text} {label}", task.template.separator)), demonstrations
+    _, drawn = corrupted(task, demonstrations, CorruptionConfig(corruption=corruption), seed)
+    if corruption == "random_label":
+        kept = [replace(old, label=new.label) for old, new in zip(demonstrations, drawn, strict=True)]
+    else:
+        kept = [replace(old, text=new.text) for old, new in zip(demonstrations, drawn, strict=True)]
+    return task, kept
+
+
+@pytest.mark.filterwarnings("ignore:labels share their first token")
+@pytest.mark.parametrize("stage", ["vectorization", "calibration"])
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demonstrations):
+    decoder, config = made("llama"), CalibrationConfig(epochs=2)
+    films = replace(films, template=Template(films.template.format, separator="\n\n"))
+    predictor = fit(
+        "i2cl_corrupted", decoder, films, demonstrations, 3, epochs=2, corruption=corruption, stage=stage
+    )
+    stages = [(films, demonstrations), (films, demonstrations)]
+    stages[stage == "calibration"] = spoilt(corruption, films, demonstrations, 3)
+    assert stages[0] != stages[1]
+    vector = extract(decoder, *stages[0])
+    injection = calibrate(decoder, *stages[1], vector, config, seed=3)
+    assert torch.equal(predictor.edit.values, vector.values)
+    assert torch.equal(predictor.edit.coefficients, injection.coefficients)
+    asked = replace(injection, task=films)  # queries keep the template
+    assert torch.equal(predictor.scores(TEXTS), asked.scores(decoder, TEXTS))
+    intact = fit("i2cl", decoder, films, demonstrations, 3, epochs=2).edit
+    assert torch.equal(predictor.edit.values, intact.values) == (stage == "calibration")
+    assert not torch.equal(predictor.edit.coefficients, intact.coefficients)
+
+
+def test_what_corruption_does_to_demonstrations(films):
+    films = replace(films, labels=("a", "b", "c"))
+    examples = [Example(f"one  two\nthree two, {number} films", number % 2) for number in range(60)]
+    draws = {}
+    for corruption in CORRUPTIONS:
+        config = CorruptionConfig(corruption=corruption)
+        draws[corruption] = corrupted(films, examples, config, 0)
+        assert corrupted(films, examples, config, 0) == draws[corruption]
+    changed = [name for name, (task, _) in draws.items() if task != films]
+    assert changed == ["without_format"]
+    assert draws["without_format"][1] == tuple(examples)
+
+    _, labelled = draws["random_label"]
+    assert [example.text for example in labelled] == [example.text for example in examples]
+    counts = Counter(example.label for example in labelled)
+    assert set(counts) == {0, 1, 2}
+    assert min(counts.values()) > 10
+    assert any(old.label == new.label for old, new in zip(examples, labelled, strict=True))
+
+    _, ordered = draws["random_order"]
+    for old, new in zip(examples, ordered, strict=True):
+        assert (Counter(new.text.split()), new.label) == (Counter(old.text.split()), old.label)
+    assert len({tuple(new.text.split().index(word) for word in ("one", "films")) for new in ordered}) > 5
+    for name in ("random_label", "random_order"):
+        assert corrupted(films, examples, CorruptionConfig(corruption=name), 1)[1] != draws[name][1]
