@@ -98,18 +98,14 @@ class LlamaCpp:
         return str(reply["choices"][0]["text"])
 
     def said(self, prompt: GoldenPrompt, golden: Golden) -> str:
-        """The label that greedy decoding says; of tokens alone where the file has no tokenizer."""
+        """The label of one token that greedy decoding says; of tokens where the file has no tokenizer."""
         if self.has_tokenizer:
             query = prompt.ids if prompt.query is None else prompt.query
-            whole = golden.forced or bool(golden.sequences)
-            return golden.said_in(self.complete(query, golden), whole=whole)
+            return golden.said_in(self.complete(query, golden), whole=golden.forced)
         bias = {int(token): value for token, value in golden.logit_bias(golden.label_bias).items()}
         more = torch.zeros(self._model.n_vocab())
         more[list(bias)] = torch.tensor(list(bias.values()))
-        found: list[int] = []
-        while len(found) < golden.length:
-            found.append(int((self.logits((*prompt.ids, *found)) + more).argmax()))
-        return golden.said(found)
+        return golden.said([int((self.logits(prompt.ids) + more).argmax())])
 
 
 def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verification:
@@ -127,7 +123,13 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
     room = max(map(len, golden.sequences or golden.spoken), default=0) + 1
     with LlamaCpp(path, room + max(len(prompt.ids) for prompt in golden.prompts)) as model:
         answers = [
-            answered(golden, prompt, model.logits, lambda prompt: model.said(prompt, golden))
+            answered(
+                golden,
+                prompt,
+                model.logits,
+                lambda prompt: model.said(prompt, golden),
+                compared=bool(golden.sequences),
+            )
             for prompt in golden.prompts
         ]
         others = tuple(

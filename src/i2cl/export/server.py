@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 from i2cl.errors import I2CLError
 from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.greedy.calls import sent_to_servers
-from i2cl.export.verify import Answer
+from i2cl.export.verify import Answer, by_whole_labels
 
 TOLERANCE = 0.05
 """Servers run in lower precision."""
@@ -58,12 +58,12 @@ def ask_server(
     root = url.rstrip("/").removesuffix("/completions").removesuffix("/v1") + "/v1"
     server = _Server(golden, root, model or _first_model(root, timeout), task, logprobs, timeout)
     try:
-        return _all_or_none([server.ask(prompt) for prompt in golden.prompts])
+        return server.answers()
     except _RefusedError as refusal:
         if any(prompt.query is None for prompt in golden.prompts):
             raise
         try:
-            return _all_or_none([server.ask(prompt, as_text=True) for prompt in golden.prompts])
+            return server.answers(as_text=True)
         except _RefusedError:
             raise refusal from None
 
@@ -91,18 +91,33 @@ class _Server:
             body["vllm_xargs"] = {"i2cl": self.task}
         return _call(f"{self.root}/completions", body | options, self.timeout)
 
-    def ask(self, prompt: GoldenPrompt, *, as_text: bool = False) -> Answer:
-        golden, query = self.golden, prompt.query if as_text else prompt.ids
-        first = self.complete(query)
-        answer = replace(_answer(golden, first), said=self.said(query, first))
-        labels: Any = golden.sequence_texts if as_text else golden.sequences
-        if not labels:
-            return answer
+    def answers(self, *, as_text: bool = False) -> list[Answer]:
+        """To all prompts. Greedy decoding is asked where whole labels cannot be compared, for some reason."""
+        golden = self.golden
+        asked = [(one.query if as_text else one.ids) for one in golden.prompts]
+        firsts = [self.complete(query) for query in asked]
+        found = [_answer(golden, first) for first in firsts]
+        if golden.sequences:
+            labels: Any = golden.sequence_texts if as_text else golden.sequences
+            rows = zip(golden.prompts, asked, found, strict=True)
+            whole = [self.whole(prompt, query, labels, answer) for prompt, query, answer in rows]
+            if all(whole):  # of some prompts alone they may fit by chance
+                return [
+                    by_whole_labels(golden, replace(answer, whole=values))
+                    for answer, values in zip(found, whole, strict=True)
+                ]
+        return [
+            replace(answer, said=self.said(query, first))
+            for answer, query, first in zip(found, asked, firsts, strict=True)
+        ]
+
+    def whole(self, prompt: GoldenPrompt, query: Any, labels: Any, answer: Answer) -> tuple[float, ...]:
+        """Log-probability of each label's sequence; none where the server does not echo them."""
         try:
             echoes = [self.complete(query + label, echo=True, logprobs=1) for label in labels]
         except _RefusedError:
-            return answer
-        return replace(answer, whole=_whole(golden, prompt, answer, echoes))
+            return ()
+        return _whole(self.golden, prompt, answer, echoes)
 
     def said(self, query: list[int] | str | None, first: Any) -> str | None:
         """The label that greedy decoding says; ``first`` is the reply of one token."""
@@ -152,11 +167,6 @@ def _whole(golden: Golden, prompt: GoldenPrompt, answer: Answer, echoes: list[An
             return ()
         found.append(math.fsum(values))
     return tuple(found)
-
-
-def _all_or_none(answers: list[Answer]) -> list[Answer]:
-    """Without whole sequences where one prompt's do not fit: the others' may do so by chance."""
-    return answers if all(answer.whole for answer in answers) else [replace(one, whole=()) for one in answers]
 
 
 def _close(one: float, other: float) -> bool:

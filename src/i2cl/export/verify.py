@@ -36,6 +36,7 @@ class Answer:
         top_logits: of the golden prompt's top tokens, where logits are told.
         whole: log-probability of each label's whole sequence; empty where they were not told or asked.
         said: the label that greedy decoding says, empty where it says none; None where it was not asked.
+        compared: whether ``said`` is the most probable whole label instead, as the export's call finds it.
     """
 
     labels: tuple[float | None, ...]
@@ -43,6 +44,7 @@ class Answer:
     top_logits: tuple[float, ...] = ()
     whole: tuple[float, ...] = ()
     said: str | None = None
+    compared: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ class Verification:
     def passed(self) -> bool:
         """Whether the worst is within the tolerance, prompts have the same tokens, and labels are said."""
         return self.worst <= self.tolerance and not self.retokenized and self.says_labels
+
+    @property
+    def compared(self) -> bool:
+        """Whether what is told of greedy decoding is of whole labels' log-probabilities."""
+        return all(answer.compared for answer in self.answers)
 
     @property
     def unchecked(self) -> str | None:
@@ -189,6 +196,8 @@ def answered(
     prompt: GoldenPrompt,
     logits: Callable[[Sequence[int]], Float[Tensor, " vocab"]],
     said: Callable[[GoldenPrompt], str],
+    *,
+    compared: bool = False,
 ) -> Answer:
     """What a target that can be run here says after one prompt.
 
@@ -197,6 +206,7 @@ def answered(
         prompt: what to ask.
         logits: of the token after some ids, in float32.
         said: the label that greedy decoding says; asked where the golden values know what is expected of it.
+        compared: the export's call compares whole labels; greedy decoding is not asked then.
     """
     after, start = cache(logits), tuple(prompt.ids)  # labels that begin alike are run once
 
@@ -205,12 +215,19 @@ def answered(
         return float(sum(step[token] for step, token in zip(steps, ids, strict=True)))
 
     first = after(start)
-    return Answer(
+    found = Answer(
         tuple(first.log_softmax(-1)[golden.label_ids].tolist()),
         top_logits=tuple(first[prompt.top_ids].tolist()),
         whole=tuple(map(whole, golden.sequences)),
-        said=None if golden.greedy is None else said(prompt),
     )
+    if compared:
+        return by_whole_labels(golden, found)
+    return replace(found, said=None if golden.greedy is None else said(prompt))
+
+
+def by_whole_labels(golden: Golden, answer: Answer) -> Answer:
+    """An answer that says its most probable whole label."""
+    return replace(answer, said=golden.best(answer.whole), compared=True)
 
 
 def judged(
