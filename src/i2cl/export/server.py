@@ -92,24 +92,23 @@ class _Server:
         return _call(f"{self.root}/completions", body | options, self.timeout)
 
     def answers(self, *, as_text: bool = False) -> list[Answer]:
-        """To all prompts. Greedy decoding is asked where whole labels cannot be compared, for some reason."""
-        golden = self.golden
-        asked = [(one.query if as_text else one.ids) for one in golden.prompts]
-        firsts = [self.complete(query) for query in asked]
-        found = [_answer(golden, first) for first in firsts]
-        if golden.sequences:
-            labels: Any = golden.sequence_texts if as_text else golden.sequences
-            rows = zip(golden.prompts, asked, found, strict=True)
-            whole = [self.whole(prompt, query, labels, answer) for prompt, query, answer in rows]
-            if all(whole):  # of some prompts alone they may fit by chance
-                return [
-                    by_whole_labels(golden, replace(answer, whole=values))
-                    for answer, values in zip(found, whole, strict=True)
-                ]
-        return [
-            replace(answer, said=self.said(query, first))
-            for answer, query, first in zip(found, asked, firsts, strict=True)
-        ]
+        """To all prompts. Greedy decoding is asked where whole labels cannot be compared."""
+        golden, found = self.golden, []
+        asked = [prompt.query if as_text else prompt.ids for prompt in golden.prompts]
+        labels: Any = golden.sequence_texts if as_text else golden.sequences
+        for prompt, query in zip(golden.prompts, asked, strict=True):
+            first = self.complete(query)
+            answer = _answer(golden, first)
+            if labels:
+                found.append(replace(answer, whole=self.whole(prompt, query, labels, answer)))
+            else:
+                found.append(replace(answer, said=self.said(query, first)))
+        if not labels:
+            return found
+        if all(answer.whole for answer in found):
+            return [by_whole_labels(golden, answer) for answer in found]
+        pairs = zip(found, asked, strict=True)  # what fits for some prompts may do so by chance
+        return [replace(answer, whole=(), said=self.said(query)) for answer, query in pairs]
 
     def whole(self, prompt: GoldenPrompt, query: Any, labels: Any, answer: Answer) -> tuple[float, ...]:
         """Log-probability of each label's sequence; none where the server does not echo them."""
@@ -119,13 +118,13 @@ class _Server:
             return ()
         return _whole(self.golden, prompt, answer, echoes)
 
-    def said(self, query: list[int] | str | None, first: Any) -> str | None:
-        """The label that greedy decoding says; ``first`` is the reply of one token."""
+    def said(self, query: list[int] | str | None, first: Any = None) -> str | None:
+        """The label that greedy decoding says; ``first`` is the reply of one token, where there is one."""
         golden = self.golden
         if golden.greedy is None:
             return None
         more = sent_to_servers(golden)
-        if more or golden.length > 1:
+        if more or golden.length > 1 or first is None:
             first = self.complete(query, max_tokens=golden.length, logprobs=None, **more)
         try:
             return golden.said_in(first["choices"][0]["text"], whole=bool(golden.sequences))

@@ -244,7 +244,8 @@ def judged(
     Raises:
         I2CLError: if a target told nothing about any label.
     """
-    if all(value is None for answer in answers for value in answer.labels):
+    told = any(value is not None for answer in answers for value in answer.labels)
+    if not told and not all(answer.whole for answer in answers):
         raise I2CLError("the target told no label's probability: ask for more with --logprobs")
     found = Verification(golden, tuple(answers), golden.tolerance if tolerance is None else tolerance)
     if found.passed:
