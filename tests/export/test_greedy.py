@@ -454,6 +454,10 @@ def test_the_call_of_llama_cpp_runs_as_printed(tmp_path, monkeypatch, capsys, ta
     assert said in task.labels
     made = Golden.from_export("out.gguf")
     assert task is TASK or said == made.prompts[0].prediction
+    start = code.find("prompt = ")
+    if task is not TASK:  # for text after text
+        again = f"{code}\n{code[start:].replace(TEXTS[0], TEXTS[1])}"
+        assert ran(again).split("\n") == [prompt.prediction for prompt in made.prompts]
 
 
 @llama_cpp

@@ -117,6 +117,7 @@ def _llama_cpp_whole(golden: Golden, name: str, prompt: str) -> str:
     lines += [
         f"model = Llama({name!r}, logits_all=True, verbose=False)",
         f"prompt = model.tokenize({prompt!r}.encode(), special=True)",
+        "model.reset()  # forgets the text before",
         "model.eval(prompt)",
         "scores = {}",
         "for label, tokens in labels.items():",
