@@ -10,6 +10,7 @@ GEMMA := results/gemma-3-270m-q4_k_m.gguf
 SHA256 := $(shell command -v sha256sum || echo shasum -a 256)
 AT_200 := real,main-real,anchored-ablations,real-ablations,anchored-shots,unlabelled,anchored-unlabelled
 OTHERS := skewed,chat,successors
+SEEN := $(addprefix tests/interfaces/server/test_,clients.py openapi.py page.py)
 
 .PHONY: demo demo-real test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results gemma-results clean
 
@@ -49,8 +50,9 @@ fuzz-serve: $(READY)  ## `i2cl serve`: 50 kills, five minutes of mixed load, a r
 	$(VENV)/bin/python scripts/fuzz_serve.py --ray
 
 test-serve: $(READY)  ## `i2cl serve` as others see it: their clients, its description fuzzed, its page in Chromium
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check openai schemathesis playwright axe-playwright-python
-	$(VENV)/bin/pytest -rs tests/interfaces/server
+	-timeout 120 $(VENV)/bin/pip install --quiet --disable-pip-version-check openai schemathesis playwright axe-playwright-python
+	-command -v chromium || command -v chromium-browser || command -v google-chrome || timeout 120 $(VENV)/bin/playwright install chromium
+	$(VENV)/bin/pytest -n 2 --dist worksteal -rs $(SEEN)
 
 test-real: $(REAL)  ## the tests that need that model
 	$(VENV)/bin/pytest tests/real

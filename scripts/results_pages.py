@@ -448,24 +448,22 @@ def beside(found: Results, wanted: Sequence[str], against: str = OURS) -> str:
             average(found, line),
             str(seeds_of(found, line)),
             kept(found, line),
-            f"{mean_times(found, line, found.tasks_of(line))[0]:.0f}",
+            fit_beside(found, line, ours),
             *told[name],
         ]
         for name, line in lines.items()
     ]
-    fit = f"{mean_times(found, ours, found.tasks_of(ours))[0]:.0f}"
-    rows.append(
-        [
-            f"**{against}**",
-            average(found, ours),
-            str(seeds_of(found, ours)),
-            kept(found, ours),
-            fit,
-            *[""] * 3,
-        ]
-    )
-    head = ["Row", "Mean", "Seeds", "Numbers kept", "Fit, s", "Difference", "95 % interval", "q"]
+    last = [average(found, ours), str(seeds_of(found, ours)), kept(found, ours), "1", *[""] * 3]
+    rows.append([f"**{against}**", *last])
+    head = ["Row", "Mean", "Seeds", "Numbers kept", "Fit, ratio", "Difference", "95 % interval", "q"]
     return table(head, rows)
+
+
+def fit_beside(found: Results, line: Line, ours: Line) -> str:
+    """A row's time of fits against another's, on the tasks that both have."""
+    both = [task for task in found.tasks_of(line) if task in found.tasks_of(ours)]
+    theirs, own = (mean_times(found, one, both)[0] for one in (line, ours))
+    return f"{theirs / own:.2g}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:

@@ -2,10 +2,12 @@
 
 import json
 import shlex
+import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from importlib.util import find_spec
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from commands import run
 from export.cases import TASK, decoder_of, injection_for, saved
 from export.test_export_server import expected, serving
+from export.test_whole_labels import Echo
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_gguf, export_hf, fold, gguf, golden, make_golden, verify, verify_gguf
+from i2cl.export.greedy import calls
 from i2cl.export.greedy.beams import beams_for, compared_sequences, search_whole, searches
 from i2cl.export.greedy.calls import calls_of
 from i2cl.export.greedy.labels import FORCE, biases_of, forced_sequences, grammar_of, label_in, shared_end
@@ -306,7 +310,8 @@ def test_the_call_of_transformers_runs_as_printed(tmp_path, monkeypatch, capsys,
     record = json.loads(capsys.readouterr().out)
     assert record["forced"]
     assert record["greedy"] == {"right": 0, "of": 2}
-    assert record["structured_outputs"] == {"choice": Golden.from_export("out").words}
+    words = Golden.from_export("out").words
+    assert record.get("structured_outputs") == ({"choice": words} if task is TASK else None)
     code = record["calls"]["transformers"].replace("again", "out")
     assert code in printed
     assert code in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
@@ -328,22 +333,54 @@ def test_the_call_of_peft_runs_as_printed(tmp_path, monkeypatch, capsys):
     assert "lacks the labels' sequence_bias" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("task", [TASK, SHARED, BEGUN], ids=["first", "shared", "begun"])
-def test_the_call_of_vllm_names_the_labels_as_they_stand_behind_the_prompt(tmp_path, task):
+def test_the_call_of_vllm_names_the_labels_as_they_stand_behind_the_prompt(tmp_path):
     decoder = decoder_of("llama")
-    made = exported(tmp_path / "out", decoder, replace(injection_for(decoder), task=task))
+    made = exported(tmp_path / "out", decoder, injection_for(decoder))
     (code,) = [call.code for call in calls_of(made, "out", "hf") if call.program == "vLLM"]
     words = shlex.split(code.replace("\\\n", ""))
     assert words[:2] == ["curl", "http://localhost:8000/v1/completions"]
     body = json.loads(words[words.index("-d") + 1])
     assert body["temperature"] == 0
-    assert body.get("include_stop_str_in_output", False) == (task is not TASK)
     assert body["prompt"] == made.prompts[0].query
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     for word, ids in zip(body["structured_outputs"]["choice"], made.spoken, strict=True):
         assert tokenizer(body["prompt"] + word)["input_ids"] == [*made.prompts[0].ids, *ids]
         assert len(ids) <= body["max_tokens"]
         assert all(body["logit_bias"][str(token)] == 100 for token in ids)
+
+
+def completions(monkeypatch, echo):
+    """An openai package whose client asks here; returns what it is sent."""
+    seen = []
+
+    def create(**asked):
+        seen.append(asked)
+        replies = [echo({"prompt": text})["choices"][0]["logprobs"] for text in asked["prompt"]]
+        return SimpleNamespace(choices=[SimpleNamespace(logprobs=SimpleNamespace(**one)) for one in replies])
+
+    def client(**_):
+        return SimpleNamespace(completions=SimpleNamespace(create=create))
+
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=client))
+    return seen
+
+
+@pytest.mark.parametrize("task", [SHARED, BEGUN], ids=["shared", "begun"])
+def test_the_call_of_vllm_compares_whole_labels(tmp_path, monkeypatch, task):
+    monkeypatch.setattr(golden, "TEXTS", TEXTS)
+    decoder = decoder_of("llama")
+    weak = replace(injection_for(decoder), task=task)
+    made = exported(tmp_path / "out", decoder, replace(weak, context=weak.context * 0.1))
+    seen = completions(monkeypatch, Echo(tmp_path / "out", generated=0))
+    told = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert next(call.code for call in calls_of(made, "out", "hf") if call.program == "vLLM") in told
+    for prompt in made.prompts:
+        monkeypatch.setattr(calls, "TEXTS", (prompt.query.removeprefix("Review: ").split("\n")[0],))
+        (code,) = [call.code for call in calls_of(made, "out", "hf") if call.program == "vLLM"]
+        assert ran(code) == prompt.prediction
+        assert seen[-1]["prompt"] == [prompt.query + text for text in made.sequence_texts]
+        assert (seen[-1]["model"], seen[-1]["max_tokens"], seen[-1]["echo"]) == ("out", 0, True)
+    assert len({prompt.prediction for prompt in made.prompts}) > 1
 
 
 def test_a_server_is_sent_what_makes_it_say_whole_labels(tmp_path, capsys):
@@ -358,10 +395,8 @@ def test_a_server_is_sent_what_makes_it_say_whole_labels(tmp_path, capsys):
     asked = [body for body in seen if "grammar" in body]
     assert len(asked) == len(made.prompts)
     for body in asked:
-        assert body["structured_outputs"] == {"choice": ["best film", "best ever", "bad film"]}
         assert body["grammar"] == 'root ::= "best film" | "best ever" | "bad film"'
         assert body["max_tokens"] == made.length
-        assert body["include_stop_str_in_output"]  # vLLM would leave out labels' last tokens, which end it
     with serving(made, echo=echo, says=lambda *_: " best of all") as (url, _):
         assert run("verify", tmp_path / "out", "--url", url) == 1
     with serving(made, echo=echo, says=lambda *_: None) as (url, _):
@@ -392,7 +427,14 @@ def test_the_call_of_llama_cpp_runs_as_printed(tmp_path, monkeypatch, capsys, ta
     assert record["grammar"] == Golden.from_export("out.gguf").grammar
     code = record["calls"]["llama.cpp"]
     assert code in gguf.import_package("gguf").GGUFReader("out.gguf").get_field("i2cl.usage").contents()
-    assert ran(code).strip() in task.labels
+    said = ran(code).strip()
+    assert said in task.labels
+    made = Golden.from_export("out.gguf")
+    assert task is TASK or said == made.prompts[0].prediction
+    start = code.find("prompt = ")
+    if task is not TASK:  # for text after text
+        again = f"{code}\n{code[start:].replace(TEXTS[0], TEXTS[1])}"
+        assert ran(again).split("\n") == [prompt.prediction for prompt in made.prompts]
 
 
 @llama_cpp

@@ -148,6 +148,22 @@ def test_a_server_that_echoes_is_checked_by_whole_sequences(export, capsys, repl
     assert all(body["max_tokens"] == 1 and body["temperature"] == 0 for body in echoed)
 
 
+def test_labels_that_are_not_among_the_first_tokens_are_compared_all_the_same(export, capsys):
+    """As vLLM with a fit that says no label: its most probable tokens are other ones."""
+
+    def others(*_):
+        return {"top_logprobs": [{" other": -0.5}]}
+
+    told = Golden.from_export(export)
+    with serving(told, echo=Echo(export), shape=others) as (url, seen):
+        assert run("verify", export, "--url", url) == 0
+    assert "The most probable whole label answers 3 of 3 prompts" in capsys.readouterr().out
+    assert all(body["max_tokens"] == 1 for body in seen)  # nothing is generated
+    with serving(told, shape=others, echo=refusing) as (url, _):
+        assert run("verify", export, "--url", url) == 2
+    assert "ask for more with --logprobs" in capsys.readouterr().err
+
+
 def test_a_server_with_another_model_is_found_out(export, capsys):
     told = Golden.from_export(export)
     other = Echo(export)

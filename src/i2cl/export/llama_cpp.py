@@ -90,18 +90,14 @@ class LlamaCpp:
         return str(reply["choices"][0]["text"])
 
     def said(self, prompt: GoldenPrompt, golden: Golden) -> str:
-        """The label that greedy decoding says; of tokens alone where the file has no tokenizer."""
+        """The label of one token that greedy decoding says; of tokens where the file has no tokenizer."""
         if self.has_tokenizer:
             query = prompt.ids if prompt.query is None else prompt.query
-            whole = golden.forced or bool(golden.sequences)
-            return golden.said_in(self.complete(query, golden), whole=whole)
+            return golden.said_in(self.complete(query, golden), whole=golden.forced)
         bias = {int(token): value for token, value in golden.logit_bias(golden.label_bias).items()}
         more = torch.zeros(self._model.n_vocab())
         more[list(bias)] = torch.tensor(list(bias.values()))
-        tokens: list[int] = []
-        while len(tokens) < golden.length:
-            tokens.append(int((self.logits((*prompt.ids, *tokens)) + more).argmax()))
-        return golden.said(tokens)
+        return golden.said([int((self.logits(prompt.ids) + more).argmax())])
 
 
 def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verification:
@@ -119,7 +115,13 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
     room = max(map(len, golden.sequences or golden.spoken)) + 1
     with LlamaCpp(path, room + max(len(prompt.ids) for prompt in golden.prompts)) as model:
         answers = [
-            answer_of(golden, prompt, model.logits, lambda prompt: model.said(prompt, golden))
+            answer_of(
+                golden,
+                prompt,
+                model.logits,
+                lambda prompt: model.said(prompt, golden),
+                compared=bool(golden.sequences),
+            )
             for prompt in golden.prompts
         ]
         others = tuple(

@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 from i2cl.errors import I2CLError
 from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.greedy.calls import sent_to_servers
-from i2cl.export.verify import Answer
+from i2cl.export.verify import Answer, by_whole_labels
 
 TOLERANCE = 0.05  # servers run in lower precision
 
@@ -57,12 +57,12 @@ def ask_server(
     root = url.rstrip("/").removesuffix("/completions").removesuffix("/v1") + "/v1"
     server = _Server(golden, root, model or _first_model(root, timeout), task, logprobs, timeout)
     try:
-        return _all_or_none([server.ask(prompt) for prompt in golden.prompts])
+        return server.answers()
     except _RefusedError as refusal:
         if any(prompt.query is None for prompt in golden.prompts):
             raise
         try:
-            return _all_or_none([server.ask(prompt, as_text=True) for prompt in golden.prompts])
+            return server.answers(as_text=True)
         except _RefusedError:
             raise refusal from None
 
@@ -90,24 +90,38 @@ class _Server:
             body["vllm_xargs"] = {"i2cl": self.task}
         return _call(f"{self.root}/completions", body | options, self.timeout)
 
-    def ask(self, prompt: GoldenPrompt, *, as_text: bool = False) -> Answer:
-        golden, query = self.golden, prompt.query if as_text else prompt.ids
-        first = self.complete(query)
-        answer = replace(_answer(golden, first), said=self.said(query, first))
+    def answers(self, *, as_text: bool = False) -> list[Answer]:
+        """To all prompts. Greedy decoding is asked where whole labels cannot be compared."""
+        golden, answers = self.golden, []
+        asked = [prompt.query if as_text else prompt.ids for prompt in golden.prompts]
         labels: Any = golden.sequence_texts if as_text else golden.sequences
+        for prompt, query in zip(golden.prompts, asked, strict=True):
+            first = self.complete(query)
+            answer = _answer(golden, first)
+            if labels:
+                answers.append(replace(answer, whole=self.whole(prompt, query, labels, answer)))
+            else:
+                answers.append(replace(answer, said=self.said(query, first)))
         if not labels:
-            return answer
+            return answers
+        if all(answer.whole for answer in answers):
+            return [by_whole_labels(golden, answer) for answer in answers]
+        pairs = zip(answers, asked, strict=True)  # what fits for some prompts may do so by chance
+        return [replace(answer, whole=(), said=self.said(query)) for answer, query in pairs]
+
+    def whole(self, prompt: GoldenPrompt, query: Any, labels: Any, answer: Answer) -> tuple[float, ...]:
+        """Log-probability of each label's sequence; none where the server does not echo them."""
         try:
             echoes = [self.complete(query + label, echo=True, logprobs=1) for label in labels]
         except _RefusedError:
-            return answer
-        return replace(answer, whole=_whole(golden, prompt, answer, echoes))
+            return ()
+        return _whole(self.golden, prompt, answer, echoes)
 
-    def said(self, query: list[int] | str | None, first: Any) -> str:
-        """The label that greedy decoding says; ``first`` is the reply of one token."""
+    def said(self, query: list[int] | str | None, first: Any = None) -> str:
+        """The label that greedy decoding says; ``first`` is the reply of one token, where there is one."""
         golden = self.golden
         more = sent_to_servers(golden)
-        if more or golden.length > 1:
+        if more or golden.length > 1 or first is None:
             first = self.complete(query, max_tokens=golden.length, logprobs=None, **more)
         try:
             return golden.said_in(first["choices"][0]["text"], whole=bool(golden.sequences))
@@ -151,11 +165,6 @@ def _whole(golden: Golden, prompt: GoldenPrompt, answer: Answer, echoes: list[An
             return ()
         sums.append(math.fsum(values))
     return tuple(sums)
-
-
-def _all_or_none(answers: list[Answer]) -> list[Answer]:
-    """Without whole sequences where one prompt's do not fit: the others' may do so by chance."""
-    return answers if all(answer.whole for answer in answers) else [replace(one, whole=()) for one in answers]
 
 
 def _told(logprobs: Any) -> dict[int | str, float]:

@@ -33,6 +33,7 @@ class Answer:
         top_logits: of the golden prompt's top tokens, where logits are told.
         whole: log-probability of each label's whole sequence; empty where they were not told or asked.
         said: the label that greedy decoding says, empty where it says none.
+        compared: whether ``said`` is the most probable whole label instead, as the export's call finds it.
     """
 
     labels: tuple[float | None, ...]
@@ -40,6 +41,7 @@ class Answer:
     top_logits: tuple[float, ...] = ()
     whole: tuple[float, ...] = ()
     said: str = ""
+    compared: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class Verification:
     def passed(self) -> bool:
         """Whether the worst is within the tolerance, prompts have the same tokens, and labels are said."""
         return self.worst <= self.tolerance and not self.retokenized and self.says_labels
+
+    @property
+    def compared(self) -> bool:
+        """Whether what is told of greedy decoding is of whole labels' log-probabilities."""
+        return all(answer.compared for answer in self.answers)
 
     @property
     def unchecked(self) -> str | None:
@@ -184,11 +191,14 @@ def answer_of(
     prompt: GoldenPrompt,
     logits: Callable[[Sequence[int]], Float[Tensor, " vocab"]],
     said: Callable[[GoldenPrompt], str],
+    *,
+    compared: bool = False,
 ) -> Answer:
     """What a target that can be run here says after one prompt.
 
     ``golden``: which labels to ask for; ``prompt``: what to ask; ``logits``: of the token after some ids, in
-    float32; ``said``: the label that greedy decoding says.
+    float32; ``said``: the label that greedy decoding says; ``compared``: the export's call compares whole
+    labels, and greedy decoding is not asked.
     """
     after, start = cache(logits), tuple(prompt.ids)  # labels that begin alike are run once
 
@@ -197,12 +207,19 @@ def answer_of(
         return float(sum(step[token] for step, token in zip(steps, ids, strict=True)))
 
     first = after(start)
-    return Answer(
+    answer = Answer(
         tuple(first.log_softmax(-1)[golden.label_ids].tolist()),
         top_logits=tuple(first[prompt.top_ids].tolist()),
         whole=tuple(map(whole, golden.sequences)),
-        said=said(prompt),
     )
+    if compared:
+        return by_whole_labels(golden, answer)
+    return replace(answer, said=said(prompt))
+
+
+def by_whole_labels(golden: Golden, answer: Answer) -> Answer:
+    """An answer that says its most probable whole label."""
+    return replace(answer, said=golden.best(answer.whole), compared=True)
 
 
 def compare(
@@ -214,7 +231,8 @@ def compare(
     relative difference; default: the export's own; ``lost``: names of biases that are known to be dropped.
     Raises I2CLError if a target told nothing about any label.
     """
-    if all(value is None for answer in answers for value in answer.labels):
+    told = any(value is not None for answer in answers for value in answer.labels)
+    if not told and not all(answer.whole for answer in answers):
         raise I2CLError("the target told no label's probability: ask for more with --logprobs")
     outcome = Verification(golden, tuple(answers), golden.tolerance if tolerance is None else tolerance)
     if outcome.passed:

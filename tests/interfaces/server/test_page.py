@@ -231,8 +231,8 @@ def test_a_map_of_many_layers_fits_into_the_page(opened, width):
     }"""
     assert page.evaluate(inside) >= 0
     assert page.locator("#map rect").count() == 32 * 4
-    page.set_viewport_size({"width": 375, "height": 800})  # and is drawn anew
-    assert page.evaluate(inside) >= 0
+    page.set_viewport_size({"width": 375, "height": 800})
+    page.wait_for_function(f"({inside})() >= 0")  # it is drawn anew, some time after
 
 
 def test_what_looks_wrong_with_rows_is_said_before_a_fit(opened):

@@ -1,6 +1,7 @@
 """How an export is asked: the exact calls, for people and for its README.md.
 
 Sources: https://docs.vllm.ai/en/latest/features/structured_outputs/ (``structured_outputs`` with ``choice``),
+https://platform.openai.com/docs/api-reference/completions (``echo``),
 https://llama-cpp-python.readthedocs.io/en/latest/api-reference/, and
 https://huggingface.co/docs/transformers/main_classes/text_generation.
 """
@@ -49,10 +50,12 @@ def calls_of(golden: Golden, name: str, kind: Kind) -> list[Call]:
     """
     prompt = golden.prompt.replace(TEXT_FIELD, TEXTS[0])
     if kind == "gguf":
-        return [Call("llama.cpp", "python", _llama_cpp(golden, name, prompt))]
+        code = (_llama_cpp_whole if golden.sequences else _llama_cpp)(golden, name, prompt)
+        return [Call("llama.cpp", "python", code)]
     found = [Call("transformers", "python", _transformers(golden, name, prompt, kind))]
     if kind == "hf":
-        found.append(Call("vLLM", "console", _vllm(golden, name, prompt)))
+        whole = Call("vLLM", "python", _vllm_whole(golden, name, prompt)) if golden.sequences else None
+        found.append(whole or Call("vLLM", "console", _vllm(golden, name, prompt)))
     return found
 
 
@@ -79,9 +82,52 @@ def _vllm(golden: Golden, name: str, prompt: str) -> str:
     body: dict[str, Any] = {"model": name, "prompt": prompt, "max_tokens": golden.longest, "temperature": 0}
     if golden.forced:
         bias = {str(token): value for token, value in lifted(golden).items()}
-        body |= {"structured_outputs": {"choice": golden.words}, "logit_bias": bias} | _kept_end(golden)
+        body |= {"structured_outputs": {"choice": golden.words}, "logit_bias": bias}
     sent = shlex.quote(json.dumps(body, ensure_ascii=False))
     return f"curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' \\\n  -d {sent}"
+
+
+def _vllm_whole(golden: Golden, name: str, prompt: str) -> str:
+    """Log-probabilities of whole labels, each behind the prompt: vLLM tells a prompt's own by ``echo``."""
+    lengths = map(len, golden.sequences)
+    labels = dict(zip(golden.sequence_texts, zip(golden.labels, lengths, strict=True), strict=True))
+    lines = ["from openai import OpenAI", "", f"labels = {labels!r}  # label, tokens", f"prompt = {prompt!r}"]
+    lines += [
+        "server = OpenAI(base_url='http://localhost:8000/v1', api_key='none')",
+        "answer = server.completions.create(",
+        f"    model={name!r},",
+        "    prompt=[prompt + text for text in labels],",
+        "    max_tokens=0,",
+        "    echo=True,",
+        "    logprobs=1,",
+        ")",
+        "scores = {",
+        "    label: sum(choice.logprobs.token_logprobs[-tokens:])",
+        "    for choice, (label, tokens) in zip(answer.choices, labels.values())",
+        "}",
+        "print(max(scores, key=scores.get))",
+    ]
+    return "\n".join(lines)
+
+
+def _llama_cpp_whole(golden: Golden, name: str, prompt: str) -> str:
+    """The same in llama.cpp: the prompt runs once, and every label behind its keys and values."""
+    labels = dict(zip(golden.labels, golden.sequences, strict=True))
+    lines = ["from llama_cpp import Llama", "", f"labels = {labels!r}  # tokens"]
+    lines += [
+        f"model = Llama({name!r}, logits_all=True, verbose=False)",
+        f"prompt = model.tokenize({prompt!r}.encode(), special=True)",
+        "model.reset()  # forgets the text before",
+        "model.eval(prompt)",
+        "scores = {}",
+        "for label, tokens in labels.items():",
+        "    model.n_tokens = len(prompt)  # back to the end of the prompt",
+        "    model.eval(tokens)",
+        "    told = model.logits_to_logprobs(model.scores[len(prompt) - 1 : model.n_tokens - 1])",
+        "    scores[label] = float(sum(row[token] for row, token in zip(told, tokens)))",
+        "print(max(scores, key=scores.get))",
+    ]
+    return "\n".join(lines)
 
 
 def _llama_cpp(golden: Golden, name: str, prompt: str) -> str:
@@ -103,19 +149,14 @@ def lifted(golden: Golden) -> dict[int, float]:
 def sent_to_servers(golden: Golden) -> dict[str, Any]:
     """What a request has besides, so that any server says a label; empty where the model does so by itself.
 
-    Whole sequences take a grammar too, which vLLM and llama.cpp name in two ways; each of them leaves out
-    the other's.
+    Whole sequences take a grammar too, for servers such as llama.cpp's, which tell no log-probabilities of
+    a prompt's own tokens: where a server does, whole labels are compared.
     """
     bias = golden.logit_bias(golden.label_bias)
     found: dict[str, Any] = {"logit_bias": bias} if bias else {}
     if golden.forced and golden.sequences:
-        found |= {"structured_outputs": {"choice": golden.words}, "grammar": golden.grammar}
-    return found | _kept_end(golden)
-
-
-def _kept_end(golden: Golden) -> dict[str, Any]:
-    """VLLM reads which tokens end an answer from the generation config, and leaves the last one out."""
-    return {"include_stop_str_in_output": True} if golden.compared else {}
+        found["grammar"] = golden.grammar
+    return found
 
 
 def usage(golden: Golden, name: str, kind: Kind) -> str:
@@ -128,8 +169,8 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
     if golden.compared and kind != "gguf":
         parts.append(
             "transformers compares whole labels: generation_config.json holds a beam for each, no length "
-            "penalty, and labels' last tokens as ends of an answer (vLLM leaves these out of its text unless "
-            "`include_stop_str_in_output` is true). Programs without that search take labels token by token."
+            "penalty, and labels' last tokens as ends of an answer. vLLM reads these ends too, so text that "
+            "it writes itself stops there, and its `structured_outputs` cannot say such labels."
         )
     parts.append(
         "Only these prompts, letter by letter, are what the task was fitted for (`{text}` is the text):"

@@ -201,7 +201,9 @@ def _as_json(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> 
     record: dict[str, Any] = {"greedy": {"right": sum(right), "of": len(right)}, "forced": golden.forced}
     record["calls"] = {call.program: call.code for call in calls_of(golden, name, to)}
     if golden.forced:
-        record |= {"structured_outputs": {"choice": golden.words}, "grammar": golden.grammar}
+        record["grammar"] = golden.grammar
+    if golden.forced and not golden.sequences:  # vLLM's choice takes labels token by token
+        record["structured_outputs"] = {"choice": golden.words}
     return record
 
 
@@ -214,10 +216,10 @@ def _say_greedy(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) 
     )
     if golden.forced:
         other = "fit again by the default method, which says it by itself"
-        if golden.sequences:  # token by token it may miss the best whole label
-            other = "compare log-probabilities of whole labels, or fit labels with other first tokens"
+        if golden.sequences:
+            other = "fit labels that differ in their first token"
         if golden.compared and to != "gguf":
-            console.say(f"transformers compares whole labels, by {golden.beams} beams; others do not.")
+            console.say(f"transformers compares whole labels, by {golden.beams} beams.")
         console.say(f"Ask for a label as follows, or {other}.")
         for call in calls_of(golden, name, to):
             console.say(f"{call.program}:")

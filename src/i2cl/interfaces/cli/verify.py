@@ -135,6 +135,8 @@ def _say_greedy(outcome: "Verification") -> None:
     how = "Greedy decoding, made to say a label," if golden.forced else "Plain greedy decoding"
     if outcome.searched:
         how = f"A search over whole labels ({golden.beams} beams)"
+    if outcome.compared:
+        how = "The most probable whole label"
     right, count = sum(outcome.greedy), len(outcome.greedy)
     console.say(f"{how} answers {right} of {count} prompts with the expected label.")
     if outcome.says_labels or outcome.worst > outcome.tolerance:  # other values say other labels
