@@ -10,7 +10,7 @@ numbers for each of the MLP's inner ones.
 
 import argparse
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 import torch
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from i2cl import Decoder, Example, Task, Template, anchor
+from i2cl import Decoder, Example, anchor, load_task
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.problem import MOST_COLUMNS, columns_kept
 from i2cl.core.tangent import SLICE
@@ -105,12 +105,11 @@ def measured(shape: Shape, shots: int) -> tuple[float, float]:
         max_position_embeddings=1024,
     )
     decoder = Decoder(LlamaForCausalLM(config).eval(), tokenizer, token_budget=shape.budget)
-    words = tuple("ABCDEF")[: shape.labels]
-    task = Task("memory", words, Template("{text}\nLabel: {label}"))
-    filler = ["a " * shape.tokens + str(row) for row in range(shots)]
-    shown = [Example(text, row % shape.labels) for row, text in enumerate(filler)]
+    told_apart = load_task("mood-colour-1")  # whose labels the bundled tokenizer tells apart by one token
+    task = replace(told_apart, labels=told_apart.labels[: shape.labels], train=(), test=())
+    shown = [Example("a " * shape.tokens + str(row), row % shape.labels) for row in range(shots)]
     lengths = [len(ids) for ids in decoder.encoder([task.template.query(one.text) for one in shown])]
-    exact = Shape(**{**vars(shape), "rows": shots, "tokens": max(lengths)})
+    exact = replace(shape, rows=shots, tokens=max(lengths))
     with peak_memory(decoder.device) as peak:
         anchor(decoder, task, shown, AnchoredConfig(steps=2, say_label=False))
     return exact.activations() + exact.gradients() + exact.solver(), peak.added
@@ -142,7 +141,7 @@ def main() -> None:
         # Memory that a process has freed stays with it, so each model has a process of its own.
         alone = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
         for layers, width, inner, rows in ((4, 512, 2048, 48), (8, 768, 2048, 48), (12, 384, 1024, 96)):
-            shape = Shape(layers, width, width // 2, inner, 600, rows, 6, 60, 1024, 4)
+            shape = Shape(layers, width, width // 2, inner, 600, rows, 3, 60, 1024, 4)
             told, seen = alone.submit(measured, shape, rows).result()
             name = f"{layers} x {width}, inner {inner}"
             cells = (name, f"{rows} x {shape.columns}", f"{told / GB:.2f} GB", f"{seen / GB:.2f} GB")

@@ -210,7 +210,7 @@ def _watch(bar: console.Bar) -> "Callable[[Record], None]":
 
 @app.command()
 def pack(store: options.StoreFolder, out: NewFolder, json: options.Json = False) -> None:
-    """Write a store as a gzip file of lines and one safetensors file, to keep and to share.
+    """Write a store as gzipped lines and a safetensors file, to keep and to share.
 
     `i2cl report` reads it; `i2cl experiment unpack` turns it back.
     """
