@@ -97,16 +97,12 @@ def test_all_rows_up_to_twenty_of_a_class_but_those_kept_back(decoder, fast, tas
     assert again.demonstrations == found.demonstrations, "the command on the card draws the same"
 
 
-WHOLE = True
-"""The labels "word0", "word1" and so on share their first token."""
-
-
 def test_what_would_take_longer_than_five_minutes_is_cut(decoder, fast):
     task = of(40, 40)
     tokens = sum(
         map(len, module._Pace.of(decoder, task, 4).questions.queries([row.text for row in task.train]))
     )
-    once = module.FORWARD + module.BACKWARD / (module.SHARED if WHOLE else 1)
+    once = module.FORWARD + module.BACKWARD / module.SHARED  # labels that share their first token
     a_row = tokens / 80 * (2 * once + 4 + module.FORWARD)
     fast(module.PATIENCE / (13 * a_row))
     found = fitting(decoder, task, 4, 0, keep_back=0, scored=False)
@@ -127,7 +123,7 @@ def test_the_estimate_grows_with_tokens_steps_and_labels(decoder):
     wider = module._Pace.of(decoder, of(4, 4, 4, 4, 4), 4)
     same = replace(wider, seconds_a_token=pace.seconds_a_token)
     tokens = sum(map(len, pace.questions.queries([row.text for row in rows])))
-    more = 2 * module.BACKWARD * 3 / (module.SHARED if WHOLE else 1) * tokens
+    more = 2 * module.BACKWARD * 3 / module.SHARED * tokens
     assert same.seconds(rows) - pace.seconds(rows) == pytest.approx(more * pace.seconds_a_token)
 
 
