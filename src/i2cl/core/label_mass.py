@@ -28,7 +28,7 @@ from i2cl.models.edits import Edit
 from i2cl.models.hooks import Replay
 from i2cl.models.training import Backward
 
-RIDGE = 0.01
+RIDGE = 0.001
 """Penalty on the vector's mean square, in units of the stream's, beside a mean loss in nats."""
 
 EVALUATIONS = 60
