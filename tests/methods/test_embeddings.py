@@ -6,14 +6,13 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModel, AutoTokenizer
 
 from fitting import SHOWN, TEXTS, fit, made
 from i2cl import Example, I2CLError, calibrate, extract
 from i2cl.core.calibration import CalibrationConfig
 from i2cl.experiments.evidence.baselines import BASELINES, with_folds, with_worth
 from i2cl.methods import embeddings, make_methods
-from tiny import redrawn, tiny_tokenizer
 
 needs_encoders = pytest.mark.skipif(
     find_spec("sentence_transformers") is None or find_spec("sklearn") is None,
@@ -28,28 +27,6 @@ EACH = [
         ),
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    """A folder of sentence-transformers: a tiny random BERT whose tokens' states are averaged."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.models import Pooling, Transformer
-
-    plain, folder = (tmp_path_factory.mktemp("encoder") / name for name in ("plain", "whole"))
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        redrawn(BertModel(BertConfig(vocab_size=300, max_position_embeddings=64, **sizes))).save_pretrained(
-            plain
-        )
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.model_max_length = 64
-    tokenizer.save_pretrained(plain)
-    layers = [Transformer(str(plain)), Pooling(32)]
-    SentenceTransformer(modules=layers, device="cpu").save(str(folder))
-    return str(folder)
 
 
 def vectors(folder, texts):

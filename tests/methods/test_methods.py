@@ -1,6 +1,7 @@
 """Every method against a short direct computation, and what all of them promise."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -241,16 +242,23 @@ def decoder(request, decoder, tmp_path):
     return with_compressor(name, tmp_path) if known else decoder
 
 
-def contract(name, decoder, task):
-    """Fit a method as quickly as it goes."""
-    options = {option: value for option, value in QUICK.items() if option in METHODS[name].options()}
-    (method,) = make_methods([name], options)
-    try:
-        return method.fit(decoder, task, task.sample(2), 0)
-    except I2CLError as error:
-        if "pip install" not in str(error):
-            raise
-        pytest.skip(f"an optional package is missing: {error}")
+@pytest.fixture
+def contract(request):
+    """Fits a method as quickly as it goes, and offline."""
+
+    def fitted(name, decoder, task):
+        options = {option: value for option, value in QUICK.items() if option in METHODS[name].options()}
+        if "encoder" in METHODS[name].options() and find_spec("sentence_transformers"):
+            options["encoder"] = request.getfixturevalue("encoder")
+        (method,) = make_methods([name], options)
+        try:
+            return method.fit(decoder, task, task.sample(2), 0)
+        except I2CLError as error:
+            if "pip install" not in str(error):
+                raise
+            pytest.skip(f"an optional package is missing: {error}")
+
+    return fitted
 
 
 @pytest.fixture
@@ -262,7 +270,7 @@ def rows(task):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_scores_each_text_by_itself_and_repeats_itself(name, decoder, rows):
+def test_every_method_scores_each_text_by_itself_and_repeats_itself(name, decoder, rows, contract):
     texts = [query.text for query in rows.queries(5)]
     predictor = contract(name, decoder, rows)
     scores = predictor.scores(texts)
@@ -282,7 +290,7 @@ def hooks(model):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_leaves_the_model_as_found(name, decoder, rows):
+def test_every_method_leaves_the_model_as_found(name, decoder, rows, contract):
     model = decoder.model
     model.train()
     model.model.layers[0].eval()
@@ -299,7 +307,7 @@ def test_every_method_leaves_the_model_as_found(name, decoder, rows):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_refuses_an_empty_text(name, decoder, rows):
+def test_every_method_refuses_an_empty_text(name, decoder, rows, contract):
     with pytest.raises(I2CLError, match="text 2 is empty"):
         contract(name, decoder, rows).scores(["good", " "])
 
