@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from i2cl import AnchoredConfig, Decoder, Example, Task, anchor, load_task
+from i2cl import Decoder, Example, Task, anchor, load_task
 from i2cl.methods import Predictor
 from i2cl.methods.calibrated.folds import FOLDS, fold_rows, fold_scores, injected
 from i2cl.models.encoding import ScoringWarning
@@ -24,10 +24,9 @@ from i2cl.models.encoding import ScoringWarning
 def measured(decoder: Decoder, task: Task, seed: int, folds: int) -> dict[str, Any]:
     """Label scores of the demonstrations, each by the refit that has not seen it, and the seconds."""
     demonstrations = task.sample(None, seed)
-    config = AnchoredConfig(say_label=False)  # the answers are the same without
 
     def refit(rest: tuple[Example, ...]) -> Predictor:
-        return injected(anchor(decoder, task, rest, config, seed=seed), decoder, task)
+        return injected(anchor(decoder, task, rest, seed=seed), decoder, task)
 
     wall, own = time.perf_counter(), time.process_time()
     scores = fold_scores(task, demonstrations, refit, folds, seed)
