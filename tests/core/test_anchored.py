@@ -180,6 +180,22 @@ def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full, 
     assert summed_loss(after.values) == pytest.approx(wanted.item(), rel=1e-5)
 
 
+@FULL
+def test_labels_of_several_tokens_that_do_not_compete_keep_their_derivatives():
+    fit = problem(made(), task(full=True))
+    point, _ = fit.point(torch.zeros(fit.scale.numel()))
+    u = 0.05 * torch.randn(fit.scale.numel(), generator=torch.Generator().manual_seed(0))
+    anew, scores = fit.point(u)
+    others = scores.softmax(-1).gather(1, point.rivals)
+    competing = others >= others.median()
+    assert 0 < competing.sum() < competing.numel()
+    before = point.jacobian.clone().view(*point.values.shape, -1)
+    among = scores.softmax(-1) >= others.median()
+    now = fit.moved(point, u, scores, range(len(SHOWN)), among).jacobian.view(*before.shape)
+    assert torch.equal(now[~competing], before[~competing])
+    torch.testing.assert_close(now[competing], anew.jacobian.view_as(now)[competing], atol=1e-5, rtol=1e-4)
+
+
 def test_few_columns_end_where_all_of_them_do(monkeypatch):
     decoder, config = made(), AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False)
     fit, _, tau = started(decoder, task(), config)

@@ -60,6 +60,9 @@ DAMPING = 8.0
 STRONGEST = 1e6
 """Proximal factor beyond which no step pays."""
 
+COMPETING = 0.01
+"""Probability from which on a label of several tokens is differentiated anew."""
+
 NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain model: lower the reach"
 
 
@@ -75,7 +78,8 @@ class AnchoredConfig(BaseModel):
         trust: share of the gain that its linearisation promises which a step has to bring; one that brings
             less is damped. At 0 any gain will do, and one that is small ends the fit.
         settled: loss in nats below which a demonstration keeps its derivatives from the third step on; at 0
-            all are differentiated anew at each step.
+            all are differentiated anew at each step. Labels of several tokens are, from the second step on,
+            where they have a probability of `COMPETING`.
         say_label: end with one more vector at the last writer that makes the model say a label by itself, and
             leaves the answer among the labels as it is (`i2cl.core.label_mass`). Only where labels are told
             apart by single tokens: of whole sequences every token would need a vector of its own.
@@ -206,7 +210,8 @@ def solved(
         if step:
             losses = cross_entropy(at.scores, problem.gold, reduction="none")
             anew = (losses >= (config.settled if step > 1 else 0.0)).nonzero()[:, 0].tolist()
-            point = problem.moved(point, at.u, at.scores, anew)
+            competing = at.scores.softmax(-1) >= COMPETING if config.settled else None
+            point = problem.moved(point, at.u, at.scores, anew, competing)
             factor, strongest = DAMPING, STRONGEST if anew else DAMPING
         after = stepped(problem, point, at, tau, config.trust, factor, strongest)
         if after is None:

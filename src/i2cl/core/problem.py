@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -122,15 +122,18 @@ class Problem:
         u: Float[Tensor, " parameters"],
         scores: Float[Tensor, "n labels"],
         anew: Sequence[int],
+        competing: Bool[Tensor, "n labels"] | None = None,
     ) -> Tangent:
         """The tangent at u, where the label scores are known.
 
         Some demonstrations are differentiated anew; the others keep the columns and the derivatives that they
-        have. Those are written over, so ``point`` is used up.
+        have, and so do labels of several tokens that are not ``competing``. Those are written over, so
+        ``point`` is used up.
         """
         rivals = point.rivals.clone()
         if anew:
-            _, rivals[list(anew)] = self._slopes(point.jacobian.view(*point.values.shape, -1), u, anew)
+            slopes = point.jacobian.view(*point.values.shape, -1)
+            _, rivals[list(anew)] = self._slopes(slopes, u, anew, competing)
         return Tangent(columns(scores, self.gold, rivals), point.jacobian, rivals, point.whole)
 
     @property
@@ -143,8 +146,12 @@ class Problem:
         into: Float[Tensor, "n columns parameters"],
         u: Float[Tensor, " parameters"],
         chosen: Sequence[int],
+        competing: Bool[Tensor, "n labels"] | None = None,
     ) -> tuple[Float[Tensor, "rows labels"], Int[Tensor, "rows rivals"]]:
-        """Scores of some demonstrations, and their labels with a column; writes the columns' derivatives."""
+        """Scores of some demonstrations, and their labels with a column; writes the columns' derivatives.
+
+        Of labels of several tokens only those are read that compete, if that is given; others score 0.
+        """
         kept = self.columns
 
         def of(values: Tensor, rows: Sequence[int]) -> Tensor:
@@ -152,7 +159,7 @@ class Problem:
             return directions(values, right, rivals_of(values, right, kept))
 
         if self.questions.labels.full:
-            scores = self._derive_sequences(into, u, chosen)
+            scores = self._derive_sequences(into, u, chosen, competing)
         else:
             scores = self._derive(into, u, chosen, of)
         if not (scores.isfinite().all() and all(into[row].isfinite().all() for row in chosen)):
@@ -192,18 +199,23 @@ class Problem:
         into: Float[Tensor, "n others parameters"],
         u: Float[Tensor, " parameters"],
         chosen: Sequence[int],
+        competing: Bool[Tensor, "n labels"] | None,
     ) -> Float[Tensor, "rows labels"]:
         """Scores of whole sequences; writes derivatives of the labels but the gold one, less its own."""
         gold: list[int] = self.gold.tolist()
-        scores = torch.empty(len(gold), len(self.questions.labels.ids))
+        scores = torch.zeros(len(gold), len(self.questions.labels.ids))
         own = torch.empty(len(gold), 1, u.numel())
         self._derive_pairs(own, scores, u, [(row, gold[row], 0) for row in chosen])
-        others = [(row, label) for row in chosen for label in range(scores.shape[1]) if label != gold[row]]
-        self._derive_pairs(
-            into, scores, u, [(row, label, label - (label > gold[row])) for row, label in others]
-        )
-        for row in chosen:
-            into[row] -= own[row]
+        read = torch.ones_like(scores, dtype=torch.bool) if competing is None else competing
+        others = [
+            (row, label, label - (label > gold[row]))
+            for row in chosen
+            for label in read[row].nonzero()[:, 0].tolist()
+            if label != gold[row]
+        ]
+        self._derive_pairs(into, scores, u, others)
+        for row, _, column in others:
+            into[row, column] -= own[row, 0]
         return scores[list(chosen)]
 
     def _derive_pairs(
