@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from i2cl import (
-    Decoder,
-    I2CLError,
-    Injection,
-)
+from i2cl import Decoder, I2CLError, Injection
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
 

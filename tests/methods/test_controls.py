@@ -6,17 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import (
-    FAMILIES,
-    SHOWN,
-    TEXTS,
-    first_tokens,
-    fit,
-    injecting,
-    made,
-    plain_logits,
-    shown_string,
-)
+from fitting import FAMILIES, SHOWN, TEXTS, first_tokens, fit, injecting, made, plain_logits, shown_string
 from i2cl import CalibrationConfig, Example, Template, calibrate, extract
 from i2cl.methods.controls import CorruptionConfig, corrupted
 

@@ -9,16 +9,7 @@ from html import unescape
 import numpy as np
 import pytest
 
-from experiments.report.made import (
-    LLAMA,
-    Page,
-    always_right,
-    experiment,
-    failed,
-    llama,
-    record,
-    trial,
-)
+from experiments.report.made import LLAMA, Page, always_right, experiment, failed, llama, record, trial
 from i2cl.errors import I2CLError
 from i2cl.experiments.report.document import CAPTIONS, build
 from i2cl.experiments.report.page import write
