@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from fitting import hooks
 from i2cl.models.hooks import edit_inputs, edit_outputs
 from tiny import tiny_model
 
@@ -18,10 +19,6 @@ class Pair(nn.Module):
 class Failing(nn.Module):
     def forward(self, hidden_states):
         raise RuntimeError("inside the module")
-
-
-def hooks(module):
-    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
 
 
 def boom(value):
