@@ -21,12 +21,8 @@ LABELS = (40, 90, 200)
 RMS = ("llama", "mixtral", "granite", "glm4", "gpt_oss", "afmoe")
 """Types with an RMSNorm and no bias at the head, where the answer among the labels stays exactly."""
 
-SHOWN = (
-    Example("a warm film", 0),
-    Example("dull, dull, dull", 1),
-    Example("kind and funny", 0),
-    Example("no", 2),
-)
+GIVEN = (("a warm film", 0), ("dull, dull, dull", 1), ("kind and funny", 0), ("no", 2))
+SHOWN = tuple(Example(text, label) for text, label in GIVEN)
 TASK = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentiment:{label}"))
 
 
@@ -73,9 +69,8 @@ def test_the_default_fit_says_labels_and_its_answers_are_those_without():
     decoder = made("llama")
     says = anchor(decoder, TASK, SHOWN)
     silent = anchor(decoder, TASK, SHOWN, AnchoredConfig(say_label=False))
-    texts = [
-        f"{word} {other}" for word in ("a film", "dull", "kind", "so") for other in ("of old", "!", "and", "")
-    ]
+    begins, ends = ("a film", "dull", "kind", "so"), ("of old", "!", "and", "")
+    texts = [f"{word} {other}" for word in begins for other in ends]
     questions = Questions(decoder, TASK)
     queries = questions.queries(texts)
     firsts = torch.tensor(questions.labels.first)
@@ -100,16 +95,12 @@ def test_nothing_is_added_where_the_last_writer_is_left_out_or_nothing_was_fitte
         assert "label_mass" not in anchor(decoder, TASK, SHOWN, AnchoredConfig(**config)).settings
 
 
-def test_labels_that_span_the_stream_leave_no_room_and_the_fit_as_it_is():
-    decoder = made("llama")
-    found = raise_label_mass(decoder, QUERIES, tuple(range(40, 40 + decoder.d_model + 1)), edit_of(decoder))
-    assert not found.vector.any()
-    assert found.after == found.before
-
-
-def test_a_model_that_overflows_keeps_the_fit_as_it_is():
+def test_labels_that_span_the_stream_and_a_model_that_overflows_leave_the_fit_as_it_is():
     decoder = made("llama")
     edit = edit_of(decoder)
+    found = raise_label_mass(decoder, QUERIES, tuple(range(40, 40 + decoder.d_model + 1)), edit)
+    assert not found.vector.any()
+    assert found.after == found.before
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("inf"))
     assert not raise_label_mass(decoder, QUERIES, LABELS, edit).vector.any()
