@@ -108,7 +108,7 @@ def test_the_precision_asked_for(folder, asked):
     ("name", "tensor", "message"),
     [
         ("model.layers.1.mlp.up_proj.weight", None, r"lacks weights \(model.layers.1.mlp.up_proj.weight"),
-        ("model.norm.weight", torch.ones(7), r"model.norm.weight as \(7,\) where its config.json says \(32,"),
+        ("model.norm.weight", torch.ones(7), r"norm.weight as \(7,\) where its config.json says \(32,\)"),
     ],
 )
 def test_a_checkpoint_that_lacks_weights_or_has_others_than_the_config_says(folder, name, tensor, message):
