@@ -14,6 +14,12 @@ def run(*words):
     return stop.value.code
 
 
+def heard(capsys, *words):
+    """The exit code of a command, its stdout and its stderr."""
+    capsys.readouterr()
+    return run(*words), *capsys.readouterr()
+
+
 def listed(folder):
     return sorted(path.name for path in folder.iterdir())
 

@@ -86,13 +86,8 @@ def golden(name):
 
 
 VECTORS = 3
-ENCODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+ENCODER = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24}
+ENCODER |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def with_compressor(name, folder):
@@ -124,10 +119,9 @@ def with_compressor(name, folder):
             cross | {f"encoder.{name}": drawn(*own.shape) for name, own in encoder.state_dict().items()},
         )
     if name == "icae":
+        start = "icae.base_model.model.model.layers"
         pairs = {
-            f"icae.base_model.model.model.layers.{layer}.self_attn.{part}.lora_{side}.default.weight": drawn(
-                *shape
-            )
+            f"{start}.{layer}.self_attn.{part}.lora_{side}.default.weight": drawn(*shape)
             for layer in range(config.num_hidden_layers)
             for part, out in (("q_proj", width), ("v_proj", config.num_key_value_heads * config.head_dim))
             for side, shape in (("A", (2, width)), ("B", (out, 2)))

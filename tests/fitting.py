@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from i2cl import Decoder, Example, Task, Template
+from i2cl import Decoder, Example, Task, Template, calibrate, extract
 from i2cl.methods import make_methods
 from tiny import CASES, tiny_model, tiny_tokenizer
 
@@ -62,6 +62,18 @@ def fit(name, decoder, task, demonstrations, seed=0, **options):
     """A method by name, fitted."""
     (method,) = make_methods([name], options)
     return method.fit(decoder, task, demonstrations, seed)
+
+
+def injected(decoder, task, shown, config=None, *, extraction=None, seed=0, **more):
+    """An injection of demonstrations: a vector extracted from them and calibrated on them."""
+    context = extract(decoder, task, shown, extraction, seed=seed)
+    return calibrate(decoder, task, shown, context, config, seed=seed, **more)
+
+
+def hooks(model):
+    """How many of them a model has."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
 def ids(decoder, text):

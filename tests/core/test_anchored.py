@@ -5,6 +5,7 @@ import string
 import pytest
 import torch
 
+from fitting import hooks, made
 from i2cl import Example, I2CLError, Task, Template
 from i2cl.core import anchored
 from i2cl.core import problem as module
@@ -13,29 +14,16 @@ from i2cl.core.edits import LinearEdit
 from i2cl.core.problem import Problem, columns_kept
 from i2cl.core.tangent import Tangent, columns, directions, optimum, rivals_of, summed_loss
 from i2cl.methods import make_methods
-from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, score
-from tiny import tiny_model, tiny_tokenizer
 
-SHOWN = tuple(
-    Example(text, label)
-    for text, label in [
-        ("a warm film", 0),
-        ("dull, dull, dull", 1),
-        ("funny and kind all the way", 0),
-        ("no", 2),
-    ]
-)
+WORDS = ("a warm film", "dull, dull, dull", "funny and kind all the way", "no")
+SHOWN = tuple(Example(text, label) for text, label in zip(WORDS, (0, 1, 0, 2), strict=True))
 FULL = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 
 def task(full=False):
     words = ("good film", "good grief", "bad") if full else ("good", "bad", "unsure")
     return Task("films", words, Template("Review: {text}\nSentiment:\n{label}"))
-
-
-def made(model_type="llama"):
-    return Decoder(tiny_model(model_type), tiny_tokenizer(), name=model_type)
 
 
 def problem(decoder, asked, shown=SHOWN, writers="both"):
@@ -139,7 +127,10 @@ def test_the_optimum_is_that_of_a_minimiser_of_scipy(shape):
 
 
 def test_it_ends_where_the_objective_is_smallest():
-    decoder, config = made(), AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False)
+    decoder, config = (
+        made("llama"),
+        AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False),
+    )
     fit, _, tau = started(decoder, task(), config)
     injection = anchor(decoder, task(), SHOWN, config)
     assert injection.settings["tau"] == pytest.approx(tau)
@@ -161,7 +152,7 @@ def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full, 
     if full and kept == 1:
         pytest.skip("whole sequences have a column each")
     monkeypatch.setattr(module, "columns_kept", lambda *_: kept)
-    fit = problem(made(), task(full))
+    fit = problem(made("llama"), task(full))
     point, _ = fit.point(torch.zeros(fit.scale.numel()))
     generator = torch.Generator().manual_seed(0)
     u = 0.05 * torch.randn(fit.scale.numel(), generator=generator)
@@ -197,7 +188,10 @@ def test_labels_of_several_tokens_that_do_not_compete_keep_their_derivatives():
 
 
 def test_few_columns_end_where_all_of_them_do(monkeypatch):
-    decoder, config = made(), AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False)
+    decoder, config = (
+        made("llama"),
+        AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False),
+    )
     fit, _, tau = started(decoder, task(), config)
     every = anchor(decoder, task(), SHOWN, config)
     monkeypatch.setattr(module, "columns_kept", lambda *_: 1)
@@ -210,7 +204,7 @@ def test_few_columns_end_where_all_of_them_do(monkeypatch):
 
 
 def test_a_step_that_brings_less_than_its_share_is_damped():
-    fit, point, tau = started(made(), task(), AnchoredConfig(reach=30.0))
+    fit, point, tau = started(made("llama"), task(), AnchoredConfig(reach=30.0))
     u = torch.zeros(fit.scale.numel())
     at = Step(u, fit.scores(u), float(objective(fit, u, tau)), 1.0, 0.0)
 
@@ -230,15 +224,9 @@ def test_a_step_that_brings_less_than_its_share_is_damped():
 
 
 def test_history_falls_and_is_the_loss_among_labels():
-    decoder = made()
-    told = []
-    injection = anchor(
-        decoder,
-        task(),
-        SHOWN,
-        AnchoredConfig(reach=3.0, steps=4, say_label=False),
-        progress=lambda *at: told.append(at),
-    )
+    decoder, told = made("llama"), []
+    config = AnchoredConfig(reach=3.0, steps=4, say_label=False)
+    injection = anchor(decoder, task(), SHOWN, config, progress=lambda *at: told.append(at))
     texts, gold = [one.text for one in SHOWN], torch.tensor([one.label for one in SHOWN])
 
     def loss(scores):
@@ -265,25 +253,23 @@ def test_under_an_infinite_prior_it_is_the_plain_model(config):
 @pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
 def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
     """A site has one number, and what is left out stays so."""
-    fit = problem(made(), task(full), writers="mlp")
+    fit = problem(made("llama"), task(full), writers="mlp")
     point, _, variance = fit.first()
     assert (fit.scale == fit.scale[..., :1]).all()
-    assert (fit.scale[:, 0] == 0).all()
-    assert (fit.scale[:, 1] > 0).all()
+    assert ((fit.scale > 0) == torch.tensor([False, True])[:, None]).all()
     slopes = torch.nn.functional.pad(point.jacobian.view(*point.values.shape, -1), (0, 0, 1, 0))
     spread = (slopes - slopes.mean(1, keepdim=True)).square().mean((0, 1)).view(*fit.scale.shape)
-    torch.testing.assert_close(
-        spread[:, 1].mean(-1), torch.ones(fit.questions.decoder.layers), atol=1e-3, rtol=0
-    )
+    layers = fit.questions.decoder.layers
+    torch.testing.assert_close(spread[:, 1].mean(-1), torch.ones(layers), atol=1e-3, rtol=0)
     assert variance == pytest.approx(spread.sum().item(), rel=1e-4)
 
 
 def test_the_scale_of_few_columns_is_near_that_of_all(monkeypatch):
     shown = SHOWN[:2] + SHOWN[3:]  # classes equally frequent
-    every = problem(made(), task(), shown)
+    every = problem(made("llama"), task(), shown)
     _, _, variance = every.first()
     monkeypatch.setattr(module, "columns_kept", lambda *_: 1)
-    grouped = problem(made(), task(), shown)
+    grouped = problem(made("llama"), task(), shown)
     _, _, estimated = grouped.first()
     assert estimated == pytest.approx(variance, rel=0.5)
     assert torch.corrcoef(torch.stack([every.scale.flatten(), grouped.scale.flatten()]))[0, 1] > 0.8
@@ -303,7 +289,7 @@ def test_reach_is_the_spread_of_label_scores_under_the_prior_whatever_the_model(
 
 
 def test_the_model_is_left_as_found():
-    decoder = made()
+    decoder = made("llama")
     before = {name: value.clone() for name, value in decoder.model.state_dict().items()}
     decoder.model.train()
     asked = [parameter.requires_grad for parameter in decoder.model.parameters()]
@@ -312,11 +298,11 @@ def test_the_model_is_left_as_found():
     assert asked == [parameter.requires_grad for parameter in decoder.model.parameters()]
     assert all(torch.equal(value, before[name]) for name, value in decoder.model.state_dict().items())
     assert all(parameter.grad is None for parameter in decoder.model.parameters())
-    assert not any(module._forward_hooks for module in decoder.model.modules())
+    assert hooks(decoder.model) == 0
 
 
 def test_a_step_that_overflows_is_damped(monkeypatch):
-    decoder = made()
+    decoder = made("llama")
     scores, calls = Problem.scores, []
 
     def overflowing(fit, u):
@@ -330,32 +316,29 @@ def test_a_step_that_overflows_is_damped(monkeypatch):
     assert injection.history[1] < injection.history[0]
 
 
-def test_a_model_that_overflows_by_itself_is_told():
-    decoder = made()
+def test_a_model_that_overflows_by_itself_and_a_fit_without_a_step_are_told(monkeypatch):
+    decoder = made("llama")
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(I2CLError, match="not finite: load the model in float32"):
         anchor(decoder, task(), SHOWN)
-
-
-def test_a_fit_without_a_step_says_so(monkeypatch):
     monkeypatch.setattr(anchored, "stepped", lambda *_, **__: None)
     with pytest.warns(UserWarning, match="this is the plain model: lower the reach"):
-        injection = anchor(made(), task(), SHOWN)
+        injection = anchor(made("llama"), task(), SHOWN)
     assert not injection.context.values.any()
 
 
 @pytest.mark.parametrize("reach", [300.0, 10_000.0])
 def test_a_wide_prior_takes_damped_steps(reach):
-    injection = anchor(made(), task(), SHOWN, AnchoredConfig(reach=reach))
+    injection = anchor(made("llama"), task(), SHOWN, AnchoredConfig(reach=reach))
     assert injection.history[-1] < 0.5 * injection.history[0]
 
 
 def test_more_examples_than_a_kernel_holds_are_refused():
     with pytest.raises(I2CLError, match=r"4800 examples are more than the 4096 .*--shots"):
-        anchor(made(), task(), SHOWN * 1200)
+        anchor(made("llama"), task(), SHOWN * 1200)
     with pytest.raises(I2CLError, match=r"2000 examples times 3 labels are more whole sequences than"):
-        anchor(made(), task(), SHOWN * 500, scoring="full")
+        anchor(made("llama"), task(), SHOWN * 500, scoring="full")
 
 
 def many(count):
@@ -367,7 +350,7 @@ def many(count):
 
 @FULL
 def test_any_number_of_labels_can_be_fitted():
-    decoder = made()
+    decoder = made("llama")
     asked, shown = many(60)
     injection = anchor(decoder, asked, shown, AnchoredConfig(steps=2))
     assert injection.scoring == "keyword"
@@ -376,10 +359,8 @@ def test_any_number_of_labels_can_be_fitted():
     texts = [one.text for one in shown]
     scores = injection.scores(decoder, texts)
     assert scores.shape == (60, 60)
-    gold = torch.arange(60)
-    assert injection.history[-1] == pytest.approx(
-        torch.nn.functional.cross_entropy(scores.log_softmax(-1), gold).item(), abs=0.2
-    )
+    loss = torch.nn.functional.cross_entropy(scores.log_softmax(-1), torch.arange(60))
+    assert injection.history[-1] == pytest.approx(loss.item(), abs=0.2)
     few, some = many(12)
     assert anchor(decoder, few, some, AnchoredConfig(steps=1)).scoring == "auto"
 
@@ -390,14 +371,10 @@ def test_a_reach_that_is_none_is_refused(reach):
         AnchoredConfig(reach=reach)
 
 
-def test_the_seed_is_told():
-    decoder = made()
+def test_scores_are_those_of_an_edit_and_the_seed_is_told():
     (method,) = make_methods(["anchored"], {"steps": 1})
-    assert method.injection(decoder, task(), SHOWN, 7).seed == 7
-
-
-def test_scores_are_those_of_an_edit():
-    fit = problem(made(), task())
+    assert method.injection(made("llama"), task(), SHOWN, 7).seed == 7
+    fit = problem(made("llama"), task())
     u = torch.full((fit.scale.numel(),), 0.05)
     vectors = fit.theta(u)
     edit = LinearEdit(vectors, torch.ones(*vectors.shape[:2], 2))

@@ -1,4 +1,3 @@
-import copy
 import math
 from dataclasses import replace
 from functools import cache
@@ -6,13 +5,13 @@ from itertools import chain
 
 import pytest
 import torch
-from pydantic import ValidationError
 
+from fitting import FAMILIES as BASIC
 from fitting import decoder_of, encode, injecting
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.edits import NoisyEdit
-from i2cl.core.recipe import FAST, RECIPES, RELEASED, CalibrationConfig
+from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import ScoringWarning
@@ -20,17 +19,10 @@ from i2cl.models.scoring import labelled_batch
 from i2cl.tasks import Example, Task, Template
 from tiny import tiny_model, tiny_tokenizer
 
-FAMILIES = [
-    "llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom", "granite", "mpt", "phi",
-]  # fmt: skip
+FAMILIES = [*BASIC, "opt", "gemma2", "falcon", "bloom", "granite", "mpt", "phi"]
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
-SHOTS = (
-    Example("a warm film", 0),
-    Example("dull", 1),
-    Example("a funny, warm and funny film", 0),
-    Example("a lifeless film", 1),
-    Example("funny", 0),
-)
+TEXTS = ("a warm film", "dull", "a funny, warm and funny film", "a lifeless film", "funny")
+SHOTS = tuple(Example(text, row % 2) for row, text in enumerate(TEXTS))
 UNTOUCHED = torch.tensor([0.0, 1.0])
 
 
@@ -39,18 +31,12 @@ def context_of(case, writers="both", dtype=torch.float32):
     return extract(decoder_of(case, dtype), TASK, SHOTS, ExtractConfig(writers=writers))
 
 
-def fit(
-    case="llama", *, writers="both", seed=0, task=TASK, shots=SHOTS, context=None, progress=None, **config
-):
-    arguments = {name: config.pop(name) for name in ("scoring", "start", "batches") if name in config}
+def fit(case="llama", *, writers="both", seed=0, task=TASK, shots=SHOTS, context=None, **config):
+    names = ("scoring", "start", "batches", "progress")
+    arguments = {name: config.pop(name) for name in names if name in config}
     config = CalibrationConfig(**({"epochs": 2} | config))
     context = context_of(case, writers) if context is None else context
-    return calibrate(
-        decoder_of(case), task, shots, context, config, seed=seed, progress=progress, **arguments
-    )
-
-
-# One step by hand
+    return calibrate(decoder_of(case), task, shots, context, config, seed=seed, **arguments)
 
 
 def loss_by_hand(case, coefficients, chosen, *, full=False):
@@ -105,9 +91,6 @@ def test_labels_of_several_tokens_are_learnt_whole():
     assert found.history[0] == pytest.approx(-probability, rel=1e-5)
 
 
-# Repeatable
-
-
 @pytest.mark.parametrize("change", [{}, {"noise_place": "writer"}, {"positions": "random"}, {"draw": "step"}])
 def test_bit_for_bit_repeatable(change):
     torch.manual_seed(0)
@@ -125,9 +108,6 @@ def test_noise_alone_depends_on_the_seed():
     exact = [fit(seed=seed, batches=batches, noise=0.0).coefficients for seed in (0, 1)]
     assert not torch.equal(*noisy)
     assert torch.equal(*exact)
-
-
-# What is trained
 
 
 @pytest.mark.parametrize(
@@ -180,12 +160,6 @@ def test_noise_goes_where_the_injection_goes(monkeypatch, place):
     assert edits[0].draw is not edits[1].draw
 
 
-@pytest.mark.parametrize("layers", [(2,), (-1,), (), "early", "7"])
-def test_layers_that_do_not_exist(layers):
-    with pytest.raises(I2CLError, match=r"names no layers of this model, which has 2 \(0 to 1\)"):
-        fit(layers=layers)
-
-
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 def test_the_add_formula(case):
     first = fit(case, formula="add", epochs=0, init_lambda=0.3)
@@ -216,12 +190,9 @@ def test_the_balance_formula(case):
 def test_untrained_sites_keep_zero_and_one_under_every_formula(formula):
     found = fit(formula=formula, layers=(1,)).coefficients
     assert torch.equal(found[0], UNTOUCHED.expand(2, 2))
-
-
-def test_no_epochs_give_the_first_values():
-    found = fit(epochs=0, init_lambda=0.25, init_beta=0.75)
-    assert torch.equal(found.coefficients, torch.tensor([0.25, 0.75]).expand(2, 2, 2))
-    assert found.history == ()
+    none = fit(epochs=0, init_lambda=0.25, init_beta=0.75)
+    assert torch.equal(none.coefficients, torch.tensor([0.25, 0.75]).expand(2, 2, 2))
+    assert none.history == ()
 
 
 def test_start_coefficients():
@@ -234,25 +205,29 @@ def test_start_coefficients():
     assert torch.equal(fit(start=start).coefficients, fit(start=start.clone()).coefficients)
 
 
-@pytest.mark.parametrize("formula", ["add", "balance"])
-def test_start_coefficients_are_linear(formula):
-    with pytest.raises(I2CLError, match="use formula='linear'"):
-        fit(formula=formula, start=torch.zeros(2, 2, 2))
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 2, 2), (2, 1, 2)])
-def test_start_coefficients_of_other_sizes(shape):
-    with pytest.raises(I2CLError, match=r"start coefficients have shape .* but \(2, 2, 2\) is needed"):
-        fit(start=torch.zeros(shape))
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 16), (3, 2, 32), (2, 1, 32)])
-def test_a_context_vector_of_other_sizes(shape):
-    with pytest.raises(I2CLError, match=r"the model needs \(2, 2, 32\)"):
-        fit(context=ContextVector(torch.zeros(shape)))
-
-
-# Batches and learning rates
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"formula": "add", "start": torch.zeros(2, 2, 2)}, "use formula='linear'"),
+        ({"formula": "balance", "start": torch.zeros(2, 2, 2)}, "use formula='linear'"),
+        *(
+            ({"start": torch.zeros(shape)}, r"start coefficients have shape .* but \(2, 2, 2\) is needed")
+            for shape in [(1, 1, 2), (3, 2, 2), (2, 1, 2)]
+        ),
+        *(
+            ({"context": ContextVector(torch.zeros(shape))}, r"the model needs \(2, 2, 32\)")
+            for shape in [(2, 2, 16), (3, 2, 32), (2, 1, 32)]
+        ),
+        *(({"batches": batches}, "0 to 4") for batches in [[[0], []], [[0, 5]], [[-1]]]),
+        *(
+            ({"layers": layers}, r"names no layers of this model, which has 2 \(0 to 1\)")
+            for layers in [(2,), (-1,), (), "early", "7"]
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model_or_the_demonstrations_is_refused(changes, told):
+    with pytest.raises(I2CLError, match=told):
+        fit(**changes)
 
 
 def test_batches_as_data():
@@ -261,12 +236,6 @@ def test_batches_as_data():
     assert len(fit(batches=[[0, 1], [4], [2, 3, 1]], epochs=100).history) == 3
     other = fit(batches=[[4], [0, 1], [2, 3, 1]], epochs=1, noise=0.0)
     assert not torch.equal(found.coefficients, other.coefficients)
-
-
-@pytest.mark.parametrize("batches", [[[0], []], [[0, 5]], [[-1]]])
-def test_batches_that_do_not_fit(batches):
-    with pytest.raises(I2CLError, match="0 to 4"):
-        fit(batches=batches)
 
 
 @pytest.mark.parametrize(
@@ -293,59 +262,15 @@ def test_random_batches(monkeypatch, draw, batch_size, steps, each_once):
     assert len({str(seen[steps * epoch : steps * (epoch + 1)]) for epoch in range(3)}) > 1
 
 
-def test_rates_of_the_paper():
-    config = CalibrationConfig()
-    rates = [config.rate(step, 100) for step in range(101)]
-    assert rates[0] == pytest.approx(1e-2)
-    assert rates[50] == pytest.approx((1e-2 + 1e-5) / 2)
-    assert rates[100] == pytest.approx(1e-5)
-    assert rates == sorted(rates, reverse=True)
-    assert rates[25] == pytest.approx(1e-5 + (1e-2 - 1e-5) * (1 + math.cos(math.pi / 4)) / 2)
-
-
-def test_rates_of_the_released_code():
-    config = CalibrationConfig.recipe("released")
-    rates = [config.rate(step, 100) for step in range(101)]
-    assert rates[:6] == pytest.approx([0.0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2])
-    assert rates[6] == pytest.approx(1e-2 * (1 + math.cos(math.pi * 0.06)) / 2)
-    assert rates[100] == pytest.approx(0.0)
-    assert rates[5:] == sorted(rates[5:], reverse=True)
-
-
-@pytest.mark.parametrize(
-    "config", [CalibrationConfig(epochs=4), CalibrationConfig.recipe("released", epochs=20)]
-)
-def test_the_optimiser_gets_these_rates(monkeypatch, config):
-    used = []
-
-    class Watched(torch.optim.AdamW):
-        def step(self, closure=None):
-            used.extend((group["lr"], group["weight_decay"]) for group in self.param_groups)
-            return super().step(closure)
-
-    monkeypatch.setattr(torch.optim, "AdamW", Watched)
-    calibrate(decoder_of("llama"), TASK, SHOTS, context_of("llama"), config)
-    steps = 4 * 3 if config.draw == "epoch" else 20 * 2
-    assert used == [(config.rate(step, steps), config.weight_decay) for step in range(steps)]
-
-
-# The injection that comes out
-
-
 def test_what_the_injection_remembers():
-    found = fit(seed=5, positions="last", noise=0.0)
-    assert found.task == TASK
-    assert found.base == decoder_of("llama").base
+    config = {"positions": "last", "noise": 0.0}
+    found = fit(seed=5, **config)
+    assert (found.task, found.base) == (TASK, decoder_of("llama").base)
     assert (found.positions, found.seed) == ("last", 5)
     assert torch.equal(found.context.values, context_of("llama").values)
-    assert CalibrationConfig.model_validate(found.settings) == CalibrationConfig(
-        epochs=2, positions="last", noise=0.0
-    )
+    assert CalibrationConfig.model_validate(found.settings) == CalibrationConfig(epochs=2, **config)
     with_rows = Task("films", TASK.labels, TASK.template, train=SHOTS)
     assert fit(task=with_rows, epochs=0).task == TASK
-
-
-# Errors
 
 
 @pytest.mark.parametrize("change", [{"noise": 1e38}, {"lr": 1e30, "batches": [[0], [1]]}])
@@ -360,119 +285,18 @@ def test_a_context_vector_of_another_model():
         calibrate(other, TASK, SHOTS, context_of("llama"))
 
 
-def test_weights_that_are_not_finite():
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.get_output_embeddings().weight[3] = math.inf
-    with pytest.raises(I2CLError, match="loss became"):
-        calibrate(Decoder(model, tiny_tokenizer()), TASK, SHOTS, replace(context_of("llama"), base=None))
-
-
-def test_gradients_that_are_not_finite():
+def test_weights_and_gradients_that_are_not_finite():
     model = tiny_model("llama")
 
     def spoil(_module, gradients, _):
         return tuple(gradient * math.nan for gradient in gradients)
 
-    model.get_output_embeddings().register_full_backward_hook(spoil)
+    handle = model.get_output_embeddings().register_full_backward_hook(spoil)
+    decoder = Decoder(model, tiny_tokenizer())
     with pytest.raises(I2CLError, match="not finite after 1 steps"):
-        calibrate(Decoder(model, tiny_tokenizer()), TASK, SHOTS, context_of("llama"), batches=[[0]])
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"layers": "0,,1"},
-        {"positions": "middle"},
-        {"epochs": -1},
-        {"warmup": 1.0},
-        {"noise": math.nan},
-        {"learning_rate": 1e-2},
-    ],
-)
-def test_settings_are_checked(fields):
-    with pytest.raises(ValidationError):
-        CalibrationConfig(**fields)
-
-
-def test_the_released_recipe_is_the_paper_but_for_what_it_names():
-    paper, released = CalibrationConfig().model_dump(), CalibrationConfig.recipe("released").model_dump()
-    assert {name: value for name, value in released.items() if value != paper[name]} == dict(RELEASED)
-    assert CalibrationConfig.recipe("released", epochs=3, warmup=0.1).warmup == 0.1
-    assert CalibrationConfig(layers=" 0, 3 ").layers == (0, 3)
-
-
-def test_settings_cannot_be_changed():
-    with pytest.raises(ValidationError):
-        CalibrationConfig().lr = 1.0
-    with pytest.raises(TypeError):
-        RELEASED["warmup"] = 0.5
-
-
-def recipe_fit(case="llama", **changes):
-    decoder = decoder_of(case)
-    return calibrate(
-        decoder, TASK, SHOTS, context_of(case), CalibrationConfig.recipe("fast", **changes), seed=1
-    )
-
-
-@pytest.mark.parametrize("case", FAMILIES)
-def test_the_fast_recipe_lowers_the_loss_in_few_passes(case):
-    injection = recipe_fit(case, passes=12)
-    assert 3 <= len(injection.history) <= 12
-    assert min(injection.history) < 0.9 * injection.history[0]
-    assert injection.settings["optimizer"] == "lbfgs"
-
-
-def test_the_fast_recipe_is_repeatable_bit_for_bit():
-    first, again = recipe_fit(), recipe_fit()
-    assert first.history == again.history
-    assert torch.equal(first.coefficients, again.coefficients)
-
-
-def test_the_fast_recipe_in_parts_that_fit_into_memory():
-    whole = recipe_fit(noise=0.0, passes=6)
-    decoder = copy.copy(decoder_of("llama"))
-    decoder.token_budget = 1
-    config = CalibrationConfig.recipe("fast", noise=0.0, passes=6)
-    parts = calibrate(decoder, TASK, SHOTS, context_of("llama"), config, seed=1)
-    torch.testing.assert_close(torch.tensor(parts.history), torch.tensor(whole.history), rtol=1e-3, atol=1e-4)
-
-
-def test_the_pull_holds_the_coefficients():
-    def far(pull):
-        return (recipe_fit(pull=pull).coefficients - torch.tensor([0.1, 1.0])).norm()
-
-    assert far(1.0) < 0.5 * far(0.0)
-
-
-def test_the_best_point_is_kept():
-    injection = recipe_fit(passes=7, pull=0.0, noise=0.0)
-    once = {"passes": 1, "pull": 0.0, "noise": 0.0}
-    again = fit(start=injection.coefficients, optimizer="lbfgs", **once)
-    assert again.history[0] == pytest.approx(min(injection.history), rel=1e-4)
-
-
-def test_the_fast_recipe_takes_no_batches():
-    with pytest.raises(I2CLError, match="leave batches out"):
-        fit(batches=[[0]], optimizer="lbfgs")
-
-
-def test_recipes_by_name():
-    assert CalibrationConfig.recipe("paper") == CalibrationConfig()
-    assert CalibrationConfig.recipe("fast", passes=3).rounds == 3
-    assert CalibrationConfig.recipe("released").rounds == 100
-    assert dict(FAST) == {"optimizer": "lbfgs"}
-    assert set(RECIPES) == {"paper", "released", "fast"}
-    with pytest.raises(I2CLError, match="choose one of paper, released, fast"):
-        CalibrationConfig.recipe("quick")
-
-
-def test_progress_of_the_fast_recipe():
-    told = []
-    decoder = decoder_of("llama")
-    config = CalibrationConfig.recipe("fast", passes=4)
-    injection = calibrate(
-        decoder, TASK, SHOTS, context_of("llama"), config, progress=lambda *at: told.append(at)
-    )
-    assert [at[:2] for at in told] == [(number, 4) for number in range(1, len(injection.history) + 1)]
+        calibrate(decoder, TASK, SHOTS, context_of("llama"), batches=[[0]])
+    handle.remove()
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3] = math.inf
+    with pytest.raises(I2CLError, match="loss became"):
+        calibrate(Decoder(model, tiny_tokenizer()), TASK, SHOTS, replace(context_of("llama"), base=None))

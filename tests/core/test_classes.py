@@ -1,31 +1,18 @@
 """Extraction class by class is extraction of each class alone."""
 
-from functools import cache
-
 import pytest
 import torch
 
-from i2cl import Decoder, Example, ExtractConfig, I2CLError, Task, Template, extract, extract_classes
+from fitting import decoder_of
+from i2cl import Example, ExtractConfig, I2CLError, Task, Template, extract, extract_classes
 from i2cl.core.context import ContextVector
-from tiny import tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gemma2")
 TASK = Task("films", ("positive", "negative", "mixed"), Template("Review: {text}\nSentiment:{label}"))
-SHOTS = (
-    Example("a warm film", 0),
-    Example("dull", 1),
-    Example("warm and dull", 2),
-    Example("funny", 0),
-    Example("a lifeless film", 1),
-    Example("so so", 2),
-)
+TEXTS = ("a warm film", "dull", "warm and dull", "funny", "a lifeless film", "so so")
+SHOTS = tuple(Example(text, row % 3) for row, text in enumerate(TEXTS))
 UNEVEN = (*SHOTS, Example("the best of the year", 0))
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-
-
-@cache
-def decoder_of(case):
-    return Decoder(tiny_model(case), tiny_tokenizer(), name=f"tiny-{case}")
 
 
 @pytest.mark.parametrize("config", [{}, {"writers": "hidden"}, {"token": "first"}, {"separator": False}])

@@ -74,17 +74,14 @@ def plain(decoder):
 @pytest.mark.parametrize(
     ("positions", "dtype"),
     [
-        ("all", torch.float32),
-        ("first", torch.float32),
-        ("last", torch.float32),
-        ("random", torch.float32),
-        ("all", torch.bfloat16),
-        ("all", torch.float16),
+        *((one, "float32") for one in ("all", "first", "last", "random")),
+        ("all", "bfloat16"),
+        ("all", "float16"),
     ],
 )
 @pytest.mark.parametrize("case", FAMILIES)
 def test_zero_and_one_is_the_plain_model_bit_for_bit(case, positions, dtype):
-    decoder = decoder_of(case, dtype)
+    decoder = decoder_of(case, getattr(torch, dtype))
     values, coefficients = drawn(decoder)
     untouched = torch.tensor([0.0, 1.0]).expand_as(coefficients)
     edit = LinearEdit(values, untouched, positions=positions)
@@ -147,28 +144,22 @@ def test_only_the_chosen_token_is_injected(case, site, positions, places):
 
 def random_places(seed, rows=ROWS):
     """Which token "random" takes, seen from a writer that puts out zeros."""
-    batch = make_batch(rows, torch.device("cpu"))
-    edit = LinearEdit(
-        torch.ones(1, 2, 3), torch.tensor([1.0, 1.0]).expand(1, 2, 2), positions="random", seed=seed
-    )
+    batch, ones = make_batch(rows, torch.device("cpu")), torch.ones(1, 2, 2)
+    edit = LinearEdit(torch.ones(1, 2, 3), ones, positions="random", seed=seed)
     seen = [edit.output(0, index, torch.zeros(*batch.input_ids.shape, 3), batch) for index in (0, 1)]
     assert torch.equal(*seen)
     assert (seen[0].sum((1, 2)) == 3).all()
     return seen[0].sum(-1).argmax(-1).tolist()
 
 
-def test_random_is_one_token_of_the_query():
+def test_random_is_one_token_of_the_query_whatever_the_batching():
     found = [random_places(seed) for seed in range(40)]
     assert found[0] == random_places(0)
     for row, length in enumerate(LENGTHS):
         taken = {places[row] for places in found}
         assert taken <= set(range(length))
         assert len(taken) > length / 2
-
-
-def test_random_does_not_depend_on_batching():
-    for seed in range(5):
-        together = random_places(seed)
+    for seed, together in enumerate(found[:5]):
         assert together == [random_places(seed, [row])[0] for row in ROWS]
         assert together[::-1] == random_places(seed, ROWS[::-1])
 
@@ -184,27 +175,13 @@ def test_random_against_a_mask():
 # Noise
 
 
-def noisy(
-    decoder,
-    *,
-    site="writers",
-    scale=1e-2,
-    place="residual",
-    active=None,
-    seed=0,
-    positions="all",
-    coefficients=None,
-):
+def noisy(decoder, *, site="writers", positions="all", active=None, seed=0, coefficients=None, **more):
     values, drawn_coefficients = drawn(decoder, site)
     coefficients = drawn_coefficients if coefficients is None else coefficients
-    return NoisyEdit(
-        LinearEdit(values, coefficients, site=site, positions=positions, seed=0),
-        active=torch.ones(coefficients.shape[:2], dtype=torch.bool) if active is None else active,
-        scale=scale,
-        place=place,
-        writer_scale=decoder.writer_scale,
-        draw=draw_from(torch.Generator().manual_seed(seed)),
-    )
+    active = torch.ones(coefficients.shape[:2], dtype=torch.bool) if active is None else active
+    edit = LinearEdit(values, coefficients, site=site, positions=positions, seed=0)
+    options = {"scale": 1e-2, "place": "residual", "writer_scale": decoder.writer_scale} | more
+    return NoisyEdit(edit, active=active, draw=draw_from(torch.Generator().manual_seed(seed)), **options)
 
 
 @pytest.mark.parametrize("place", ["residual", "writer"])
@@ -260,9 +237,8 @@ def norms(values):
 def test_noise_has_the_size_of_the_paper(case, place):
     decoder, scale, steps = decoder_of(case), 1e-2, decoder_of(case).writer_scale
     values, coefficients = drawn(decoder)
-    for layer, (before, attention, mlp, after) in enumerate(
-        watched(decoder, case, noisy(decoder, place=place))
-    ):
+    seen = watched(decoder, case, noisy(decoder, place=place))
+    for layer, (before, attention, mlp, after) in enumerate(seen):
         amount, keep = coefficients[layer].unbind(-1)
         first_write = steps * (amount[0] * values[layer, 0] + keep[0] * attention)
         second_write = steps * (amount[1] * values[layer, 1] + keep[1] * mlp)
@@ -282,9 +258,9 @@ def test_noise_after_attention_and_after_mlp(case, scale):
     decoder, steps = decoder_of(case), decoder_of(case).writer_scale
     values, coefficients = drawn(decoder)
     between = []
-    norm_modules = [block.post_attention_layernorm for block in decoder.model.model.layers]
     with ExitStack() as stack:
-        for module in norm_modules:
+        for block in decoder.model.model.layers:
+            module = block.post_attention_layernorm
             hook = module.register_forward_pre_hook(lambda _module, args: between.append(args[0].clone()))
             stack.callback(hook.remove)
         seen = watched(decoder, case, noisy(decoder, scale=scale))
@@ -345,10 +321,8 @@ def test_noise_is_a_constant_for_the_gradient():
     gradients = []
     for noise in (False, True):
         free = coefficients.clone().requires_grad_()
-        if noise:
-            edit = noisy(decoder, place="writer", scale=0.5, coefficients=free)
-        else:
-            edit = LinearEdit(values, free)
+        edit = LinearEdit(values, free)
+        edit = noisy(decoder, place="writer", scale=0.5, coefficients=free) if noise else edit
         edit.output(0, 1, output, batch).sum().backward()
         gradients.append(free.grad)
     assert torch.allclose(*gradients)

@@ -8,6 +8,7 @@ import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
+from commands import listed
 from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TEMPERED_VERSION, TENSORS
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.edits import LinearEdit
@@ -22,13 +23,9 @@ from i2cl.storage.card import CARD
 from i2cl.tasks import Example, Task, Template
 from tiny import tiny_model, tiny_tokenizer
 
-TASK = Task(
-    "Größe ☃",
-    ("positive", "negative"),
-    Template("Review: {text}\nSentiment:{label}", separator="\n\n"),
-    train=(Example("secret", 0),),
-    title="Films",
-)
+TEMPLATE = Template("Review: {text}\nSentiment:{label}", separator="\n\n")
+ROWS = {"train": (Example("secret", 0),), "title": "Films"}
+TASK = Task("Größe ☃", ("positive", "negative"), TEMPLATE, **ROWS)
 TEXTS = ["a warm film", "dull"]
 OF_FORMAT_1 = {"name": "x", "revision": None, "model_type": "llama", "layers": 2, "d_model": 32}
 OF_FORMAT_1 |= {"weights": "a", "tokenizer": "b"}
@@ -46,14 +43,8 @@ def made(case="llama", *, writers="both", base=None, **fields):
     values = torch.randn(*shape, decoder.d_model, generator=generator)
     coefficients = torch.randn(*shape, 2, generator=generator) * 0.2 + torch.tensor([0.1, 1.0])
     context = ContextVector(values, ExtractConfig(writers=writers, separator=False), demonstrations=7)
-    settings = {"epochs": 3, "layers": [0, 1]}
-    return Injection(
-        context,
-        coefficients,
-        TASK.without_data(),
-        base or decoder.base,
-        **({"settings": settings, "history": (1.5, 0.1 + 0.2), "seed": 3} | fields),
-    )
+    fields = {"settings": {"epochs": 3, "layers": [0, 1]}, "history": (1.5, 0.1 + 0.2), "seed": 3} | fields
+    return Injection(context, coefficients, TASK.without_data(), base or decoder.base, **fields)
 
 
 @pytest.fixture
@@ -78,10 +69,8 @@ def describe(folder, **changes):
 def test_scores_are_those_of_a_linear_edit(writers, positions):
     decoder, injection = decoder_of("llama"), made(writers=writers, positions=positions)
     labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
-    site = "hidden" if writers == "hidden" else "writers"
-    edit = LinearEdit(
-        injection.context.values, injection.coefficients, site=site, positions=positions, seed=injection.seed
-    )
+    told = {"site": "hidden" if writers == "hidden" else "writers", "positions": positions}
+    edit = LinearEdit(injection.context.values, injection.coefficients, seed=injection.seed, **told)
     for text, found in zip(TEXTS, injection.scores(decoder, TEXTS), strict=True):
         ids = tuple(tiny_tokenizer()(TASK.template.query(text))["input_ids"])
         batch = make_batch([ids], torch.device("cpu"))
@@ -91,16 +80,11 @@ def test_scores_are_those_of_a_linear_edit(writers, positions):
         assert torch.allclose(score(decoder, [ids], labels, edit=injection.edit())[0], found, atol=2e-5)
 
 
-def test_predictions_are_label_words():
-    decoder, injection = decoder_of("llama"), made()
+def test_predictions_are_label_words_and_whole_sequences_are_scored_on_demand():
+    decoder, injection, done = decoder_of("llama"), made(), []
     best = injection.scores(decoder, TEXTS).argmax(-1).tolist()
     assert injection.predict(decoder, TEXTS) == [TASK.labels[row] for row in best]
     assert injection.predict(decoder, []) == []
-
-
-def test_whole_sequences_on_demand():
-    decoder, injection = decoder_of("llama"), made()
-    done = []
     whole = injection.scores(decoder, TEXTS, scoring="full", progress=done.append)
     assert (whole < injection.scores(decoder, TEXTS)).all()
     assert sum(done) == pytest.approx(2)
@@ -131,12 +115,9 @@ def test_a_model_is_read_once_however_often_it_answers(monkeypatch):
 # Which model it belongs to
 
 
-def test_its_own_model_is_accepted():
+def test_its_own_model_is_accepted_and_another_configuration_or_tokenizer_named():
     made().require_base(decoder_of("llama"))
     made().require_base(Decoder(tiny_model("llama", dtype=torch.bfloat16), tiny_tokenizer(), name="copy"))
-
-
-def test_another_configuration_or_tokenizer_is_named():
     other = Decoder(tiny_model("llama", rms_norm_eps=1e-5), tiny_tokenizer())
     with pytest.raises(I2CLError, match=r"\(config.rms_norm_eps 1e-06 and not 1e-05\): .*--force"):
         made().require_base(other)
@@ -181,15 +162,11 @@ def test_a_label_bias_is_kept_and_older_readers_are_told_to_upgrade(saved, tmp_p
     assert "label_bias" not in described(saved)
     injection = made(label_bias=(0.1 + 0.2, -1.5))
     injection.save_pretrained(tmp_path / "new")
-    assert described(tmp_path / "new") == described(saved) | {
-        "format_version": FORMAT_VERSION + 1,
-        "label_bias": [0.1 + 0.2, -1.5],
-    }
+    told = {"format_version": FORMAT_VERSION + 1, "label_bias": [0.1 + 0.2, -1.5]}
+    assert described(tmp_path / "new") == described(saved) | told
     loaded = Injection.from_pretrained(tmp_path / "new")
     assert loaded.label_bias == injection.label_bias
-    assert torch.equal(
-        loaded.scores(decoder_of("llama"), TEXTS), injection.scores(decoder_of("llama"), TEXTS)
-    )
+    assert torch.equal(*(one.scores(decoder_of("llama"), TEXTS) for one in (loaded, injection)))
     card = (tmp_path / "new" / CARD).read_text(encoding="utf-8")
     assert "`label_bias` is added to the log-probabilities among the labels" in card
     assert "label_bias" not in (saved / CARD).read_text(encoding="utf-8")
@@ -225,13 +202,11 @@ def test_the_description_can_be_read_by_people(saved):
     text = (saved / DESCRIPTION).read_text(encoding="utf-8")
     assert "Größe ☃" in text
     assert len(text.splitlines()) > 20
-    description = described(saved)
-    assert description["format_version"] == FORMAT_VERSION
-    assert description["base_model"]["name"] == "tiny-llama"
-    assert description["task"]["labels"] == ["positive", "negative"]
-    assert description["task"]["separator"] == "\n\n"
-    assert description["loss"] == [1.5, 0.1 + 0.2]
-    assert {entry.name for entry in saved.iterdir()} == {DESCRIPTION, TENSORS, CARD}
+    told = described(saved)
+    assert (told["format_version"], told["base_model"]["name"]) == (FORMAT_VERSION, "tiny-llama")
+    assert (told["task"]["labels"], told["task"]["separator"]) == (["positive", "negative"], "\n\n")
+    assert told["loss"] == [1.5, 0.1 + 0.2]
+    assert listed(saved) == sorted([DESCRIPTION, TENSORS, CARD])
 
 
 def test_demonstrations_are_not_saved(tmp_path):
@@ -250,17 +225,14 @@ def test_views_are_saved_whole(tmp_path):
     assert torch.equal(loaded.coefficients, turned.coefficients)
 
 
-def test_an_older_artefact_is_replaced(saved):
+def test_an_older_artefact_is_replaced_and_a_folder_with_other_files_refused(saved):
     made(seed=9).save_pretrained(saved)
     assert Injection.from_pretrained(saved).seed == 9
-    assert [entry.name for entry in saved.parent.iterdir()] == ["out"]
-
-
-def test_a_folder_with_other_files_is_refused(tmp_path):
-    (tmp_path / "thesis.txt").write_text("mine")
+    assert listed(saved.parent) == ["out"]
+    (saved.parent / "thesis.txt").write_text("mine")
     with pytest.raises(I2CLError, match="other files"):
-        made().save_pretrained(tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
+        made().save_pretrained(saved.parent)
+    assert listed(saved.parent) == ["out", "thesis.txt"]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +253,7 @@ def test_a_failing_save_leaves_the_older_artefact(saved, monkeypatch, target, er
         made(seed=9).save_pretrained(saved)
     monkeypatch.undo()
     assert {entry.name: entry.read_bytes() for entry in saved.iterdir()} == before
-    assert [entry.name for entry in saved.parent.iterdir()] == ["out"]
+    assert listed(saved.parent) == ["out"]
 
 
 # Artefacts that are not right
@@ -345,10 +317,12 @@ def test_a_wrong_field_is_named(saved, changes, named):
         Injection.from_pretrained(saved)
 
 
-@pytest.mark.parametrize("changes", [{"layers": 3}, {"d_model": 16}])
+@pytest.mark.parametrize("changes", [{"layers": 3}, {"d_model": 16}, {}])
 def test_shapes_that_do_not_match_the_description(saved, changes):
-    describe(saved, base_model=described(saved)["base_model"] | changes)
-    with pytest.raises(I2CLError, match=r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), \("):
+    described_so = {"base_model": described(saved)["base_model"] | changes}
+    describe(saved, **(described_so if changes else {"extraction": {"writers": "hidden"}}))
+    told = "" if changes else r"2, 1, 32\) and \(2, 1, 2\) are described"
+    with pytest.raises(I2CLError, match=r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), \(" + told):
         Injection.from_pretrained(saved)
 
 
@@ -358,12 +332,6 @@ def test_tensors_that_are_no_finite_numbers_are_named(saved, name, change):
     tensors = load_file(saved / TENSORS)
     save_file(tensors | {name: change(tensors[name])}, saved / TENSORS)
     with pytest.raises(I2CLError, match=rf"no finite numbers as {name}.*fit it again"):
-        Injection.from_pretrained(saved)
-
-
-def test_sites_that_do_not_match_the_description(saved):
-    describe(saved, extraction={"writers": "hidden"})
-    with pytest.raises(I2CLError, match=r"\(2, 1, 32\) and \(2, 1, 2\) are described"):
         Injection.from_pretrained(saved)
 
 
@@ -391,9 +359,8 @@ def test_a_hub_that_cannot_help(monkeypatch, error):
         raise error
 
     monkeypatch.setattr("i2cl.storage.hub.snapshot_download", download)
-    with pytest.raises(
-        I2CLError, match=rf"no such folder, and the hub says {type(error).__name__}.*i2cl fit"
-    ):
+    told = rf"no such folder, and the hub says {type(error).__name__}.*i2cl fit"
+    with pytest.raises(I2CLError, match=told):
         Injection.from_pretrained("somebody/films")
 
 

@@ -1,5 +1,7 @@
 """Calibrations that share their steps end where each ends by itself."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -26,6 +28,11 @@ RUNS = [
     (FILMS, shots(7, 2, "dull"), 1),
     (FILMS, shots(5, 2, "warm"), 4),
 ]
+
+
+def each_the_same(*args, **options):
+    for one, other in zip(*both(*args, **options), strict=True):
+        same(one, other)
 
 
 def both(decoder, config, extraction=None, runs=RUNS, **options):
@@ -63,22 +70,18 @@ def test_packed_or_padded_is_the_same(monkeypatch, case, pays):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     rows = RowsEdit.injected
     monkeypatch.setattr(RowsEdit, "injected", lambda *at: packed.append(at[-1].packed) or rows(*at))
-    for one, other in zip(*both(made(case), QUIET), strict=True):
-        same(one, other)
+    each_the_same(made(case), QUIET)
     assert set(packed) == {pays}
 
 
 @pytest.mark.parametrize("change", [{"formula": "add"}, {"formula": "balance"}, {"layers": (1,)}])
 @pytest.mark.parametrize("positions", ["last", "random"])
 def test_every_switch_goes_over(change, positions):
-    config = QUIET.model_copy(update={**change, "positions": positions})
-    for one, other in zip(*both(made("llama"), config), strict=True):
-        same(one, other)
+    each_the_same(made("llama"), QUIET.model_copy(update={**change, "positions": positions}))
 
 
 def test_block_outputs_go_together_too():
-    for one, other in zip(*both(made("llama"), QUIET, ExtractConfig(writers="hidden")), strict=True):
-        same(one, other)
+    each_the_same(made("llama"), QUIET, ExtractConfig(writers="hidden"))
 
 
 def test_a_small_budget_makes_more_groups_of_the_same():
@@ -151,9 +154,7 @@ def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
         parts, _ = both(decoder, QUIET)
     for one, other in zip(parts, whole, strict=True):
         torch.testing.assert_close(one.coefficients, other.coefficients, rtol=1e-3, atol=1e-4)
-    monkeypatch.setattr(
-        Decoder, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no"))
-    )
+    monkeypatch.setattr(Decoder, "forward", Mock(side_effect=torch.OutOfMemoryError("no")))
     task, examples, _ = RUNS[0]
     context = whole[0].context
     with pytest.raises(I2CLError, match="a step of one run does not fit into memory"):

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fitting import made
 from i2cl import Example, Task, Template
 from i2cl.core import label_mass
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.edits import LinearEdit
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.models.batching import make_batch
-from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, next_token_log_probabilities
-from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
+from tiny import CASES, PATHS
 
 QUERIES = [(5, 17, 90, 31), (8, 41, 7), (77, 12, 63, 250, 19, 4)]
 OTHERS = [tuple((7 * row + 31 * place) % 299 + 1 for place in range(5)) for row in range(40)]
@@ -21,18 +21,9 @@ LABELS = (40, 90, 200)
 RMS = ("llama", "mixtral", "granite", "glm4", "gpt_oss", "afmoe")
 """Types with an RMSNorm and no bias at the head, where the answer among the labels stays exactly."""
 
-SHOWN = (
-    Example("a warm film", 0),
-    Example("dull, dull, dull", 1),
-    Example("kind and funny", 0),
-    Example("no", 2),
-)
+GIVEN = (("a warm film", 0), ("dull, dull, dull", 1), ("kind and funny", 0), ("no", 2))
+SHOWN = tuple(Example(text, label) for text, label in GIVEN)
 TASK = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentiment:{label}"))
-
-
-def made(case="llama"):
-    model_type, overrides = CASES[case]
-    return Decoder(tiny_model(model_type, **overrides), tiny_tokenizer(), name=case)
 
 
 def edit_of(decoder, size=0.3):
@@ -75,12 +66,11 @@ def test_a_label_becomes_the_most_probable_token(case):
 
 
 def test_the_default_fit_says_labels_and_its_answers_are_those_without():
-    decoder = made()
+    decoder = made("llama")
     says = anchor(decoder, TASK, SHOWN)
     silent = anchor(decoder, TASK, SHOWN, AnchoredConfig(say_label=False))
-    texts = [
-        f"{word} {other}" for word in ("a film", "dull", "kind", "so") for other in ("of old", "!", "and", "")
-    ]
+    begins, ends = ("a film", "dull", "kind", "so"), ("of old", "!", "and", "")
+    texts = [f"{word} {other}" for word in begins for other in ends]
     questions = Questions(decoder, TASK)
     queries = questions.queries(texts)
     firsts = torch.tensor(questions.labels.first)
@@ -100,21 +90,17 @@ def test_the_default_fit_says_labels_and_its_answers_are_those_without():
 
 
 def test_nothing_is_added_where_the_last_writer_is_left_out_or_nothing_was_fitted():
-    decoder = made()
+    decoder = made("llama")
     for config in ({"steps": 0}, {"writers": "mha"}, {"writers": "hidden"}):
         assert "label_mass" not in anchor(decoder, TASK, SHOWN, AnchoredConfig(**config)).settings
 
 
-def test_labels_that_span_the_stream_leave_no_room_and_the_fit_as_it_is():
-    decoder = made()
-    found = raise_label_mass(decoder, QUERIES, tuple(range(40, 40 + decoder.d_model + 1)), edit_of(decoder))
+def test_labels_that_span_the_stream_and_a_model_that_overflows_leave_the_fit_as_it_is():
+    decoder = made("llama")
+    edit = edit_of(decoder)
+    found = raise_label_mass(decoder, QUERIES, tuple(range(40, 40 + decoder.d_model + 1)), edit)
     assert not found.vector.any()
     assert found.after == found.before
-
-
-def test_a_model_that_overflows_keeps_the_fit_as_it_is():
-    decoder = made()
-    edit = edit_of(decoder)
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("inf"))
     assert not raise_label_mass(decoder, QUERIES, LABELS, edit).vector.any()
@@ -122,7 +108,7 @@ def test_a_model_that_overflows_keeps_the_fit_as_it_is():
 
 @pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 def test_whole_label_sequences_stay_as_the_fit_leaves_them():
-    decoder = made()
+    decoder = made("llama")
     task = replace(TASK, labels=("good film", "good grief", "bad"))
     injection = anchor(decoder, task, SHOWN)
     assert "label_mass" not in injection.settings

@@ -14,15 +14,9 @@ TEMPLATE = Template("Review: {text}\nSentiment:{label}")
 FIRST = Task("films", ("positive", "negative"), TEMPLATE)
 WHOLE = Task("moods", ("positive", "poor", "negative"), TEMPLATE)
 """Two of its labels share their first token, so whole sequences are scored."""
-SHOTS = (
-    Example("a warm film", 0),
-    Example("dull", 1),
-    Example("a funny, warm and funny film", 0),
-    Example("a lifeless film", 1),
-    Example("funny", 0),
-)
+TEXTS = ["a warm film", "dull", "a funny, warm and funny film", "a lifeless film", "funny"]
+SHOTS = tuple(Example(text, row % 2) for row, text in enumerate(TEXTS))
 GOLD = torch.tensor([shot.label for shot in SHOTS])
-TEXTS = [shot.text for shot in SHOTS]
 QUIET = CalibrationConfig(loss="labels", noise=0.0, epochs=1, passes=1, batch_size=len(SHOTS))
 
 pytestmark = pytest.mark.filterwarnings("ignore:labels share their first token")

@@ -8,12 +8,12 @@ import time
 import psutil
 import pytest
 
+import commands
 from experiments.runs import GRID, ONE, cell, kept, run_alone
 from i2cl import Decoder, I2CLError, load_task
 from i2cl.experiments.library import BROUGHT, ORDER, compared_with, limited, load_experiment
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench
-from i2cl.interfaces.cli import main
 from i2cl.interfaces.cli.experiment import _cells
 from processes import COMMAND, Program, finished
 
@@ -36,43 +36,21 @@ def alone(decoder, tmp_path_factory):
     return run
 
 
-def test_grids_that_show_costs_are_timed():
-    assert [name for name in ORDER if load_experiment(name).timed] == ["main", "peft", "efficiency"]
-
-
-# The command line
-
-
 def run(tmp_path, capsys, *more, grid=GRID):
     file = tmp_path / "mine.toml"
     file.write_text(grid)
-    with pytest.raises(SystemExit) as stop:
-        main(["experiment", "run", str(file), "--store", str(tmp_path / "store"), "--workers", "1", *more])
-    return stop.value.code, capsys.readouterr()
+    words = ("experiment", "run", file, "--store", tmp_path / "store", "--workers", 1, *more)
+    return commands.run(*words), capsys.readouterr()
 
 
 def test_run_then_run_again_then_report(tmp_path, capsys):
     code, told = run(tmp_path, capsys, "--json")
     assert (code, json.loads(told.out)["done"]) == (0, 2 + 6 + 6)
     code, told = run(tmp_path, capsys, "--json", "--seeds", "4")
-    assert {k: v for k, v in json.loads(told.out).items() if k != "store"} == {
-        "done": 4,
-        "failed": 0,
-        "skipped": 0,
-        "kept": 14,
-    }
-    with pytest.raises(SystemExit) as stop:
-        main(
-            [
-                "report",
-                str(tmp_path / "store"),
-                "--experiments",
-                str(tmp_path / "mine.toml"),
-                "--formats",
-                "md",
-            ]
-        )
-    assert stop.value.code == 0
+    told = json.loads(told.out)
+    assert told.pop("store")
+    assert told == {"done": 4, "failed": 0, "skipped": 0, "kept": 14}
+    assert reported(capsys, tmp_path / "store", "--experiments", tmp_path / "mine.toml")[0] == 0
     text = (tmp_path / "store" / "report" / "report.md").read_text()
     assert "mood-colour-1" in text
     assert "Few-shot (ICL)" in text
@@ -109,9 +87,7 @@ full = {{ seeds = 1, limit = 8 }}
 
 
 def reported(capsys, *words):
-    with pytest.raises(SystemExit) as stop:
-        main(["report", *map(str, words), "--formats", "md"])
-    return stop.value.code, capsys.readouterr()
+    return commands.run("report", *words, "--formats", "md"), capsys.readouterr()
 
 
 def test_a_grid_that_names_tasks_runs_on_some_of_them_and_is_compared_with_any_row(tmp_path, capsys):
@@ -120,9 +96,8 @@ def test_a_grid_that_names_tasks_runs_on_some_of_them_and_is_compared_with_any_r
     tasks = {record.cell.task for record in Store.open(tmp_path / "store").records.values()}
     assert (code, tasks) == (0, {"job-letter-1"})
     code, told = run(tmp_path, capsys, "--tasks", "sst2", grid=named)
-    assert code == 2
-    assert "no chosen experiment has the task 'sst2': known are mood-colour-1, job-letter-1" in told.err
-
+    known = "no chosen experiment has the task 'sst2': known are mood-colour-1, job-letter-1"
+    assert (code, known in told.err) == (2, True)
     run(tmp_path, capsys, "--seeds", "1", grid=named)
     words = [tmp_path / "store", "--experiments", tmp_path / "mine.toml"]
     code, told = reported(capsys, *words, "--tasks", "mood-colour-1", "--against", "Few-shot (ICL)")
@@ -133,26 +108,20 @@ def test_a_grid_that_names_tasks_runs_on_some_of_them_and_is_compared_with_any_r
     code, told = reported(capsys, *words, "--tasks", "all")
     assert "job-letter-1" in (tmp_path / "store" / "report" / "report.md").read_text()
     code, told = reported(capsys, tmp_path / "store", "--experiments", "main", "--tasks", "mood-color-1")
-    assert (code, "this store has the task 'mood-color-1': did you mean 'mood-colour-1'" in told.err) == (
-        2,
-        True,
-    )
+    hint = "this store has the task 'mood-color-1': did you mean 'mood-colour-1'"
+    assert (code, hint in told.err) == (2, True)
     code, told = reported(capsys, *words, "--against", "Few-shot")
     assert (code, "did you mean 'Few-shot (ICL)'" in told.err) == (2, True)
 
 
-def test_grids_are_limited_each_to_its_own_tasks():
+def test_grids_are_limited_each_to_its_own_tasks_and_compared_with_a_row_that_they_have():
     main_grid, real, chat = (load_experiment(name) for name in ("main", "real", "chat"))
     found = limited([main_grid, real, chat], ["intents", "sst2", "rte"])
     assert [one.tasks for one in found] == [("intents", "sst2", "rte"), ("sst2", "intents"), ("sst2",)]
     assert [one.name for one in limited([real, chat], ["intents"])] == ["real"]
     with pytest.raises(I2CLError, match=r"task 'trecc': did you mean 'trec'"):
         limited([real, chat], ["sst2", "trecc"])
-
-
-def test_only_grids_with_the_row_are_compared_with_it():
-    found = compared_with([load_experiment("main"), load_experiment("real")], "IA3")
-    assert [one.against for one in found] == ["I2CL", "IA3"]
+    assert [one.against for one in compared_with([main_grid, real], "IA3")] == ["I2CL", "IA3"]
 
 
 def test_failures_are_told_and_set_the_exit_code(tmp_path, capsys):
@@ -166,62 +135,44 @@ def test_failures_are_told_and_set_the_exit_code(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
         (["experiment", "run", "mian"], "did you mean 'main'"),
         (["experiment", "run", "main", "--tasks", "sst3"], "unknown task"),
         (["report", "nowhere"], "no store at"),
         (["report", "nowhere", "--formats", "pdf"], "known are md, tex, csv, html"),
+        (["experiment", "run", "main", "--address", "ray://x:1"], "add --executor ray, or leave it out"),
+        (["eval", "reference", f"{ONE},{ONE}"], f"two tasks are called '{ONE}': leave one out"),
+        (["eval", "reference", ONE, "--method", "few_shot,few_shot"], "two methods are called 'few_shot'"),
     ],
 )
-def test_bad_input_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+def test_bad_input_is_one_line(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    told = capsys.readouterr()
-    assert stop.value.code == 2
-    assert message in told.err
-    assert told.err.count("\n") == 1
+    assert commands.run(*words) == 2
+    told = capsys.readouterr().err
+    assert (message in told, told.count("\n")) == (True, 1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ls_lists_every_experiment(capsys):
-    with pytest.raises(SystemExit):
-        main(["experiment", "ls", "--json"])
+    commands.run("experiment", "ls", "--json")
     listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(listed) == list(BROUGHT)
     assert listed["main"]["paper"].startswith("Table 1")
     asked = load_experiment("real")
-    assert listed["real"]["cells_per_task"] == sum(
-        min(asked.full.seeds, row.seeds or 99) for row in asked.rows
-    )
-
-
-# Kills
+    cells = sum(min(asked.full.seeds, row.seeds or 99) for row in asked.rows)
+    assert listed["real"]["cells_per_task"] == cells
+    assert [name for name in ORDER if load_experiment(name).timed] == ["main", "peft", "efficiency"]
 
 
 def test_ctrl_c_says_that_cells_are_kept(tmp_path, monkeypatch, capsys):
     def interrupt(_record):
         raise KeyboardInterrupt
 
-    (tmp_path / "mine.toml").write_text(GRID)
     monkeypatch.setattr("i2cl.interfaces.cli.experiment._watch", lambda _bar: interrupt)
-    words = [
-        "experiment",
-        "run",
-        str(tmp_path / "mine.toml"),
-        "--store",
-        str(tmp_path / "store"),
-        "--workers",
-        "1",
-    ]
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    assert stop.value.code == 130
-    assert (
-        capsys.readouterr().err
-        == "error: interrupted: 1 cells are kept: the same command goes on with them\n"
-    )
+    code, told = run(tmp_path, capsys)
+    assert code == 130
+    assert told.err == "error: interrupted: 1 cells are kept: the same command goes on with them\n"
 
 
 FORKING = """
@@ -276,9 +227,6 @@ def lines(folder):
     return file.read_bytes().count(b"\n") if file.exists() else None
 
 
-# Many processes
-
-
 def test_two_processes_hold_one_model_together(tmp_path, alone):
     """Tensor parallel, as torchrun starts it: one store, written by the first, with one process's results."""
     file, folder = tmp_path / "mine.toml", tmp_path / "store"
@@ -316,28 +264,10 @@ def test_tasks_that_a_user_names_are_all_run():
     ],
 )
 def test_rows_that_cannot_be_run_are_refused_first(row, message, tmp_path, capsys):
-    file = tmp_path / "mine.toml"
-    file.write_text(f'title = "T"\nmeasures = "M"\nrows = [{{ name = "a", {row} }}]\n')
-    with pytest.raises(SystemExit) as stopped:
-        main(["experiment", "run", str(file), "--store", str(tmp_path / "s")])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["experiment", "run", "main", "--address", "ray://x:1"], "add --executor ray, or leave it out"),
-        (["eval", "reference", f"{ONE},{ONE}"], f"two tasks are called '{ONE}': leave one out"),
-        (["eval", "reference", ONE, "--method", "few_shot,few_shot"], "two methods are called 'few_shot'"),
-    ],
-)
-def test_what_would_do_nothing_or_mix_is_refused(words, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    grid = f'title = "T"\nmeasures = "M"\nrows = [{{ name = "a", {row} }}]\n'
+    code, told = run(tmp_path, capsys, grid=grid)
+    assert (code, message in told.err) == (2, True)
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_grid_is_run_by_its_name_or_by_its_file(tmp_path):

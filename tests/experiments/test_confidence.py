@@ -85,9 +85,8 @@ def test_risk_falls_where_the_sure_are_right():
 
 
 def test_the_answer_is_told_and_not_read_from_scores_that_tie():
-    scores = np.log([[0.5, 0.5]])
-    assert confidence(scores, np.array([1]), np.array([1])).aurc == 0
-    assert confidence(scores, np.array([1]), np.array([0])).aurc == 1
+    scores, one, none = np.log([[0.5, 0.5]]), np.array([1]), np.array([0])
+    assert (confidence(scores, one, one).aurc, confidence(scores, one, none).aurc) == (0, 1)
 
 
 @pytest.mark.parametrize("sharper", [0.4, 1, 2.2, 7])
@@ -96,17 +95,23 @@ def test_the_temperature_undoes_what_made_scores_sharper(sharper):
     assert best_temperature(scores, gold) == pytest.approx(sharper, rel=0.05)
 
 
-def test_the_temperature_is_that_of_a_search_of_scipy():
+def searched(loss):
+    """The temperature where a loss of its logarithm is smallest, and that loss."""
     optimize = pytest.importorskip("scipy.optimize", reason="scipy is the reference for the search")
+    found = optimize.minimize_scalar(loss, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9})
+    return np.exp(found.x), found.fun
+
+
+def test_the_temperature_is_that_of_a_search_of_scipy():
     scores, gold = drawn(queries=200, sharper=3)
 
     def loss(log_temperature):
         return measured(normalised(scores, np.exp(log_temperature)), gold).log_loss
 
-    expected = optimize.minimize_scalar(loss, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9})
+    expected, least = searched(loss)
     found = best_temperature(scores, gold)
-    assert found == pytest.approx(np.exp(expected.x), rel=1e-4)
-    assert measured(normalised(scores, found), gold).log_loss <= expected.fun + 1e-12
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert measured(normalised(scores, found), gold).log_loss <= least + 1e-12
 
 
 def test_temperatures_that_no_label_bounds():
@@ -134,15 +139,13 @@ def test_a_prior_pulls_the_temperature_of_few_rows_and_not_of_many():
 
 
 def test_the_likely_temperature_minimises_loss_and_prior_together():
-    optimize = pytest.importorskip("scipy.optimize", reason="scipy is the reference for the search")
     scores, gold = drawn(queries=30, sharper=4)
 
     def objective(log_temperature):
         own = measured(normalised(scores, np.exp(log_temperature)), gold).log_loss * len(gold)
         return own + (log_temperature - np.log(TYPICAL)) ** 2 / (2 * SPREAD**2)
 
-    expected = optimize.minimize_scalar(objective, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9})
-    assert likely_temperature(scores, gold) == pytest.approx(np.exp(expected.x), rel=1e-4)
+    assert likely_temperature(scores, gold) == pytest.approx(searched(objective)[0], rel=1e-4)
 
 
 def test_a_label_that_was_not_seen_leaves_a_finite_temperature():

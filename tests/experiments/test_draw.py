@@ -18,11 +18,14 @@ ANCHORED, I2CL = make_methods(["anchored", "i2cl"])
 
 def of(*counts, test=()):
     """A task with so many rows of each class."""
-    rows = [
-        Example(f"text {label} {row}", label) for label, count in enumerate(counts) for row in range(count)
-    ]
+    labels = [label for label, count in enumerate(counts) for _ in range(count)]
+    rows = [Example(f"text {label} {labels[:at].count(label)}", label) for at, label in enumerate(labels)]
     words = tuple(f"word{label}" for label in range(len(counts)))
     return Task("mine", words, Template("{text} {label}"), train=tuple(rows), test=tuple(test))
+
+
+def tokens_of(pace, rows):
+    return sum(map(len, pace.questions.queries([row.text for row in rows])))
 
 
 def counts(rows):
@@ -37,7 +40,7 @@ def asked(task, method=ANCHORED, shots=None, **more):
 def fast(monkeypatch):
     """A model that reads a token in no time, or in the seconds given; tokens are counted as they are."""
 
-    def at(seconds_a_token, steps=4):
+    def at(seconds_a_token):
         made = module._Pace.of
 
         def timed(decoder, task, steps):
@@ -48,31 +51,23 @@ def fast(monkeypatch):
     return at
 
 
-def test_as_many_of_each_class_as_there_are_and_the_same_as_ever_where_all_have_them():
+def test_as_many_of_each_class_as_there_are_and_one_in_so_many_kept_back():
     assert counts(up_to(of(30, 3, 7), 5, 0)) == [5, 3, 5]
     task = of(8, 8)
-    assert up_to(task, 5, 3) == task.sample(5, 3)
+    assert up_to(task, 5, 3) == task.sample(5, 3)  # the same as ever where all classes have them
     assert len(set(up_to(of(30, 3), 20, 0))) == 23
-
-
-def test_one_row_in_so_many_is_kept_back_where_there_are_enough():
     assert counts(up_to(of(10, 9, 30), 20, 0, keep_back=5)) == [8, 9, 20]
     assert counts(up_to(of(10, 10), 20, 0, keep_back=1)) == [1, 1], "a class keeps one demonstration"
 
 
-def test_what_is_asked_for_is_drawn_before_a_model_is_there():
+def test_what_is_asked_for_is_drawn_or_refused_before_a_model_is_there():
     assert counts(asked(of(30, 3), shots=10).demonstrations) == [10, 3]
     assert counts(asked(of(30, 30), I2CL).demonstrations) == [5, 5]
-    assert asked(of(30, 30)) is None
+    assert asked(of(30, 30)) is asked(of(*[1] * 80)) is None  # labels are never too many
     with pytest.raises(I2CLError, match="class 'word0' has 3 training examples but 5 shots"):
         asked(of(3, 9), own=False)
-
-
-def test_too_many_rows_are_refused_before_a_model_is_there():
-    many = of(MOST_DEMONSTRATIONS, 9)
     with pytest.raises(I2CLError, match="give fewer"):
-        asked(many, shots=MOST_DEMONSTRATIONS)
-    assert asked(of(*[1] * 80)) is None  # labels are never too many
+        asked(of(MOST_DEMONSTRATIONS, 9), shots=MOST_DEMONSTRATIONS)
     with pytest.raises(I2CLError, match=r"class 'word1' has 0 training examples .* add rows of that class$"):
         asked(of(3, 0, 3))
 
@@ -99,9 +94,7 @@ def test_all_rows_up_to_twenty_of_a_class_but_those_kept_back(decoder, fast, tas
 
 def test_what_would_take_longer_than_five_minutes_is_cut(decoder, fast):
     task = of(40, 40)
-    tokens = sum(
-        map(len, module._Pace.of(decoder, task, 4).questions.queries([row.text for row in task.train]))
-    )
+    tokens = tokens_of(module._Pace.of(decoder, task, 4), task.train)
     once = module.FORWARD + module.BACKWARD / module.SHARED  # labels that share their first token
     a_row = tokens / 80 * (2 * once + 4 + module.FORWARD)
     fast(module.PATIENCE / (13 * a_row))
@@ -122,7 +115,7 @@ def test_the_estimate_grows_with_tokens_steps_and_labels(decoder):
     assert pace.seconds(rows) > pace.seconds(rows[:3])
     wider = module._Pace.of(decoder, of(4, 4, 4, 4, 4), 4)
     same = replace(wider, seconds_a_token=pace.seconds_a_token)
-    tokens = sum(map(len, pace.questions.queries([row.text for row in rows])))
+    tokens = tokens_of(pace, rows)
     more = 2 * module.BACKWARD * 3 / module.SHARED * tokens
     assert same.seconds(rows) - pace.seconds(rows) == pytest.approx(more * pace.seconds_a_token)
 
@@ -135,6 +128,6 @@ def test_a_fit_of_many_labels_takes_as_long_as_the_columns_that_it_keeps(decoder
     rows = found.demonstrations
     assert len(rows) * 19 > MOST_COLUMNS
     pace = replace(module._Pace.of(decoder, task, 4), seconds_a_token=1.0)
-    tokens = sum(map(len, pace.questions.queries([row.text for row in rows])))
+    tokens = tokens_of(pace, rows)
     once = module.FORWARD + module.BACKWARD * columns_kept(len(rows), 20)
     assert pace.seconds(rows) == pytest.approx(tokens * (2 * once + 4 + module.FORWARD))

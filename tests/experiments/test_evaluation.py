@@ -1,7 +1,7 @@
 """Scores, costs and summaries of runs."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -19,8 +19,8 @@ from i2cl.version import __version__
 class Told:
     """A predictor whose scores are given, and which keeps the texts it was asked about."""
 
-    best: tuple[int, ...]
-    asked: list
+    best: tuple[int, ...] = (0,) * 40
+    asked: list = field(default_factory=list)
     labels: int = 2
     cost: ClassVar[Cost] = Cost(trained=7, cached_values=11, cached_bytes=44)
 
@@ -33,9 +33,8 @@ class Fake(Method):
     name: ClassVar[str] = "fake"
     summary: ClassVar[str] = "what it is told"
 
-    def __init__(self, predictor):
-        self.predictor = predictor
-        self.fitted = []
+    def __init__(self, predictor=None):
+        self.predictor, self.fitted = predictor or Told(), []
 
     def fit(self, decoder, task, demonstrations, seed):
         self.fitted.append((demonstrations, seed))
@@ -76,15 +75,14 @@ def test_accuracy_and_f1_of_a_run_are_those_of_scikit_learn(decoder, task):
 
 
 def test_what_a_run_records(decoder, task):
-    method = Fake(Told((0,) * 40, []))
+    method = Fake()
     run = evaluate(decoder, task, method, shots=2, seed=4, limit=6)
     record = run.record()
     assert method.fitted == [(task.sample(2, 4), 4)]
     assert (record["model"], record["task"], record["method"]) == ("tiny-llama", "films", "fake")
     assert (record["seed"], record["shots"], record["n"], record["accuracy"]) == (4, 2, 6, 0.5)
     assert (record["cached_values"], record["trainable_parameters"]) == (11, 7)
-    assert record["fit_seconds"] >= 0
-    assert record["predict_seconds"] >= 0
+    assert min(record["fit_seconds"], record["predict_seconds"]) >= 0
     assert "predictions" not in record
     assert record["versions"]["i2cl"] == __version__
     assert (record["versions"]["device"], record["versions"]["dtype"]) == ("cpu", "float32")
@@ -103,22 +101,17 @@ def test_a_run_keeps_its_scores_and_tells_how_far_to_trust_them(decoder, task):
     assert {name: record[name] for name in NAMES} == asdict(told)
     assert "scores" not in record
     assert summarize([run, run])[0].confidence == told
-
-
-def test_a_run_without_scores_says_nothing_of_its_confidence(decoder, task):
-    run = evaluate(decoder, task, Fake(Told((0,) * 40, [])), shots=2)
     older = run.model_copy(update={"scores": None})
     assert older.confidence is None
     assert {older.record()[name] for name in NAMES} == {None}
-    assert summarize([run, older])[0].confidence is None
+    assert summarize([run, older])[0].confidence is None  # a run without scores says nothing
 
 
 def test_all_seeds_and_methods_are_asked_the_same(decoder, task):
     asked = []
     for seed in range(3):
-        evaluate(decoder, task, Fake(Told((0,) * 40, asked)), shots=2, seed=seed, limit=7)
-    assert len(set(asked)) == 1
-    assert len(asked[0]) == 7
+        evaluate(decoder, task, Fake(Told(asked=asked)), shots=2, seed=seed, limit=7)
+    assert (len(set(asked)), len(asked[0])) == (1, 7)
 
 
 @pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
@@ -162,23 +155,18 @@ def test_a_seed_that_cannot_be_fitted_is_told_by_itself(decoder, task, monkeypat
 
 
 def test_a_run_is_read_as_it_is_written(decoder, task):
-    run = evaluate(decoder, task, Fake(Told((0,) * 40, [])), shots=2)
+    run = evaluate(decoder, task, Fake(), shots=2)
     written = run.model_dump_json()
     assert set(json.loads(written)) >= COUNTS
     assert type(run).model_validate_json(written) == run
-    others = evaluate(
-        decoder, task, Fake(Told((0,) * 40, [])), demonstrations=[Example("new", 0), task.train[3]]
-    )
+    others = evaluate(decoder, task, Fake(), demonstrations=[Example("new", 0), task.train[3]])
     assert others.demonstrations == (None, 3)
-
-
-def test_a_task_without_test_rows(decoder, task):
     with pytest.raises(I2CLError, match="no test"):
-        evaluate(decoder, replace(task, test=()), Fake(Told((), [])), shots=2)
+        evaluate(decoder, replace(task, test=()), Fake(), shots=2)
 
 
 def test_summaries_have_mean_and_sample_standard_deviation(decoder, task):
-    measured = evaluate(decoder, task, Fake(Told((0,) * 40, [])), shots=2)
+    measured = evaluate(decoder, task, Fake(), shots=2)
 
     def run(accuracy, *, method="i2cl", task="films", seed=0, seconds=1.0):
         names = {"method": method, "task": task, "seed": seed}
@@ -187,24 +175,11 @@ def test_summaries_have_mean_and_sample_standard_deviation(decoder, task):
         cost = {"cost": Cost(cached_values=128)}
         return measured.model_copy(update={**names, **scores, **seconds, **cost})
 
-    runs = [
-        run(0.5),
-        run(0.9, method="noise"),
-        run(0.7, seed=1, seconds=3.0),
-        run(0.9, seed=2),
-        run(1.0, task="x"),
-    ]
-    first, noise, other = summarize(runs)
-    assert (first.task, first.method, first.seeds, first.n, first.cached_values) == (
-        "films",
-        "i2cl",
-        3,
-        10,
-        128,
-    )
-    assert first.accuracy == pytest.approx(0.7)
-    assert first.accuracy_sd == pytest.approx(0.2)
-    assert first.macro_f1 == pytest.approx(0.35)
+    runs = [run(0.5), run(0.9, method="noise"), run(0.7, seed=1, seconds=3.0), run(0.9, seed=2)]
+    first, noise, other = summarize([*runs, run(1.0, task="x")])
+    assert (first.task, first.method) == ("films", "i2cl")
+    assert (first.seeds, first.n, first.cached_values) == (3, 10, 128)
+    assert (first.accuracy, first.accuracy_sd, first.macro_f1) == pytest.approx((0.7, 0.2, 0.35))
     assert first.fit_seconds == pytest.approx(10 / 3)
     assert first.milliseconds_per_query == pytest.approx(1000 * (0.1 + 0.3 + 0.1) / 3)
     assert (noise.method, noise.seeds, noise.accuracy, noise.accuracy_sd) == ("noise", 1, 0.9, 0.0)

@@ -26,25 +26,17 @@ def made(rows=ROWS, **changes):
     return Experiment(name="mine", title="t", measures="m", rows=rows, **changes)
 
 
-def test_cells_are_rows_times_tasks_times_seeds():
+def test_cells_are_rows_times_tasks_times_seeds_up_to_what_a_scale_limits():
     cells = list(made().cells(BASE, TASKS, Scale(seeds=2, limit=7)))
     by_row = {row.name: [cell for cell in cells if row.holds(cell)] for row in ROWS}
-    assert {name: len(found) for name, found in by_row.items()} == {
-        "Zero-shot": 3,
-        "I2CL": 3 * 2 * 2,
-        "Moved": 3 * 3 * 2,
-        "Transferred": 3 * 2,
-    }
+    numbers = {"Zero-shot": 3, "I2CL": 3 * 2 * 2, "Moved": 3 * 3 * 2, "Transferred": 3 * 2}
+    assert {name: len(found) for name, found in by_row.items()} == numbers
     assert sum(map(len, by_row.values())) == len(cells) == len({cell.key for cell in cells})
     assert {cell.limit for cell in cells} == {7}
     assert [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
     assert {cell.sources for cell in by_row["Transferred"]} == {("b", "c"), ("a", "c"), ("a", "b")}
-    assert {(cell.sources, cell.task) for cell in by_row["Moved"]} == {
-        ((s,), t) for s in TASKS for t in TASKS
-    }
-
-
-def test_a_scale_limits_tasks_and_shots():
+    pairs = {((source,), target) for source in TASKS for target in TASKS}
+    assert {(cell.sources, cell.task) for cell in by_row["Moved"]} == pairs
     cells = list(made().cells(BASE, TASKS, Scale(seeds=1, limit=7, tasks=2, shots=1)))
     assert len({cell.task for cell in cells}) == 2
     assert {cell.shots for cell in cells if ROWS[1].holds(cell)} == {1}
@@ -58,9 +50,6 @@ def test_smaller_choices_of_tasks_are_part_of_larger_ones(total):
     assert all(set(small) < set(large) for small, large in itertools.pairwise(chosen))
     assert all(sorted(one, key=int) == list(one) for one in chosen)
     assert spread(names, None) == spread(names, total + 5) == tuple(names)
-
-
-def test_four_of_sixteen_tasks_are_not_all_at_one_end():
     places = [int(name) for name in spread([str(number) for number in range(16)], 4)]
     assert {place // 4 for place in places} >= {0, 2, 3}
 
@@ -100,18 +89,16 @@ def test_every_bundled_experiment_can_be_run_and_shown(name):
         printed = {row for table in printed_tables(experiment.printed) for row in table.rows}
         assert printed & set(names)
     keys = {
-        row.name: (row.study, row.method, str(row.options), row.demonstrations, row.chat)
-        for row in experiment.rows
+        (row.study, row.method, str(row.options), row.demonstrations, row.chat) for row in experiment.rows
     }
-    assert len(set(keys.values())) == len(keys)
+    assert len(keys) == len(names)
 
 
 def test_every_file_is_listed_and_every_printed_row_is_shown():
-    files = {
-        path.name.removesuffix(".toml")
-        for path in (resources.files("i2cl.experiments") / "builtin").iterdir()
-    }
-    assert files == set(BROUGHT)
+    builtin = resources.files("i2cl.experiments") / "builtin"
+    assert {path.name.removesuffix(".toml") for path in builtin.iterdir()} == set(BROUGHT)
+    main = tomllib.loads((builtin / "main.toml").read_text())  # which others can read
+    assert {row["name"] for row in main["rows"]} >= {"Zero-shot", "I2CL"}
     for name in BROUGHT:
         experiment = load_experiment(name)
         shown = {row.name for row in experiment.rows}
@@ -125,27 +112,38 @@ def test_every_method_is_in_an_experiment():
     assert used == set(METHODS)
 
 
-def test_a_users_file(tmp_path):
+def test_a_users_file_and_unknown_names(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('title = "T"\nmeasures = "M"\ntasks = ["x.csv"]\nrows = [{ name = "I2CL" }]\n')
     found = load_experiment(file)
     assert (found.name, found.tasks, found.rows[0].method) == ("mine", ("x.csv",), "i2cl")
+    with pytest.raises(I2CLError, match="did you mean 'main'"):
+        load_experiment("mian")
+    with pytest.raises(I2CLError, match="no file"):
+        load_experiment(tmp_path / "none.toml")
+
+
+TITLED = 'title = "T"\nmeasures = "M"\n'
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("rows = [", "is not valid TOML"),
-        ('title = "T"\nmeasures = "M"\nrows = []\n', "rows: .*at least 1"),
-        ('title = "T"\nmeasures = "M"\nrows = [{ name = "a", metod = "i2cl" }]\n', "rows.0.metod"),
-        ('title = "T"\nmeasures = "M"\nviews = ["pie"]\nrows = [{ name = "a" }]\n', "views.0"),
-        ('title = "T"\nmeasures = "M"\ntasks = []\nrows = [{ name = "a" }]\n', "tasks is empty: name one"),
-        ('title = "T"\nmeasures = "M"\nrows = [{ name = "a", shots = [0] }]\n', "rows.0.shots.0"),
-        ('title = "T"\nmeasures = "M"\nrows = [{ name = "a" }, { name = "a" }]\n', "two rows are called 'a'"),
-        ('title = "T"\nmeasures = "M"\nagainst = "b"\nrows = [{ name = "a" }]\n', "none of the rows"),
+        (f"{TITLED}rows = []\n", "rows: .*at least 1"),
+        (TITLED + 'rows = [{ name = "a", metod = "i2cl" }]\n', "rows.0.metod"),
+        (TITLED + 'views = ["pie"]\nrows = [{ name = "a" }]\n', "views.0"),
+        (TITLED + 'tasks = []\nrows = [{ name = "a" }]\n', "tasks is empty: name one"),
+        (TITLED + 'rows = [{ name = "a", shots = [0] }]\n', "rows.0.shots.0"),
+        (TITLED + 'rows = [{ name = "a" }, { name = "a" }]\n', "two rows are called 'a'"),
+        (TITLED + 'against = "b"\nrows = [{ name = "a" }]\n', "none of the rows"),
         (
-            'title = "T"\nmeasures = "M"\nrows = [{ name = "a", study = "move", method = "noise" }]\n',
-            "study=move, which takes plain I2CL: leave out method",
+            TITLED + 'rows = [{ name = "a", study = "move", method = "noise" }]\n',
+            "study=move, which takes plain",
+        ),
+        (
+            TITLED + 'rows = [{ name = "a", study = "move", method = "noise" }]\n',
+            "plain I2CL: leave out method",
         ),
     ],
 )
@@ -154,18 +152,6 @@ def test_wrong_files_are_refused_in_one_line(tmp_path, content, message):
     file.write_text(content)
     with pytest.raises(I2CLError, match=message):
         load_experiment(file)
-
-
-def test_unknown_names_come_with_a_hint(tmp_path):
-    with pytest.raises(I2CLError, match="did you mean 'main'"):
-        load_experiment("mian")
-    with pytest.raises(I2CLError, match="no file"):
-        load_experiment(tmp_path / "none.toml")
-
-
-def test_the_format_is_toml_that_others_can_read():
-    file = resources.files("i2cl.experiments") / "builtin" / "main.toml"
-    assert {row["name"] for row in tomllib.loads(file.read_text())["rows"]} >= {"Zero-shot", "I2CL"}
 
 
 def test_without_a_row_i2cl_the_first_is_what_others_are_tested_against():

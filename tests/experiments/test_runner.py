@@ -1,10 +1,9 @@
 """Order, groups, common fits and failures of cells, and what a store refuses."""
 
-import json
-
 import pytest
 import torch
 
+from commands import jsonl
 from experiments.runs import OTHER, cell, kept, quick, run_alone, shot, single
 from i2cl import Decoder, I2CLError
 from i2cl.experiments import studies
@@ -27,24 +26,22 @@ def test_pending_cells_come_once_seed_by_seed_and_fits_before_what_uses_them(tmp
         assert pending(cells, store) == single(cell(), shot(0), moved, shot(1), cell(seed=1))
 
 
+def whole(*cells):
+    """A group of which nothing is there."""
+    return Group(cells, cells)
+
+
 def test_seeds_go_together_unless_they_are_timed_or_used_by_others(tmp_path):
     cells = [quick(seed) for seed in (2, 0, 1)]
     other = [quick(seed, task=OTHER) for seed in (0, 1)]
     moved = cell(study="move", sources=(OTHER,))
     plain_ones = [cell(seed=seed, task=OTHER) for seed in (0, 1, 2)]
     with Store.writing(tmp_path) as store:
-        assert [group.cells for group in pending([*cells, *other], store)] == [
-            (quick(0), quick(1), quick(2)),
-            tuple(other),
-        ]
-        assert pending(cells, store, {quick(1).key}) == [
-            Group((quick(0), quick(2)), (quick(0), quick(2))),
-            *single(quick(1)),
-        ]
-        assert pending([moved, *plain_ones], store) == [
-            *single(plain_ones[0], moved),
-            Group(tuple(plain_ones[1:]), tuple(plain_ones[1:])),
-        ]
+        groups = [group.cells for group in pending([*cells, *other], store)]
+        assert groups == [(quick(0), quick(1), quick(2)), tuple(other)]
+        assert pending(cells, store, {quick(1).key}) == [whole(quick(0), quick(2)), *single(quick(1))]
+        expected = [*single(plain_ones[0], moved), whole(*plain_ones[1:])]
+        assert pending([moved, *plain_ones], store) == expected
 
 
 @pytest.mark.parametrize("options", [{"optimizer": "lbfgs"}, {"positions": "random"}, {"epochs": "many"}])
@@ -57,28 +54,21 @@ def test_what_gains_nothing_stays_alone(options, tmp_path):
 def test_a_group_is_fitted_whole_also_where_only_a_part_is_lacking(decoder, tmp_path):
     cells = tuple(quick(seed) for seed in range(3))
     with Store.writing(tmp_path / "store") as store:
-        (whole,) = pending(cells, store)
-        straight = {one.key: one for one in GroupJob((whole,), None, tmp_path).run(decoder)}
+        straight = {one.key: one for one in GroupJob((*pending(cells, store),), None, tmp_path).run(decoder)}
         store.append(straight[cells[1].key])  # as if a kill had come then
         (rest,) = pending(cells, store)
         assert rest == Group(cells, (cells[0], cells[2]))
         again = GroupJob((rest,), None, tmp_path).run(decoder)
-        assert pending(cells, store, {cells[1].key}) == [
-            Group((cells[0], cells[2]), (cells[0], cells[2])),
-            *single(cells[1]),  # its seconds are a share
-        ]
+        timed = pending(cells, store, {cells[1].key})
+        assert timed == [whole(cells[0], cells[2]), *single(cells[1])]  # its seconds are a share
     assert [one.key for one in again] == [cells[0].key, cells[2].key]
     for one in again:
         assert kept(one) == kept(straight[one.key])
         assert one.outcome.together == 3
         by_itself = run_alone(one.cell, decoder, tmp_path)
         assert by_itself.outcome.together == 1
-        torch.testing.assert_close(
-            torch.tensor(one.outcome.coefficients),
-            torch.tensor(by_itself.outcome.coefficients),
-            atol=1e-4,
-            rtol=1e-4,
-        )
+        both = [torch.tensor(made.outcome.coefficients) for made in (one, by_itself)]
+        torch.testing.assert_close(*both, atol=1e-4, rtol=1e-4)
     assert len({one.outcome.fit_seconds for one in straight.values()}) == 1
 
 
@@ -101,14 +91,8 @@ def test_cells_that_stand_on_the_same_fit_are_one_job(decoder, tmp_path, monkeyp
     def asked(method, **changes):
         return cell(method=method, **{"limit": 40} | changes)
 
-    skewed = asked("few_shot+label_prior", skew=3)
-    cells = [
-        asked("zero_shot"),
-        asked("few_shot"),
-        asked("contextual_calibration"),
-        skewed,
-        asked("few_shot", seed=1),
-    ]
+    cells = [asked(name) for name in ("zero_shot", "few_shot", "contextual_calibration")]
+    cells += [asked("few_shot+label_prior", skew=3), asked("few_shot", seed=1)]
     fits, jobs = [], []
 
     def execute(given):
@@ -143,9 +127,8 @@ def run_groups_of(cells, decoder, folder, data_dir=None):
 
 
 def test_a_store_refuses_other_weights(tmp_path):
-    first, other = (
-        Decoder(tiny_model("llama", hidden_size=size), tiny_tokenizer(), name="m") for size in (32, 64)
-    )
+    models = [tiny_model("llama", hidden_size=size) for size in (32, 64)]
+    first, other = (Decoder(model, tiny_tokenizer(), name="m") for model in models)
     cells = [cell(method="few_shot", seed=seed, limit=2, shots=1) for seed in range(3)]
     assert run_groups_of(cells[:1], first, tmp_path / "s").done == 1
     assert run_groups_of(cells[:2], first, tmp_path / "s").done == 1
@@ -159,8 +142,7 @@ def test_a_store_refuses_other_rows_of_a_task(tmp_path, decoder):
         (tmp_path / folder / "sst2").mkdir(parents=True)
         for split in ("train", "test"):
             lines = [{"text": f"{word} {n}", "label": n % 2} for n in range(12)]
-            file = tmp_path / folder / "sst2" / f"{split}.jsonl"
-            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            jsonl(tmp_path / folder / "sst2" / f"{split}.jsonl", lines)
     cells = [cell(task="sst2", method="few_shot", seed=seed, limit=2, shots=1) for seed in range(2)]
     assert run_groups_of(cells[:1], decoder, tmp_path / "s", str(tmp_path / "one")).done == 1
     with pytest.raises(I2CLError, match="the store has results on other rows of task 'sst2'"):
@@ -168,9 +150,8 @@ def test_a_store_refuses_other_rows_of_a_task(tmp_path, decoder):
 
 
 def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
-    rows = [json.dumps({"text": f"text {n}", "label": n % 2}) + "\n" for n in range(8)]
     for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(rows))
+        jsonl(tmp_path / f"{split}.jsonl", [{"text": f"text {n}", "label": n % 2} for n in range(8)])
 
     def written(template):
         (tmp_path / "mine.toml").write_text(
@@ -180,9 +161,8 @@ def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
         for remembered in (studies._task, studies._rows, studies._wording):
             remembered.cache_clear()
 
-    cells = [
-        cell(task=str(tmp_path / "mine.toml"), method="few_shot", seed=seed, limit=2) for seed in range(2)
-    ]
+    mine = str(tmp_path / "mine.toml")
+    cells = [cell(task=mine, method="few_shot", seed=seed, limit=2) for seed in range(2)]
     written("Text: {text} Colour: {label}")
     assert run_groups_of(cells[:1], decoder, tmp_path / "s").done == 1
     assert run_groups_of(cells[:1], decoder, tmp_path / "s").done == 0

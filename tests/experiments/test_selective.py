@@ -28,11 +28,9 @@ def test_all_rows_right_is_shown_from_the_fewest_rows_on():
         n = fewest_rows(target)
         sure = np.linspace(0.5, 0.9, n)
         found = select(sure, np.ones(n, bool), target)
-        assert found is not None
         assert (found.threshold, found.coverage, found.accuracy) == (0.5, 1.0, 1.0)
-        with pytest.raises(
-            I2CLError, match=f"{n} labelled rows beside the examples or more, and {n - 1} remain"
-        ):
+        told = f"{n} labelled rows beside the examples or more, and {n - 1} remain"
+        with pytest.raises(I2CLError, match=told):
             select(sure[1:], np.ones(n - 1, bool), target)
 
 

@@ -43,13 +43,10 @@ def test_tasks_count_equally_and_sd_is_that_of_the_average():
     assert (found.seeds, found.queries) == (2, 10)
 
 
-def test_one_seed_has_no_spread_over_seeds_but_over_queries():
+def test_one_seed_has_no_spread_over_seeds_but_over_queries_unless_all_are_right():
     found = accuracy(one("1100110011"))
     assert found.sd == 0
     assert found.low < 0.6 < found.high
-
-
-def test_all_right_is_exactly_one():
     found = accuracy([np.ones((5, 7), bool), np.ones((5, 11), bool), np.ones((5, 3), bool)])
     assert (found.mean, found.sd, found.low, found.high) == (1, 0, 1, 1)
 
@@ -140,14 +137,9 @@ def test_p_is_scipys_to_the_last_digit(queries, permutations):
     ours, theirs = ([rng.random((3, n)) < share for n in queries] for share in (0.7, 0.6))
     each = [(a.astype(float) - b).mean(0) / len(a[0]) for a, b in zip(ours, theirs, strict=True)]
     moved = np.concatenate(each) / len(queries)
-    expected = permutation_test(
-        (moved[moved != 0],),
-        lambda values, axis: values.sum(axis).round(12),
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=permutations,
-        rng=np.random.default_rng(0),
-    )
+    options = {"permutation_type": "samples", "vectorized": True, "rng": np.random.default_rng(0)}
+    summed = lambda values, axis: values.sum(axis).round(12)  # noqa: E731
+    expected = permutation_test((moved[moved != 0],), summed, n_resamples=permutations, **options)
     assert difference(ours, theirs, permutations=permutations).p_queries == expected.pvalue
 
 
@@ -158,14 +150,11 @@ def test_many_queries_are_sampled():
     assert difference(one("1" * 90), one("0" * 90), permutations=999).p_queries == pytest.approx(2 / 1000)
 
 
-def test_no_difference_at_all():
+def test_no_difference_at_all_and_differences_that_cancel_are_no_evidence():
     results = [np.random.default_rng(0).random((5, 40)) < 0.5]
     assert difference(results, results) == Difference(0.0, 0.0, 0.0, 1.0, 1.0, seeds=len(results[0]))
     assert difference(one("11"), one("10")).p == 1
-
-
-def test_differences_that_cancel_are_no_evidence():
-    """Three times 0.1 less three times 0.1 is not 0 in floating point; a tie must still count as one."""
+    # Three times 0.1 less three times 0.1 is not 0 in floating point; a tie must still count as one.
     assert np.sum([0.1] * 3 + [-0.1] * 3) != 0
     found = difference(one("1110000000"), one("0001110000"))
     assert (found.mean, found.p_queries, found.p_seeds) == (0, 1, 1)
@@ -190,12 +179,17 @@ def test_a_seed_gives_the_same_again():
     assert accuracy(ours, resamples=50) != accuracy(ours, resamples=50, seed=1)
 
 
-def test_holm_by_hand():
-    # in order: 0.005 * 4, 0.01 * 3, 0.03 * 2, and 0.04 * 1, which is below the one before
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.4, 0.7, 0.4]) == pytest.approx([1, 1, 1])
-    assert holm([0.2]) == pytest.approx([0.2])
-    assert holm([]) == []
+@pytest.mark.parametrize(
+    ("given", "corrected"),
+    [
+        # in order: 0.005 * 4, 0.01 * 3, 0.03 * 2, and 0.04 * 1, which is below the one before
+        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),
+        *(([0.4, 0.7, 0.4], [1, 1, 1]), ([0.7, 0.6, 1.0], [1, 1, 1]), ([0.2], [0.2]), ([], [])),
+        *(([0.04, 0.01], [0.04, 0.02]), ([0.03, 0.04], [0.06, 0.06])),
+    ],
+)
+def test_holm_by_hand(given, corrected):
+    assert holm(given) == pytest.approx(corrected)
 
 
 CLEAR = Difference(0.1, 0.05, 0.15, 0.001, 0.002, seeds=4)
@@ -207,11 +201,8 @@ def test_distinguishable_needs_tests_and_interval():
     assert replace(clear, difference=replace(CLEAR, mean=-0.1, low=-0.15, high=-0.05)).distinguishable
     assert not replace(clear, q=0.05).distinguishable
     assert not replace(clear, difference=replace(CLEAR, low=0.0)).distinguishable
-
-
-@pytest.mark.parametrize("seeds", [1, 2, 3])
-def test_fewer_than_four_seeds_distinguish_nothing(seeds):
-    assert not Comparison(replace(CLEAR, seeds=seeds), q=0.01).distinguishable
+    for seeds in (1, 2, 3):
+        assert not Comparison(replace(CLEAR, seeds=seeds), q=0.01).distinguishable
 
 
 def test_where_no_seed_changes_anything_the_queries_alone_decide():
@@ -279,10 +270,8 @@ def test_a_difference_of_one_lucky_seed_is_not_enough():
     lucky = np.zeros((3, 100), bool)
     lucky[0] = True
     found = difference([lucky], [np.zeros((3, 100), bool)])
-    assert found.p_queries < 0.001
-    assert found.p_seeds > 0.4
-    assert found.low == 0
-    assert found.p == found.p_seeds
+    assert found.p_queries < 0.001 < 0.4 < found.p_seeds
+    assert (found.low, found.p) == (0, found.p_seeds)
     assert not Comparison(found, q=found.p_queries).distinguishable
 
 

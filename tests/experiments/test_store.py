@@ -17,21 +17,9 @@ from i2cl.methods import Cost
 
 PACKED = Path(__file__).parents[2] / "docs" / "experiments" / "store"
 
-OUTCOME = {
-    "accuracy": 0.5,
-    "macro_f1": 0.4,
-    "gold": (0, 1),
-    "predictions": (0, 0),
-    "labels": ("yes", "no"),
-    "demonstrations": (7, 3),
-    "fit_seconds": 0.25,
-    "predict_seconds": 0.5,
-    "trainable_parameters": 5,
-    "cached_values": 4,
-    "cached_bytes": 16,
-    "held_out": 0,
-    "unlabelled": 0,
-}
+OUTCOME = {"accuracy": 0.5, "macro_f1": 0.4, "gold": (0, 1), "predictions": (0, 0), "labels": ("yes", "no")}
+OUTCOME |= {"demonstrations": (7, 3), "fit_seconds": 0.25, "predict_seconds": 0.5, "held_out": 0}
+OUTCOME |= {"trainable_parameters": 5, "cached_values": 4, "cached_bytes": 16, "unlabelled": 0}
 
 SCORES = Scores.of(np.log([[0.75, 0.25], [0.5, 0.5]])).model_dump()
 
@@ -56,8 +44,7 @@ def test_what_is_appended_is_read_again(tmp_path):
     write(tmp_path / "s", record(0), failed(1))
     store = Store.open(tmp_path / "s")
     assert list(store.records.values()) == [record(0), failed(1)]
-    assert store.done(record(0).key)
-    assert not store.done(failed(1).key)
+    assert (store.done(record(0).key), store.done(failed(1).key)) == (True, False)
 
 
 def test_a_line_holds_what_cell_and_run_share_once(tmp_path):
@@ -82,16 +69,17 @@ def test_the_store_that_the_documents_come_from_is_read():
     assert {run.method for run in runs} >= {"i2cl", "move", "transfer"}
 
 
-def test_a_later_record_of_a_cell_takes_the_place_of_an_earlier_one(tmp_path):
+def kept(folder):
+    return list(Store.open(folder).records.values())
+
+
+def test_a_later_record_of_a_cell_takes_the_place_of_an_earlier_one_unless_it_fails(tmp_path):
     write(tmp_path, failed(0))
     write(tmp_path, record(0))
-    assert list(Store.open(tmp_path).records.values()) == [record(0)]
+    assert kept(tmp_path) == [record(0)]
     assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 2
-
-
-def test_a_cell_that_fails_when_run_again_keeps_its_result(tmp_path):
-    write(tmp_path, record(0), failed(0))
-    assert list(Store.open(tmp_path).records.values()) == [record(0)]
+    write(tmp_path, failed(0))
+    assert kept(tmp_path) == [record(0)]
     with Store.writing(tmp_path) as store:
         store.append(failed(0))
         assert store.done(record(0).key)
@@ -112,30 +100,17 @@ def test_an_empty_run_removes_its_lock_once(tmp_path, monkeypatch):
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("left", [1, 20, 200])
-def test_a_torn_last_line_is_cut_off(tmp_path, left):
+@pytest.mark.parametrize("left", [1, 20, 200, -1])
+def test_a_torn_last_line_is_cut_off_and_another_one_named(tmp_path, left):
+    """Whether the newline arrived decides, even if the JSON before it is whole."""
     write(tmp_path, record(0), record(1))
     file = tmp_path / "cells.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(lines[0] + lines[1][:left])
-    assert list(Store.open(tmp_path).records.values()) == [record(0)]
+    assert kept(tmp_path) == [record(0)]
     write(tmp_path, record(2))
-    assert list(Store.open(tmp_path).records.values()) == [record(0), record(2)]
+    assert kept(tmp_path) == [record(0), record(2)]
     assert all(json.loads(line) for line in file.read_text().splitlines())
-
-
-def test_a_line_without_its_end_does_not_count(tmp_path):
-    """Whether the newline arrived decides, even if the JSON before it is whole."""
-    write(tmp_path, record(0), record(1))
-    file = tmp_path / "cells.jsonl"
-    file.write_bytes(file.read_bytes()[:-1])
-    assert list(Store.open(tmp_path).records.values()) == [record(0)]
-
-
-def test_a_damaged_line_is_named(tmp_path):
-    write(tmp_path, record(0), record(1))
-    file = tmp_path / "cells.jsonl"
-    lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(lines[0][:30] + b"\n" + lines[1])
     with pytest.raises(I2CLError, match=r"line 1 of the store .* remove that line"):
         Store.open(tmp_path)
@@ -186,13 +161,9 @@ def test_a_damaged_packed_store_is_named(tmp_path):
         Store.open(tmp_path / "packed")
 
 
-def test_one_process_writes_at_a_time(tmp_path):
+def test_one_process_writes_at_a_time_and_reading_needs_no_lock(tmp_path):
     with Store.writing(tmp_path), pytest.raises(I2CLError, match="another run writes to"):
         write(tmp_path, record(0))
-    write(tmp_path, record(0))
-
-
-def test_reading_needs_no_lock_and_writing_needs_one(tmp_path):
     with Store.writing(tmp_path) as store:
         store.append(record(0))
         assert Store.open(tmp_path).done(record(0).key)
@@ -216,16 +187,15 @@ def test_packing_keeps_everything(tmp_path):
     Store.open(source).pack(packed)
     again = Store.open(packed)
     assert again.records == Store.open(source).records
-    np.testing.assert_array_equal(again.vectors()[record(0).key]["context_vector"], vectors["context_vector"])
     with pytest.raises(I2CLError, match="is packed"):
         write(packed, record(2))
     again.unpack(tmp_path / "unpacked")
     write(tmp_path / "unpacked", record(2))
     unpacked = Store.open(tmp_path / "unpacked")
     assert unpacked.records == again.records | {record(2).key: record(2)}
-    np.testing.assert_array_equal(
-        unpacked.vectors()[record(0).key]["context_vector"], vectors["context_vector"]
-    )
+    for store in (again, unpacked):
+        found = store.vectors()[record(0).key]["context_vector"]
+        np.testing.assert_array_equal(found, vectors["context_vector"])
     with gzip.open(packed / "cells.jsonl.gz", "rt") as lines:
         assert [json.loads(line)["status"] for line in lines] == ["done", "failed"]
 
@@ -237,14 +207,11 @@ def test_scores_are_kept_and_read_without_this_package(tmp_path):
         with_scores, without = (one.outcome for one in Store.open(tmp_path / folder).records.values())
         np.testing.assert_allclose(with_scores.scores.array, np.log([[0.75, 0.25], [0.5, 0.5]]), rtol=1e-3)
         assert without.scores is None
-    kept = json.loads((tmp_path / "s" / "cells.jsonl").read_text().splitlines()[0])["outcome"]["scores"]
-    plain = np.frombuffer(base64.b64decode(kept["float16"]), "<f2").reshape(kept["shape"])
+    line = json.loads((tmp_path / "s" / "cells.jsonl").read_text().splitlines()[0])["outcome"]["scores"]
+    plain = np.frombuffer(base64.b64decode(line["float16"]), "<f2").reshape(line["shape"])
     np.testing.assert_array_equal(plain, with_scores.scores.array)
-
-
-def test_scores_below_half_precision_are_its_least_number():
-    kept = Scores.of(np.array([[0.0, -1e9], [0.0, -np.inf]])).array
-    np.testing.assert_array_equal(kept, [[0, -65504], [0, -65504]])
+    below = Scores.of(np.array([[0.0, -1e9], [0.0, -np.inf]])).array  # half precision's least number
+    np.testing.assert_array_equal(below, [[0, -65504], [0, -65504]])
 
 
 def test_packed_scores_take_two_bytes_a_query_and_label(tmp_path):
@@ -275,7 +242,7 @@ def test_a_run_that_cannot_start_leaves_nothing_and_keeps_its_error(tmp_path):
     write(tmp_path / "old", record(0))
     with pytest.raises(OSError, match="no model"), Store.writing(tmp_path / "old"):
         raise OSError("no model")
-    assert list(Store.open(tmp_path / "old").records.values()) == [record(0)]
+    assert kept(tmp_path / "old") == [record(0)]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")

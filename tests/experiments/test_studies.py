@@ -88,9 +88,8 @@ def test_moving_injects_what_another_task_was_fitted_to(bench):
     source = keep_short(bench, OTHER)
     outcome = run_study(bench, cell(study="move", sources=(OTHER,)))
     task = bench.task(cell())
-    scores = PromptPredictor(Questions(bench.decoder, task), edit=source.edit).scores(
-        [q.text for q in task.queries(12)]
-    )
+    predictor = PromptPredictor(Questions(bench.decoder, task), edit=source.edit)
+    scores = predictor.scores([query.text for query in task.queries(12)])
     assert outcome.predictions == tuple(scores.argmax(-1).tolist())
     assert outcome.coefficients == source.edit.coefficients.tolist()
 
@@ -130,10 +129,8 @@ def test_the_worst_group_is_the_one_few_shot_does_worst_with(bench, monkeypatch)
     texts = [one.text for one in judged]
     (few_shot,) = make_methods(["few_shot"])
     gold = torch.tensor([one.label for one in judged])
-    accuracies = [
-        (few_shot.fit(bench.decoder, task, group, 0).scores(texts).argmax(-1) == gold).float().mean().item()
-        for group in groups
-    ]
+    fits = [few_shot.fit(bench.decoder, task, group, 0) for group in groups]
+    accuracies = [(fit.scores(texts).argmax(-1) == gold).float().mean().item() for fit in fits]
     assert chosen == groups[accuracies.index(min(accuracies))]
     assert not {one.text for group in groups for one in group} & set(texts)
     assert not {one.text for one in task.test} & set(texts)
@@ -142,10 +139,15 @@ def test_the_worst_group_is_the_one_few_shot_does_worst_with(bench, monkeypatch)
     assert outcome.cost.held_out == len(judged) == 10
 
 
-def test_a_failing_cell_is_a_record(decoder, tmp_path):
+def test_records_say_where_they_come_from_also_of_a_failing_cell(decoder, tmp_path):
     record = run_alone(cell(shots=100_000), decoder, tmp_path)
     assert (record.status, record.outcome) == ("failed", None)
     assert record.error.startswith("I2CLError: task 'mood-colour-1'")
+    record = run_alone(cell(method="zero_shot"), decoder, tmp_path)
+    assert record.key == cell(method="zero_shot").key
+    assert record.provenance["weights"] == decoder.base.weights
+    assert {"i2cl", "torch", "transformers", "device", "dtype", "commit", "machine"} <= set(record.provenance)
+    assert record.peak_memory_bytes > 10**7
 
 
 def test_a_compressor_that_the_model_has_not_is_skipped_and_not_tried_again(tmp_path):
@@ -153,9 +155,8 @@ def test_a_compressor_that_the_model_has_not_is_skipped_and_not_tried_again(tmp_
     names = ("autocompressor", "icae", "cepe")
     cells = [cell(method=name) for name in ("zero_shot", *names)]
     with Store.writing(tmp_path / "store") as store:
-        tally = run_groups(
-            pending(cells, store), store, lambda jobs: (job.run(decoder) for job in jobs), None
-        )
+        execute = lambda jobs: (job.run(decoder) for job in jobs)  # noqa: E731
+        tally = run_groups(pending(cells, store), store, execute, None)
         assert (tally.done, tally.failed, tally.skipped) == (1, 0, 3)
         assert pending(cells, store) == []
     rows = ({"name": "I2CL", "method": "zero_shot"}, {"name": "AutoComp.", "method": "autocompressor"})
@@ -164,11 +165,3 @@ def test_a_compressor_that_the_model_has_not_is_skipped_and_not_tried_again(tmp_
     told = "AutoComp. was skipped: autocompressor is known for llama and opt, not for 'gpt2'"
     assert told in section.missing
     assert not any("makes them" in one for one in section.missing)
-
-
-def test_records_say_where_they_come_from(decoder, tmp_path):
-    record = run_alone(cell(method="zero_shot"), decoder, tmp_path)
-    assert record.key == cell(method="zero_shot").key
-    assert record.provenance["weights"] == decoder.base.weights
-    assert {"i2cl", "torch", "transformers", "device", "dtype", "commit", "machine"} <= set(record.provenance)
-    assert record.peak_memory_bytes > 10**7

@@ -10,7 +10,6 @@ from i2cl.experiments.evidence import verdicts
 from i2cl.experiments.evidence.verdicts import (
     LEVEL,
     POWER,
-    holm,
     mcnemar,
     paired_interval,
     rows_for,
@@ -18,7 +17,8 @@ from i2cl.experiments.evidence.verdicts import (
     wilson,
 )
 
-# The rule
+NOT_SHOWN = "not shown on {} rows; about {} rows would show a gain of 5 points, {} one of 10 (power 0.8)"
+RULED_OUT = "a gain of 5 points over batch is ruled out on 160 rows (-3.3 to 2.1): do not use it"
 
 
 @pytest.mark.parametrize(
@@ -27,24 +27,9 @@ from i2cl.experiments.evidence.verdicts import (
         ((30, 5), (30, 10), 160, "better than batch by 12.5 points (4.7 to 20.0) on 160 rows"),
         ((6, 30), (9, 8), 160, "zero_shot is better by 15.0 points (7.7 to 21.9) on 160 rows: do not use it"),
         ((9, 0), (2, 11), 160, "batch is better by 5.6 points (0.9 to 10.2) on 160 rows: do not use it"),
-        (
-            (9, 0),
-            (1, 2),
-            160,
-            "a gain of 5 points over batch is ruled out on 160 rows (-3.3 to 2.1): do not use it",
-        ),
-        (
-            (30, 1),
-            (12, 6),
-            160,
-            "not shown on 160 rows; about 780 rows would show a gain of 5 points, 200 one of 10 (power 0.8)",
-        ),
-        (
-            (4, 0),
-            (4, 0),
-            4,
-            "not shown on 4 rows; about 3,800 rows would show a gain of 5 points, 950 one of 10 (power 0.8)",
-        ),
+        ((9, 0), (1, 2), 160, RULED_OUT),
+        ((30, 1), (12, 6), 160, NOT_SHOWN.format(160, 780, 200)),
+        ((4, 0), (4, 0), 4, NOT_SHOWN.format(4, "3,800", 950)),
     ],
 )
 def test_the_verdict_is_what_both_free_rows_and_the_interval_allow(zero_shot, batch, n, said):
@@ -104,16 +89,6 @@ def test_the_rows_that_are_asked_for_show_the_gain(monkeypatch, gain, alike):
     discordant = (1 - alike**2) * (mine * (1 - other) + other * (1 - mine)) + alike**2 * gain
     n = rows_for(gain, discordant)
     assert told(monkeypatch, n, (mine, other, other - 0.1), alike, 500)[0] == pytest.approx(POWER, abs=0.1)
-
-
-def test_holm_is_the_smallest_times_all_the_largest_times_one():
-    assert holm([0.04, 0.01]) == [0.04, 0.02]
-    assert holm([0.03, 0.04]) == [0.06, 0.06]
-    assert holm([0.7, 0.6, 1.0]) == [1, 1, 1]
-    assert holm([0.04]) == [0.04]
-
-
-# Statistics
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 5), (5, 5), (1, 3), (80, 160), (159, 160)])

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from commands import run
+from fitting import hooks
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.export.families import FAMILIES
@@ -15,6 +16,9 @@ from i2cl.tasks import Task, Template
 from tiny import CASES, tiny_model, tiny_tokenizer
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
+SHARED = Task("films", ("best film", "best ever", "bad film"), Template("Review: {text}\nVerdict:{label}"))
+BEGUN = replace(SHARED, labels=("best", "best film", "bad"))
+"""A label begins another one: both go with what ends them."""
 IDS = tuple((torch.arange(1, 25) * 7 % 300).tolist())
 SLIDING = {"ministral-sliding", "mistral-sliding", "phi3-sliding", "qwen2-sliding"}
 FOLDED = [case for case, (kind, _) in CASES.items() if kind in FAMILIES and case not in SLIDING]
@@ -55,17 +59,42 @@ def relative(one, two):
     return float((one - two).abs().max() / two.abs().max())
 
 
+def longrope(original):
+    """A Phi-3 whose rotary embedding is another one behind so many tokens."""
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0} | factors
+    sizes = {"original_max_position_embeddings": original, "max_position_embeddings": 64}
+    return decoder_of("phi3", rope_parameters=rope, **sizes)
+
+
+def drawn(case, **overrides):
+    """A decoder and an injection into it."""
+    decoder = decoder_of(case, **overrides)
+    return decoder, injection_for(decoder)
+
+
 def weights(folder):
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def saved(decoder, folder):
     """The base model and an injection, as folders."""
-    decoder.model.save_pretrained(folder / "base")
-    decoder.tokenizer.save_pretrained(folder / "base")
-    base = Decoder.from_pretrained(str(folder / "base"), device="cpu")
-    injection_for(base).save_pretrained(folder / "artefact")
-    return folder / "base", folder / "artefact"
+    base = stored(decoder, folder / "base")
+    injection_for(Decoder.from_pretrained(str(base), device="cpu")).save_pretrained(folder / "artefact")
+    return base, folder / "artefact"
+
+
+def stored(decoder, folder, **options):
+    """A model and its tokenizer, as a folder."""
+    decoder.model.save_pretrained(folder, **options)
+    decoder.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def state_of(model):
+    """All that an export may not change."""
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    return model.config.to_dict(), flags, [module.training for module in model.modules()], hooks(model)
 
 
 def refused(capsys, *arguments, lines=1):

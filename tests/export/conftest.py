@@ -1,6 +1,6 @@
 import pytest
 
-from export.cases import decoder_of, injection_for
+from export.cases import drawn
 from i2cl.export import export_hf, golden, make_golden
 
 
@@ -13,7 +13,6 @@ def _few_golden_prompts(monkeypatch):
 @pytest.fixture
 def exported(tmp_path):
     """A folded tiny Llama with its golden values."""
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
+    decoder, injection = drawn("llama")
     export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
     return tmp_path / "out"

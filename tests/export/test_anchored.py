@@ -8,28 +8,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from i2cl import Decoder, Example, I2CLError, Task, Template, anchor
+from commands import run
+from export.cases import TASK
+from i2cl import Decoder, Example, I2CLError, anchor
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.export import export_gguf, export_hf, export_peft, fold, golden, make_golden, verify
-from i2cl.interfaces.cli import main
 from i2cl.models.scoring import Questions
 from tiny import tiny_folder
 
-SHOWN = (
-    Example("a warm film", 0),
-    Example("dull, dull", 1),
-    Example("kind all the way", 0),
-    Example("no", 1),
-)
-TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
+SHOWN = [
+    Example(text, row % 2) for row, text in enumerate(("a warm film", "dull, dull", "kind all the way", "no"))
+]
 TEXTS = ["fine", "a lifeless film, by far"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("base") / "model"
-    tiny_folder(made)
-    return made
+    return tiny_folder(tmp_path_factory.mktemp("base") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +40,12 @@ def anchored(decoder):
 
 
 def called(capsys, *words):
-    with pytest.raises(SystemExit) as stop:
-        main([str(word) for word in words])
-    return stop.value.code, capsys.readouterr()
+    return run(*words), capsys.readouterr()
+
+
+@pytest.fixture
+def biased(anchored):
+    return replace(anchored, label_bias=(0.25, -0.5))
 
 
 def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, folder, tmp_path, capsys):
@@ -57,9 +55,8 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
     wanted = biased.predict(decoder, golden.TEXTS)
     assert wanted != anchored.predict(decoder, golden.TEXTS)
     biased.save_pretrained(tmp_path / "artefact")
-    code, told = called(
-        capsys, "export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--json"
-    )
+    words = ("export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--json")
+    code, told = called(capsys, *words)
     said, ids = json.loads(told.out), Questions(decoder, TASK).labels.first
     assert (code, said["prior_kept"]) == (0, True)
     sent = {str(ids[0]): 100.0 + min(between, 0), str(ids[1]): 100.0 - max(between, 0)}
@@ -83,21 +80,19 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
 
 
 @pytest.mark.parametrize("form", [list, dict])
-def test_a_label_prior_stands_beside_what_the_base_generates_by(anchored, decoder, folder, tmp_path, form):
-    biased = replace(anchored, label_bias=(0.25, -0.5))
+def test_a_label_prior_stands_beside_what_the_base_generates_by(biased, decoder, folder, tmp_path, form):
     first = Questions(decoder, TASK).labels.first
     own = shutil.copytree(folder, tmp_path / "base")
     (own / "generation_config.json").unlink()
     of_own = Decoder.from_pretrained(str(own))
     settings = of_own.model.generation_config
-    settings.eos_token_id, settings.sequence_bias = 7, form([((3, 4), 1.5)])
-    if form is list:
-        settings.sequence_bias = [[[3, 4], 1.5]]
+    settings.eos_token_id = 7
+    settings.sequence_bias = [[[3, 4], 1.5]] if form is list else {(3, 4): 1.5}
     export_hf(of_own, biased, tmp_path / "out", golden=lambda: make_golden(decoder, biased))
     made = GenerationConfig.from_pretrained(tmp_path / "out")
     assert made.eos_token_id == 7
     known = make_golden(decoder, biased)
-    tail = tuple(known.tail)
+    tail = known.tail
     found = golden.biases_of(made)
     assert found == {(3, 4): 1.5} | known.sequence_bias
     assert [found[(*tail, token)] for token in first] == [100.25, 99.5]
@@ -117,16 +112,13 @@ def test_a_base_without_generation_settings_keeps_those_of_its_config(anchored, 
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 7
 
 
-def test_golden_values_of_another_prior_are_refused(anchored, decoder, folder, tmp_path):
-    biased = replace(anchored, label_bias=(0.25, -0.5))
-    with pytest.raises(I2CLError, match="another label prior"):
-        export_hf(folder, biased, tmp_path / "out", golden=lambda: make_golden(decoder, anchored))
-    with pytest.raises(I2CLError, match="another label prior"):
-        export_hf(folder, anchored, tmp_path / "out", golden=lambda: make_golden(decoder, biased))
+def test_golden_values_of_another_prior_are_refused(anchored, biased, decoder, folder, tmp_path):
+    for one, other in ((biased, anchored), (anchored, biased)):
+        with pytest.raises(I2CLError, match="another label prior"):
+            export_hf(folder, one, tmp_path / "out", golden=lambda other=other: make_golden(decoder, other))
 
 
-def test_what_cannot_hold_a_label_prior_says_what_to_send(anchored, decoder, folder, tmp_path, capsys):
-    biased = replace(anchored, label_bias=(0.25, -0.5))
+def test_what_cannot_hold_a_label_prior_says_what_to_send(biased, decoder, folder, tmp_path, capsys):
     for export in (export_peft, export_gguf):
         with pytest.raises(I2CLError, match="leave it out with --drop-prior"):
             export(decoder, biased, tmp_path / "out")

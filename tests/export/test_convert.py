@@ -1,17 +1,20 @@
 """Pickled weights as safetensors, and pickles that would run code."""
 
+import io
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from commands import run
 from compressed import golden
 from i2cl import Decoder, I2CLError
 from i2cl.export import convert
-from i2cl.interfaces.cli import main
 
 RELEASE = golden("autocompressor-opt")
+FIRST, SECOND = (f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
+INDEX = "pytorch_model.bin.index.json"
 
 
 class Trap:
@@ -33,23 +36,17 @@ def pickled(tmp_path):
     RELEASE.decoder().model.config.save_pretrained(folder)
     RELEASE.decoder().tokenizer.save_pretrained(folder)
     tensors = list(load_file(RELEASE.folder / "model.safetensors").items())
-    parts = {
-        "pytorch_model-00001-of-00002.bin": tensors[:20],
-        "pytorch_model-00002-of-00002.bin": tensors[20:],
-    }
+    parts = {FIRST: tensors[:20], SECOND: tensors[20:]}
     for name, part in parts.items():
         torch.save(dict(part) | {"steps": 0.0}, folder / name)
     homes = {key: name for name, part in parts.items() for key, _ in part}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
+    (folder / INDEX).write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
     return folder
 
 
 def test_shards_give_equal_scores(pickled, tmp_path):
     files = convert(pickled, tmp_path / "new")
-    assert [path.name for path in files] == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    ]
+    assert [path.name for path in files] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     decoder = Decoder.from_pretrained(str(tmp_path / "new"), device="cpu")
     found = RELEASE.fitted(decoder, "autocompressor").scores(RELEASE.record["queries"])
     expected = RELEASE.fitted(RELEASE.decoder(), "autocompressor").scores(RELEASE.record["queries"])
@@ -69,7 +66,7 @@ def test_a_single_file_with_tied_weights(tmp_path):
 
 
 def test_a_pickle_that_would_run_code_is_refused(pickled, tmp_path):
-    torch.save({"weight": Trap(tmp_path / "ran")}, pickled / "pytorch_model-00002-of-00002.bin")
+    torch.save({"weight": Trap(tmp_path / "ran")}, pickled / SECOND)
     with pytest.raises(I2CLError, match="would run code when loaded"):
         convert(pickled, tmp_path / "new")
     with pytest.raises(I2CLError, match=r"holds only pickle weights .*: `i2cl convert .* NEW` rewrites them"):
@@ -86,10 +83,8 @@ def test_a_pickle_that_would_run_code_is_refused(pickled, tmp_path):
     "command", ["convert {pickled} {new}", "eval {pickled} mood-colour-1 --method autocompressor --limit 2"]
 )
 def test_the_commands_refuse_it_in_one_line(pickled, tmp_path, capsys, command):
-    torch.save({"weight": Trap(tmp_path / "ran")}, pickled / "pytorch_model-00001-of-00002.bin")
-    with pytest.raises(SystemExit) as stop:
-        main(command.format(pickled=pickled, new=tmp_path / "new").split())
-    assert stop.value.code == 2
+    torch.save({"weight": Trap(tmp_path / "ran")}, pickled / FIRST)
+    assert run(*command.format(pickled=pickled, new=tmp_path / "new").split()) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("error: "), "Traceback" in err) == ("", 1, False)
     assert "run code when loaded" in " ".join(err.split())
@@ -97,43 +92,25 @@ def test_the_commands_refuse_it_in_one_line(pickled, tmp_path, capsys, command):
     assert not (tmp_path / "new").exists()
 
 
+SPARSE = io.BytesIO()
+torch.save({"a": torch.eye(3).to_sparse()}, SPARSE)
+
+
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("name", "content", "told"),
     [
-        (
-            lambda folder: (folder / "pytorch_model-00002-of-00002.bin").unlink(),
-            "holds no pytorch_model-00002",
-        ),
-        (lambda folder: (folder / "pytorch_model.bin.index.json").write_text("{"), "index.json' is damaged"),
-        (lambda folder: (folder / "pytorch_model.bin.index.json").unlink(), "holds no pytorch_model.bin"),
-        (
-            lambda folder: (folder / "pytorch_model-00001-of-00002.bin").write_bytes(b"x"),
-            "is damaged, or would",
-        ),
-        (
-            lambda folder: (folder / "pytorch_model.bin.index.json").write_text(
-                '{"weight_map": {"a": "../other.bin"}}'
-            ),
-            "holds no other.bin",
-        ),
-        (
-            lambda folder: (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}'),
-            "index.json' is damaged",
-        ),
-        (
-            lambda folder: (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": 5}}'),
-            "index.json' is damaged",
-        ),
-        (
-            lambda folder: torch.save(
-                {"a": torch.eye(3).to_sparse()}, folder / "pytorch_model-00001-of-00002.bin"
-            ),
-            "give plain, dense weights",
-        ),
+        (SECOND, None, "holds no pytorch_model-00002"),
+        (INDEX, b"{", "index.json' is damaged"),
+        (INDEX, None, "holds no pytorch_model.bin"),
+        (FIRST, b"x", "is damaged, or would"),
+        (INDEX, b'{"weight_map": {"a": "../other.bin"}}', "holds no other.bin"),
+        (INDEX, b'{"weight_map": {}}', "index.json' is damaged"),
+        (INDEX, b'{"weight_map": {"a": 5}}', "index.json' is damaged"),
+        (FIRST, SPARSE.getvalue(), "give plain, dense weights"),
     ],
 )
-def test_what_is_no_such_folder_is_refused_and_nothing_written(pickled, tmp_path, change, told):
-    change(pickled)
+def test_what_is_no_such_folder_is_refused_and_nothing_written(pickled, tmp_path, name, content, told):
+    (pickled / name).unlink() if content is None else (pickled / name).write_bytes(content)
     with pytest.raises(I2CLError, match=told):
         convert(pickled, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -16,12 +15,14 @@ from export.cases import (
     ONE_A_ROW,
     ROUNDED,
     decoder_of,
+    drawn,
     hooked,
     injection_for,
     plain,
     refused,
     relative,
     saved,
+    stored,
     weights,
 )
 from i2cl.core.injection import Injection
@@ -81,7 +82,12 @@ def test_an_export_says_that_its_probabilities_are_those_at_1(to, case, tmp_path
         assert not out.exists()
 
 
-# Files
+def same_weights(folder, *others):
+    one = weights(folder)
+    for other in map(weights, others):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    return one
 
 
 @pytest.mark.parametrize("case", ONE_A_ROW)
@@ -93,18 +99,15 @@ def test_files_hold_what_memory_holds(case, tmp_path):
     injection = injection_for(decoder)
     export_hf(decoder, injection, tmp_path / "memory")
     export_hf(base, injection, tmp_path / "files")
-    one, other = weights(tmp_path / "memory"), weights(tmp_path / "files")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    one = same_weights(tmp_path / "memory", tmp_path / "files")
     if not FAMILIES[CASES[case][0]].target:
         assert weights(base).keys() <= one.keys()  # the names that transformers itself writes
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma", "phi3", "gpt2", "qwen3"])
 def test_shards_hold_what_one_file_holds(case, tmp_path):
-    decoder = decoder_of(case)
+    decoder, injection = drawn(case)
     base, _ = saved(decoder, tmp_path)
-    injection = injection_for(decoder)
     export_hf(decoder, injection, tmp_path / "memory")
     export_hf(base, injection, tmp_path / "whole")
     export_hf(base, injection, tmp_path / "shards", max_shard_size="20KB")
@@ -112,10 +115,7 @@ def test_shards_hold_what_one_file_holds(case, tmp_path):
     count = sum(name.endswith(".safetensors") for name in names)
     assert count > 2
     assert f"model-00001-of-{count:05}.safetensors" in names
-    one = weights(tmp_path / "whole")
-    for other in (weights(tmp_path / "shards"), weights(tmp_path / "memory")):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    one = same_weights(tmp_path / "whole", tmp_path / "shards", tmp_path / "memory")
     index = json.loads((tmp_path / "shards" / INDEX).read_text(encoding="utf-8"))
     assert index["weight_map"].keys() == one.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in one.values())
@@ -126,22 +126,18 @@ def test_shards_hold_what_one_file_holds(case, tmp_path):
 
 
 def test_older_files_leave_out_the_prefix(tmp_path):
-    decoder = decoder_of("gpt2")
+    decoder, injection = drawn("gpt2")
     base, _ = saved(decoder, tmp_path)
     state = {name.removeprefix("transformer."): tensor for name, tensor in weights(base).items()}
     save_file(state, base / "model.safetensors", metadata={"format": "pt"})
-    injection = injection_for(decoder)
     export_hf(base, injection, tmp_path / "out")
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
 
 
 def test_sharded_bases_and_copies_beside_them_are_read_right(tmp_path):
-    decoder = decoder_of("mistral")
-    injection = injection_for(decoder)
-    base = tmp_path / "base"
-    decoder.model.save_pretrained(base, max_shard_size="20KB")
-    decoder.tokenizer.save_pretrained(base)
+    decoder, injection = drawn("mistral")
+    base = stored(decoder, tmp_path / "base", max_shard_size="20KB")
     save_file({"norm.weight": torch.zeros(32)}, base / "consolidated.safetensors")
     export_hf(base, injection, tmp_path / "out")
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -156,8 +152,7 @@ def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "snapshot_download", lambda name, **_: str(base))
     export_hf("nobody/model", Injection.from_pretrained(artefact), tmp_path / "hub")
     export_hf(base, Injection.from_pretrained(artefact), tmp_path / "folder")
-    one, other = weights(tmp_path / "hub"), weights(tmp_path / "folder")
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    same_weights(tmp_path / "hub", tmp_path / "folder")
 
 
 MEASURE = """
@@ -186,49 +181,38 @@ def test_memory_stays_near_one_shard(tmp_path):
     assert int(told) < 80e6
 
 
-# Verification
-
-
 def test_an_export_holds_and_tells_what_it_is(exported):
     outcome = verify(exported, device="cpu")
-    assert outcome.passed
-    assert outcome.worst < 1e-5
-    assert outcome.dropped is None
+    assert (outcome.passed, outcome.worst < 1e-5, outcome.dropped) == (True, True, None)
     golden = Golden.from_export(exported)
-    assert golden.artefact["task"]["name"] == "films"
-    assert golden.model_type == "llama"
-    assert golden.dtype == "float32"
-    assert len(golden.biases) == 4
+    assert (golden.artefact["task"]["name"], golden.model_type) == ("films", "llama")
+    assert (golden.dtype, len(golden.biases)) == ("float32", 4)
     assert all(row["expected"] == row["found"] for row in outcome.rows())
 
 
-def zeroed(folder, *names):
+def scaled(folder, name, factor):
+    """One tensor of a checkpoint is another one, or is not there."""
     state = load_file(folder / "model.safetensors")
-    for name, tensor in state.items():
-        if name.endswith(names):
-            tensor.zero_()
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    tensor = state.pop(name)
+    more = {} if factor is None else {name: tensor * factor}
+    save_file(state | more, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_a_zeroed_bias_is_found_and_named(exported, capsys):
-    zeroed(exported, "layers.1.mlp.down_proj.bias")
+    scaled(exported, "model.layers.1.mlp.down_proj.bias", 0)
     assert run("verify", exported, "--device", "cpu") == 1
     printed = capsys.readouterr().out
     assert "does not hold" in printed
     assert "The bias model.layers.1.mlp.down_proj.bias is dropped." in printed
     assert run("verify", exported, "--device", "cpu", "--json") == 1
     told = json.loads(capsys.readouterr().out)
-    assert told["passed"] is False
-    assert told["worst"] > told["tolerance"]
+    assert (told["passed"], told["worst"] > told["tolerance"]) == (False, True)
 
 
 def test_other_weights_are_told_apart_from_dropped_biases(exported):
-    state = load_file(exported / "model.safetensors")
-    state["lm_head.weight"] *= -1
-    save_file(state, exported / "model.safetensors", metadata={"format": "pt"})
+    scaled(exported, "lm_head.weight", -1)
     outcome = verify(exported, device="cpu")
-    assert not outcome.passed
-    assert outcome.dropped is None
+    assert (outcome.passed, outcome.dropped) == (False, None)
 
 
 @pytest.mark.parametrize("case", ONE_A_ROW)
@@ -245,38 +229,26 @@ def test_golden_values_in_bfloat16_are_those_of_the_model_in_float32(case, monke
         assert one.top_ids[0] == other.top_ids[0]
 
 
-def test_a_large_head_is_brought_to_float32_in_parts(monkeypatch):
-    decoder = decoder_of("llama", torch.bfloat16)
-    injection = injection_for(decoder)
+def test_golden_values_of_a_model_in_bfloat16_are_made_in_float32_a_large_head_in_parts(
+    tmp_path, monkeypatch
+):
+    decoder, injection = drawn("llama", dtype=torch.bfloat16)
     whole = make_golden(decoder, injection)
+    export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
+    assert decoder.model.dtype == torch.bfloat16
+    outcome = verify(tmp_path / "out", device="cpu")
+    assert (outcome.passed, outcome.golden.dtype) == (True, "bfloat16")
+    assert 1e-4 < outcome.worst < ROUNDED
     monkeypatch.setattr(upcast, "ROWS", 7)
     parts = make_golden(decoder, injection)
     assert parts.prompts[0].labels == pytest.approx(whole.prompts[0].labels, rel=1e-5)
 
 
-def test_golden_values_of_a_model_in_bfloat16_are_made_in_float32(tmp_path):
-    decoder = decoder_of("llama", torch.bfloat16)
-    injection = injection_for(decoder)
-    export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
-    assert decoder.model.dtype == torch.bfloat16
-    outcome = verify(tmp_path / "out", device="cpu")
-    assert outcome.passed
-    assert outcome.golden.dtype == "bfloat16"
-    assert 1e-4 < outcome.worst < ROUNDED
-
-
-# The command line
-
-
-@cache
-def _reference_artefact(folder):
-    injection_for(Decoder.from_pretrained("reference", device="cpu")).save_pretrained(folder / "artefact")
-    return folder / "artefact"
-
-
 @pytest.fixture(scope="module")
 def artefact(tmp_path_factory):
-    return _reference_artefact(tmp_path_factory.mktemp("reference"))
+    folder = tmp_path_factory.mktemp("reference") / "artefact"
+    injection_for(Decoder.from_pretrained("reference", device="cpu")).save_pretrained(folder)
+    return folder
 
 
 def test_export_and_verify(artefact, tmp_path, capsys):
@@ -285,9 +257,8 @@ def test_export_and_verify(artefact, tmp_path, capsys):
     assert "Next: i2cl verify" in capsys.readouterr().out
     assert run("verify", out, "--device", "cpu") == 0
     assert "The export holds" in capsys.readouterr().out
-    assert (
-        run("export", artefact, tmp_path / "bare", "--no-golden", "--json", "--max-shard-size", "500KB") == 0
-    )
+    options = ("--no-golden", "--json", "--max-shard-size", "500KB")
+    assert run("export", artefact, tmp_path / "bare", *options) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["files"] > 1
     assert GOLDEN not in listed(tmp_path / "bare")
@@ -308,9 +279,8 @@ def test_bad_input_is_one_line(artefact, tmp_path, capsys, monkeypatch):
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(sources, "snapshot_download", offline)
-    assert "the hub says LocalEntryNotFoundError" in refused(
-        capsys, "export", artefact, out, "--model", "nobody/none"
-    )
+    told = refused(capsys, "export", artefact, out, "--model", "nobody/none")
+    assert "the hub says LocalEntryNotFoundError" in told
     assert "has no i2cl_golden.json" in refused(capsys, "verify", tmp_path / "full")
     assert "add --url" in refused(capsys, "verify", tmp_path / "full", "--model-name", "x")
     assert listed(tmp_path) == ["full"]
@@ -328,10 +298,7 @@ def test_a_folder_with_another_configuration_is_refused(tmp_path):
 def test_another_model_is_refused(artefact, tmp_path, capsys):
     base, _ = saved(decoder_of("llama"), tmp_path)
     assert "(layers, width)" in refused(capsys, "export", artefact, tmp_path / "out", "--model", base)
-    other, mine = tmp_path / "other", tmp_path / "artefact"
-    decoder = decoder_of("llama", vocab_size=310)
-    decoder.model.save_pretrained(other)
-    decoder.tokenizer.save_pretrained(other)
+    other, mine = stored(decoder_of("llama", vocab_size=310), tmp_path / "other"), tmp_path / "artefact"
     told = refused(capsys, "export", mine, tmp_path / "out", "--model", other, "--no-golden")
     assert "this injection was made on" in told
     assert run("export", mine, tmp_path / "forced", "--model", other, "--device", "cpu", "--force") == 0
@@ -347,21 +314,15 @@ def test_a_family_that_is_not_known_is_refused_from_files(artefact, tmp_path, ca
         assert f"a '{kind}' model cannot hold an injection in its weights" in told
 
 
-def test_damaged_files_are_named(exported, tmp_path, capsys):
+def test_damaged_files_and_missing_tensors_are_named(exported, tmp_path, capsys):
     base, artefact = saved(decoder_of("llama"), tmp_path)
+    export = ("export", artefact, tmp_path / "new", "--no-golden")
+    scaled(base, "model.layers.1.mlp.up_proj.weight", None)
+    assert "lacks model.layers.1.mlp.up_proj.weight" in refused(capsys, *export)
     (base / "model.safetensors").write_bytes(b"rubbish")
-    assert "is damaged" in refused(capsys, "export", artefact, tmp_path / "new", "--no-golden")
+    assert "is damaged" in refused(capsys, *export)
     (base / "model.safetensors").unlink()
-    assert "holds no *.safetensors" in refused(capsys, "export", artefact, tmp_path / "new", "--no-golden")
+    assert "holds no *.safetensors" in refused(capsys, *export)
+    assert not (tmp_path / "new").exists()
     (exported / GOLDEN).write_text("{}", encoding="utf-8")
     assert "cannot be read" in refused(capsys, "verify", exported)
-
-
-def test_missing_tensors_are_named(tmp_path, capsys):
-    base, artefact = saved(decoder_of("llama"), tmp_path)
-    state = load_file(base / "model.safetensors")
-    del state["model.layers.1.mlp.up_proj.weight"]
-    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
-    told = refused(capsys, "export", artefact, tmp_path / "new", "--no-golden")
-    assert "lacks model.layers.1.mlp.up_proj.weight" in told
-    assert not (tmp_path / "new").exists()

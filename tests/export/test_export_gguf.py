@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from commands import listed, run
-from export.cases import IDS, decoder_of, hooked, injection_for, refused, relative, saved
+from export.cases import IDS, decoder_of, drawn, hooked, injection_for, longrope, refused, relative, saved
 from export.test_export_server import by_id, serving
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
@@ -38,31 +38,25 @@ TEXTS = (
     "<|user|>  a film\n</s>  another <|endoftext|>  end",
 )
 
-ROPES = {
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+ROPES = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     | {"original_max_position_embeddings": 64},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
-    "yarn-scaled": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
-    | {"attention_factor": 1.3},
-}
+    YARN,
+    YARN | {"attention_factor": 1.3},
+]
 
+TIED = {"tie_word_embeddings": True}
 CASES = [
-    ("llama", {}),
-    ("llama", {"tie_word_embeddings": True}),
-    ("llama", {"num_key_value_heads": 1}),
-    ("llama", {"num_key_value_heads": 4}),
-    ("llama", {"head_dim": 16}),
-    ("llama-biases", {}),
-    ("ministral", {}),
-    ("mistral", {}),
-    ("mistral", {"tie_word_embeddings": True, "head_dim": 12}),
-    ("qwen2", {}),
-    ("phi3", {}),
-    ("phi3", {"tie_word_embeddings": True}),
-    ("helium", {}),
-    *(("llama", {"rope_parameters": rope | {"rope_theta": 5000.0}}) for rope in ROPES.values()),
+    *((case, {}) for case in ("llama", "llama-biases", "ministral", "mistral", "qwen2", "phi3", "helium")),
+    *(
+        ("llama", more)
+        for more in (TIED, {"num_key_value_heads": 1}, {"num_key_value_heads": 4}, {"head_dim": 16})
+    ),
+    *(("mistral", TIED | {"head_dim": 12}), ("phi3", TIED)),
+    *(("llama", {"rope_parameters": rope | {"rope_theta": 5000.0}}) for rope in ROPES),
 ]
 NAMES = [f"{case}-{','.join(map(str, fields.values()))[:40]}" for case, fields in CASES]
 
@@ -70,8 +64,7 @@ NAMES = [f"{case}-{','.join(map(str, fields.values()))[:40]}" for case, fields i
 @pytest.fixture
 def exported(tmp_path):
     """A folded tiny Llama with its golden values."""
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
+    decoder, injection = drawn("llama")
     export_gguf(decoder, injection, tmp_path / "out.gguf", golden=lambda: make_golden(decoder, injection))
     return tmp_path / "out.gguf"
 
@@ -85,9 +78,6 @@ def field(path, name):
     return None if found is None else found.contents()
 
 
-# What is written
-
-
 def test_the_file_says_what_it_is(exported):
     assert field(exported, "general.architecture") == "granite"
     assert field(exported, "granite.attention.head_count_kv") == 2
@@ -96,9 +86,8 @@ def test_the_file_says_what_it_is(exported):
     assert field(exported, "i2cl.labels") == ["positive", "negative"]
     golden = Golden.from_export(exported)
     assert golden.model_type == "llama"
-    assert sorted(golden.biases) == [
-        f"blk.{n}.{name}.bias" for n in (0, 1) for name in ("attn_output", "ffn_down")
-    ]
+    names = [f"blk.{n}.{name}.bias" for n in (0, 1) for name in ("attn_output", "ffn_down")]
+    assert sorted(golden.biases) == names
     assert (golden.prompts[0].query or "").startswith("Review: the letter arrived")
 
 
@@ -128,8 +117,7 @@ def test_rows_of_queries_change_places_and_back():
 
 
 def test_a_tied_head_is_written_once(tmp_path):
-    decoder = decoder_of("llama", tie_word_embeddings=True)
-    export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
+    export_gguf(*drawn("llama", tie_word_embeddings=True), tmp_path / "out.gguf")
     assert "output.weight" not in tensors(tmp_path / "out.gguf")
     assert field(tmp_path / "out.gguf", "i2cl.golden") is None
 
@@ -138,9 +126,7 @@ def test_a_tied_head_is_written_once(tmp_path):
     ("dtype", "kind"), [(None, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")], ids=str
 )
 def test_matrices_have_the_dtype_and_vectors_float32(dtype, kind, tmp_path):
-    decoder = decoder_of("llama", torch.bfloat16)
-    injection = injection_for(decoder)
-    path = tmp_path / "out.gguf"
+    (decoder, injection), path = drawn("llama", dtype=torch.bfloat16), tmp_path / "out.gguf"
     export_gguf(decoder, injection, path, dtype=dtype, golden=lambda: make_golden(decoder, injection))
     for tensor in tensors(path).values():
         assert tensor.tensor_type.name == (kind if len(tensor.shape) > 1 else "F32")
@@ -149,10 +135,8 @@ def test_matrices_have_the_dtype_and_vectors_float32(dtype, kind, tmp_path):
     values = torch.from_numpy(gguf.quants.dequantize(folded.data, folded.tensor_type).copy())
     source = decoder.model.state_dict()["model.layers.1.mlp.down_proj.weight"].float()
     exact = source * injection.coefficients[1, 1, 1]
-    if kind == "F32":
-        assert torch.equal(values, exact)  # not rounded to the source's bfloat16 in between
-    else:
-        assert torch.equal(values, exact.to(dtype or torch.bfloat16).float())
+    # In float32 it is not rounded to the source's bfloat16 in between.
+    assert torch.equal(values, exact.to(dtype or torch.bfloat16).float())
 
 
 def test_files_hold_what_memory_holds(tmp_path):
@@ -185,9 +169,6 @@ def test_memory_stays_near_one_tensor(tmp_path):
     assert code == 0, errors
     assert (tmp_path / "out.gguf").stat().st_size > 120e6
     assert int(told) < 50e6
-
-
-# What is refused
 
 
 @pytest.mark.parametrize("case", sorted(set(FAMILIES) - LLAMAS))
@@ -264,8 +245,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
 @llama_cpp
 @pytest.mark.parametrize(("case", "fields"), CASES, ids=NAMES)
 def test_llama_cpp_does_what_the_hooks_do(case, fields, tmp_path):
-    decoder = decoder_of(case, **fields)
-    injection = injection_for(decoder)
+    decoder, injection = drawn(case, **fields)
     export_gguf(decoder, injection, tmp_path / "out.gguf")
     expected = hooked(decoder, injection)
     with LlamaCpp(tmp_path / "out.gguf", len(IDS)) as model:
@@ -280,17 +260,7 @@ def test_llama_cpp_does_what_the_hooks_do(case, fields, tmp_path):
 
 @llama_cpp
 def test_long_rotary_scaling_holds_up_to_the_length_that_the_file_names(tmp_path):
-    rope = {
-        "rope_type": "longrope",
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 3.0, 4.0, 5.0],
-    }
-    decoder = decoder_of(
-        "phi3",
-        rope_parameters=rope | {"rope_theta": 10000.0},
-        original_max_position_embeddings=len(IDS),
-        max_position_embeddings=64,
-    )
+    decoder = longrope(len(IDS))
     injection = injection_for(decoder)
     export_gguf(decoder, injection, tmp_path / "out.gguf")
     assert field(tmp_path / "out.gguf", "granite.context_length") == len(IDS)
@@ -302,9 +272,7 @@ def test_long_rotary_scaling_holds_up_to_the_length_that_the_file_names(tmp_path
 @llama_cpp
 def test_an_export_holds(exported, capsys):
     outcome = verify_gguf(exported)
-    assert outcome.passed
-    assert outcome.worst < 1e-5
-    assert outcome.retokenized == ()
+    assert (outcome.passed, outcome.worst < 1e-5, outcome.retokenized) == (True, True, ())
     assert run("verify", exported) == 0
     assert "The export holds" in capsys.readouterr().out
 
@@ -313,9 +281,8 @@ def test_a_server_is_asked_what_the_file_says(exported, capsys):
     golden = Golden.from_export(exported)
     with serving(golden, shape=by_id) as (url, seen):
         assert run("verify", exported, "--url", url) == 0
-    assert [body["prompt"] for body in seen if "logit_bias" not in body] == [
-        prompt.ids for prompt in golden.prompts
-    ]
+    asked = [body["prompt"] for body in seen if "logit_bias" not in body]
+    assert asked == [prompt.ids for prompt in golden.prompts]
     with serving(golden, values=lambda prompt: prompt.dropped["mlp"]) as (url, _):
         assert run("verify", exported, "--url", url) == 1
     assert "as if the biases of mlp were dropped" in capsys.readouterr().out
@@ -324,11 +291,9 @@ def test_a_server_is_asked_what_the_file_says(exported, capsys):
 @llama_cpp
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_lower_precision_holds_within_its_tolerance(dtype, tmp_path):
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
-    golden = lambda: make_golden(decoder, injection)  # noqa: E731
-    export_gguf(decoder, injection, tmp_path / "out.gguf", golden=golden, dtype=dtype)
-    assert verify_gguf(tmp_path / "out.gguf").passed
+    (decoder, injection), path = drawn("llama"), tmp_path / "out.gguf"
+    export_gguf(decoder, injection, path, golden=lambda: make_golden(decoder, injection), dtype=dtype)
+    assert verify_gguf(path).passed
 
 
 def change(path, tensor=None, fields=()):
@@ -356,13 +321,10 @@ def test_a_zeroed_bias_is_found_and_named(exported, capsys, name):
 def test_other_weights_are_told_apart_from_dropped_biases(exported):
     change(exported, "blk.0.ffn_up.weight")
     outcome = verify_gguf(exported)
-    assert not outcome.passed
-    assert outcome.dropped is None
+    assert (outcome.passed, outcome.dropped) == (False, None)
 
 
 @llama_cpp
 def test_a_file_that_llama_cpp_refuses_is_named(exported, capsys):
-    inside = gguf.GGUFReader(exported, "r+")
-    inside.get_field("general.architecture").parts[-1][0] = ord("x")
-    inside.data.flush()
+    change(exported, fields=[("general.architecture", ord("x"))])
     assert "llama.cpp does not load" in refused(capsys, "verify", exported)

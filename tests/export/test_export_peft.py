@@ -10,7 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import listed, run
-from export.cases import IDS, TASK, decoder_of, hooked, injection_for, plain, relative, saved
+from export.cases import (
+    IDS,
+    TASK,
+    decoder_of,
+    drawn,
+    hooked,
+    injection_for,
+    plain,
+    refused,
+    relative,
+    saved,
+    state_of,
+)
 from i2cl import anchor
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.context import ContextVector, ExtractConfig
@@ -54,6 +66,12 @@ def attention_only(injection):
     return replace(injection, coefficients=coefficients)
 
 
+def exact(case, dtype=torch.float32):
+    """A decoder, and an injection into it that an adapter can be."""
+    decoder, injection = drawn(case, dtype=dtype)
+    return decoder, with_beta_one(injection) if case == "llama" else injection
+
+
 def wearing(decoder, folder):
     return peft.PeftModel.from_pretrained(copy.deepcopy(decoder.model), str(folder)).eval()
 
@@ -76,29 +94,25 @@ def test_lora_adds_where_beta_is_one(case, tmp_path):
     close(decoder, tmp_path / "out", injection)
 
 
-@pytest.mark.parametrize("case", BIASED)
-def test_glora_scales_and_adds_where_there_are_biases(case, tmp_path):
-    decoder = decoder_of(case)
-    injection = injection_for(decoder)
+TURNED_ON = [
+    (case, {"attention_bias": True, "mlp_bias": True}) for case in ("granite", "smollm3", "nemotron")
+]
+TURNED_ON += [(case, {"attention_bias": True}) for case in ("cohere", "cohere2")]
+"""Biases that the config turns on. Cohere's attention takes both constants."""
+
+
+@pytest.mark.parametrize(("case", "fields"), [*((case, {}) for case in BIASED), *TURNED_ON], ids=str)
+def test_glora_scales_and_adds_where_there_are_biases(case, fields, tmp_path):
+    decoder, injection = drawn(case, **fields)
     made = export_peft(decoder, injection, tmp_path / "out", golden=False)
     assert made.tuner == "GLoRA"
     close(decoder, tmp_path / "out", injection)
     assert json.loads((tmp_path / "out" / CONFIG).read_text(encoding="utf-8"))["peft_type"] == "GLORA"
 
 
-@pytest.mark.parametrize("case", ["granite", "smollm3", "nemotron", "cohere", "cohere2"])
-def test_glora_takes_biases_that_the_config_turns_on(case, tmp_path):
-    both = {} if case.startswith("cohere") else {"mlp_bias": True}  # whose attention takes both constants
-    decoder = decoder_of(case, attention_bias=True, **both)
-    injection = injection_for(decoder)
-    assert export_peft(decoder, injection, tmp_path / "out", golden=False).tuner == "GLoRA"
-    close(decoder, tmp_path / "out", injection)
-
-
 @pytest.mark.parametrize("case", ["gptj", "opt", "phi"])
 def test_a_glora_adapter_can_be_merged_and_taken_off(case, tmp_path):
-    decoder = decoder_of(case)
-    injection = injection_for(decoder)
+    decoder, injection = drawn(case)
     export_peft(decoder, injection, tmp_path / "out", golden=False)
     expected = hooked(decoder, injection)
     worn = wearing(decoder, tmp_path / "out")
@@ -110,8 +124,7 @@ def test_a_glora_adapter_can_be_merged_and_taken_off(case, tmp_path):
 
 
 def test_two_adapters_take_turns_on_one_model(tmp_path):
-    decoder = decoder_of("phi")
-    one = injection_for(decoder)
+    decoder, one = drawn("phi")
     two = replace(one, context=one.context * -1.0)
     export_peft(decoder, one, tmp_path / "one", golden=False)
     export_peft(decoder, two, tmp_path / "two", golden=False)
@@ -153,8 +166,7 @@ def test_an_anchored_fit_of_attention_alone_is_an_adapter_of_experts(case, tmp_p
 @pytest.mark.filterwarnings("ignore:.*lora_bias")
 @pytest.mark.parametrize("case", ["llama", "phi"])
 def test_adapters_of_a_model_in_bfloat16_round_once_more(case, tmp_path):
-    decoder = decoder_of(case, torch.bfloat16)
-    injection = with_beta_one(injection_for(decoder)) if case == "llama" else injection_for(decoder)
+    decoder, injection = exact(case, torch.bfloat16)
     export_peft(decoder, injection, tmp_path / "out")
     assert decoder.model.dtype == torch.bfloat16
     worn = wearing(decoder, tmp_path / "out")
@@ -164,24 +176,18 @@ def test_adapters_of_a_model_in_bfloat16_round_once_more(case, tmp_path):
     assert all(tensor.dtype == torch.float32 for tensor in load_file(tmp_path / "out" / WEIGHTS).values())
 
 
-# Refusals
-
-
 @pytest.mark.parametrize("case", sorted(set(LINEAR) - set(BIASED)))
 def test_scales_without_biases_are_refused(case):
     decoder = decoder_of(case)
     with pytest.raises(I2CLError) as told:
         make_adapter(decoder.model.config, injection_for(decoder))
     line = str(told.value)
-    reason = (
-        "GLoRA knows torch.nn.Linear alone" if case.startswith(("falcon", "gpt2")) else "has no bias, as "
-    )
-    assert reason in line
+    other = case.startswith(("falcon", "gpt2"))
+    assert ("GLoRA knows torch.nn.Linear alone" if other else "has no bias, as ") in line
     assert "fit with --set formula=add" in line
     folds = CASES[case][0] not in REFUSED and not case.endswith("-sliding")
-    assert ("export --to hf" in line) == folds
+    assert ("export --to hf" in line, "\n" in line) == (folds, False)
     assert line.endswith("predict with hooks instead (`i2cl predict`)")
-    assert "\n" not in line
 
 
 @pytest.mark.parametrize("case", sorted(case for case, (kind, _) in CASES.items() if kind not in LAST_MAPS))
@@ -203,18 +209,19 @@ def test_experts_are_refused(case):
 
 
 def test_injections_that_are_no_bias_are_refused():
-    decoder = decoder_of("phi")
-    injection, config = injection_for(decoder), decoder.model.config
-    with pytest.raises(I2CLError, match="positions 'last'"):
-        make_adapter(config, replace(injection, positions="last"))
+    decoder, injection = drawn("phi")
+    config = decoder.model.config
     values = torch.zeros(decoder.layers, 1, decoder.d_model)
     hidden = ContextVector(values, ExtractConfig(writers="hidden", separator=False), 1)
-    blocks = replace(injection, context=hidden, coefficients=torch.zeros(decoder.layers, 1, 2))
-    with pytest.raises(I2CLError, match="block outputs"):
-        make_adapter(config, blocks)
     nothing = torch.tensor([0.0, 1.0]).expand_as(injection.coefficients)
-    with pytest.raises(I2CLError, match="changes nothing"):
-        make_adapter(config, replace(injection, coefficients=nothing))
+    blocks = {"context": hidden, "coefficients": torch.zeros(decoder.layers, 1, 2)}
+    for changes, told in (
+        ({"positions": "last"}, "positions 'last'"),
+        (blocks, "block outputs"),
+        ({"coefficients": nothing}, "changes nothing"),
+    ):
+        with pytest.raises(I2CLError, match=told):
+            make_adapter(config, replace(injection, **changes))
     quantized = copy.deepcopy(config)
     quantized.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(I2CLError, match="quantized"):
@@ -243,22 +250,14 @@ def test_peft_that_is_absent_or_old_is_named(monkeypatch):
 
 @pytest.mark.parametrize("case", ["llama", "phi"])
 def test_the_users_model_is_left_as_found(case, tmp_path):
-    decoder = decoder_of(case)
+    decoder, injection = exact(case)
     model = decoder.model.train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    wanted, config = [p.requires_grad for p in model.parameters()], model.config.to_dict()
-    injection = with_beta_one(injection_for(decoder)) if case == "llama" else injection_for(decoder)
+    before, state = {name: tensor.clone() for name, tensor in model.state_dict().items()}, state_of(model)
     export_peft(decoder, injection, tmp_path / "out")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.state_dict().keys() == before.keys()
-    assert [p.requires_grad for p in model.parameters()] == wanted
-    assert not any(module._forward_hooks for module in model.modules())
-    assert model.config.to_dict() == config
-    assert model.training
+    assert state_of(model) == state
     assert not hasattr(model, "peft_config")
-
-
-# Verification and the command line
 
 
 @pytest.fixture
@@ -273,15 +272,12 @@ def test_export_and_verify(exported, tmp_path, capsys):
     base, artefact, out = exported
     assert listed(out) == ["README.md", CONFIG, WEIGHTS, "generation_config.json", GOLDEN]
     outcome = verify(out, device="cpu")
-    assert outcome.passed
-    assert outcome.worst < 1e-5
-    assert len(outcome.golden.biases) == 4
+    assert (outcome.passed, outcome.worst < 1e-5, len(outcome.golden.biases)) == (True, True, 4)
     assert Golden.from_export(out).model_type == "phi"
     assert run("verify", out, "--device", "cpu") == 0
     assert "The export holds" in capsys.readouterr().out
     config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
-    assert config["base_model_name_or_path"] == str(base)
-    assert config["task_type"] == "CAUSAL_LM"
+    assert (config["base_model_name_or_path"], config["task_type"]) == (str(base), "CAUSAL_LM")
     assert config["inference_mode"] is True
     assert run("export", artefact, tmp_path / "bare", "--to", "peft", "--no-golden", "--json") == 0
     assert json.loads(capsys.readouterr().out)["files"] == 1
@@ -301,7 +297,7 @@ def test_a_base_model_that_moved_is_named(exported, tmp_path, capsys):
 
 
 def test_a_constant_that_is_lost_is_found_and_named(exported, capsys):
-    out = exported[2]
+    *_, out = exported
     state = load_file(out / WEIGHTS)
     name = next(name for name in state if name.endswith("layers.1.mlp.fc2.glora_E.X"))
     state[name].zero_()
@@ -320,28 +316,18 @@ def test_damaged_adapters_are_named(exported, tmp_path, capsys):
     for content in (None, b"", b"rubbish"):
         if content is not None:
             (out / WEIGHTS).write_bytes(content)
-        assert run("verify", out, "--device", "cpu") == 2
-        printed = capsys.readouterr()
-        assert "holds a damaged adapter" in printed.err
-        assert len(printed.err.splitlines()) == 1
+        assert "holds a damaged adapter" in refused(capsys, "verify", out, "--device", "cpu")
     (out / CONFIG).write_text("[]", encoding="utf-8")
     assert run("verify", out, "--device", "cpu") == 2
 
 
-def test_the_size_of_shards_is_for_checkpoints(tmp_path, capsys):
-    _, artefact = saved(decoder_of("phi"), tmp_path)
-    assert run("export", artefact, tmp_path / "out", "--to", "peft", "--max-shard-size", "1MB") == 2
-    assert "--max-shard-size is for checkpoints" in capsys.readouterr().err
-
-
 def test_what_is_refused_leaves_nothing_behind(tmp_path, capsys):
     _, artefact = saved(decoder_of("llama"), tmp_path)
-    assert run("export", artefact, tmp_path / "out", "--to", "peft", "--device", "cpu") == 2
-    printed = capsys.readouterr()
-    assert "fit with --set formula=add" in printed.err
-    assert len(printed.err.splitlines()) == 1
+    export = ("export", artefact, tmp_path / "out", "--to", "peft", "--device", "cpu")
+    assert "--max-shard-size is for checkpoints" in refused(capsys, *export, "--max-shard-size", "1MB")
+    assert "fit with --set formula=add" in refused(capsys, *export)
     assert not (tmp_path / "out").exists()
     base = Decoder.from_pretrained(str(tmp_path / "base"), device="cpu")
     with_beta_one(injection_for(base)).save_pretrained(artefact)
-    assert run("export", artefact, tmp_path / "out", "--to", "peft", "--device", "cpu") == 0
+    assert run(*export) == 0
     assert run("verify", tmp_path / "out", "--device", "cpu") == 0

@@ -11,7 +11,19 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from export.cases import FOLDED, IDS, ONE_A_ROW, ROUNDED, decoder_of, hooked, injection_for, plain, relative
+from export.cases import (
+    FOLDED,
+    ONE_A_ROW,
+    ROUNDED,
+    decoder_of,
+    drawn,
+    hooked,
+    injection_for,
+    longrope,
+    plain,
+    relative,
+    state_of,
+)
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.errors import I2CLError
 from i2cl.export import export_hf, fold
@@ -21,6 +33,7 @@ from i2cl.models.decoder import Decoder
 from tiny import CASES
 
 ROOT = Path(__file__).parents[2]
+FIGURE_NAMES = ("identity", "float32", "verify")
 FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
 
 
@@ -30,13 +43,12 @@ def test_a_folded_temperature_divides_all_logits(case, tmp_path):
     injection = injection_for(decoder, temperature=2.25)
     export_hf(decoder, injection, tmp_path / "warm", fold_temperature=True)
     export_hf(decoder, injection, tmp_path / "plain")
-    ids = torch.tensor([IDS])
-    plain, warm = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32")(ids).logits
-        for name in ("plain", "warm")
-    )
-    torch.testing.assert_close(warm * 2.25, plain, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(plain[0], hooked(decoder, injection), atol=1e-3, rtol=1e-3)
+    made = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32") for name in ("plain", "warm")
+    ]
+    cold, warm = map(plain, made)
+    torch.testing.assert_close(warm * 2.25, cold, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(cold, hooked(decoder, injection), atol=1e-3, rtol=1e-3)
 
 
 def test_every_model_type_is_folded_or_refused():
@@ -49,12 +61,10 @@ def test_every_model_type_is_folded_or_refused():
     ids=str,
 )
 def test_a_folded_checkpoint_does_what_the_hooks_do(case, dtype, tmp_path):
-    decoder = decoder_of(case, dtype)
-    injection = injection_for(decoder)
+    decoder, injection = drawn(case, dtype=dtype)
     export_hf(decoder, injection, tmp_path / "out")
     made, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
+    assert not [*info["missing_keys"], *info["unexpected_keys"]]
     assert made.dtype == dtype
     expected = hooked(decoder, injection)
     assert relative(plain(made), expected) <= (1e-5 if dtype == torch.float32 else ROUNDED)
@@ -95,8 +105,7 @@ def test_what_cannot_be_folded_says_why_and_what_else(case):
     ids=str,
 )
 def test_variants_of_a_family_fold_exactly(case, overrides, tmp_path):
-    decoder = decoder_of(case, **overrides)
-    injection = injection_for(decoder)
+    decoder, injection = drawn(case, **overrides)
     made = fold(decoder, injection)
     expected = hooked(decoder, injection)
     assert relative(plain(made), expected) <= 1e-5
@@ -109,61 +118,46 @@ def test_variants_of_a_family_fold_exactly(case, overrides, tmp_path):
 
 
 def test_long_rotary_scaling_comes_along():
-    rope = {
-        "rope_type": "longrope",
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 3.0, 4.0, 5.0],
-    }
     for original in (16, 32):  # the tokens are more, and fewer
-        decoder = decoder_of(
-            "phi3",
-            rope_parameters=rope | {"rope_theta": 10000.0},
-            original_max_position_embeddings=original,
-            max_position_embeddings=64,
-        )
+        decoder = longrope(original)
         injection = injection_for(decoder)
         assert relative(plain(fold(decoder, injection)), hooked(decoder, injection)) <= 1e-5
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma", "gpt2", "phi3"])
 def test_the_users_model_is_left_as_found(case, tmp_path):
-    decoder = decoder_of(case)
+    decoder, injection = drawn(case)
     model = decoder.model.train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    config, wanted = model.config.to_dict(), [p.requires_grad for p in model.parameters()]
-    made = fold(decoder, injection_for(decoder))
-    export_hf(decoder, injection_for(decoder), tmp_path / "out")
+    before, state = {name: tensor.clone() for name, tensor in model.state_dict().items()}, state_of(model)
+    made = fold(decoder, injection)
+    export_hf(decoder, injection, tmp_path / "out")
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.zero_()  # nothing is shared
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert model.config.to_dict() == config
-    assert [p.requires_grad for p in model.parameters()] == wanted
-    assert model.training
+    assert state_of(model) == state
     assert not made.training
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("case", "fields", "message"),
     [
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "rotates",
-        ),
-        ({"hidden_size": 36, "head_dim": 8, "num_attention_heads": 8}, "no multiple"),
+        ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rotates"),
+        ("mistral", {"hidden_size": 36, "head_dim": 8, "num_attention_heads": 8}, "no multiple"),
     ],
 )
-def test_configs_that_llama_cannot_hold_are_refused(fields, message):
-    decoder = decoder_of("phi3" if "rope_parameters" in fields else "mistral", **fields)
+def test_configs_that_llama_cannot_hold_are_refused(case, fields, message):
+    if "rope_parameters" in fields:
+        fields = {"rope_parameters": fields["rope_parameters"] | {"rope_type": "default"}}
+    decoder, injection = drawn(case, **fields)
     with pytest.raises(I2CLError, match=message):
-        fold(decoder, injection_for(decoder))
+        fold(decoder, injection)
 
 
-def test_injections_that_are_no_bias_are_refused():
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
+def test_injections_that_are_no_bias_and_models_of_others_are_refused():
+    decoder, injection = drawn("llama")
     with pytest.raises(I2CLError, match="positions 'last'"):
         fold(decoder, replace(injection, positions="last"))
     values = torch.zeros(decoder.layers, 1, decoder.d_model)
@@ -175,6 +169,8 @@ def test_injections_that_are_no_bias_are_refused():
     own = Architecture("llama", "layers", "self_attn", "mlp.down_proj")
     with pytest.raises(I2CLError, match="Architecture of your own"):
         fold(Decoder(decoder.model, decoder.tokenizer, architecture=own), injection)
+    with pytest.raises(I2CLError, match="not in memory"):
+        fold(decoder.model.to("meta"), injection)
 
 
 def test_no_remote_code_is_named(tmp_path):
@@ -183,13 +179,6 @@ def test_no_remote_code_is_named(tmp_path):
     export_hf(decoder, injection_for(decoder), tmp_path / "out")
     assert "auto_map" not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
     assert not list((tmp_path / "out").glob("*.py"))
-
-
-def test_offloaded_weights_are_refused():
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
-    with pytest.raises(I2CLError, match="not in memory"):
-        fold(decoder.model.to("meta"), injection)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +211,5 @@ def test_the_measured_figures_hold_what_is_claimed(script):
 
 @pytest.mark.parametrize("name", ["gpt_oss", "llama", "qwen3_moe"])
 def test_the_figures_can_be_measured_again(script, name):
-    again = script["measured"](name)
-    assert {key: again[key] for key in ("identity", "float32", "verify")} == {
-        key: FIGURES["types"][name][key] for key in ("identity", "float32", "verify")
-    }
+    again, before = script["measured"](name), FIGURES["types"][name]
+    assert [again[key] for key in FIGURE_NAMES] == [before[key] for key in FIGURE_NAMES]

@@ -17,10 +17,6 @@ from i2cl.models.decoder import Decoder
 from tiny import tiny_model, tiny_tokenizer
 
 
-def text_field(decoder, text):
-    return list(decoder.encoder([text])[0])
-
-
 def byte_level(*steps, ignore_merges=False, use_regex=False, normalizer=None):
     """A small byte-level BPE with a pre-tokenizer of its own."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
@@ -28,12 +24,8 @@ def byte_level(*steps, ignore_merges=False, use_regex=False, normalizer=None):
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last
     tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    options = {"vocab_size": 600, "special_tokens": ["<|endoftext|>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
     tokenizer.train_from_iterator([text * 3 for text in TEXTS], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
@@ -139,7 +131,7 @@ def test_llama_cpp_encodes_as_transformers_does(name, tmp_path):
         for text in TEXTS:
             if name == "sentencepiece" and (text.startswith(" ") or "</s>" in text):
                 continue  # there transformers puts no space, and llama.cpp does
-            assert model.tokens(text) == text_field(decoder, text), text
+            assert model.tokens(text) == list(decoder.encoder([text])[0]), text
 
 
 def unmerged():
@@ -148,16 +140,15 @@ def unmerged():
     return changed(tokenizer, model=model | {"merges": model["merges"][:-1]})
 
 
-def stripped_in_front():
+def with_added(*tokens):
     tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens([AddedToken("<mask>", lstrip=True)])
+    tokenizer.add_tokens(list(tokens))
     return tokenizer
 
 
-def stripped_behind():
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens([AddedToken("<a>", rstrip=True), AddedToken("<b>")])
-    return tokenizer
+def of_words():
+    words = Tokenizer(models.WordLevel({"a": 0, "x": 1}, unk_token="x"))
+    return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 @pytest.mark.parametrize(
@@ -166,15 +157,10 @@ def stripped_behind():
         (lambda: byte_level(split(r"\w+"), use_regex=False), "splits texts in a way of its own"),
         (lambda: byte_level(split(LLAMA3), ignore_merges=False), "splits texts in a way of its own"),
         (lambda: byte_level(use_regex=True, normalizer=normalizers.Lowercase()), "normalises with Lowercase"),
-        (
-            lambda: PreTrainedTokenizerFast(
-                tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "x": 1}, unk_token="x"))
-            ),
-            "the tokenizer is WordLevel",
-        ),
+        (of_words, "the tokenizer is WordLevel"),
         (unmerged, "does not merge"),
-        (stripped_in_front, "depend on what stands before them"),
-        (stripped_behind, "drops blanks behind some"),
+        (lambda: with_added(AddedToken("<mask>", lstrip=True)), "depend on what stands before them"),
+        (lambda: with_added(AddedToken("<a>", rstrip=True), AddedToken("<b>")), "drops blanks behind some"),
     ],
 )
 def test_tokenizers_that_cannot_be_carried_are_refused(make, reason):

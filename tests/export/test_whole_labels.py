@@ -9,17 +9,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from commands import run
-from export.cases import decoder_of, injection_for
+from export.cases import BEGUN, SHARED, decoder_of, injection_for
 from export.test_export_server import serving
 from i2cl.export import Golden, export_gguf, export_hf, golden, make_golden, verify, verify_gguf
 from i2cl.export.greedy import labels
-from i2cl.tasks import Task, Template
 
 pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
-SHARED = Task("films", ("best film", "best ever", "bad film"), Template("Review: {text}\nVerdict:{label}"))
-# A label that begins another one is scored with what ends it.
-BEGUN = replace(SHARED, labels=("best", "best film", "bad"))
 
 TEXTS = ("a warm film", "dull and long", "two hours")  # without the letter that all labels begin with
 
@@ -67,9 +63,7 @@ def test_labels_that_differ_in_their_first_token_are_recorded_by_it():
 
 def test_the_export_holds_and_names_the_labels(export):
     outcome = verify(export, device="cpu")
-    assert outcome.passed
-    assert outcome.worst < 1e-5
-    assert not outcome.unchecked
+    assert (outcome.passed, outcome.worst < 1e-5, bool(outcome.unchecked)) == (True, True, False)
     assert len({row["found"] for row in outcome.rows()}) > 1
     assert all(row["found"] == row["expected"] for row in outcome.rows())
 
@@ -97,9 +91,6 @@ def test_llama_cpp_holds(tmp_path):
     assert outcome.passed
     assert outcome.worst < 1e-5
     assert all(row["found"] == row["expected"] for row in outcome.rows())
-
-
-# Servers
 
 
 class Echo:
@@ -140,8 +131,7 @@ def test_a_server_that_echoes_is_checked_by_whole_sequences(export, capsys, repl
     with serving(Golden.from_export(export), echo=Echo(export, **reply), takes=takes) as (url, seen):
         assert run("verify", export, "--url", url, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["worst"] < 1e-5
-    assert told["unchecked"] is None
+    assert (told["worst"] < 1e-5, told["unchecked"]) == (True, None)
     assert all(row["found"] == row["expected"] for row in told["prompts"])
     echoed = [body for body in seen if body.get("echo")]
     assert len(echoed) == 3 * len(told["prompts"])
@@ -180,11 +170,8 @@ def refusing(body):
 
 def ignoring(body):
     """The prompt's tokens are left out."""
-    logprobs = {"token_logprobs": [-0.5]}
-    return {
-        "choices": [{"logprobs": logprobs}],
-        "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": 1},
-    }
+    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": 1}
+    return {"choices": [{"logprobs": {"token_logprobs": [-0.5]}}], "usage": usage}
 
 
 def miscounting(body):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from i2cl import CalibrationConfig, I2CLError, Injection, InjectionPool, calibrate, extract, with_label_prior
+from fitting import injected
+from i2cl import CalibrationConfig, I2CLError, Injection, InjectionPool, with_label_prior
 from i2cl.injections.label_prior import FewTextsWarning, without_label_prior
 from i2cl.methods.base import Cost
 from i2cl.methods.calibrated.label_calibration import LabelPrior
@@ -31,8 +32,7 @@ class Below:
 
 @pytest.fixture
 def injection(decoder, task):
-    shown = task.sample(2)
-    return calibrate(decoder, task, shown, extract(decoder, task, shown), CalibrationConfig(epochs=2))
+    return injected(decoder, task, task.sample(2), CalibrationConfig(epochs=2))
 
 
 def test_scores_are_those_of_the_wrapper(injection, decoder, task):
@@ -54,11 +54,8 @@ def test_the_bias_is_the_prior_over_the_mean_in_one_step(injection, decoder):
         wanted = (torch.tensor(prior or (0.5, 0.5)).double() / mean).log()
         torch.testing.assert_close(torch.tensor(found.label_bias).double(), wanted, atol=1e-5, rtol=1e-5)
         assert found.settings["label_prior"] == {"texts": 40, "prior": list(prior) if prior else None}
-
-
-def test_measured_again_it_does_not_stand_on_itself(injection, decoder):
-    once = with_label_prior(injection, decoder, UNLABELLED)
-    assert with_label_prior(once, decoder, UNLABELLED).label_bias == once.label_bias
+        again = with_label_prior(found, decoder, UNLABELLED, prior)
+        assert again.label_bias == found.label_bias  # it does not stand on itself
 
 
 def test_what_was_measured_without_it_is_forgotten(injection, decoder):
@@ -82,13 +79,9 @@ def test_few_texts_are_warned_of_and_none_are_refused(injection, decoder):
 @pytest.mark.parametrize(
     ("prior", "named"),
     [
-        ((0.5,), "2 labels"),
-        ((0.5, 0.3, 0.2), "2 labels"),
-        ((1.0, 0.0), "above 0"),
-        ((1.5, -0.5), "above 0"),
-        ((math.nan, 0.5), "above 0"),
-        ((0.5, 0.3), "sum to 0.8"),
-        ((math.inf, 0.5), "sum to inf"),
+        *((prior, "2 labels") for prior in ((0.5,), (0.5, 0.3, 0.2))),
+        *((prior, "above 0") for prior in ((1.0, 0.0), (1.5, -0.5), (math.nan, 0.5))),
+        *(((0.5, 0.3), "sum to 0.8"), ((math.inf, 0.5), "sum to inf")),
     ],
 )
 def test_a_prior_that_is_none_is_refused(injection, decoder, prior, named):

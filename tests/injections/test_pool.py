@@ -1,17 +1,15 @@
 import threading
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 
+from fitting import decoder_of, hooks
 from i2cl import InjectionPool, predict
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.models.decoder import Decoder
 from i2cl.tasks import Task, Template
-from tiny import tiny_model, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "opt", "falcon", "gemma2", "granite", "mpt"]
 TASKS = (
@@ -20,11 +18,6 @@ TASKS = (
     Task("flags", ("no", "yes"), Template("{text}?{label}")),
 )
 TEXTS = ["a warm film", "dull " * 7, "one of the best", "the match was lost", "warm", "a cold and long night"]
-
-
-@cache
-def decoder_of(case, dtype=torch.float32):
-    return Decoder(tiny_model(case).to(dtype), tiny_tokenizer(), name=f"tiny-{case}-{dtype}")
 
 
 def made(decoder, number, *, writers="both", **fields):
@@ -48,24 +41,18 @@ def test_every_row_has_its_own_injection(case):
     names = [str(7 * row % 5) for row in range(len(texts))]
     found = pool_of(decoder, injections).scores(texts, names)
     for text, name, row in zip(texts, names, found, strict=True):
-        torch.testing.assert_close(
-            row, injections[int(name)].scores(decoder, [text])[0], rtol=1e-4, atol=1e-4
-        )
+        own = injections[int(name)].scores(decoder, [text])[0]
+        torch.testing.assert_close(row, own, rtol=1e-4, atol=1e-4)
     assert len({tuple(row.tolist()) for row in found}) > 20
 
 
 def test_all_kinds_of_injection_at_once():
     decoder = decoder_of("llama")
-    injections = [
-        made(decoder, 0),
-        made(decoder, 1, positions="first"),
-        made(decoder, 2, positions="last"),
-        made(decoder, 3, positions="random", seed=5),
-        made(decoder, 4, positions="random", seed=6),
-        made(decoder, 5, writers="hidden"),
-        made(decoder, 6, scoring="full"),
-        replace(made(decoder, 7, scoring="full"), task=TASKS[0]),
-    ]
+    places = [{}, {"positions": "first"}, {"positions": "last"}]
+    places += [{"positions": "random", "seed": seed} for seed in (5, 6)]
+    kinds = [*places, {"writers": "hidden"}, {"scoring": "full"}]
+    injections = [made(decoder, number, **fields) for number, fields in enumerate(kinds)]
+    injections.append(replace(made(decoder, 7, scoring="full"), task=TASKS[0]))
     texts = [text for text in TEXTS for _ in injections]
     names = [str(number) for _ in TEXTS for number in range(len(injections))]
     found = pool_of(decoder, injections).scores(texts, names)
@@ -89,10 +76,9 @@ def test_predictions_are_label_words_of_the_own_task():
     decoder = decoder_of("llama")
     injections = {task.name: made(decoder, number) for number, task in enumerate(TASKS)}
     names = ["films", "topics", "flags"] * 2
-    found = predict(decoder, TEXTS, injections, names)
-    assert found == [
-        injections[name].predict(decoder, [text])[0] for text, name in zip(TEXTS, names, strict=True)
-    ]
+    pairs = zip(TEXTS, names, strict=True)
+    expected = [injections[name].predict(decoder, [text])[0] for text, name in pairs]
+    assert predict(decoder, TEXTS, injections, names) == expected
     assert predict(decoder, [], injections, []) == []
 
 
@@ -152,10 +138,8 @@ def test_tasks_come_and_go_beside_running_batches():
 
     def work():
         for _ in range(15):
-            found = pool.scores(TEXTS, names)
-            wrong.extend(
-                row for row in range(len(TEXTS)) if not torch.allclose(found[row], wanted[row], atol=1e-4)
-            )
+            pairs = zip(pool.scores(TEXTS, names), wanted, strict=True)
+            wrong.extend(pair for pair in pairs if not torch.allclose(*pair, atol=1e-4))
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     churning = threading.Thread(target=churn)
@@ -186,4 +170,4 @@ def test_two_threads_with_two_injections_on_one_decoder():
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in decoder.model.modules())
+    assert hooks(decoder.model) == 0

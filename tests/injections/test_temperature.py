@@ -6,16 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from i2cl import (
-    CalibrationConfig,
-    I2CLError,
-    Injection,
-    InjectionPool,
-    calibrate,
-    extract,
-    with_label_prior,
-    with_temperature,
-)
+from fitting import injected
+from i2cl import CalibrationConfig, I2CLError, Injection, InjectionPool, with_label_prior, with_temperature
 from i2cl.core.injection import TEMPERATURES
 from i2cl.models.scoring import among
 
@@ -26,8 +18,7 @@ BIAS = (0.75, -0.5)
 
 @pytest.fixture
 def injection(decoder, task):
-    shown = task.sample(2)
-    return calibrate(decoder, task, shown, extract(decoder, task, shown), CalibrationConfig(epochs=2))
+    return injected(decoder, task, task.sample(2), CalibrationConfig(epochs=2))
 
 
 @pytest.mark.parametrize("bias", [None, BIAS])
@@ -75,9 +66,8 @@ def test_a_pool_mixes_temperatures(injection, decoder):
     texts, names = [text for text in TEXTS for _ in kinds], [*kinds] * len(TEXTS)
     pool = InjectionPool(decoder, kinds)
     for text, name, row in zip(texts, names, pool.scores(texts, names), strict=True):
-        torch.testing.assert_close(
-            row, kinds[name].scores(decoder, [text])[0], atol=1e-4, rtol=1e-4, check_dtype=False
-        )
+        alone = kinds[name].scores(decoder, [text])[0]
+        torch.testing.assert_close(row, alone, atol=1e-4, rtol=1e-4, check_dtype=False)
     assert pool.predict(TEXTS, ["cool"] * 3) == injection.predict(decoder, TEXTS)
     assert kinds["cool"].predict(decoder, TEXTS) == injection.predict(decoder, TEXTS)
 

@@ -7,9 +7,10 @@ from functools import cache, partial
 import pytest
 import torch
 
+from fitting import injected
 from i2cl import TransferConfig
 from i2cl.core.calibration import calibrate
-from i2cl.core.context import ContextVector, ExtractConfig, extract
+from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
@@ -50,9 +51,6 @@ def turned(degrees, **arguments):
 NEW = anchor([1.0, 0.0])
 
 
-# Which anchors are related
-
-
 def test_similarity_is_the_cosine_of_all_coefficients():
     generator = torch.Generator().manual_seed(1)
     one, other = (torch.randn(2, 2, 2, generator=generator) for _ in range(2))
@@ -64,9 +62,6 @@ def test_similarity_is_the_cosine_of_all_coefficients():
     assert found == pytest.approx(product / math.prod(lengths), abs=1e-7)
     assert similarity(anchor(one), anchor(-2 * one)) == pytest.approx(-1)
     assert similarity(turned(10), turned(70)) == pytest.approx(0.5)
-
-
-def test_similarity_needs_one_shape():
     with pytest.raises(I2CLError, match=r"\(2, 2, 2\) and \(2, 1, 2\) cannot be compared: fit both"):
         similarity(anchor([0.1, 1.0]), anchor([0.1, 1.0], writers="hidden"))
 
@@ -75,9 +70,8 @@ def test_similarity_needs_one_shape():
 def test_weights_are_a_softmax_over_the_related(temperature):
     anchors = [turned(30), turned(60), turned(0), turned(20), turned(180)]
     found = related(NEW, anchors, TransferConfig(temperature=temperature))
-    powers = {
-        index: math.exp(math.cos(math.radians(at)) / temperature) for index, at in ((0, 30), (2, 0), (3, 20))
-    }
+    angles = {0: 30, 2: 0, 3: 20}
+    powers = {index: math.exp(math.cos(math.radians(at)) / temperature) for index, at in angles.items()}
     assert [index for index, _ in found] == [0, 2, 3]
     for index, weight in found:
         assert weight == pytest.approx(powers[index] / sum(powers.values()), rel=1e-5)
@@ -89,15 +83,10 @@ def test_by_default_threshold_and_temperature_are_the_papers():
     anchors = [turned(36), turned(37)]  # cosines 0.809 and 0.799
     assert related(NEW, anchors) == ((0, 1.0),)
     assert [index for index, _ in related(NEW, anchors, TransferConfig(threshold=0.79))] == [0, 1]
-
-
-def test_the_threshold_has_to_be_exceeded():
+    # The threshold has to be exceeded.
     assert related(NEW, [turned(90)], TransferConfig(threshold=-0.1)) == ((0, 1.0),)
     assert related(anchor([0.0, 1.0]), [NEW], TransferConfig(threshold=0.0)) == ()
     assert related(NEW, []) == ()
-
-
-# The second calibration
 
 
 def anchors_of(case):
@@ -127,16 +116,9 @@ def direct(decoder, case, first, calibration, **arguments):
 def test_averages_are_calibrated_once_more(case, calibration):
     decoder = decoder_of(case)
     steps = []
-    found = transfer(
-        decoder,
-        TASK,
-        SHOTS,
-        anchors_of(case),
-        calibration=calibration,
-        seed=4,
-        progress=lambda *at: steps.append(at),
-    )
-    first = calibrate(decoder, TASK, SHOTS, extract(decoder, TASK, SHOTS), calibration, seed=4)
+    options = {"calibration": calibration, "seed": 4, "progress": lambda *at: steps.append(at)}
+    found = transfer(decoder, TASK, SHOTS, anchors_of(case), **options)
+    first = injected(decoder, TASK, SHOTS, calibration, seed=4)
     assert torch.equal(found.first.coefficients, first.coefficients)
     assert torch.equal(found.first.context.values, first.context.values)
     indices, shares, expected = direct(decoder, case, first, calibration, seed=4)
@@ -175,9 +157,6 @@ def test_without_related_anchors_the_first_stays(case, anchors):
     assert (found.first.task, found.first.settings) == (TASK, QUICK.model_dump(mode="json"))
 
 
-# A first injection that is there already
-
-
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_first_injection_is_not_made_again(case, monkeypatch):
     decoder = decoder_of(case)
@@ -191,21 +170,17 @@ def test_a_first_injection_is_not_made_again(case, monkeypatch):
 
 def test_scoring_goes_over_from_the_first():
     decoder = decoder_of("llama")
-    context = extract(decoder, TASK, SHOTS)
-    first = calibrate(decoder, TASK, SHOTS, context, UNTRAINED, scoring="full")
+    first = injected(decoder, TASK, SHOTS, UNTRAINED, scoring="full")
     found = transfer(decoder, TASK, SHOTS, anchors_of("llama"), calibration=UNTRAINED, first=first)
     assert found.injection.scoring == "full"
 
 
-# Errors, all before any work
-
-
 @pytest.fixture
 def refused(monkeypatch):
+    """Asks for a transfer that fails before any work."""
+    worked = lambda *_, **__: pytest.fail("worked all the same")  # noqa: E731
     for name in ("extract", "calibrate"):
-        monkeypatch.setattr(
-            f"i2cl.injections.transfer.{name}", lambda *_, **__: pytest.fail("worked all the same")
-        )
+        monkeypatch.setattr(f"i2cl.injections.transfer.{name}", worked)
     return partial(transfer, decoder_of("llama"), TASK, SHOTS)
 
 
@@ -227,9 +202,8 @@ def test_anchors_of_another_model(case, overrides, refused):
 
 @pytest.mark.parametrize("fields", [{"writers": "mha"}, {"writers": "hidden"}, {"positions": "last"}])
 def test_anchors_of_other_writers_or_positions(fields, refused):
-    message = (
-        r"anchor 1 \('moods'\) has \(writers, positions\) \('.*'\), the new task \('both', 'all'\): fit both"
-    )
+    message = r"anchor 1 \('moods'\) has \(writers, positions\) \('.*'\), "
+    message += r"the new task \('both', 'all'\): fit both"
     with pytest.raises(I2CLError, match=message):
         refused([anchor([0.1, 1.0], **fields)])
     with pytest.raises(I2CLError, match=message):

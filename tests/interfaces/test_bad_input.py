@@ -6,25 +6,19 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import typer
 
-from commands import jsonl
+from commands import jsonl, run
 from i2cl import Decoder
-from i2cl.interfaces.cli import main
 from processes import Program
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder
 
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
 GOOD = [{"text": f"film {number}", "label": ("bad", "good")[number % 2]} for number in range(8)]
-
-
-def saved(model, folder):
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def tree(folder):
@@ -36,17 +30,18 @@ def tree(folder):
 def home(tmp_path_factory):
     """Models and an artefact that are good, for tests that spoil a copy."""
     folder = tmp_path_factory.mktemp("home")
-    saved(tiny_model("llama"), folder / "model")
-    saved(tiny_model("llama", seed=1), folder / "same_shape")
-    saved(tiny_model("llama", hidden_size=48), folder / "wider")
-    saved(tiny_model("llama", max_position_embeddings=24), folder / "short")
+    changes = {
+        "same_shape": {"seed": 1},
+        "wider": {"hidden_size": 48},
+        "short": {"max_position_embeddings": 24},
+    }
+    for name, fields in ({"model": {}} | changes).items():
+        tiny_folder(folder / name, **fields)
     jsonl(folder / "films.jsonl", GOOD)
     (folder / "deep.toml").write_text("name = " + "[" * 5000 + "]" * 5000)
     head = 'name = "mood"\nlabels = ["bad", "good"]\ntemplate = "{text}: {label}"\n'
     (folder / "null.toml").write_text(head + '[files]\ntrain = "a\\u0000.csv"\n')
-    with pytest.raises(SystemExit) as stop:
-        main(fit(folder, "-o", str(folder / "artefact")))
-    assert stop.value.code == 0
+    assert run(*fit(folder, "-o", folder / "artefact")) == 0
     return folder
 
 
@@ -59,7 +54,7 @@ def fit(home, *more, model=None, task=None):
 def refused(call, tmp_path):
     """Run a command that must fail in one line and leave every file as it was; returns the line."""
 
-    def run(*arguments):
+    def refuse(*arguments):
         before = tree(tmp_path)
         code, out, err = call(*arguments)
         assert tree(tmp_path) == before
@@ -69,16 +64,14 @@ def refused(call, tmp_path):
         assert line.startswith("error: ")
         return line
 
-    return run
+    return refuse
 
 
+EMPTY = b'{"text": " ", "label": "good"}\n{"text": "a", "label": "bad"}\n'
 ROWS = {
     "empty file": (b"", "is empty"),
     "one class only": (b'{"text": "a", "label": "good"}\n' * 3, "every label is 'good'"),
-    "empty text": (
-        b'{"text": " ", "label": "good"}\n{"text": "a", "label": "bad"}\n',
-        "line 1: the text is empty",
-    ),
+    "empty text": (EMPTY, "line 1: the text is empty"),
     "not UTF-8": (b'{"text": "caf\xe9", "label": "good"}\n', "is not UTF-8"),
     "no text column": (b'{"txt": "a", "label": "good"}\n', "no text column 'text'"),
     "no label column": (b'{"text": "a", "lbl": "good"}\n', "no label column 'label'"),
@@ -102,37 +95,32 @@ def test_labels_that_do_not_fit_the_rows(refused, home, tmp_path):
     assert "every training example is 'good'" in line
 
 
-UNLABELLED = [*fit(Path("{}")), "-o", "{new}", "--unlabelled", "{films}"]
+FIT = [*fit(Path("{}")), "-o", "{new}"]
+UNLABELLED = [*FIT, "--unlabelled", "{films}"]
 WRONG = {
     "unknown task": (["fit", "{model}", "sst3", "-o", "{new}"], "did you mean 'sst"),
     "no such file": (["fit", "{model}", "none.jsonl", "-o", "{new}"], "does not exist"),
     "unknown method": (["eval", "{model}", "synthetic", "--method", "zero_shto"], "did you mean 'zero_shot'"),
-    "unknown option": (
-        [*fit(Path("{}")), "-o", "{new}", "--set", "epoch=3"],
-        "no chosen method has the option",
-    ),
-    "malformed option": ([*fit(Path("{}")), "-o", "{new}", "--set", "epochs"], "is not NAME=VALUE"),
-    "bad value": ([*fit(Path("{}")), "-o", "{new}", "--set", "epochs=many"], "epochs='many'"),
-    "value out of range": ([*fit(Path("{}")), "-o", "{new}", "--set", "epochs=-1"], "epochs='-1'"),
-    "bad choice": ([*fit(Path("{}")), "-o", "{new}", "--set", "formula=mul"], "formula='mul'"),
-    "unknown loss": ([*fit(Path("{}")), "-o", "{new}", "--set", "loss=words"], "'vocabulary' or 'labels'"),
-    "unknown layer": ([*fit(Path("{}")), "-o", "{new}", "--set", "layers=9"], "0 to 1"),
-    "unknown dtype": ([*fit(Path("{}")), "-o", "{new}", "--dtype", "int3"], "unknown dtype 'int3'"),
-    "unknown device": ([*fit(Path("{}")), "-o", "{new}", "--device", "abacus"], "cannot use device 'abacus'"),
-    "device and map": (
-        [*fit(Path("{}")), "-o", "{new}", "--device", "cpu", "--device-map", "auto"],
-        "exclude each other",
-    ),
-    "bad template": ([*fit(Path("{}")), "-o", "{new}", "--template", "{text}"], "{label} 0 times"),
-    "no shots": ([*fit(Path("{}")), "-o", "{new}", "--shots", "0"], "--shots"),
-    "seed is a word": ([*fit(Path("{}")), "-o", "{new}", "--seed", "x"], "--seed"),
-    "a seed beyond 32 bits": ([*fit(Path("{}")), "-o", "{new}", "--seed", str(2**32)], "--seed"),
-    "unknown recipe": ([*fit(Path("{}")), "-o", "{new}", "--recipe", "guess"], "--recipe"),
-    "a prior of no texts": ([*fit(Path("{}")), "-o", "{new}", "--prior", "0.5,0.5"], "with --unlabelled"),
+    "unknown option": ([*FIT, "--set", "epoch=3"], "no chosen method has the option"),
+    "malformed option": ([*FIT, "--set", "epochs"], "is not NAME=VALUE"),
+    "bad value": ([*FIT, "--set", "epochs=many"], "epochs='many'"),
+    "value out of range": ([*FIT, "--set", "epochs=-1"], "epochs='-1'"),
+    "bad choice": ([*FIT, "--set", "formula=mul"], "formula='mul'"),
+    "unknown loss": ([*FIT, "--set", "loss=words"], "'vocabulary' or 'labels'"),
+    "unknown layer": ([*FIT, "--set", "layers=9"], "0 to 1"),
+    "unknown dtype": ([*FIT, "--dtype", "int3"], "unknown dtype 'int3'"),
+    "unknown device": ([*FIT, "--device", "abacus"], "cannot use device 'abacus'"),
+    "device and map": ([*FIT, "--device", "cpu", "--device-map", "auto"], "exclude each other"),
+    "bad template": ([*FIT, "--template", "{text}"], "{label} 0 times"),
+    "no shots": ([*FIT, "--shots", "0"], "--shots"),
+    "seed is a word": ([*FIT, "--seed", "x"], "--seed"),
+    "a seed beyond 32 bits": ([*FIT, "--seed", str(2**32)], "--seed"),
+    "unknown recipe": ([*FIT, "--recipe", "guess"], "--recipe"),
+    "a prior of no texts": ([*FIT, "--prior", "0.5,0.5"], "with --unlabelled"),
     "a prior in words": ([*UNLABELLED, "--prior", "half,half"], "write it like 0.5,0.3,0.2"),
     "a prior of three": ([*UNLABELLED, "--prior", "0.5,0.3,0.2"], "3 shares for 2 labels"),
     "a prior above one": ([*UNLABELLED, "--prior", "0.9,0.9"], "sum to 1.8"),
-    "no unlabelled texts": ([*fit(Path("{}")), "-o", "{new}", "--unlabelled", "none.txt"], "does not exist"),
+    "no unlabelled texts": ([*FIT, "--unlabelled", "none.txt"], "does not exist"),
     "unknown flag": (["ls", "tasks", "--jsn"], "--jsn"),
     "unknown command": (["train"], "No such command 'train': see i2cl --help"),
     "unknown listing": (["ls", "models"], "'models'"),
@@ -268,15 +256,13 @@ def predicted(home, *more):
 
 def test_an_injection_for_another_model_needs_force_and_the_same_shape(call, refused, home):
     line = refused(*predicted(home, "--model", home / "same_shape"))
-    assert "weights" in line
-    assert "--force" in line
+    assert ("weights" in line, "--force" in line) == (True, True)
     code, out, err = call(*predicted(home, "--model", home / "same_shape", "--force"))
     assert (code, err) == (0, "")
     assert len(out.splitlines()) == 1 + len(GOOD)
     for force in ([], ["--force"]):
         line = refused(*predicted(home, "--model", home / "wider", *force))
-        assert "d_model 32 and not 48" in line
-        assert "--force" not in line
+        assert ("d_model 32 and not 48" in line, "--force" in line) == (True, False)
 
 
 @pytest.mark.parametrize("name", ["injection.safetensors", "injection.json"])
@@ -285,8 +271,7 @@ def test_a_truncated_injection(refused, home, tmp_path, name):
     path = tmp_path / "artefact" / name
     path.write_bytes(path.read_bytes()[:100])
     line = refused("predict", tmp_path / "artefact", home / "films.jsonl")
-    assert name in line
-    assert "fit it again" in line
+    assert (name in line, "fit it again" in line) == (True, True)
 
 
 def test_the_base_model_moved_away(refused, home, tmp_path):
@@ -294,46 +279,34 @@ def test_the_base_model_moved_away(refused, home, tmp_path):
     description = tmp_path / "artefact" / "injection.json"
     description.write_text(description.read_text().replace(str(home / "model"), str(home / "gone")))
     line = refused("predict", tmp_path / "artefact", home / "films.jsonl")
-    assert str(home / "gone") in line
-    assert "--model" in line
+    assert (str(home / "gone") in line, "--model" in line) == (True, True)
 
 
-def test_places_that_cannot_be_written(refused, home, tmp_path):
+def test_places_that_cannot_be_written(refused, home, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "new", "/proc/none/new"):
         assert "cannot write" in refused(*fit(home, "-o", place))
         assert "cannot write" in refused(*predicted(home, "-o", place))
     assert "is a file" in refused(*fit(home, "-o", tmp_path / "file"))
     assert "cannot write" in refused(*predicted(home, "-o", tmp_path))
-
-
-def test_a_place_that_cannot_be_written_is_told_before_any_work(refused, home, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr("i2cl.models.decoder.Decoder.from_pretrained", None)
-    assert "cannot write" in refused(*fit(home, "-o", tmp_path / "file" / "new"))
-
-
-def test_a_folder_with_other_files_is_not_replaced(refused, home, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("irreplaceable")
     assert "holds other files" in refused(*fit(home, "-o", tmp_path / "mine"))
+    monkeypatch.setattr("i2cl.models.decoder.Decoder.from_pretrained", None)  # before any work
+    assert "cannot write" in refused(*fit(home, "-o", tmp_path / "file" / "new"))
 
 
 def test_demonstrations_that_exceed_the_context(refused, home):
     films = home / "films.jsonl"
     task = [films, "--test", films, "--template", TEMPLATE, "--shots", "2"]
     line = refused("eval", home / "short", *task, "--method", "few_shot", "--workers", "1")
-    assert "tokens" in line
-    assert "holds 24" in line
+    assert ("tokens" in line, "holds 24" in line) == (True, True)
 
 
 def test_ctrl_c_in_calibration_and_in_saving_leaves_nothing(call, home, tmp_path, monkeypatch):
-    def interrupt(*_args, **_named):
-        raise KeyboardInterrupt
-
     for place in ("i2cl.methods.i2cl.calibrate", "i2cl.core.artefact.save_file"):
         with monkeypatch.context() as patch:
-            patch.setattr(place, interrupt)
+            patch.setattr(place, Mock(side_effect=KeyboardInterrupt))
             code, out, err = call(*fit(home, "-o", tmp_path / "new"))
         assert (code, "Saved" in out) == (130, False)
         assert err.splitlines() == ["error: interrupted: no file was written"]
@@ -342,10 +315,7 @@ def test_ctrl_c_in_calibration_and_in_saving_leaves_nothing(call, home, tmp_path
 
 @pytest.mark.parametrize("error", [typer.Abort, KeyboardInterrupt])
 def test_ctrl_c_is_the_same_in_every_version_of_typer(call, monkeypatch, error):
-    def interrupt(*_args, **_named):
-        raise error
-
-    monkeypatch.setattr("i2cl.interfaces.cli.app", interrupt)
+    monkeypatch.setattr("i2cl.interfaces.cli.app", Mock(side_effect=error))
     assert call("ls", "tasks") == (130, "", "error: interrupted: no file was written\n")
 
 
@@ -369,19 +339,15 @@ def test_ctrl_c_from_outside_ends_calibration(home, tmp_path):
     os.kill(program.process.pid, signal.SIGINT)
     code, _, err = program.wait()
     *hints, last = err.splitlines()
-    assert code == 130
-    assert last == "error: interrupted: no file was written"
+    assert (code, last) == (130, "error: interrupted: no file was written")
     assert len(hints) <= 1  # a signal that comes late finds the hint printed
     assert all(hint.endswith("--recipe fast fits several times faster") for hint in hints)
     assert tree(tmp_path) == {}
 
 
-def test_out_of_memory_is_one_line(monkeypatch, capsys):
-    def fail(*_arguments, **_options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-
-    monkeypatch.setattr(Decoder, "prefix", fail)
-    with pytest.raises(SystemExit) as stopped:
-        main(["eval", "reference", "mood-colour-1", "--method", "few_shot", "--limit", "2"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: out of memory: take a smaller model")
+def test_out_of_memory_is_one_line(call, monkeypatch):
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+    monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=full))
+    code, _, err = call("eval", "reference", "mood-colour-1", "--method", "few_shot", "--limit", 2)
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: out of memory: take a smaller model")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from commands import run
+from commands import jsonl, run
 from i2cl import Decoder, I2CLClassifier, Injection, InjectionPool, Task
 from i2cl.models.scoring import Questions
 from tiny import tiny_folder, tiny_model, tiny_tokenizer
@@ -27,24 +27,17 @@ def home(tmp_path_factory):
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder / "model")
     tiny_folder(folder / "plain")
-    lines = [json.dumps({"text": text, "label": label}) for text, label in ROWS]
-    (folder / "films.jsonl").write_text("\n".join(lines))
-    code = run(
-        *("fit", folder / "model", folder / "films.jsonl", "-o", folder / "out", "--chat", "--shots", 2),
-        *("--instruction", SAY, "--set", "epochs=1", "--evaluate", 4),
-    )
-    assert code == 0
+    films = jsonl(folder / "films.jsonl", [{"text": text, "label": label} for text, label in ROWS])
+    fit = ("fit", folder / "model", films, "-o", folder / "out", "--chat", "--shots", 2)
+    assert run(*fit, "--instruction", SAY, "--set", "epochs=1", "--evaluate", 4) == 0
     return folder
 
 
 def test_what_is_asked_is_what_the_chat_template_says(home):
     injection = Injection.from_pretrained(home / "out")
     decoder = Decoder.from_pretrained(str(home / "model"))
-    turns = [
-        {"role": "system", "content": SAY},
-        {"role": "user", "content": "fine"},
-        {"role": "assistant", "content": "yes"},
-    ]
+    said = (("system", SAY), ("user", "fine"), ("assistant", "yes"))
+    turns = [{"role": role, "content": content} for role, content in said]
     tokenizer = decoder.tokenizer
     asked = tokenizer.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True)
     questions = Questions(decoder, injection.task)

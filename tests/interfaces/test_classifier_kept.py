@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from i2cl import (
-    Decoder,
-    I2CLError,
-    Injection,
-)
+from i2cl import Decoder, I2CLError, Injection
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
 
@@ -47,9 +43,7 @@ def test_cross_validation_loads_a_named_model_once(tmp_path, monkeypatch):
 
 
 def test_a_named_model_is_freed_when_nobody_holds_it(tmp_path):
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        tiny_folder(folder)
+    folders = [tiny_folder(tmp_path / name) for name in ("one", "two")]
     first = shared.shared_decoder(folders[0])
     assert shared.shared_decoder(str(folders[0])) is first
     second = shared.shared_decoder(folders[1])
@@ -60,24 +54,18 @@ def test_a_named_model_is_freed_when_nobody_holds_it(tmp_path):
     assert not {name for name, *_ in shared._ALIVE} & {str(folder) for folder in folders}
 
 
-def test_a_folder_of_that_name_does_not_hide_the_bundled_model(tmp_path, monkeypatch):
+def test_a_folder_of_that_name_does_not_hide_the_bundled_model_and_a_changed_one_is_loaded_anew(
+    tmp_path, monkeypatch
+):
     (tmp_path / "reference").mkdir()
     monkeypatch.chdir(tmp_path)
     assert shared.shared_decoder("reference").base.name == "reference"
-
-
-def test_a_folder_with_a_dangling_link_can_be_loaded(tmp_path):
     tiny_folder(tmp_path)
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    assert shared.shared_decoder(tmp_path).layers == 2
-
-
-def test_a_folder_that_has_changed_is_loaded_anew(tmp_path):
-    tiny_folder(tmp_path)
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")  # a dangling link
     before = shared.shared_decoder(tmp_path)
+    assert before.layers == 2
     tiny_model("llama", seed=1).save_pretrained(tmp_path)
-    after = shared.shared_decoder(tmp_path)
-    assert after.base.difference(before.base).startswith("weights")
+    assert shared.shared_decoder(tmp_path).base.difference(before.base).startswith("weights")
 
 
 def test_clones_share_the_model():
@@ -163,12 +151,12 @@ def test_another_model_under_the_same_name_is_refused(tmp_path):
     unfitted = quick(model=Decoder.from_pretrained(str(tmp_path)))
     carried = [pickle.dumps(one) for one in (by_name, by_model, unfitted)]
     tiny_model("llama", seed=1).save_pretrained(tmp_path)
+    named, given, plain = map(pickle.loads, carried)
     with pytest.raises(I2CLError, match=r"made on .* \(weights"):
-        pickle.loads(carried[0]).predict(QUERIES)
-    with pytest.raises(I2CLError, match=r"is not the model it was \(weights"):
-        pickle.loads(carried[1]).predict(QUERIES)
-    with pytest.raises(I2CLError, match=r"is not the model it was \(weights"):
-        pickle.loads(carried[2]).fit(X, Y)
+        named.predict(QUERIES)
+    for use in (lambda: given.predict(QUERIES), lambda: plain.fit(X, Y)):
+        with pytest.raises(I2CLError, match=r"is not the model it was \(weights"):
+            use()
 
 
 def test_a_model_in_memory_alone_is_given_again():

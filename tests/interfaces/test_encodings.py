@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from i2cl.interfaces.cli import main
+from commands import jsonl, run
 from tiny import tiny_folder
 
 LABELS = ["sch\u00f6n", "\U0001f600"]
@@ -22,34 +22,31 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     tiny_folder(folder / "model")
     rows = [{"text": f"film {number}", "label": LABELS[number % 2]} for number in range(8)]
-    (folder / "\u00f6.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    jsonl(folder / "\u00f6.jsonl", rows)
     (folder / "t.txt").write_text("one\ntwo\n")
-    with pytest.raises(SystemExit) as stop:
-        main(fit(folder, folder / "artefact"))
-    assert stop.value.code == 0
+    assert run(*fit(folder, folder / "artefact")) == 0
     return folder
 
 
 def fit(home, output, *more, model="model", task="\u00f6.jsonl"):
     words = ["fit", home / model, home / task, "-o", output, "--template", r"{text}\n{label}", "--shots", "1"]
-    return [str(word) for word in [*words, "--set", "epochs=1", *more]]
+    return [*words, "--set", "epochs=1", *more]
 
 
 @pytest.fixture
 def narrow(monkeypatch):
     """Run a command whose stdout and stderr are of an encoding; exit code, stdout and stderr."""
 
-    def run(*arguments, encoding="ascii"):
+    def ran(*arguments, encoding="ascii"):
         streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
         monkeypatch.setattr(sys, "stdout", streams[0])
         monkeypatch.setattr(sys, "stderr", streams[1])
-        with pytest.raises(SystemExit) as stop:
-            main([str(argument) for argument in arguments])
+        code = run(*arguments)
         for stream in streams:
             stream.flush()
-        return stop.value.code, *(stream.buffer.getvalue().decode(encoding) for stream in streams)
+        return code, *(stream.buffer.getvalue().decode(encoding) for stream in streams)
 
-    return run
+    return ran
 
 
 COMMANDS = {
@@ -129,9 +126,7 @@ def test_file_names_that_are_not_utf_8(narrow, home, tmp_path):
 
 
 def test_half_pairs_in_labels_and_templates_are_refused(narrow, home, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    records = [{"text": "a", "label": HALF}, {"text": "b", "label": "good"}] * 2
-    rows.write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = jsonl(tmp_path / "rows.jsonl", [{"text": "a", "label": HALF}, {"text": "b", "label": "good"}] * 2)
     for words in (
         fit(home, tmp_path / "new", task=rows),
         fit(home, tmp_path / "new", "--labels", f"good,{HALF}"),

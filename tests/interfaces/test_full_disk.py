@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from i2cl.interfaces.cli import main
+from commands import run
 from processes import COMMAND, Program
 
 resource = pytest.importorskip("resource", reason="limits of POSIX")
 
-TASK = "mood-colour-1"
+TASK, QUICK = "mood-colour-1", "--set epochs=1"
 GRID = """
 title = "one cell"
 measures = "nothing"
@@ -42,11 +42,7 @@ def files_up_to(size):
 
 # What is run, and sizes that one of its files exceeds: its first, or a later one.
 COMMANDS = {
-    "fit": (
-        "fit reference mood-colour-1 -o {new} --shots 1 --set epochs=1 --set formula=add --evaluate 0",
-        100,
-        3000,
-    ),
+    "fit": (f"fit reference {TASK} -o {{new}} --shots 1 {QUICK} --set formula=add --evaluate 0", 100, 3000),
     "hf": ("export {home}/mood {new} --to hf", 100, 100_000),
     "peft": ("export {home}/mood {new} --to peft", 2000),
     "gguf": ("export {home}/mood {new}.gguf --to gguf", 100, 100_000),
@@ -81,9 +77,7 @@ def home(tmp_path_factory):
     torch.save({"weight": torch.zeros(3000)}, folder / "pickled" / "pytorch_model.bin")
     (folder / "pickled" / "tokenizer.json").write_text(" " * 30_000)
     for command, place in (("fit", "mood"), ("run", "store"), ("pack", "packed")):
-        with pytest.raises(SystemExit) as stop:
-            main(arguments(command, folder, folder / place))
-        assert stop.value.code == 0
+        assert run(*arguments(command, folder, folder / place)) == 0
     return folder
 
 
@@ -121,6 +115,5 @@ def test_no_temporary_folder_is_one_line(call, home, monkeypatch):
     monkeypatch.setattr(tempfile, "_get_default_tempdir", none)
     code, out, err = call("push", home / "mood", "someone/mood")
     (line,) = err.splitlines()
-    assert (code, out) == (2, "")
-    assert line.startswith("error: ")
+    assert (code, out, line.startswith("error: ")) == (2, "", True)
     assert "No usable temporary directory" in line

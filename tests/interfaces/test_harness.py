@@ -1,12 +1,10 @@
 """An injection under lm-evaluation-harness scores as it does here, and as its folded checkpoint does."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
@@ -18,14 +16,15 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-import i2cl
 from export.cases import TASK as FILMS
-from export.cases import decoder_of, injection_for
-from i2cl import CalibrationConfig, Decoder, I2CLError, calibrate, extract, load_task, with_temperature
+from export.cases import decoder_of, injection_for, stored
+from fitting import injected
+from i2cl import CalibrationConfig, Decoder, I2CLError, load_task, with_temperature
 from i2cl.export import export_hf, fold
 from i2cl.interfaces.harness import I2CLHarness, main
 from i2cl.models.scoring import Questions, score
 from interfaces.test_classifier import state_of
+from processes import finished
 
 TEXTS = ["a warm and funny film", "dull", "where is the longest river of them all"]
 MOOD = load_task("mood-colour-1")
@@ -40,10 +39,14 @@ def reference():
 @cache
 def mood():
     """Little calibrated, so that some answers are wrong."""
-    shown = MOOD.sample(2, seed=0)
-    context = extract(reference(), MOOD, shown)
     config = CalibrationConfig.recipe("fast", passes=8)
-    return calibrate(reference(), MOOD, shown, context, config)
+    return injected(reference(), MOOD, MOOD.sample(2, seed=0), config)
+
+
+def right():
+    """Its answers to the rows, and the accuracy of them."""
+    best = mood().scores(reference(), [row.text for row in ROWS]).argmax(-1).tolist()
+    return best, sum(found == row.label for found, row in zip(best, ROWS, strict=True)) / len(ROWS)
 
 
 def requests(kind, arguments):
@@ -63,6 +66,10 @@ def task_folder(folder):
     return folder
 
 
+def likelihoods(harness, pairs):
+    return harness.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)
+
+
 def measured(model, folder):
     """Accuracy by the harness, and its answer to each row."""
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
@@ -70,9 +77,6 @@ def measured(model, folder):
     logs = sorted(found["samples"]["mood"], key=lambda sample: sample["doc_id"])
     best = [max(range(4), key=lambda place: log["filtered_resps"][place][0]) for log in logs]
     return found["results"]["mood"]["acc,none"], best
-
-
-# The same numbers
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "opt", "falcon", "gemma2", "mistral-sliding"])
@@ -84,13 +88,9 @@ def test_log_likelihoods_are_scores_of_whole_sequences(case):
     assert any(len(ids) > 1 for ids in labels.ids)
     queries = questions.queries(TEXTS)
     expected = score(decoder, queries, labels, edit=injection.edit())
-    pairs = [
-        (FILMS.template.query(text), FILMS.template.continuation(word))
-        for text in TEXTS
-        for word in FILMS.labels
-    ]
-    harness = I2CLHarness(injection, decoder, batch_size=4)
-    found = harness.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)
+    template = FILMS.template
+    asked = product(map(template.query, TEXTS), map(template.continuation, FILMS.labels))
+    found = likelihoods(I2CLHarness(injection, decoder, batch_size=4), list(asked))
     values = torch.tensor([value for value, _ in found]).view(len(TEXTS), -1)
     assert torch.allclose(values, expected, atol=1e-4)
     assert not torch.allclose(values, score(decoder, queries, labels), atol=1e-2)
@@ -100,12 +100,8 @@ def test_log_likelihoods_are_divided_by_the_temperature():
     decoder = decoder_of("llama")
     injection = injection_for(decoder)
     pairs = [("a film", " good"), ("a film", " bad"), ("dull", " good")]
-    plain, warm = (
-        I2CLHarness(one, decoder, batch_size=2).loglikelihood(
-            requests("loglikelihood", pairs), disable_tqdm=True
-        )
-        for one in (injection, with_temperature(injection, 2.5))
-    )
+    both = (injection, with_temperature(injection, 2.5))
+    plain, warm = (likelihoods(I2CLHarness(one, decoder, batch_size=2), pairs) for one in both)
     assert warm == [(value / 2.5, greedy) for value, greedy in plain]
 
 
@@ -125,17 +121,13 @@ def test_generated_text_is_that_of_the_folded_model():
 
 def test_accuracy_on_a_task_is_that_of_this_package_and_of_the_export(tmp_path):
     folder = task_folder(tmp_path)
-    scores = mood().scores(reference(), [row.text for row in ROWS])
-    best = scores.argmax(-1).tolist()
-    accuracy = sum(found == row.label for found, row in zip(best, ROWS, strict=True)) / len(ROWS)
+    best, accuracy = right()
     assert 0.3 < accuracy < 1
-    assert measured(I2CLHarness(mood(), reference(), batch_size=16), folder) == (
-        pytest.approx(accuracy),
-        best,
-    )
+    expected = (pytest.approx(accuracy), best)
+    assert measured(I2CLHarness(mood(), reference(), batch_size=16), folder) == expected
     export_hf(reference(), mood(), tmp_path / "plain")
     folded = HFLM(str(tmp_path / "plain"), device="cpu", dtype="float32", batch_size=16)
-    assert measured(folded, folder) == (pytest.approx(accuracy), best)
+    assert measured(folded, folder) == expected
 
 
 def test_the_command_line(tmp_path, monkeypatch):
@@ -146,12 +138,7 @@ def test_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["i2cl.interfaces.harness", *arguments.split(), *paths.split()])
     main()
     (found,) = (tmp_path / "results").rglob("results_*.json")
-    best = mood().scores(reference(), [row.text for row in ROWS]).argmax(-1).tolist()
-    accuracy = sum(label == row.label for label, row in zip(best, ROWS, strict=True)) / len(ROWS)
-    assert json.loads(found.read_text())["results"]["mood"]["acc,none"] == pytest.approx(accuracy)
-
-
-# Which model
+    assert json.loads(found.read_text())["results"]["mood"]["acc,none"] == pytest.approx(right()[1])
 
 
 def test_the_injection_names_its_model(tmp_path):
@@ -163,8 +150,7 @@ def test_the_injection_names_its_model(tmp_path):
 
 def test_pickle_weights_are_refused(tmp_path):
     decoder = decoder_of("llama")
-    decoder.model.save_pretrained(tmp_path)
-    decoder.tokenizer.save_pretrained(tmp_path)
+    stored(decoder, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(decoder.model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises((I2CLError, OSError), match="safetensors"):
@@ -204,7 +190,7 @@ def test_the_model_is_left_as_found():
     assert decoder.tokenizer.pad_token is None
     before = state_of(decoder)
     harness = I2CLHarness(injection_for(decoder), decoder, batch_size=2)
-    harness.loglikelihood(requests("loglikelihood", [("a film", " good")]), disable_tqdm=True)
+    likelihoods(harness, [("a film", " good")])
     harness.generate_until(requests("generate_until", [("a", {"max_gen_toks": 2})]), disable_tqdm=True)
     with pytest.raises(RuntimeError):
         harness._model_call(torch.tensor([1.5]))
@@ -215,18 +201,9 @@ def test_the_model_is_left_as_found():
 
 
 def test_without_lm_eval_the_cure_is_named():
-    environment = os.environ | {"PYTHONPATH": str(Path(i2cl.__file__).parents[1])}
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; sys.modules['lm_eval'] = None; import i2cl.interfaces.harness",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert "I2CLError: the harness needs the package lm_eval: pip install 'i2cl[harness]'" in done.stderr
-    run = "runpy.run_module('i2cl.interfaces.harness', run_name='__main__')"
-    blocked = f"import runpy, sys; sys.modules['lm_eval'] = None; {run}"
-    done = subprocess.run(
-        [sys.executable, "-c", blocked], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 2
-    assert done.stderr == "error: the harness needs the package lm_eval: pip install 'i2cl[harness]'\n"
+    told = "the harness needs the package lm_eval: pip install 'i2cl[harness]'"
+    lacking = "import runpy, sys; sys.modules['lm_eval'] = None; "
+    _, _, err = finished(f"{lacking}import i2cl.interfaces.harness")
+    assert f"I2CLError: {told}" in err
+    code, _, err = finished(f"{lacking}runpy.run_module('i2cl.interfaces.harness', run_name='__main__')")
+    assert (code, err) == (2, f"error: {told}\n")

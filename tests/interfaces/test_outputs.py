@@ -85,10 +85,8 @@ def test_rows_of_another_run_are_refused_until_they_are_discarded(tmp_path):
     path = tmp_path / "out.tsv"
     stopped(path)
     there = (tmp_path / ".out.tsv.part").read_text()
-    with (
-        pytest.raises(I2CLError, match=r"another model, dtype \(see .out.tsv.part.json\).*--restart"),
-        writing(path, settings={"model": "two", "dtype": "float16"}),
-    ):
+    told, settings = r"another model, dtype \(see .out.tsv.part.json\).*--restart", {"dtype": "float16"}
+    with pytest.raises(I2CLError, match=told), writing(path, settings=settings | {"model": "two"}):
         pass
     assert (tmp_path / ".out.tsv.part").read_text() == there
     for damaged in ("5", "[]", "{"):
@@ -165,14 +163,11 @@ def test_the_state_of_a_source_tells_when_it_changed(tmp_path):
 
 def test_one_process_writes_at_a_time(tmp_path):
     path = tmp_path / "out.tsv"
-    with (
-        FileLock(tmp_path / ".out.tsv.part.lock"),
-        pytest.raises(I2CLError, match="another process is writing"),
-        writing(path),
-    ):
+    told = "another process is writing"
+    with FileLock(tmp_path / ".out.tsv.part.lock"), pytest.raises(I2CLError, match=told), writing(path):
         pass
     with writing(path) as out:
-        with pytest.raises(I2CLError, match="another process is writing"), writing(path):
+        with pytest.raises(I2CLError, match=told), writing(path):
             pass
         out.write("0\n", 1)
     assert path.read_text() == HEADER + "0\n"
@@ -220,7 +215,8 @@ def test_predictions_as_table_and_as_json():
     assert second["label"] == "\u00e9"
 
 
-def test_a_label_with_breaks_in_it_stays_one_cell():
+def test_a_label_with_breaks_stays_one_cell_and_one_that_is_called_label_has_its_own():
+    assert Table(("label", "b")).columns == ("label", "probability.label", "b")
     assert Table(("a\tb", "c\nd")).header == "label\ta b\tc d\n"
     assert Table(("a", "c\nd")).lines([[0.0, 1.0]]) == "c d\t0.000000\t1.000000\n"
 
@@ -241,13 +237,8 @@ def test_what_is_kept_comes_before_the_answer():
 def test_csv_on_a_pipe_is_lines_of_its_own():
     table = Table(("x", "y"), "csv", NAMES)
     assert table.header == "id,input.label,label,x,y\r\n"
-    assert table.lines([[1.0, 0.0], [0.0, 1.0]], [['a "b"\nc', 7], ["d", None]]) == (
-        '"a ""b""\nc",7,x,1.000000,0.000000\r\nd,,y,0.000000,1.000000\r\n'
-    )
-
-
-def test_a_label_that_is_called_label_has_a_column_of_its_own():
-    assert Table(("label", "b")).columns == ("label", "probability.label", "b")
+    lines = '"a ""b""\nc",7,x,1.000000,0.000000\r\nd,,y,0.000000,1.000000\r\n'
+    assert table.lines([[1.0, 0.0], [0.0, 1.0]], [['a "b"\nc', 7], ["d", None]]) == lines
 
 
 @pytest.mark.parametrize(

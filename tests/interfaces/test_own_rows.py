@@ -15,9 +15,7 @@ ROWS = [(f"ticket {number} about {word}", word) for number in range(12) for word
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("home") / "model"
-    tiny_folder(folder)
-    return folder
+    return tiny_folder(tmp_path_factory.mktemp("home") / "model")
 
 
 def write(path, rows, delimiter=",", encoding="utf-8"):
@@ -46,11 +44,12 @@ def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
     assert all(len(line) <= 80 for line in block.splitlines())
     told = " ".join(block.split())
     tokens = max(len(tiny_tokenizer()(text)["input_ids"]) for text, _ in ROWS + odd)
-    assert f"Rows: 27, 25 of them distinct; the longest text has {tokens} tokens" in told
-    assert "Labels: Price 1, login 14, price 12." in told
-    assert "! 'Price' has 1 row: did you mean 'price'?" in told
-    assert "! 'ticket 3 about price' is labelled login and price: keep one." in told
-    assert "All 27 rows used: about " in told
+    for part in (
+        f"Rows: 27, 25 of them distinct; the longest text has {tokens} tokens",
+        *("Labels: Price 1, login 14, price 12.", "! 'Price' has 1 row: did you mean 'price'?"),
+        *("! 'ticket 3 about price' is labelled login and price: keep one.", "All 27 rows used: about "),
+    ):
+        assert part in told
     assert rest.startswith("Saved ")
 
 
@@ -68,9 +67,8 @@ def test_the_block_is_in_the_record_and_not_in_the_way_of_json(call, model, tmp_
 def test_rows_are_kept_back_unless_all_are_asked_for(call, model, tmp_path, at_80):
     path = write(tmp_path / "mine.csv", ROWS)
     out, _ = fitted(call, model, path, tmp_path / "a")
-    assert re.search(
-        r"^18 of 24 rows used, 6 others to score on: about \d+ s; --shots 12 uses all", out, re.M
-    )
+    used = r"^18 of 24 rows used, 6 others to score on: about \d+ s; --shots 12 uses all"
+    assert re.search(used, out, re.M)
     assert "on 6 training rows that are no demonstrations" in out
     out, _ = fitted(call, model, path, tmp_path / "b", "--shots", "12")
     assert "All 24 rows used." in out
@@ -98,9 +96,9 @@ def test_bad_rows_are_told_at_once_or_left_out(call, model, tmp_path):
     code, out, err = call("fit", model, path, "-o", tmp_path / "new")
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
-    assert "3 of 27 rows cannot be used: rows 26 and 28: the text is empty" in line
-    assert "row 27: label '' is not a word" in line
-    assert "--skip-bad-rows" in line
+    empty = "3 of 27 rows cannot be used: rows 26 and 28: the text is empty"
+    for part in (empty, "row 27: label '' is not a word", "--skip-bad-rows"):
+        assert part in line
     out, err = fitted(call, model, path, tmp_path / "new", "--skip-bad-rows", "--evaluate", "0")
     assert err.startswith(f"note: {path}: 3 of 27 rows are left out")
     assert "All 24 rows used" in out
@@ -171,10 +169,8 @@ def test_an_unknown_model_is_one_line_where_the_hub_does_not_answer(call, monkey
 
 
 FIGURES = {"accuracy (95 %)": "0.381 (0.310\u20130.458)", "fit s": "0.0", "ms/query": "123.74"}
-TABLE = [
-    {"method": name} | FIGURES | {"bytes": 35896320}
-    for name in ("zero_shot", "zero_shot+batch_calibration", "few_shot")
-]
+METHODS = ("zero_shot", "zero_shot+batch_calibration", "few_shot")
+TABLE = [{"method": name} | FIGURES | {"bytes": 35896320} for name in METHODS]
 LONG = [{"task": "mood-colour-1", "method": "zero_shot+contextual_calibration"} | FIGURES]
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from commands import listed, run
+from commands import jsonl, listed, run
 from i2cl import I2CLError, Injection, load_task, with_temperature
 from i2cl.interfaces.batch_prediction.outputs import written
 from i2cl.interfaces.batch_prediction.prediction import (
@@ -118,19 +118,13 @@ def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, h
         main([str(word) for word in arguments(home, output)])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     capsys.readouterr()
-    changed = {
-        "output_format": arguments(home, output, "--output-format", "jsonl"),
-        "chunk": arguments(home, output, "--chunk", "20"),
-        "dtype": arguments(home, output, "--dtype", "bfloat16"),
-        "keep": arguments(home, output, "--row-number"),
-        "min_confidence": arguments(home, output, "--min-confidence", "0.9"),
-        "source": arguments(home, output, source="whole.tsv"),
-    }
-    for name, words in changed.items():
-        assert run(*words) == 2
+    changed = {"output_format": "--output-format jsonl", "chunk": "--chunk 20", "dtype": "--dtype bfloat16"}
+    changed |= {"keep": "--row-number", "min_confidence": "--min-confidence 0.9", "source": ""}
+    for name, more in changed.items():
+        source = "texts.txt" if more else "whole.tsv"
+        assert run(*arguments(home, output, *more.split(), source=source)) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"made with another {name} " in line
-        assert "--restart" in line
+        assert (f"made with another {name} " in line, "--restart" in line) == (True, True)
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert run(*arguments(home, output, "--restart")) == 0
     assert capsys.readouterr().err.startswith("Saved ")
@@ -184,18 +178,14 @@ def test_a_threshold_that_is_none_is_one_line(home, tmp_path, least, capsys):
     assert listed(tmp_path) == []
 
 
-# Formats
-
 TEXTS = ["plain", 'commas, "quotes" and;', "two\nlines", "=1+1", "\u00fcber @ 5", " padded "]
 
 
 @pytest.fixture
 def asked(tmp_path):
     """Rows whose texts are hard on CSV, with an id that is no number."""
-    path = tmp_path / "in.jsonl"
     rows = [{"id": f"00{row}", "text": TEXTS[row % len(TEXTS)]} for row in range(100)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return jsonl(tmp_path / "in.jsonl", rows)
 
 
 READERS = {
@@ -229,14 +219,10 @@ def test_pandas_reads_what_the_ending_says_also_after_a_kill(home, tmp_path, ask
     assert [labels[best] for best in chances.to_numpy().argmax(1)] == list(table["label"])
 
 
-def test_a_named_format_wins_over_the_ending_and_json_over_none(home, tmp_path, asked):
-    words = ["predict", home / "mood", asked, "-o", tmp_path / "out.csv"]
-    assert run(*words, "--output-format", "jsonl") == 0
-    assert set(json.loads((tmp_path / "out.csv").read_text().splitlines()[0])) == {"label", "probabilities"}
-
-
-def test_csv_is_what_excel_opens(home, tmp_path, asked):
+def test_csv_is_what_excel_opens_unless_another_format_is_named(home, tmp_path, asked):
     output = tmp_path / "out.csv"
+    assert run("predict", home / "mood", asked, "-o", output, "--output-format", "jsonl") == 0
+    assert set(json.loads(output.read_text().splitlines()[0])) == {"label", "probabilities"}
     assert run("predict", home / "mood", asked, "-o", output, "--keep", "text") == 0
     content = output.read_bytes()
     assert content.startswith(b"\xef\xbb\xbftext,label,")
@@ -250,9 +236,6 @@ def test_what_a_file_is_read_as_is_told_by_predict(home, tmp_path, capsys):
     assert run("predict", home / "mood", path) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"note: {path} is read as Windows-1252 with semicolons between its cells")
-
-
-# Memory
 
 
 def peak(folder, rows):
@@ -278,9 +261,6 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
     most = peak(tmp_path, 100_000)
     # a chunk and what other threads allocate meanwhile, never the rows: as str they take four times the file
     assert most < (tmp_path / "texts.txt").stat().st_size / 4
-
-
-# Ray
 
 
 def row_of(*texts):

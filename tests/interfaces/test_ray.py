@@ -49,18 +49,8 @@ finally:
 
 
 def predict(folder, source, output, *more):
-    words = [
-        "predict",
-        folder / "mood",
-        folder / source,
-        "-o",
-        folder / output,
-        "--chunk",
-        "10",
-        "--row-number",
-        *more,
-    ]
-    return [str(word) for word in words]
+    words = ["predict", folder / "mood", folder / source, "-o", folder / output]
+    return [str(word) for word in [*words, "--chunk", "10", "--row-number", *more]]
 
 
 @pytest.fixture(scope="module")

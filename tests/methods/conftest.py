@@ -29,9 +29,8 @@ def encoder(tmp_path_factory):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        redrawn(BertModel(BertConfig(vocab_size=300, max_position_embeddings=64, **sizes))).save_pretrained(
-            plain
-        )
+        bert = BertModel(BertConfig(vocab_size=300, max_position_embeddings=64, **sizes))
+        redrawn(bert).save_pretrained(plain)
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.model_max_length = 64

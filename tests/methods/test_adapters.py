@@ -74,7 +74,7 @@ def test_adapters_learn_among_the_labels(name, words, demonstrations, monkeypatc
     [
         ("prompt_tuning", 32),
         ("prefix_tuning", 2 * 2 * 16),
-        ("lora", 2 * 8 * ((32 + 32) + (32 + 16))),
+        ("lora", 2 * 8 * 112),
         ("ia3", 2 * (32 + 16 + 48)),
     ],
 )
@@ -154,10 +154,9 @@ def test_a_start_has_tokens_and_all_layers_keep_them(films, demonstrations):
     decoder.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
     with pytest.raises(I2CLError, match="start_text ' ' has no token: give a longer one"):
         fit("prompt_tuning", decoder, films, demonstrations, start_text=" ")
+    options = {"start_text": "a", "virtual_tokens": 40}
     with pytest.raises(I2CLError, match=f"virtual_tokens is 40, but some layers see only {WINDOW} tokens"):
-        fit(
-            "prefix_tuning", made("mistral-sliding"), films, demonstrations, start_text="a", virtual_tokens=40
-        )
+        fit("prefix_tuning", made("mistral-sliding"), films, demonstrations, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -198,9 +197,8 @@ def test_an_adapter_that_fails_half_way_on_leaves_nothing(name, films, demonstra
     assert fit(name, decoder, films, demonstrations, epochs=1).scores(TEXTS).isfinite().all()
     decoder.model.set_submodule("model.layers.1.self_attn.v_proj", torch.nn.Sequential(torch.nn.Identity()))
     modules = dict(decoder.model.named_modules())
-    with pytest.raises(
-        I2CLError, match=r"PEFT cannot adapt this 'llama': Target module Sequential.*; take an"
-    ):
+    told = r"PEFT cannot adapt this 'llama': Target module Sequential.*; take an"
+    with pytest.raises(I2CLError, match=told):
         fit(name, decoder, films, demonstrations, epochs=1)
     assert dict(decoder.model.named_modules()) == modules
 

@@ -4,11 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitting import (
-    TEXTS,
-    fit,
-    made,
-)
+from fitting import TEXTS, fit, made
 from i2cl import Example, I2CLError, Template
 
 ASKED = ("few_shot", "label_anchor", "icv", "linear_probe", "tfidf", "knn_prompting", "task_vector", "i2cl")

@@ -207,11 +207,14 @@ def test_icv_runs_no_label_at_a_rows_first_place(special, front, films, demonstr
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer().backend_tokenizer, **special)
     decoder = Decoder(tiny_model("gpt2"), tokenizer)
     front = front or tuple(tokenizer(special.get("bos_token", "\n"))["input_ids"])
-    ran = []
-    capture = decoder.capture
-    monkeypatch.setattr(
-        decoder, "capture", lambda batch, **more: ran.extend(rows_of(batch)) or capture(batch, **more)
-    )
+    ran, capture = [], decoder.capture
+
+    def watched(batch, **more):
+        lines = zip(batch.input_ids.tolist(), batch.last.tolist(), strict=True)
+        ran.extend(tuple(line[: last + 1]) for line, last in lines)
+        return capture(batch, **more)
+
+    monkeypatch.setattr(decoder, "capture", watched)
     directions(decoder, films, demonstrations)
     alone = [word for text, label in SHOWN for word in (text, WORDS[label])]
     assert sorted(ran) == sorted(front + tuple(ids(decoder, one)) for one in alone)
@@ -224,14 +227,8 @@ def test_icv_adds_nothing_where_the_tokenizer_puts_a_token_in_front(films, demon
     )
     bare, fronted = made("gpt2"), Decoder(tiny_model("gpt2"), tokenizer)
     assert fronted.encoder.front == (0,)
-    torch.testing.assert_close(
-        directions(fronted, films, demonstrations), directions(bare, films, demonstrations)
-    )
-
-
-def rows_of(batch):
-    lines = zip(batch.input_ids.tolist(), batch.last.tolist(), strict=True)
-    return [tuple(line[: last + 1]) for line, last in lines]
+    both = [directions(one, films, demonstrations) for one in (fronted, bare)]
+    torch.testing.assert_close(*both)
 
 
 def test_icv_searches_the_grid_or_takes_the_papers_strength(films, demonstrations):
@@ -242,9 +239,8 @@ def test_icv_searches_the_grid_or_takes_the_papers_strength(films, demonstration
     with pytest.raises(I2CLError, match="no ICV strength for 'films'"):
         fit("icv", decoder, films, demonstrations, strength="paper")
     sst5 = Task("sst5", WORDS, films.template, train=films.train)
-    assert (
-        fit("icv", decoder, sst5, demonstrations, strength="paper").edit.strength == PAPER_STRENGTHS["sst5"]
-    )
+    found = fit("icv", decoder, sst5, demonstrations, strength="paper")
+    assert found.edit.strength == PAPER_STRENGTHS["sst5"]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -272,15 +268,12 @@ def test_calibrations_divide_by_a_prior(below, films, demonstrations):
     options = {"epochs": 1} if below == "i2cl" else {}
     plain = fit(below, decoder, films, demonstrations, **options)
     probable = plain.scores(TEXTS).softmax(-1)
-    batch = fit(f"{below}+batch_calibration", decoder, films, demonstrations, **options).scores(TEXTS)
-    expected = probable / probable.mean(0)
-    torch.testing.assert_close(batch.exp(), expected / expected.sum(-1, keepdim=True), **CLOSE)
     prior = plain.scores(["N/A", "[MASK]", "..."]).softmax(-1).mean(0)
-    contextual = fit(f"{below}+contextual_calibration", decoder, films, demonstrations, **options)
-    expected = probable / prior
-    torch.testing.assert_close(
-        contextual.scores(TEXTS).exp(), expected / expected.sum(-1, keepdim=True), **CLOSE
-    )
+    for name, divisor in (("batch", probable.mean(0)), ("contextual", prior)):
+        found = fit(f"{below}+{name}_calibration", decoder, films, demonstrations, **options)
+        expected = probable / divisor
+        expected /= expected.sum(-1, keepdim=True)
+        torch.testing.assert_close(found.scores(TEXTS).exp(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("below", ["zero_shot", "few_shot"])
@@ -345,8 +338,7 @@ def test_tfidf_is_logistic_regression_on_weighted_words(films, demonstrations):
 
 
 def test_batch_calibration_refuses_a_single_text(decoder, films, demonstrations):
-    (method,) = make_methods(["zero_shot+batch_calibration"])
-    predictor = method.fit(decoder, films, demonstrations, 0)
+    predictor = fit("zero_shot+batch_calibration", decoder, films, demonstrations)
     with pytest.raises(I2CLError, match="cannot classify one text by itself"):
         predictor.scores(["dull"])
     assert predictor.scores(["dull", "warm"]).shape == (2, 2)

@@ -6,17 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import (
-    FAMILIES,
-    SHOWN,
-    TEXTS,
-    first_tokens,
-    fit,
-    injecting,
-    made,
-    plain_logits,
-    shown_string,
-)
+from fitting import FAMILIES, SHOWN, TEXTS, first_tokens, fit, injecting, made, plain_logits, shown_string
 from i2cl import CalibrationConfig, Example, Template, calibrate, extract
 from i2cl.methods.controls import CorruptionConfig, corrupted
 
@@ -61,11 +51,9 @@ def spoilt(corruption, task, demonstrations, seed):
     if corruption == "without_format":
         return replace(task, template=Template("{text} {label}", task.template.separator)), demonstrations
     _, drawn = corrupted(task, demonstrations, CorruptionConfig(corruption=corruption), seed)
-    if corruption == "random_label":
-        kept = [replace(old, label=new.label) for old, new in zip(demonstrations, drawn, strict=True)]
-    else:
-        kept = [replace(old, text=new.text) for old, new in zip(demonstrations, drawn, strict=True)]
-    return task, kept
+    field = "label" if corruption == "random_label" else "text"
+    pairs = zip(demonstrations, drawn, strict=True)
+    return task, [replace(old, **{field: getattr(new, field)}) for old, new in pairs]
 
 
 @pytest.mark.filterwarnings("ignore:labels share their first token")
@@ -74,9 +62,8 @@ def spoilt(corruption, task, demonstrations, seed):
 def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demonstrations):
     decoder, config = made("llama"), CalibrationConfig(epochs=2)
     films = replace(films, template=Template(films.template.format, separator="\n\n"))
-    predictor = fit(
-        "i2cl_corrupted", decoder, films, demonstrations, 3, epochs=2, corruption=corruption, stage=stage
-    )
+    options = {"epochs": 2, "corruption": corruption, "stage": stage}
+    predictor = fit("i2cl_corrupted", decoder, films, demonstrations, 3, **options)
     stages = [(films, demonstrations), (films, demonstrations)]
     stages[stage == "calibration"] = spoilt(corruption, films, demonstrations, 3)
     assert stages[0] != stages[1]

@@ -1,6 +1,7 @@
 """Sentence embeddings and SetFit on a tiny random encoder, against a short direct computation."""
 
 import random
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from fitting import SHOWN, TEXTS, fit, made
-from i2cl import Example, I2CLError, calibrate, extract
+from fitting import SHOWN, TEXTS, fit, injected, made
+from i2cl import Example, I2CLError
 from i2cl.core.calibration import CalibrationConfig
 from i2cl.experiments.evidence.baselines import BASELINES, with_folds, with_worth
 from i2cl.methods import embeddings, make_methods
@@ -18,15 +19,8 @@ needs_encoders = pytest.mark.skipif(
     find_spec("sentence_transformers") is None or find_spec("sklearn") is None,
     reason="sentence-transformers is not installed (pip install 'i2cl[embeddings]')",
 )
-EACH = [
-    "sentence_embeddings",
-    pytest.param(
-        "setfit",
-        marks=pytest.mark.skipif(
-            find_spec("setfit") is None, reason="setfit is not installed (pip install 'i2cl[embeddings]')"
-        ),
-    ),
-]
+without_setfit = pytest.mark.skipif(find_spec("setfit") is None, reason="needs i2cl[embeddings]")
+EACH = ["sentence_embeddings", pytest.param("setfit", marks=without_setfit)]
 
 
 def vectors(folder, texts):
@@ -54,8 +48,6 @@ def test_sentence_embeddings_are_logistic_regression_on_mean_states(task, demons
 @needs_encoders
 @pytest.mark.parametrize("name", EACH)
 def test_a_label_without_demonstrations_has_no_probability(name, task, encoder):
-    from dataclasses import replace
-
     three = replace(task, labels=("positive", "neutral", "negative"), train=(), test=())
     shown = [Example(text, 2 * label) for text, label in SHOWN]
     scores = fit(name, made("llama"), three, shown, encoder=encoder).scores(TEXTS)
@@ -77,7 +69,7 @@ def test_what_they_cannot_be_fitted_to_is_refused(name, task, demonstrations, en
 
 
 @needs_encoders
-@pytest.mark.skipif(find_spec("setfit") is None, reason="setfit is not installed")
+@without_setfit
 def test_setfit_trains_the_encoder_and_leaves_all_else_alone(task, encoder):
     plain = fit("sentence_embeddings", made("llama"), task, task.sample(5), encoder=encoder)
     before = plain.scores(TEXTS)
@@ -133,7 +125,7 @@ def test_a_fit_is_set_beside_them_where_their_encoder_is_here(decoder, task, enc
     shown, rows = task.sample(3), []
 
     def make(rest):
-        return calibrate(decoder, task, rest, extract(decoder, task, rest), CalibrationConfig(epochs=1))
+        return injected(decoder, task, rest, CalibrationConfig(epochs=1))
 
     injection = make(shown)
     beside = with_worth(injection, decoder, task, shown, task.test, seconds=1.0).worth["methods"]
@@ -149,17 +141,12 @@ def test_a_fit_is_set_beside_them_where_their_encoder_is_here(decoder, task, enc
 
 
 @pytest.mark.parametrize(
-    ("extra", "package", "cached", "found"),
-    [
-        (True, True, True, "minilm"),
-        (True, False, True, embeddings.HUB_ID),
-        (True, False, False, None),
-        (False, True, True, None),
-    ],
+    ("here", "found"), [("epc", "minilm"), ("ec", embeddings.HUB_ID), ("e", None), ("pc", None)]
 )
-def test_what_is_here_without_a_download(extra, package, cached, found, tmp_path, monkeypatch):
+def test_what_is_here_without_a_download(here, found, tmp_path, monkeypatch):
+    """The extra, the package and the cache, by their first letters."""
     monkeypatch.undo()  # as it is in use
-    monkeypatch.setattr(embeddings, "find_spec", lambda module: True if extra else None)
-    monkeypatch.setattr(embeddings, "_archive", lambda: tmp_path if package else None)
-    monkeypatch.setattr(embeddings, "_is_cached", lambda name: cached)
+    monkeypatch.setattr(embeddings, "find_spec", lambda module: True if "e" in here else None)
+    monkeypatch.setattr(embeddings, "_archive", lambda: tmp_path if "p" in here else None)
+    monkeypatch.setattr(embeddings, "_is_cached", lambda name: "c" in here)
     assert embeddings.local_encoder() == found

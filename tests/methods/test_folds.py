@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fitting import fit
 from i2cl import Example, I2CLError, Task
 from i2cl.injections.temperature import likely_temperature
 from i2cl.methods import make_methods
@@ -102,9 +103,6 @@ def test_a_temperature_over_a_method_takes_refits_and_keeps_answers(decoder, tas
 
 def test_a_temperature_of_one_example_a_class_is_none(decoder, task):
     shown = task.sample(1)
-    (warm,) = make_methods(["few_shot+temperature"])
-    (plain,) = make_methods(["few_shot"])
     texts = [row.text for row in task.test]
-    assert torch.equal(
-        warm.fit(decoder, task, shown, 0).scores(texts), plain.fit(decoder, task, shown, 0).scores(texts)
-    )
+    names = ("few_shot+temperature", "few_shot")
+    assert torch.equal(*(fit(name, decoder, task, shown).scores(texts) for name in names))

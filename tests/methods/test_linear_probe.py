@@ -22,10 +22,8 @@ def probe_features(decoder, films, layer, tokens):
         pieces = [decoder.tokenizer.decode([token]) for token in ids(decoder, prompt)]
         ends = list(accumulate(map(len, pieces)))
         start = prompt.index(text)
-        inside = [
-            end > start and end - len(piece) < start + len(text)
-            for end, piece in zip(ends, pieces, strict=True)
-        ]
+        places = zip(ends, pieces, strict=True)
+        inside = [end > start and end - len(piece) < start + len(text) for end, piece in places]
         mean = states[torch.tensor(inside)].mean(0)
         rows.append({"last": states[-1], "mean": mean, "both": torch.cat([states[-1], mean])}[tokens])
     return torch.stack(rows).numpy()
@@ -45,9 +43,8 @@ def test_linear_probe_is_logistic_regression_on_states(layer, tokens, c, films, 
     expected = regression.predict_log_proba((new - mean) / deviation)
     options = {"probe_layer": layer, "probe_tokens": tokens, "probe_c": c}
     predictor = fit("linear_probe", decoder, films, demonstrations, **options)
-    torch.testing.assert_close(
-        predictor.scores(TEXTS), torch.from_numpy(expected).float(), atol=1e-3, rtol=1e-3
-    )
+    expected = torch.from_numpy(expected).float()
+    torch.testing.assert_close(predictor.scores(TEXTS), expected, atol=1e-3, rtol=1e-3)
     assert predictor.cost.trained == states.shape[1] + 1
 
 
@@ -85,17 +82,13 @@ def test_a_texts_tokens_are_found_in_a_prompt_that_was_cut(front, films):
     texts = ["no", "a very warm film about <|endoftext|> " * 9, "x y"]
     with pytest.warns(TruncationWarning):
         queries = questions.queries(texts)
-    spans = list(linear_probe._spans(questions, texts, queries))
-    parts = [
-        decoder.tokenizer.decode(row[first:last]) for row, (first, last) in zip(queries, spans, strict=True)
-    ]
+    spans = [*zip(queries, linear_probe._spans(questions, texts, queries), strict=True)]
+    parts = [decoder.tokenizer.decode(row[first:last]) for row, (first, last) in spans]
     assert [parts[0].strip(), parts[2].strip()] == ["no", "x y"]
     assert parts[1].strip()
     assert (" " + texts[1]).startswith(parts[1])
-    assert all(
-        decoder.tokenizer.decode(row[last:]).startswith("\nSentiment")
-        for row, (_, last) in zip(queries, spans, strict=True)
-    )
+    behind = [decoder.tokenizer.decode(row[last:]) for row, (_, last) in spans]
+    assert all(one.startswith("\nSentiment") for one in behind)
 
 
 @pytest.mark.parametrize(

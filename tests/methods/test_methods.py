@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from compressed import with_compressor
-from fitting import FAMILIES, SHOWN, WORDS, made
+from fitting import FAMILIES, SHOWN, WORDS, fit, hooks, injected, made
 from i2cl import (
     CalibrationConfig,
     Decoder,
@@ -33,11 +33,6 @@ LAYERS, WIDTH = 2, 32
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm", "not bad"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 FULL = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
-
-
-def fitted(name, decoder, task, demonstrations, *, seed=0, **options):
-    (method,) = make_methods([name], options)
-    return method.fit(decoder, task, demonstrations, seed)
 
 
 def plain(decoder, task, prompts, *, full=False):
@@ -68,7 +63,7 @@ def prompts(texts):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_zero_shot_is_the_bare_model(model_type, films, demonstrations):
     decoder = made(model_type)
-    predictor = fitted("zero_shot", decoder, films, demonstrations)
+    predictor = fit("zero_shot", decoder, films, demonstrations)
     torch.testing.assert_close(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), **CLOSE)
     assert (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out) == (0, 0, 0)
 
@@ -77,23 +72,16 @@ def test_zero_shot_is_the_bare_model(model_type, films, demonstrations):
 def test_few_shot_is_the_bare_model_on_the_whole_prompt_cached_or_not(model_type, films, demonstrations):
     decoder = made(model_type)
     expected = plain(decoder, films, prompts(TEXTS))
-    cached = fitted("few_shot", decoder, films, demonstrations)
-    uncached = fitted("few_shot_uncached", decoder, films, demonstrations)
+    cached = fit("few_shot", decoder, films, demonstrations)
+    uncached = fit("few_shot_uncached", decoder, films, demonstrations)
     torch.testing.assert_close(uncached.scores(TEXTS), expected, **CLOSE)
     torch.testing.assert_close(cached.scores(TEXTS), expected, **CLOSE)
     assert not torch.allclose(expected, plain(decoder, films, queries(TEXTS)), atol=1e-2)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_few_shot_caches_keys_and_values_of_the_demonstrations(model_type, films, demonstrations):
-    decoder = made(model_type)
-    cached = fitted("few_shot", decoder, films, demonstrations)
-    tokens = len(cached.prefix.ids)
     text = decoder.tokenizer.decode(cached.prefix.ids)
     assert text.startswith(prompts([""])[0].removesuffix(" \nSentiment:"))
+    tokens = len(cached.prefix.ids)
     assert cached.cost.cached_values == 2 * LAYERS * KEY_VALUE_WIDTH[model_type] * tokens
-    assert cached.cost.trained == 0
-    assert fitted("few_shot_uncached", decoder, films, demonstrations).cost.cached_values == 0
+    assert (cached.cost.trained, uncached.cost.cached_values) == (0, 0)
 
 
 @FULL
@@ -104,7 +92,7 @@ def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
     words = task.labels
     shown = "".join(f"Review: {text}\nSentiment:{words[label]}\n" for text, label in SHOWN)
     asked = [("" if name == "zero_shot" else shown) + query for query in queries(TEXTS)]
-    predictor = fitted(name, decoder, task, demonstrations)
+    predictor = fit(name, decoder, task, demonstrations)
     torch.testing.assert_close(predictor.scores(TEXTS), plain(decoder, task, asked, full=True), **CLOSE)
 
 
@@ -126,7 +114,7 @@ def test_a_text_that_merges_with_the_demonstrations_is_scored_right(model_type, 
     texts = ["\n\n\nlate", "early", "\n\nlater", "\nonce"]
     shown = "".join(f"{text}\nSentiment:{WORDS[label]}\n" for text, label in SHOWN)
     whole = [f"{shown}{text}\nSentiment:" for text in texts]
-    predictor = fitted("few_shot", decoder, task, demonstrations)
+    predictor = fit("few_shot", decoder, task, demonstrations)
     start = predictor.prefix.ids
     encoded = decoder.encoder(whole)
     merged = [ids[: len(start)] != start for ids in encoded]
@@ -141,32 +129,25 @@ def test_a_text_that_merges_with_the_demonstrations_is_scored_right(model_type, 
 )
 def test_i2cl_is_extraction_calibration_and_injection(model_type, films, demonstrations, options):
     decoder = made(model_type)
-    predictor = fitted("i2cl", decoder, films, demonstrations, seed=3, epochs="2", **options)
+    predictor = fit("i2cl", decoder, films, demonstrations, seed=3, epochs="2", **options)
     extraction = ExtractConfig(writers=options.get("writers", "both"))
-    rest = {name: value for name, value in options.items() if name != "writers"}
-    context = extract(decoder, films, demonstrations, extraction, seed=3)
-    config = CalibrationConfig(epochs=2, **rest)
-    injection = calibrate(decoder, films, demonstrations, context, config, seed=3)
+    config = CalibrationConfig(epochs=2, **{k: v for k, v in options.items() if k != "writers"})
+    injection = injected(decoder, films, demonstrations, config, extraction=extraction, seed=3)
     assert torch.equal(predictor.scores(TEXTS), injection.scores(decoder, TEXTS))
     assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
     assert not torch.allclose(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), atol=1e-3)
 
 
+PER_LAYER = [({}, 4), ({"formula": "balance"}, 4), ({"formula": "add"}, 2)]
+
+
 @pytest.mark.parametrize(
-    ("options", "per_layer"),
-    [
-        ({}, 4),
-        ({"formula": "balance"}, 4),
-        ({"formula": "add"}, 2),
-        ({"writers": "mlp"}, 2),
-        ({"writers": "hidden"}, 2),
-    ],
-    ids=str,
+    ("options", "per_layer"), [*PER_LAYER, ({"writers": "mlp"}, 2), ({"writers": "hidden"}, 2)], ids=str
 )
 def test_trained_numbers(films, demonstrations, options, per_layer):
     decoder = made("llama")
     for name in ("i2cl", "noise"):
-        predictor = fitted(name, decoder, films, demonstrations, epochs=0, **options)
+        predictor = fit(name, decoder, films, demonstrations, epochs=0, **options)
         assert predictor.cost.trained == per_layer * LAYERS
 
 
@@ -180,16 +161,15 @@ def test_the_noise_vector_has_unit_variance_or_the_norm_of_what_it_replaces():
     torch.testing.assert_close(matched.values.norm(dim=-1), real.values.norm(dim=-1))
     cosine = torch.nn.functional.cosine_similarity(matched.values, real.values, dim=-1)
     assert cosine.abs().max() < 0.2
-    assert torch.equal(noise_like(real, NoiseConfig(), 5).values, noise_like(real, NoiseConfig(), 5).values)
-    assert not torch.equal(
-        noise_like(real, NoiseConfig(), 6).values, noise_like(real, NoiseConfig(), 5).values
-    )
+    first, again, other = (noise_like(real, NoiseConfig(), seed).values for seed in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("size", ["standard", "matched"])
 def test_noise_is_calibrated_like_i2cl_on_another_vector(films, demonstrations, size):
     decoder = made("llama")
-    predictor = fitted("noise", decoder, films, demonstrations, seed=2, epochs=2, noise_vector=size)
+    predictor = fit("noise", decoder, films, demonstrations, seed=2, epochs=2, noise_vector=size)
     real = extract(decoder, films, demonstrations, seed=2)
     vector = noise_like(real, NoiseConfig(noise_vector=size), 2)
     injection = calibrate(decoder, films, demonstrations, vector, CalibrationConfig(epochs=2), seed=2)
@@ -212,14 +192,13 @@ def test_seeds_fitted_together_are_those_fitted_alone(name, decoder, rows):
 
 
 def test_what_takes_no_steps_together_is_fitted_one_by_one(decoder, rows):
-    for name, options in [
-        ("few_shot", {}),
+    for name, options in (
         ("i2cl_over_icl", {"epochs": 1}),
         ("i2cl", {"optimizer": "lbfgs"}),
-    ]:
+        ("few_shot", {}),
+    ):
         (method,) = make_methods([name], options)
         assert not method.joint
-    (method,) = make_methods(["few_shot"])
     found = method.fit_many(decoder, rows, [rows.sample(1, 0), rows.sample(1, 1)], (0, 1))
     assert [len(one.shown) for one in found] == [2, 2]
     assert found[0].shown != found[1].shown
@@ -229,9 +208,6 @@ def test_costs_add_up(decoder):
     prefix = decoder.prefix(decoder.encoder(["five"])[0])
     cost = Cost.of(torch.zeros(3), None, prefix, trained=2) + Cost(held_out=4)
     assert cost == Cost(2, 3 + prefix.values, 12 + prefix.bytes, 4)
-
-
-QUICK = {"epochs": 1}
 
 
 @pytest.fixture
@@ -247,7 +223,7 @@ def contract(request):
     """Fits a method as quickly as it goes, and offline."""
 
     def fitted(name, decoder, task):
-        options = {option: value for option, value in QUICK.items() if option in METHODS[name].options()}
+        options = {"epochs": 1} if "epochs" in METHODS[name].options() else {}
         if "encoder" in METHODS[name].options() and find_spec("sentence_transformers"):
             options["encoder"] = request.getfixturevalue("encoder")
         (method,) = make_methods([name], options)
@@ -270,7 +246,9 @@ def rows(task):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_scores_each_text_by_itself_and_repeats_itself(name, decoder, rows, contract):
+def test_every_method_scores_each_text_by_itself_repeats_itself_and_refuses_an_empty_one(
+    name, decoder, rows, contract
+):
     texts = [query.text for query in rows.queries(5)]
     predictor = contract(name, decoder, rows)
     scores = predictor.scores(texts)
@@ -278,15 +256,12 @@ def test_every_method_scores_each_text_by_itself_and_repeats_itself(name, decode
     assert scores.dtype == (torch.float64 if name == "temperature" else torch.float32)
     assert torch.isfinite(scores).all()
     assert torch.equal(contract(name, decoder, rows).scores(texts), scores)
+    with pytest.raises(I2CLError, match="text 2 is empty"):
+        predictor.scores(["good", " "])
     if not issubclass(METHODS[name], Wrapper):  # a calibration may look at all texts at once
         torch.testing.assert_close(predictor.scores(texts[::-1]), scores.flip(0), **CLOSE)
     counts = (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out)
     assert all(isinstance(count, int) and count >= 0 for count in counts)
-
-
-def hooks(model):
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -306,38 +281,28 @@ def test_every_method_leaves_the_model_as_found(name, decoder, rows, contract):
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_refuses_an_empty_text(name, decoder, rows, contract):
-    with pytest.raises(I2CLError, match="text 2 is empty"):
-        contract(name, decoder, rows).scores(["good", " "])
-
-
 def test_as_many_demonstrations_are_shown_as_fit(films, demonstrations):
     whole = prompts([SHOWN[2][0]])[0]  # all of them, and a query as long as the longest
     needed = len(tiny_tokenizer()(whole)["input_ids"])
     decoder = Decoder(tiny_model("llama", max_position_embeddings=needed), tiny_tokenizer())
-    assert len(fitted("few_shot", decoder, films, demonstrations).shown) == 4
+    assert len(fit("few_shot", decoder, films, demonstrations).shown) == 4
     decoder = Decoder(tiny_model("llama", max_position_embeddings=needed - 1), tiny_tokenizer())
     told = rf"2 demonstrations per class and a query need {needed} tokens, .* showing 1 per class"
     with pytest.warns(UserWarning, match=told):
-        predictor = fitted("few_shot", decoder, films, demonstrations)
+        predictor = fit("few_shot", decoder, films, demonstrations)
     assert predictor.shown == tuple((text, WORDS[label]) for text, label in SHOWN[:2])
-
-
-def test_demonstrations_that_do_not_fit_at_all(films, demonstrations):
     decoder = Decoder(tiny_model("llama", max_position_embeddings=30), tiny_tokenizer())
     for name in ("few_shot", "few_shot_uncached"):
         with pytest.raises(I2CLError, match=r"need \d+ tokens, but the context holds 30"):
-            fitted(name, decoder, films, demonstrations)
+            fit(name, decoder, films, demonstrations)
 
 
 def test_methods_are_made_by_name_with_the_options_they_know():
     zero, ours = make_methods(["zero_shot", "i2cl"], {"epochs": "7", "formula": "balance"})
     assert (zero.name, ours.calibration.epochs, ours.calibration.formula) == ("zero_shot", 7, "balance")
     assert ours.calibration.lr == CalibrationConfig().lr
-    made = make_methods(
-        ["i2cl", "noise", "lora", "ia3", "prompt_tuning", "prefix_tuning"], {"loss": "labels"}
-    )
+    names = ["i2cl", "noise", "lora", "ia3", "prompt_tuning", "prefix_tuning"]
+    made = make_methods(names, {"loss": "labels"})
     assert {getattr(one, "calibration", getattr(one, "training", None)).loss for one in made} == {"labels"}
     assert set(METHODS["i2cl"].options()) == {*ExtractConfig.model_fields, *CalibrationConfig.model_fields}
     assert METHODS["zero_shot"].options() == {}
@@ -375,7 +340,7 @@ def test_the_table_of_methods_is_complete_and_cannot_be_changed():
     ("options", "sites", "each"), [({}, 4, 32), ({"writers": "mha"}, 2, 32), ({"writers": "hidden"}, 2, 32)]
 )
 def test_anchored_calibration_counts_the_numbers_that_it_fits(films, demonstrations, options, sites, each):
-    predictor = fitted("anchored", made("llama"), films, demonstrations, **options)
+    predictor = fit("anchored", made("llama"), films, demonstrations, **options)
     assert predictor.cost.trained == sites * each
 
 
@@ -404,7 +369,7 @@ def test_an_option_that_json_cannot_hold_is_refused(name, option, value):
 
 def test_behind_demonstrations_i2cl_injects_everywhere_or_not_at_all(films, demonstrations):
     with pytest.raises(I2CLError, match="injects at every token: leave out positions=last"):
-        fitted("i2cl_over_icl", made("llama"), films, demonstrations, positions="last", epochs=1)
+        fit("i2cl_over_icl", made("llama"), films, demonstrations, positions="last", epochs=1)
 
 
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "anchored", "zero_shot+label_prior"])
@@ -412,7 +377,7 @@ def test_scores_that_are_not_numbers_are_told(films, demonstrations, name):
     decoder = made("llama")
     options = {} if "prior" not in name else {"unlabelled": 2}
     task = replace(films, train=tuple(Example(text, 0) for text in TEXTS))
-    predictor = fitted(name, decoder, task, demonstrations, **options)
+    predictor = fit(name, decoder, task, demonstrations, **options)
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(I2CLError, match="label scores are not numbers, since something overflows in float32"):

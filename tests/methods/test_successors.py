@@ -15,12 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:labels share their first token")
 
 def last_state(decoder, text):
     """What the LM head reads at the last token."""
+    row = torch.tensor([ids(decoder, text)])
     with torch.no_grad():
-        return (
-            decoder.model(torch.tensor([ids(decoder, text)]), output_hidden_states=True)
-            .hidden_states[-1][0, -1]
-            .double()
-        )
+        return decoder.model(row, output_hidden_states=True).hidden_states[-1][0, -1].double()
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

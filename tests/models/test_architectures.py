@@ -54,20 +54,13 @@ def one_by_one(model, prefix):
 # The residual identity
 
 
-def test_writers_are_all_that_a_block_adds(model):
+def test_writers_are_all_that_a_block_adds_and_each_counts(model):
     architecture = architecture_of(model)
     identity = residual_identity(model, architecture, IDS)
     assert len(identity.errors) == len(architecture.writers(model)) == len(architecture.blocks(model)) >= 2
     assert identity.passed, identity
-
-
-def test_each_writer_counts(model):
-    architecture = architecture_of(model)
-    for wrong in (
-        replace(architecture, mlp=architecture.attention),
-        replace(architecture, attention=architecture.mlp),
-    ):
-        assert residual_identity(model, wrong, IDS).worst > 1000 * TOLERANCE
+    for wrong in ({"mlp": architecture.attention}, {"attention": architecture.mlp}):
+        assert residual_identity(model, replace(architecture, **wrong), IDS).worst > 1000 * TOLERANCE
 
 
 @pytest.mark.parametrize(("model_type", "dtype"), HALF)
@@ -87,18 +80,14 @@ def test_inner_modules_of_post_norm_blocks_fail(model_type):
     assert identity.worst > 0.1
 
 
-def test_a_scale_left_out_fails():
-    granite = tiny_model("granite")
-    assert architecture_of(granite).writer_scale(granite.config) == granite.config.residual_multiplier == 0.4
-    assert not residual_identity(granite, replace(ARCHITECTURES["granite"], scale=None), IDS).passed
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_scale_that_is_a_tenth_off_fails(dtype):
-    granite = tiny_model("granite", dtype=dtype)
-    assert residual_identity(granite, ARCHITECTURES["granite"], IDS).passed
+def test_a_scale_that_is_left_out_or_a_tenth_off_fails(dtype):
+    granite, row = tiny_model("granite", dtype=dtype), ARCHITECTURES["granite"]
+    assert row.writer_scale(granite.config) == granite.config.residual_multiplier == 0.4
+    assert residual_identity(granite, row, IDS).passed
+    assert not residual_identity(granite, replace(row, scale=None), IDS).passed
     granite.config.residual_multiplier *= 1.1  # its blocks keep the value they were built with
-    assert not residual_identity(granite, ARCHITECTURES["granite"], IDS).passed
+    assert not residual_identity(granite, row, IDS).passed
 
 
 def test_one_wrong_layer_fails(gemma2):
@@ -131,14 +120,11 @@ def test_activations_that_are_not_finite_fail():
     assert not residual_identity(llama, architecture_of(llama), IDS).passed
 
 
-def test_writers_that_are_never_run_are_named():
+def test_writers_that_are_never_run_or_of_another_width_are_named(gemma2):
     # With these two options Bloom reads the weights of its output projection but does not call it.
     bloom = tiny_model("bloom", pretraining_tp=2, slow_but_exact=True)
     with pytest.raises(I2CLError, match=r"'attention' of layer 0 was never run.*BloomBlock"):
         residual_identity(bloom, architecture_of(bloom), IDS)
-
-
-def test_writers_of_another_width_are_named(gemma2):
     wrong = replace(ARCHITECTURES["gemma2"], mlp="mlp.up_proj")
     with pytest.raises(I2CLError, match=r"'mlp' of layer 0 has shape \(3, 26, 48\).*Gemma2DecoderLayer"):
         residual_identity(gemma2, wrong, IDS)
@@ -155,18 +141,12 @@ def test_the_check_leaves_the_model_as_it_was(gemma2):
 # The table
 
 
-def test_table_is_sorted_and_holds_each_model_type_once():
+def test_table_is_sorted_and_holds_each_tested_model_type_once():
     assert list(ARCHITECTURES) == sorted(ARCHITECTURES)
     assert sorted(name for _, names in _ROWS for name in names.split()) == list(ARCHITECTURES)
     assert all(architecture.model_type == name for name, architecture in ARCHITECTURES.items())
-
-
-def test_table_holds_what_is_tested():
     assert set(ARCHITECTURES) == set(MODEL_TYPES)
-
-
-def test_the_chosen_paths_are_of_every_row():
-    assert all(set(names.split()) & set(PATHS) for _, names in _ROWS)
+    assert all(set(names.split()) & set(PATHS) for _, names in _ROWS)  # the chosen paths are of every row
 
 
 def test_writers_have_axes_layer_and_module(gemma2):

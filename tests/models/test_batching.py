@@ -5,6 +5,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
+from fitting import encode
 from i2cl.errors import I2CLError
 from i2cl.models.batching import longest_first, make_batch, pack_batch, packing_pays
 from i2cl.models.encoding import Encoder, TruncationWarning
@@ -17,10 +18,6 @@ WORDS = "a warm and funny film "
 
 def query(text):
     return HEAD + text + MIDDLE
-
-
-def encode(text):
-    return tuple(tiny_tokenizer()(text)["input_ids"])
 
 
 def with_special_tokens(single):
@@ -36,22 +33,14 @@ def encoder():
     return Encoder.of(tiny_tokenizer())
 
 
-def test_a_batch_is_padded_on_the_right():
+def test_a_batch_is_padded_on_the_right_or_packed_one_row_behind_the_other():
     batch = make_batch([(5, 6, 7), (8,)], CPU)
-    assert batch.input_ids[0].tolist() == [5, 6, 7]
-    assert batch.input_ids[1, 0] == 8
-    assert batch.last.tolist() == [2, 0]
-    assert batch.rows == (0, 1)
-
-
-def test_a_packed_batch_holds_one_row_behind_the_other():
+    assert (batch.input_ids[0].tolist(), batch.input_ids[1, 0]) == ([5, 6, 7], 8)
+    assert (batch.last.tolist(), batch.rows, batch.packed) == ([2, 0], (0, 1), False)
     batch = pack_batch([(5, 6, 7), (8,), (9, 10)], CPU)
-    assert batch.packed
-    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 10]]
+    assert (batch.input_ids.tolist(), batch.packed) == ([[5, 6, 7, 8, 9, 10]], True)
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
-    assert batch.first.tolist() == [0, 3, 4]
-    assert batch.last.tolist() == [2, 3, 5]
-    assert not make_batch([(5,)], CPU).packed
+    assert (batch.first.tolist(), batch.last.tolist()) == ([0, 3, 4], [2, 3, 5])
 
 
 def test_packing_pays_for_padding_and_not_for_long_rows():
@@ -65,27 +54,16 @@ def test_longest_first_and_equal_rows_together():
     assert [ids[row] for row in longest_first(ids)] == [(4, 5, 6), (2, 2), (2, 3), (1,), (1,)]
 
 
-@pytest.mark.parametrize(
-    ("single", "front"),
-    [
-        ("$A", ()),
-        ("<|endoftext|> $A", (0,)),
-        ("$A <|endoftext|>", ()),
-        ("<|endoftext|> $A <|endoftext|>", (0,)),
-    ],
-)
-def test_special_tokens_in_front_are_kept_and_those_behind_are_not(single, front):
-    encoder = Encoder.of(with_special_tokens(single))
+@pytest.mark.parametrize("behind", ["", " <|endoftext|>"])
+@pytest.mark.parametrize(("before", "front"), [("", ()), ("<|endoftext|> ", (0,))])
+def test_special_tokens_in_front_are_kept_and_those_behind_are_not(before, behind, front):
+    encoder = Encoder.of(with_special_tokens(f"{before}$A{behind}"))
     assert encoder.front == front
     assert encoder(["a film", "b"]) == [front + encode("a film"), front + encode("b")]
 
 
-def test_nothing_to_encode(encoder):
-    assert encoder([]) == []
-    assert encoder.fitted(query, [], 3) == []
-
-
-def test_texts_that_fit_are_not_touched(encoder):
+def test_texts_that_fit_and_none_at_all_are_not_touched(encoder):
+    assert encoder([]) == encoder.fitted(query, [], 3) == []
     texts = ["a film", WORDS]
     longest = len(encode(query(WORDS)))
     with warnings.catch_warnings():
@@ -117,7 +95,7 @@ def test_each_text_has_its_own_prompt_and_all_share_one_warning(encoder):
     assert second[:3] == encode("no ")
 
 
-def test_special_tokens_count(encoder):
+def test_special_tokens_count():
     bos = Encoder.of(with_special_tokens("<|endoftext|> $A"))
     with pytest.warns(TruncationWarning):
         (cut,) = bos.fitted(query, [WORDS * 30], 40)

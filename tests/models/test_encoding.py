@@ -180,15 +180,12 @@ def test_the_answer_is_that_of_the_characters(decoder):
 # Keywords
 
 
-def test_every_label_has_a_token_of_its_own_where_first_tokens_are_shared():
-    decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="llama")
+def test_every_label_has_a_token_of_its_own_where_first_tokens_are_shared(decoder):
     template = Template("Text: {text}\nTopic:\n{label}")
     labels = ("xa", "xb", "xab", "xbc", "xbb")
     found = label_tokens(decoder.encoder, template, labels, "keyword")
-    assert not found.full
-    assert found.room == 0
-    assert all(len(ids) == 1 for ids in found.ids)
-    tokens = [ids[0] for ids in found.ids]
+    assert (found.full, found.room) == (False, 0)
+    tokens = [token for (token,) in found.ids]
     assert len(set(tokens)) == len(labels)
     own = [set(decoder.encoder.plain(label)) for label in labels]
     # Five labels of four characters: all but one of them have a character of their own.
@@ -197,8 +194,7 @@ def test_every_label_has_a_token_of_its_own_where_first_tokens_are_shared():
     assert label_tokens(decoder.encoder, template, labels, "keyword") == found
 
 
-def test_more_labels_than_tokens_are_refused():
-    decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="llama")
+def test_more_labels_than_tokens_are_refused(decoder):
     labels = tuple(f"{number:05}" for number in range(2000))
     with pytest.raises(I2CLError, match="fewer tokens than there are labels, 2000"):
         label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "keyword")

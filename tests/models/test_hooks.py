@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from fitting import hooks
 from i2cl.models.hooks import edit_inputs, edit_outputs
 from tiny import tiny_model
 
@@ -20,22 +21,15 @@ class Failing(nn.Module):
         raise RuntimeError("inside the module")
 
 
-def hooks(module):
-    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
-
-
 def boom(value):
     raise RuntimeError("inside the hook")
 
 
-def test_output_tensor_is_replaced():
+def test_an_output_is_replaced_and_of_a_tuple_the_first_element_only():
     module = nn.Identity()
     with edit_outputs([(module, lambda value: value + 1)]):
         assert torch.equal(module(X), X + 1)
     assert torch.equal(module(X), X)
-
-
-def test_only_the_first_element_of_a_tuple_is_replaced():
     module = Pair()
     with edit_outputs([(module, lambda value: value + 1)]):
         first, second = module(X)
@@ -43,16 +37,13 @@ def test_only_the_first_element_of_a_tuple_is_replaced():
     assert second == "weights"
 
 
-def test_edits_are_seen_downstream():
+def test_edits_are_seen_downstream_and_run_in_the_order_given():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     model = nn.Sequential(first, second)
     with edit_outputs([(first, lambda value: 3 * value)]):
         edited = model(X)
     assert torch.equal(edited, second(3 * first(X)))
     assert not torch.equal(edited, model(X))
-
-
-def test_edits_of_one_module_run_in_the_order_given():
     module = nn.Identity()
     with edit_outputs([(module, lambda value: value + 1), (module, lambda value: value * 10)]):
         assert torch.equal(module(X), (X + 1) * 10)
@@ -88,23 +79,24 @@ def test_first_argument_is_replaced(keyword):
 
 
 @pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
-def test_hooks_are_removed_after_success(edit):
-    model = nn.Sequential(nn.Identity(), nn.Identity())
+def test_hooks_are_removed_after_success_and_others_left_alone(edit):
+    model, calls = nn.Sequential(nn.Identity(), nn.Identity()), []
+    handle = model[0].register_forward_hook(lambda *_: calls.append("kept"))
     with edit([(part, lambda value: value + 1) for part in model]):
-        assert hooks(model) == 2
+        assert hooks(model) == 2 + 1
         assert torch.equal(model(X), X + 2)
-    assert hooks(model) == 0
     assert torch.equal(model(X), X)
+    assert calls == ["kept", "kept"]
+    handle.remove()
+    assert hooks(model) == 0
 
 
 @pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
 @pytest.mark.parametrize("place", ["with block", "hook", "module"])
 def test_hooks_are_removed_after_an_error(edit, place):
     model = nn.Sequential(nn.Identity(), Failing() if place == "module" else nn.Identity())
-    changes = [
-        (model[0], boom if place == "hook" else lambda value: value + 1),
-        (model[1], lambda value: value),
-    ]
+    first = boom if place == "hook" else lambda value: value + 1
+    changes = [(model[0], first), (model[1], lambda value: value)]
 
     def run():
         with edit(changes):
@@ -130,16 +122,6 @@ def test_hooks_are_removed_when_a_later_one_cannot_be_set(edit):
     with pytest.raises(LookupError), edit(changes()):
         pass
     assert hooks(module) == 0
-
-
-@pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
-def test_edits_leave_other_hooks_alone(edit):
-    module, calls = nn.Identity(), []
-    module.register_forward_hook(lambda *_: calls.append("kept"))
-    with edit([(module, lambda value: value + 1)]):
-        module(X)
-    module(X)
-    assert calls == ["kept", "kept"]
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2", "falcon", "opt"])

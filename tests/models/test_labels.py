@@ -4,32 +4,22 @@ import copy
 import json
 import random
 import warnings
-from functools import cache
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from fitting import decoder_of, encode, made
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import ScoringWarning, label_tokens
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Task, Template
-from tiny import CASES, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")
 LABELS = ("positive", "negative")
-
-
-@cache
-def decoder_of(case):
-    model_type, overrides = CASES[case]
-    return Decoder(tiny_model(model_type, **overrides), tiny_tokenizer(), name=case)
-
-
-def encode(text):
-    return tuple(tiny_tokenizer()(text)["input_ids"])
 
 
 WORDS = (
@@ -75,29 +65,21 @@ def test_no_label_begins_another_one_that_is_scored(case, seed):
 
 
 def test_labels_that_begin_no_other_stay_as_they_are():
-    assert label_tokens(decoder_of("llama").encoder, TEMPLATE, LABELS, "full").ids == tuple(
-        map(encode, LABELS)
-    )
+    found = label_tokens(decoder_of("llama").encoder, TEMPLATE, LABELS, "full")
+    assert found.ids == tuple(map(encode, LABELS))
 
 
-def test_eos_ends_labels_where_the_separator_merges_with_them():
-    decoder = decoder_of("llama")
+def test_eos_ends_labels_where_the_separator_merges_with_them_and_no_token_to_end_them_is_an_error():
+    decoder = made("llama")
     template = Template("Review: {text}\nSentiment:{label}", separator="n")
     assert encode("on")[:1] != encode("o")
     with pytest.warns(ScoringWarning):
         found = label_tokens(decoder.encoder, template, ("a o", "a o a"))
     assert {ids[-1] for ids in found.ids} == {decoder.tokenizer.eos_token_id}
-
-
-def test_no_token_to_end_labels_is_an_error():
-    tokenizer = tiny_tokenizer()
-    decoder = Decoder(tiny_model("llama"), copy.deepcopy(tokenizer))
+    decoder = Decoder(decoder.model, copy.deepcopy(decoder.tokenizer))
     decoder.tokenizer.eos_token = None
-    template = Template("Review: {text}\nSentiment:{label}", separator="n")
-    with (
-        pytest.warns(ScoringWarning),
-        pytest.raises(I2CLError, match=r"label .a o. is how label .a o a. begins.*use other label words"),
-    ):
+    told = r"label .a o. is how label .a o a. begins.*use other label words"
+    with pytest.warns(ScoringWarning), pytest.raises(I2CLError, match=told):
         label_tokens(decoder.encoder, template, ("a o", "a o a"))
 
 
@@ -130,12 +112,7 @@ def merging_tokenizer():
     newline, letter = "\u010a", "x"
     base["model"]["vocab"][newline + letter] = len(base["model"]["vocab"])
     base["model"]["merges"].insert(0, [newline, letter])
-    base["pre_tokenizer"] = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(base)), eos_token="<|endoftext|>"
-    )
+    options = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    base["pre_tokenizer"] = {"type": "ByteLevel", **options}
+    backend = Tokenizer.from_str(json.dumps(base))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")

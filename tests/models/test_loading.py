@@ -1,5 +1,6 @@
 """Loading models: safetensors only, complete, and no foreign code unless asked for."""
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -10,14 +11,19 @@ from safetensors.torch import load_file, save_file
 from i2cl import Decoder, I2CLError
 from i2cl.models import loading
 from i2cl.models.loading import load_model_and_tokenizer
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
 def folder(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return tiny_folder(tmp_path / "model")
+
+
+def change(folder, **tensors):
+    """Other tensors in a folder's weights, or none where one is None."""
+    path = folder / "model.safetensors"
+    whole = load_file(path) | tensors
+    save_file({name: one for name, one in whole.items() if one is not None}, path, {"format": "pt"})
 
 
 @pytest.fixture
@@ -52,6 +58,7 @@ def test_a_folder_gives_its_weights_in_evaluation_mode(folder):
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert not any(module.training for module in model.modules())
     assert tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+    assert load_model_and_tokenizer(str(folder), dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
 def test_tensor_parallel_needs_torchrun_and_then_asks_transformers_for_it(asked, monkeypatch):
@@ -73,21 +80,15 @@ def test_a_hub_id_is_passed_on_with_its_revision(asked):
     assert (decoder.name, decoder.revision) == ("somebody/some-model", "v2")
 
 
-def test_only_safetensors_and_no_remote_code_by_default(asked):
-    model, _ = load_model_and_tokenizer("somebody/some-model")
+@pytest.mark.parametrize("options", [{}, {"trust_remote_code": True}])
+def test_only_safetensors_and_remote_code_only_where_it_is_asked_for(asked, options):
+    model, _ = load_model_and_tokenizer("somebody/some-model", **options)
     assert asked["model"][1]["use_safetensors"] is True
-    assert [named["trust_remote_code"] for _, named in asked.values()] == [False, False]
+    assert [named["trust_remote_code"] for _, named in asked.values()] == [bool(options)] * 2
     assert not model.training
 
 
-def test_remote_code_only_where_it_is_asked_for(asked):
-    load_model_and_tokenizer("somebody/some-model", trust_remote_code=True)
-    assert [named["trust_remote_code"] for _, named in asked.values()] == [True, True]
-
-
 def test_remote_code_of_a_folder_is_not_run(folder, tmp_path):
-    import json
-
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -103,35 +104,24 @@ def test_the_precision_asked_for(folder, asked):
         assert asked["model"][1]["dtype"] == wanted
 
 
-def test_a_model_in_half_precision(folder):
-    model, _ = load_model_and_tokenizer(str(folder), dtype="bfloat16")
-    assert model.dtype == torch.bfloat16
-
-
-def test_a_checkpoint_that_lacks_weights(folder):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(I2CLError, match=r"lacks weights \(model.layers.1.mlp.up_proj.weight"):
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", None, r"lacks weights \(model.layers.1.mlp.up_proj.weight"),
+        ("model.norm.weight", torch.ones(7), r"norm.weight as \(7,\) where its config.json says \(32,\)"),
+    ],
+)
+def test_a_checkpoint_that_lacks_weights_or_has_others_than_the_config_says(folder, name, tensor, message):
+    change(folder, **{name: tensor})
+    with pytest.raises(I2CLError, match=message):
         load_model_and_tokenizer(str(folder))
 
 
 def test_tied_weights_do_not_count_as_lacking(tmp_path):
-    tiny_model("gpt2").save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_folder(tmp_path, "gpt2")
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     model, _ = load_model_and_tokenizer(str(tmp_path))
     assert torch.equal(model.lm_head.weight, model.transformer.wte.weight)
-
-
-def test_weights_of_other_sizes_than_the_config_says(folder):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.norm.weight"] = torch.ones(7)
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(I2CLError, match=r"model.norm.weight as \(7,\) where its config.json says \(32,\)"):
-        load_model_and_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize("kept", [0, 4, 3000, -1])

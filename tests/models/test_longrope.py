@@ -17,13 +17,8 @@ from i2cl.models.scoring import score
 from tiny import LIMIT, LONGROPE, tiny_model, tiny_tokenizer
 
 FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
-SHOWN = [
-    Example("warm", 0),
-    Example("dull and lifeless and " * 8, 1),
-    Example("so dull " * 8, 1),
-    Example("a film", 0),
-    Example("funny " * 4, 0),
-]
+LONG = ("warm", "dull and lifeless and " * 8, "so dull " * 8, "a film", "funny " * 4)
+SHOWN = [Example(text, label) for text, label in zip(LONG, (0, 1, 1, 0, 0), strict=True)]
 TAKEN = 5
 """Virtual tokens; one of these queries goes beyond the limit with them alone."""
 LABELS = LabelTokens(((5, 9, 7), (8,)), full=False)
@@ -165,12 +160,8 @@ def test_limits_of_each_kind_of_layer():
     def long(limit):
         return {"rope_type": "longrope", "original_max_position_embeddings": limit}
 
-    ropes = {
-        "full_attention": long(64),
-        "sliding_attention": long(16),
-        "other": {"rope_type": "yarn"},
-        "no": None,
-    }
+    ropes = {"full_attention": long(64), "sliding_attention": long(16)}
+    ropes |= {"other": {"rope_type": "yarn"}, "no": None}
     assert rope_limits(SimpleNamespace(rope_parameters=ropes)) == (16, 64)
     assert rope_limits(SimpleNamespace(rope_parameters=None)) == rope_limits(SimpleNamespace()) == ()
 

@@ -93,23 +93,19 @@ def test_what_exceeds_the_memory_is_halved_and_said_once(error):
     assert {warning.category for warning in caught} == {MemoryWarning}
 
 
-def test_a_single_query_that_exceeds_the_memory():
+def test_a_single_query_that_exceeds_the_memory_is_told_and_other_errors_are_not_hidden():
     def run(_):
         raise ERRORS[0]
 
-    with (
-        pytest.warns(MemoryWarning),
-        pytest.raises(I2CLError, match="a query of 11 tokens does not fit into memory"),
-    ):
+    told = "a query of 11 tokens does not fit into memory"
+    with pytest.warns(MemoryWarning), pytest.raises(I2CLError, match=told):
         list(Runner(50).run_batches(rows(23), run))
 
-
-def test_other_errors_are_not_hidden():
-    def run(_):
+    def fails(_):
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        list(Runner(50).run_batches(rows(3), run))
+        list(Runner(50).run_batches(rows(3), fails))
 
 
 def test_scores_after_running_out_of_memory_are_the_same(monkeypatch):

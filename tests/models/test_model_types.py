@@ -7,15 +7,14 @@ the right ones is the residual identity's business (`test_architectures.py`).
 import pytest
 import torch
 
-from fitting import close, injecting, replacing
+from fitting import close, injecting, made, replacing
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import extract
 from i2cl.core.edits import LinearEdit
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.models.batching import make_batch
-from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example, Task, Template
-from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
+from tiny import CASES, PATHS
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
 SHOTS = (Example("a warm film", 0), Example("dull", 1), Example("a funny, warm and funny film", 0))
@@ -23,8 +22,7 @@ SHOTS = (Example("a warm film", 0), Example("dull", 1), Example("a funny, warm a
 
 @pytest.fixture(scope="module", params=CASES)
 def decoder(request):
-    model_type, overrides = CASES[request.param]
-    return Decoder(tiny_model(model_type, **overrides), tiny_tokenizer(), name=request.param)
+    return made(request.param)
 
 
 def drawn(decoder):

@@ -93,10 +93,11 @@ def test_what_becomes_trained_meanwhile_gets_its_gradient(forced):
     assert module.weight.grad.tolist() == [[2.0] * 4] * 4
 
 
-def test_autocast_and_a_switched_off_onednn_are_respected(forced):
+def test_autocast_other_precision_and_a_switched_off_onednn_are_respected(forced):
     module = torch.nn.Linear(4, 4).requires_grad_(False)
     with onednn.fast_products(module), torch.autocast("cpu", torch.bfloat16):
-        assert module(torch.ones(4)).dtype == torch.bfloat16
+        for given in (torch.ones(4), torch.ones(4).bfloat16()):
+            assert module(given).dtype == torch.bfloat16
     with torch.backends.mkldnn.flags(enabled=False), onednn.fast_products(module):
         assert not swapped(module)
 
@@ -109,12 +110,6 @@ def test_a_copy_made_meanwhile_multiplies_as_it_always_did(forced, monkeypatch):
     with torch.no_grad():
         twin[0].weight.zero_()
     assert torch.equal(twin(torch.ones(4)), module[0].bias)
-
-
-def test_other_precision_of_the_input_runs_the_models_own_product(forced):
-    module = torch.nn.Linear(4, 4).requires_grad_(False)
-    with onednn.fast_products(module), torch.autocast("cpu", torch.bfloat16):
-        assert module(torch.ones(4).bfloat16()).dtype == torch.bfloat16
 
 
 def test_the_model_is_left_as_found_after_an_error(forced):

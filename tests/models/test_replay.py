@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from core.test_label_mass import LABELS, QUERIES, edit_of, made
+from core.test_label_mass import LABELS, QUERIES, edit_of
+from fitting import made
 from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import make_batch
 from i2cl.models.edits import Edit
@@ -49,10 +50,9 @@ def test_what_is_given_again_is_what_the_blocks_put_out(case):
 
 
 def test_the_model_is_left_as_found_also_after_an_error():
-    decoder = made()
+    decoder = made("llama")
     batch = make_batch(QUERIES, decoder.device)
     replay = Replay(decoder.blocks[:1])
-
     with decoder.frozen(), torch.no_grad():
         decoder.forward(batch, replay=replay)
         before = [dict(block.__dict__) for block in decoder.blocks]
@@ -63,7 +63,7 @@ def test_the_model_is_left_as_found_also_after_an_error():
 
 
 def test_each_batch_has_its_own_and_gradients_begin_above():
-    decoder = made()
+    decoder = made("llama")
     replay = Replay(decoder.blocks[:1])
     values = torch.nn.Parameter(torch.zeros(decoder.layers, 2, decoder.d_model))
     gradients = []
@@ -80,7 +80,7 @@ def test_each_batch_has_its_own_and_gradients_begin_above():
 
 
 def test_blocks_whose_forward_somebody_else_replaced_run_as_they_are():
-    decoder = made()
+    decoder = made("llama")
     decoder.blocks[0].forward = decoder.blocks[0].forward  # as Accelerate does
     replay = Replay(decoder.blocks[:1])
     batch = make_batch(QUERIES, decoder.device)

@@ -63,18 +63,10 @@ def pressed(work, place, files):
 
 def state(model):
     """Values, flags, hooks, replaced methods and classes of a model."""
-    parts = [
-        (
-            name,
-            type(part),
-            part.training,
-            sorted(vars(part)),
-            [*part._forward_hooks, *part._forward_pre_hooks],
-        )
-        for name, part in model.named_modules()
-    ]
+    hooks = [(list(part._forward_hooks), list(part._forward_pre_hooks)) for part in model.modules()]
+    parts = [(name, type(one), one.training, sorted(vars(one))) for name, one in model.named_modules()]
     values = [(name, value.requires_grad, value.tolist()) for name, value in model.named_parameters()]
-    return parts, values, signal.getsignal(signal.SIGINT)
+    return hooks, parts, values, signal.getsignal(signal.SIGINT)
 
 
 def free(lock):

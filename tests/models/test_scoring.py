@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 
+from fitting import decoder_of, encode, made
 from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
@@ -20,16 +21,6 @@ TEMPLATE = Template("Review: {text}\nSentiment:{label}")
 LABELS = ("positive", "negative")
 TEXTS = ("a warm film", "dull", "a dull and lifeless film, " * 3, "where is the longest river", "dull")
 SHOWN = "Review: funny\nSentiment:positive\n"
-
-
-@cache
-def decoder_of(case):
-    model_type, overrides = CASES[case]
-    return Decoder(tiny_model(model_type, **overrides), tiny_tokenizer(), name=case)
-
-
-def encode(text):
-    return tuple(tiny_tokenizer()(text)["input_ids"])
 
 
 def direct(decoder, text, label, *, full, before=""):
@@ -114,15 +105,19 @@ def counting(case, budget=64):
     return Counting(bare.model, bare.tokenizer, name=case, token_budget=budget)
 
 
+def drawn_edit(decoder, *pair, **options):
+    """Random vectors with one pair of coefficients."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
+    return LinearEdit(values, torch.tensor(pair).expand(decoder.layers, 2, 2), **options)
+
+
 @pytest.mark.parametrize("positions", [None, "all", "last"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, positions):
     decoder = counting(case)
-    asked, edit = questions(decoder, "full", MANY), None
-    if positions:
-        generator = torch.Generator().manual_seed(0)
-        values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
-        edit = LinearEdit(values, torch.tensor([0.1, 0.9]).expand(decoder.layers, 2, 2), positions=positions)
+    asked = questions(decoder, "full", MANY)
+    edit = drawn_edit(decoder, 0.1, 0.9, positions=positions) if positions else None
     queries = asked.queries(TEXTS)
     found = score(decoder, queries, asked.labels, edit=edit)
     once, decoder.tokens, decoder.can_split = decoder.tokens, 0, False
@@ -166,22 +161,15 @@ def test_running_out_of_memory_behind_shared_queries_halves_them(monkeypatch, li
     assert decoder.token_budget >= len(queries[0])
 
 
-def test_progress_of_queries_that_run_once():
-    decoder, done = counting("llama"), []
-    asked = questions(decoder, "full", MANY)
-    score(decoder, asked.queries(TEXTS), asked.labels, progress=done.append)
-    assert sum(done) == len(TEXTS)
-    assert all(isinstance(count, int) for count in done)
-
-
-def test_no_texts(full):
-    assert scores(decoder_of("llama"), kind(full), ()).shape == (0, 2)
-
-
-def test_progress_counts_every_query_once(full):
+def test_progress_counts_every_query_once_and_no_texts_have_no_scores(full):
     done = []
     scores(decoder_of("llama"), kind(full), progress=done.append)
     assert sum(done) == pytest.approx(len(TEXTS))
+    assert scores(decoder_of("llama"), kind(full), ()).shape == (0, 2)
+    decoder, done = counting("llama"), []  # whose queries run once
+    asked = questions(decoder, "full", MANY)
+    score(decoder, asked.queries(TEXTS), asked.labels, progress=done.append)
+    assert (sum(done), {type(count) for count in done}) == (len(TEXTS), {int})
 
 
 def test_scores_are_float32_whatever_the_model_is():
@@ -202,15 +190,10 @@ def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, full, edited
     decoder = decoder_of(case)
     shown = encode(SHOWN)
     assert len(shown) > 8  # longer than the sliding windows
-    labels = label_tokens(decoder.encoder, TEMPLATE, LABELS, kind(full))
-    queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
     prefix = decoder.prefix(shown)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in prefix.cache.layers]
-    edit = None
-    if edited:  # (0, 1) runs the hooks and changes nothing
-        coefficients = torch.tensor([0.0, 1.0]).expand(decoder.layers, 2, 2)
-        edit = LinearEdit(torch.ones(decoder.layers, 2, decoder.d_model), coefficients)
-    found = score(decoder, queries, labels, prefix=prefix, edit=edit)
+    edit = drawn_edit(decoder, 0.0, 1.0) if edited else None  # runs the hooks and changes nothing
+    found = scores(decoder, kind(full), prefix=prefix, edit=edit)
     assert close(found, expected(decoder, full=full, before=SHOWN))
     for layer, (keys, values) in zip(prefix.cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
@@ -221,62 +204,45 @@ def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, full, edited
 @pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
 def test_a_prefix_that_holds_all_tokens_in_every_layer(case, kept):
     decoder = decoder_of(case)
-    labels = label_tokens(decoder.encoder, TEMPLATE, LABELS)
-    queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
     prefix = decoder.prefix(encode(SHOWN), whole=True)
     if kept:
         prefix = prefix.kept_at(tuple(range(len(prefix.ids))))
-    assert close(score(decoder, queries, labels, prefix=prefix), expected(decoder, full=False, before=SHOWN))
+    assert close(scores(decoder, prefix=prefix), expected(decoder, full=False, before=SHOWN))
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "falcon", "opt"])
 def test_an_edited_prefix_is_the_beginning_of_an_edited_prompt(case):
-    decoder = decoder_of(case)
+    decoder, shown = decoder_of(case), encode(SHOWN)
     labels = label_tokens(decoder.encoder, TEMPLATE, LABELS)
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
-    edit = LinearEdit(values, torch.tensor([0.3, 0.8]).expand(decoder.layers, 2, 2))
-    queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
-    shown = encode(SHOWN)
-    found = score(decoder, queries, labels, edit=edit, prefix=decoder.prefix(shown, edit=edit))
-    assert close(found, score(decoder, [shown + query for query in queries], labels, edit=edit))
-    plain_prefix = score(decoder, queries, labels, edit=edit, prefix=decoder.prefix(shown))
-    assert not close(found, plain_prefix)
+    edit = drawn_edit(decoder, 0.3, 0.8)
+    found = scores(decoder, edit=edit, prefix=decoder.prefix(shown, edit=edit))
+    whole = [shown + encode(TEMPLATE.query(text)) for text in TEXTS]
+    assert close(found, score(decoder, whole, labels, edit=edit))
+    assert not close(found, scores(decoder, edit=edit, prefix=decoder.prefix(shown)))
 
 
 @pytest.mark.parametrize("budget", [1, 10**6])
 def test_batching_behind_a_prefix_changes_nothing(budget, full):
     decoder = Decoder(decoder_of("gemma2").model, tiny_tokenizer(), token_budget=budget)
-    labels = label_tokens(decoder.encoder, TEMPLATE, LABELS, kind(full))
-    queries = [encode(TEMPLATE.query(text)) for text in TEXTS]
-    found = score(decoder, queries, labels, prefix=decoder.prefix(encode(SHOWN)))
+    found = scores(decoder, kind(full), prefix=decoder.prefix(encode(SHOWN)))
     assert close(found, expected(decoder, full=full, before=SHOWN))
 
 
 # Label tokens
 
 
-def test_labels_are_encoded_as_they_follow_the_prompt():
-    decoder = decoder_of("llama")
-    spaced = Template("Review: {text}\nSentiment: {label}")
+def test_labels_are_encoded_as_they_follow_the_prompt_and_scored_by_a_first_token_that_differs():
+    encoder, spaced = decoder_of("llama").encoder, Template("Review: {text}\nSentiment: {label}")
     with pytest.warns(ScoringWarning):
-        found = label_tokens(decoder.encoder, spaced, LABELS)
+        found = label_tokens(encoder, spaced, LABELS)
     assert found.ids == tuple(encode(" " + label) for label in LABELS)
-    assert label_tokens(decoder.encoder, TEMPLATE, LABELS).ids == tuple(encode(label) for label in LABELS)
-
-
-def test_labels_that_differ_in_their_first_token_are_scored_by_it():
-    decoder = decoder_of("llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = label_tokens(decoder.encoder, TEMPLATE, LABELS)
-        forced = label_tokens(decoder.encoder, TEMPLATE, LABELS, "full")
-    assert not found.full
-    assert found.room == 0
-    assert found.target(0) == encode("positive")[:1]
-    assert forced.full
-    assert forced.room == max(len(encode(label)) for label in LABELS) - 1
-    assert forced.target(1) == encode("negative")
+        found, forced = (label_tokens(encoder, TEMPLATE, LABELS, scoring) for scoring in ("auto", "full"))
+    assert found.ids == tuple(encode(label) for label in LABELS)
+    assert (found.full, found.room, found.target(0)) == (False, 0, encode("positive")[:1])
+    room = max(len(encode(label)) for label in LABELS) - 1
+    assert (forced.full, forced.room, forced.target(1)) == (True, room, encode("negative"))
 
 
 def test_labels_that_share_their_first_token_are_scored_whole():
@@ -291,39 +257,29 @@ def test_labels_that_share_their_first_token_are_scored_whole():
         label_tokens(decoder.encoder, TEMPLATE, labels, "first_token")
 
 
-def test_a_label_that_merges_with_the_prompt_is_refused():
-    template = Template("{text} Senti{label}")
+def test_labels_that_merge_with_the_prompt_or_have_the_same_tokens_are_refused():
+    template, encoder = Template("{text} Senti{label}"), decoder_of("llama").encoder
     assert encode(" Sentiment")[: len(encode(" Senti"))] != encode(" Senti")
     with pytest.raises(I2CLError, match=r"merges label 'ment' .* before \{label\}"):
-        label_tokens(decoder_of("llama").encoder, template, ("x", "ment"))
-
-
-def test_two_labels_with_the_same_tokens_are_refused():
+        label_tokens(encoder, template, ("x", "ment"))
     with pytest.raises(I2CLError, match="same tokens"):
-        label_tokens(decoder_of("llama").encoder, TEMPLATE, ("good", "good"))
+        label_tokens(encoder, TEMPLATE, ("good", "good"))
 
 
 # Queries
 
 
-@pytest.mark.parametrize("text", ["", " \n\t"])
-def test_an_empty_text_is_named(text):
-    decoder = decoder_of("llama")
-    with pytest.raises(I2CLError, match="text 2 is empty"):
-        questions(decoder).queries(["a", text])
-
-
-def test_a_text_that_no_tokenizer_can_take_is_named():
-    decoder = decoder_of("llama")
-    with pytest.raises(I2CLError, match="text 2 holds half a surrogate pair"):
-        questions(decoder).queries(["a", "b \ud83d"])
+@pytest.mark.parametrize(
+    ("text", "told"), [("", "is empty"), (" \n\t", "is empty"), ("b \ud83d", "holds half a surrogate pair")]
+)
+def test_a_text_that_cannot_be_asked_is_named(text, told):
+    with pytest.raises(I2CLError, match=f"text 2 {told}"):
+        questions(decoder_of("llama")).queries(["a", text])
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "opt"])
 def test_long_texts_leave_room_for_the_label(case, full):
-    model_type, overrides = CASES[case]
-    model = tiny_model(model_type, **overrides, max_position_embeddings=48)
-    decoder = Decoder(model, tiny_tokenizer())
+    decoder = made(case, max_position_embeddings=48)
     assert decoder.max_length == 48
     labels = label_tokens(decoder.encoder, TEMPLATE, LABELS, kind(full))
     with pytest.warns(TruncationWarning, match="1 of 2") as caught:

@@ -1,11 +1,13 @@
 import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from commands import listed
 from i2cl.errors import I2CLError
 from i2cl.storage.atomic import new_file, new_folder, require_writable, system_cause, write_errors
 
@@ -93,34 +95,26 @@ def test_a_failing_rename_puts_the_older_folder_back(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path):
+def test_a_folder_with_other_files_or_a_file_in_the_way_is_refused(tmp_path):
     path = tmp_path / "out"
     write(path, "old")
     (path / "thesis.txt").write_text("mine")
     with pytest.raises(I2CLError, match=r"out' holds other files \(thesis.txt\)"):
         write(path)
     assert contents(path) == {MARKER: "old", "data": "old", "thesis.txt": "mine"}
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_file_in_the_way_is_refused(tmp_path):
-    (tmp_path / "out").write_text("mine")
+    assert listed(tmp_path) == ["out"]
+    (tmp_path / "file").write_text("mine")
     with pytest.raises(I2CLError, match="is a file"):
-        write(tmp_path / "out")
+        write(tmp_path / "file")
     with pytest.raises(I2CLError, match="cannot write to"):
-        write(tmp_path / "out" / "deeper")
-    assert (tmp_path / "out").read_text() == "mine"
+        write(tmp_path / "file" / "deeper")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_the_early_check_writes_nothing(tmp_path):
+def test_the_early_check_writes_nothing_and_names_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     require_writable(tmp_path / "out", OWNED)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    def denied(**_):
-        raise PermissionError(13, "Permission denied")
-
+    assert listed(tmp_path) == []
+    denied = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr("i2cl.storage.atomic.tempfile.TemporaryFile", denied)
     with pytest.raises(I2CLError, match=r"cannot write to .*Permission denied"):
         require_writable(tmp_path / "out", OWNED)
@@ -141,20 +135,14 @@ def test_a_new_file_appears_at_the_end_or_not_at_all(tmp_path):
     assert contents(path.parent) == {"out": "whole"}
 
 
-def write_and_fail(path, error):
-    with new_folder(path, frozenset({"a"})) as fresh:
-        (fresh / "a").write_text("new")
-        raise error
-
-
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
-    with new_folder(tmp_path / "out", frozenset({"a"})) as fresh:
-        (fresh / "a").write_text("old")
+    path = tmp_path / "out"
+    write(path, "old")
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(I2CLError, match=r"No space left on device.*free space"):
-        write_and_fail(tmp_path / "out", full)
-    assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [("a", "old")]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        write(path, full)
+    assert contents(path) == {MARKER: "old", "data": "old"}
+    assert listed(tmp_path) == ["out"]
 
 
 def test_what_the_system_refused_is_told_by_errors_of_many_kinds():
@@ -166,9 +154,6 @@ def test_what_the_system_refused_is_told_by_errors_of_many_kinds():
         assert system_cause(other) is None
     with pytest.raises(ValueError, match="size"), write_errors("here"):
         raise ValueError("size")
-
-
-# Two writers
 
 
 def write_when_another_does(path, owned, monkeypatch, step):
@@ -216,9 +201,7 @@ def test_the_later_of_two_writers_is_refused_where_nothing_may_be_replaced(tmp_p
 
 
 def test_a_new_file_needs_no_hard_links(tmp_path, monkeypatch):
-    def refused(*_):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
+    refused = Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted"))
     monkeypatch.setattr(Path, "hardlink_to", refused)
     with new_file(tmp_path / "file") as fresh:
         fresh.write_text("new")

@@ -3,13 +3,13 @@
 import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 
+from commands import jsonl, run
 from i2cl import anchor
 from i2cl.core import artefact
 from i2cl.core.anchored import AnchoredConfig
@@ -17,15 +17,13 @@ from i2cl.core.artefact import TENSORS
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.interfaces.cli import main
 from i2cl.models.decoder import Decoder
 from i2cl.storage.atomic import public_name
 from i2cl.storage.card import CARD
 from i2cl.tasks import Example, Task, Template
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"), title="Films")
-
 METRICS = {"accuracy": 0.5, "macro_f1": 0.5, "n": 2}
 
 
@@ -47,32 +45,18 @@ def card_of(folder):
     return ModelCard.load(folder / CARD)
 
 
-def run(*arguments):
-    with pytest.raises(SystemExit) as done:
-        main([str(argument) for argument in arguments])
-    return done.value.code
-
-
-# The card
-
-
 def test_the_card_tells_what_it_is_and_where_it_came_from(tmp_path):
     command = "i2cl fit somebody/tiny-llama films.csv --seed 3"
     made(command=command).save_pretrained(tmp_path / "mood")
     card = card_of(tmp_path / "mood")
-    assert card.data.base_model == "somebody/tiny-llama"
-    assert card.data.library_name == "i2cl"
-    assert card.data.pipeline_tag == "text-classification"
-    assert "i2cl" in card.data.tags
-    assert card.data.license is None
-    assert card.data.eval_results is None
-    assert 'Injection.from_pretrained("mood")' in card.text
-    assert "i2cl predict mood" in card.text
-    assert "10 demonstrations" in card.text
-    assert "1.500 -> 0.250 nats" in card.text
-    assert "Not measured" in card.text
-    assert f"```console\n{command}\n```" in card.text
-    assert made().base.weights in card.text
+    assert (card.data.base_model, card.data.library_name) == ("somebody/tiny-llama", "i2cl")
+    assert (card.data.pipeline_tag, "i2cl" in card.data.tags) == ("text-classification", True)
+    assert card.data.license is card.data.eval_results is None
+    for part in (
+        *('Injection.from_pretrained("mood")', "i2cl predict mood", "10 demonstrations", "Not measured"),
+        *("1.500 -> 0.250 nats", f"```console\n{command}\n```", made().base.weights),
+    ):
+        assert part in card.text
 
 
 def test_the_card_of_an_anchored_fit_in_python_names_what_made_it(tmp_path):
@@ -88,9 +72,7 @@ def test_the_card_of_an_anchored_fit_in_python_names_what_made_it(tmp_path):
 
 
 def test_the_python_of_the_card_runs(tmp_path, monkeypatch, capsys):
-    decoder = decoder_named(str(tmp_path / "base"))
-    decoder.model.save_pretrained(tmp_path / "base")
-    decoder.tokenizer.save_pretrained(tmp_path / "base")
+    decoder = decoder_named(str(tiny_folder(tmp_path / "base")))
     monkeypatch.chdir(tmp_path)
     made(decoder).save_pretrained("mood")
     snippet = card_of(tmp_path / "mood").text.split("```python\n")[1].split("```")[0]
@@ -99,17 +81,10 @@ def test_the_python_of_the_card_runs(tmp_path, monkeypatch, capsys):
 
 
 SCORE = {"accuracy": 0.5, "low": 0.1, "high": 0.9, "fit_seconds": 2.0, "milliseconds_per_query": 3.25}
-WORTH = {
-    "rows": 2,
-    "split": "train",
-    "verdict": "zero_shot is better by 50.0 points (1 to 90) on 2 rows: do not use it",
-    "methods": {
-        "zero_shot": SCORE | {"cached_bytes": 0},
-        "zero_shot+batch_calibration": SCORE | {"cached_bytes": 0},
-        "i2cl": SCORE | {"cached_bytes": 77},
-    },
-    "not_run": {"few_shot": "too long"},
-}
+VERDICT = "zero_shot is better by 50.0 points (1 to 90) on 2 rows: do not use it"
+KEPT = {"zero_shot": 0, "zero_shot+batch_calibration": 0, "i2cl": 77}
+WORTH = {"rows": 2, "split": "train", "verdict": VERDICT, "not_run": {"few_shot": "too long"}}
+WORTH |= {"methods": {name: SCORE | {"cached_bytes": size} for name, size in KEPT.items()}}
 
 
 @pytest.mark.parametrize("worth", [{}, WORTH], ids=["alone", "compared"])
@@ -121,36 +96,33 @@ def test_metrics_become_the_hubs_results(tmp_path, worth):
     assert results["accuracy"].dataset_split == ("train" if worth else "test")
     text = card_of(tmp_path / "out").text
     assert f"on 2 {'training rows that are no demonstrations' if worth else 'test rows'}." in text
-    assert ("| i2cl | 0.500 | 0.100 to 0.900 | 2.0 | 3.25 | 77 |" in text) == bool(worth)
-    assert ("| few_shot | not run: too long |" in text) == bool(worth)
-    assert ("zero_shot is better by 50.0 points (1 to 90) on 2 rows: do not use it" in text) == bool(worth)
-    assert ("zero_shot+batch_calibration answers all rows together" in text) == bool(worth)
+    for part in (
+        *("| i2cl | 0.500 | 0.100 to 0.900 | 2.0 | 3.25 | 77 |", "| few_shot | not run: too long |"),
+        *(VERDICT, "zero_shot+batch_calibration answers all rows together"),
+    ):
+        assert (part in text) == bool(worth)
     loaded = Injection.from_pretrained(tmp_path / "out")
     assert (loaded.metrics, loaded.worth) == (METRICS, worth)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a: b",
-        "---",
-        "'quoted\"",
-        "{{ task }}",
-        "# not a heading\nbut two lines",
-        "Größe ☃",
-        "```",
-        "- [x",
-        "yes",
-    ],
-)
+ODD = [
+    "a: b",
+    "---",
+    "'quoted\"",
+    "{{ task }}",
+    "# not a heading\nbut two lines",
+    "Größe ☃",
+    "```",
+    "- [x",
+    "yes",
+]
+
+
+@pytest.mark.parametrize("name", ODD)
 def test_any_name_makes_a_valid_card(tmp_path, name):
     template = Template(f"{name.replace('{', '').replace('}', '')} ````\n{{text}}\n---\n{{label}}")
     task = Task(name, (f"{name}1", "- two"), template, title=name)
-    decoder = decoder_named(f"models/{name}")
-    queries = [Example("dull", 1)]
-    injection = made(
-        decoder, task, metrics={"accuracy": 0.5, "macro_f1": 0.5, "n": len(queries)}, command=name
-    )
+    injection = made(decoder_named(f"models/{name}"), task, metrics=METRICS | {"n": 1}, command=name)
     injection.save_pretrained(tmp_path / "out")
     card = card_of(tmp_path / "out")
     assert card.data.eval_results[0].dataset_name == name
@@ -176,12 +148,8 @@ def test_a_private_path_is_in_no_card(tmp_path):
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        ("gpt2", "gpt2"),
-        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
-        ("/no/such/folder", "folder"),
-        ("~/models/llama/", "llama"),
-        ("./llama", "llama"),
-        ("here/models/llama", "llama"),
+        *((one, one) for one in ("gpt2", "meta-llama/Llama-3.1-8B")),
+        *((one, "llama") for one in ("~/models/llama/", "./llama", "here/models/llama", "/no/such/llama")),
     ],
 )
 def test_names_that_may_be_published(name, shown):
@@ -198,43 +166,28 @@ def test_a_readme_of_the_users_own_is_not_replaced(tmp_path):
     assert '"seed": 4' in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
 
 
-# The command that makes it again
-
-
 def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    rows = [(f"film {number}", ("good", "bad")[number % 2]) for number in range(8)]
-    (tmp_path / "films.jsonl").write_text(
-        "".join(json.dumps({"line": text, "label": label}) + "\n" for text, label in rows), encoding="utf-8"
-    )
+    rows = [{"line": f"film {number}", "label": ("good", "bad")[number % 2]} for number in range(8)]
+    films = jsonl(tmp_path / "films.jsonl", rows)
     options = [
         "--template",
         r"It's {text}\nSo: {label}",
         "--text-column",
         "line",
         "--shots",
-        "2",
+        2,
         "--evaluate",
-        "4",
+        4,
     ]
-    options += [
-        "--test",
-        tmp_path / "films.jsonl",
-        "--recipe",
-        "fast",
-        "--set",
-        "passes=2",
-        "--set",
-        "noise=0",
-    ]
-    assert run("fit", "reference", tmp_path / "films.jsonl", "-o", "one", *options, "--json") == 0
+    options += ["--test", films, "--recipe", "fast", "--set", "passes=2", "--set", "noise=0"]
+    assert run("fit", "reference", films, "-o", "one", *options, "--json") == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["n"] == 4
     first = Injection.from_pretrained("one")
     words = shlex.split(first.command)
     assert words[:4] == ["i2cl", "fit", "reference", "films.jsonl"]
     assert words[words.index("--seed") :][:2] == ["--seed", "0"]
-    assert "--json" not in words
-    assert str(tmp_path) not in first.command
+    assert ("--json" in words, str(tmp_path) in first.command) == (False, False)
     assert first.command in (tmp_path / "one" / CARD).read_text(encoding="utf-8")
     words[words.index("--output") + 1] = "two"
     assert run(*words[1:]) == 0
@@ -242,9 +195,6 @@ def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, 
     assert torch.equal(first.coefficients, second.coefficients)
     assert torch.equal(first.context.values, second.context.values)
     assert first.metrics == second.metrics
-
-
-# Down from the hub
 
 
 @pytest.fixture
@@ -269,10 +219,8 @@ def cached(tmp_path, monkeypatch):
 
 
 def test_a_cached_repository_is_read_offline(cached):
-    assert Injection.from_pretrained("somebody/films").seed == 1
-    assert Injection.from_pretrained("somebody/films", revision="main").seed == 1
-    assert Injection.from_pretrained("somebody/films", revision="v1").seed == 2
-    assert Injection.from_pretrained("somebody/films", revision="b" * 40).seed == 2
+    for revision, seed in ((None, 1), ("main", 1), ("v1", 2), ("b" * 40, 2)):
+        assert Injection.from_pretrained("somebody/films", revision=revision).seed == seed
 
 
 def test_what_is_not_cached_is_told(cached, capsys):
@@ -289,9 +237,6 @@ def test_what_is_not_cached_is_told(cached, capsys):
     assert "no injection at 'nobody/films'" in capsys.readouterr().err
 
 
-# Up to the hub
-
-
 @pytest.mark.parametrize("metrics", [{"accuracy": None}, {"note": "good"}])
 def test_what_could_not_be_read_again_is_not_written(tmp_path, metrics):
     described = made(decoder_named("gpt2")).description() | {"metrics": metrics}
@@ -300,11 +245,8 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path, metrics):
     assert not list(tmp_path.iterdir())
 
 
-def test_metrics_without_a_number_of_rows(tmp_path):
-    replace(made(decoder_named("gpt2")), metrics={"accuracy": 0.5}).save_pretrained(tmp_path / "out")
+def test_metrics_without_a_number_of_rows_and_the_bundled_model_which_is_none_of_the_hubs(tmp_path):
+    made(decoder_named("gpt2"), metrics={"accuracy": 0.5}).save_pretrained(tmp_path / "out")
     assert "Accuracy 0.500." in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
-
-
-def test_the_bundled_model_is_none_of_the_hubs(tmp_path):
     made(decoder_named("reference")).save_pretrained(tmp_path / "out")
     assert card_of(tmp_path / "out").data.base_model is None

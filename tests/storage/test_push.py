@@ -4,18 +4,20 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
+from commands import run
 from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.storage import hub
 from i2cl.storage.card import CARD
-from storage.test_hub import card_of, decoder_named, made, run
+from storage.test_hub import card_of, decoder_named, made
 
 
 @pytest.fixture
@@ -45,9 +47,8 @@ def test_a_push_uploads_the_artefact_and_its_card(uploads, tmp_path):
     home = tmp_path / "home" / "llama"
     home.mkdir(parents=True)
     injection = made(decoder_named(str(home)))
-    address = injection.push_to_hub(
-        "films", private=True, token="secret", commit_message="First", revision="v1"
-    )
+    options = {"private": True, "token": "secret", "commit_message": "First", "revision": "v1"}
+    address = injection.push_to_hub("films", **options)
     assert address == "https://huggingface.co/me/films/commit/1"
     assert [name for name, *_ in uploads] == ["create_repo", "create_branch", "upload_folder"]
     assert uploads[0][1:] == ("films", {"private": True, "exist_ok": True, "token": "secret"})
@@ -96,18 +97,14 @@ def unauthorised(status):
     ids=str,
 )
 def test_a_push_that_fails_is_one_line(error, told, tmp_path, monkeypatch, capsys):
-    def fail(*_, **__):
-        raise error
-
     monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setattr(HfApi, "create_repo", fail)
+    monkeypatch.setattr(HfApi, "create_repo", Mock(side_effect=error))
     with pytest.raises(I2CLError, match=told):
         made().push_to_hub("me/films")
     made().save_pretrained(tmp_path / "out")
     assert run("push", tmp_path / "out", "me/films") == 2
     printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
+    assert (printed.out, len(printed.err.splitlines())) == ("", 1)
     assert "cannot push to 'me/films'" in printed.err
 
 

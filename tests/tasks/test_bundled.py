@@ -26,14 +26,11 @@ def test_tickets():
     assert all(4 <= len(one.text.split()) <= 90 for one in (*task.train, *task.test))
 
 
-def test_they_are_listed_without_rows():
+def test_they_are_listed_without_rows_and_every_file_of_rows_belongs_to_one():
     listed = [task for task in list_tasks() if task.group == "bundled"]
     assert [task.name for task in listed] == list(BUNDLED_TASKS)
     assert "tickets" in BUNDLED_TASKS
     assert all(task.description and not task.train for task in listed)
-
-
-def test_every_file_of_rows_belongs_to_a_task():
     sources = [builtin_spec(name).files for name in BUNDLED_TASKS]
     named = [file for source in sources if source for file in (source.train, source.test)]
     assert sorted(file.name for file in BUILTIN.glob("*.jsonl")) == sorted(named)

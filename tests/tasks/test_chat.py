@@ -26,6 +26,7 @@ INSIDE = (
     "{{ one.content }} [/INST]{% else %} {{ one.content }} </s>{% endif %}{% endfor %}"
 )
 IGNORED = CHATML.replace("for one in messages", "for one in messages if one.role != 'system'")
+COUNTED = "{% for one in messages %}{{ loop.index }}{{ one.content }}{% endfor %}"
 SYSTEM = {CHATML, TRIMMED}
 ALL = [CHATML, TRIMMED, NO_SYSTEM, INSIDE, IGNORED]
 NAMES = ["chatml", "trimmed", "no system", "system inside", "system ignored"]
@@ -86,29 +87,20 @@ def test_a_bos_that_the_tokenizer_puts_in_front_is_left_to_it():
         (None, "has no chat template: leave out chat"),
         ("{{ raise_exception('tools only') }}", "refuses such turns .tools only.: leave out chat"),
         ("{{ messages[-1].content }}", "does not show each turn once: leave out chat"),
-        (
-            "{% for one in messages %}{{ loop.index }}{{ one.content }}{% endfor %}",
-            "turns are not independent: leave out chat",
-        ),
+        (COUNTED, "turns are not independent: leave out chat"),
+        ({"tools": CHATML}, "leave out chat"),  # named ones without a default
     ],
+    ids=str,
 )
 def test_what_cannot_be_a_chat_is_one_line(source, says):
     with pytest.raises(I2CLError, match=says):
         Template.chat(tokenizer(source), "Say it.")
 
 
-def test_an_instruction_before_a_plain_template_stands_once():
+def test_an_instruction_before_a_plain_template_stands_once_and_one_with_braces_is_named():
     found = Template("Text: {text}\nLabel: {label}").instructed("Say up or down.")
     assert found.prompt([("a", "up")], "b") == "Say up or down.\nText: a\nLabel: up\nText: b\nLabel:"
     assert found.demonstration("a", "up") == "Say up or down.\nText: a\nLabel: up\n"
     assert found.instructed("") == Template("Text: {text}\nLabel: {label}")
-
-
-def test_an_instruction_with_braces_is_named():
     with pytest.raises(I2CLError, match=r"the instruction 'Use \{a\}' holds braces"):
         Template.chat(tokenizer(CHATML), "Use {a}")
-
-
-def test_named_chat_templates_without_a_default_are_one_line():
-    with pytest.raises(I2CLError, match="leave out chat"):
-        Template.chat(tokenizer({"tools": CHATML}), "Say it.")

@@ -38,9 +38,6 @@ def test_a_file_of_rows(mails, tmp_path):
     assert task.train == (Example("x", 0), Example("y", 1))
     assert task.test == (Example("z", 1),)
     assert load_task(str(mails), template=Template(TEMPLATE), labels=["spam", "ham"]).train[0].label == 1
-
-
-def test_a_file_of_rows_with_other_columns(tmp_path):
     path = tmp_path / "a.tsv"
     path.write_text("body\tkind\nx\tham\ny\tspam\n")
     task = load_task(path, template=TEMPLATE, text_column="body", label_column="kind")
@@ -53,6 +50,10 @@ def test_errors_around_a_file_of_rows(mails, tmp_path):
     assert "is the string 'ham,spam'" in failure(mails, template=TEMPLATE, labels="ham,spam")
     assert "none.csv does not exist" in failure(tmp_path / "none.csv", template=TEMPLATE)
     assert "none.jsonl does not exist" in failure(mails, template=TEMPLATE, test_path=tmp_path / "none.jsonl")
+    assert "leave test_path out" in failure("synthetic", test_path=mails)
+    mails.rename(tmp_path / "rows.txt")
+    told = failure(tmp_path / "rows.txt")
+    assert "cannot read files ending in '.txt': use one of .toml, .csv" in told
 
 
 def test_a_task_toml_reads_files_beside_it(mails, tmp_path):
@@ -93,9 +94,8 @@ def test_data_folders_that_do_not_fit(tmp_path):
     (tmp_path / "sst2" / "test.jsonl").unlink()
     assert "test.jsonl does not exist" in failure("sst2", data_dir=tmp_path)
     write_sst2(tmp_path, train='{"text": "fine", "label": 2}')
-    assert "train.jsonl line 1: label 2 is not one of negative, positive" in failure(
-        "sst2", data_dir=tmp_path
-    )
+    told = "train.jsonl line 1: label 2 is not one of negative, positive"
+    assert told in failure("sst2", data_dir=tmp_path)
     write_sst2(tmp_path, train='{"text": " ", "label": 1}')
     assert "the text is empty" in failure("sst2", data_dir=tmp_path)
 
@@ -105,16 +105,14 @@ def test_template_and_labels_replace_those_of_a_task(tmp_path):
     task = load_task("sst2", data_dir=tmp_path, template=Template.plain(), labels=["no", "yes"])
     assert (task.template, task.labels) == (Template.plain(), ("no", "yes"))
     assert task.train == (Example("fine", 1),)
-    assert "has 2 classes (negative, positive), not 3" in failure(
-        "sst2", data_dir=tmp_path, labels=["a", "b", "c"]
-    )
+    told = failure("sst2", data_dir=tmp_path, labels=["a", "b", "c"])
+    assert "has 2 classes (negative, positive), not 3" in told
 
 
 def test_reference_tasks():
     task = load_task("mood-colour-1")
     assert (task.name, task.group, len(task.labels)) == ("mood-colour-1", "reference", 4)
-    assert task.train
-    assert task.test
+    assert min(len(task.train), len(task.test)) > 0
     assert load_task("mood-colour-1", labels=list("abcd")).labels == ("a", "b", "c", "d")
 
 
@@ -133,20 +131,6 @@ def test_list_tasks_names_everything_without_rows():
 )
 def test_unknown_names_get_close_matches(name, close):
     message = failure(name)
-    assert f"unknown task {name!r}: did you mean" in message
-    assert close in message
-    assert "i2cl ls tasks" in message
-
-
-def test_unknown_names_without_a_close_match():
+    for part in (f"unknown task {name!r}: did you mean", close, "i2cl ls tasks"):
+        assert part in message
     assert failure("qqqqqqqq") == "unknown task 'qqqqqqqq': 'i2cl ls tasks' lists them all"
-
-
-def test_a_file_with_an_unknown_extension(tmp_path):
-    path = tmp_path / "rows.txt"
-    path.write_text(CSV)
-    assert "cannot read files ending in '.txt': use one of .toml, .csv" in failure(path)
-
-
-def test_test_path_is_refused_for_named_tasks(mails):
-    assert "leave test_path out" in failure("synthetic", test_path=mails)

@@ -2,17 +2,11 @@ import pytest
 
 from i2cl.tasks.sampling import even_quotas, seeded
 
+QUOTAS = [([10, 10], 6, [3, 3]), ([1, 10, 10], 7, [1, 3, 3]), ([1, 2, 10], 100, [1, 2, 10])]
+
 
 @pytest.mark.parametrize(
-    ("sizes", "total", "expected"),
-    [
-        ([10, 10], 6, [3, 3]),
-        ([1, 10, 10], 7, [1, 3, 3]),
-        ([1, 2, 10], 100, [1, 2, 10]),
-        ([0, 5], 4, [0, 4]),
-        ([], 4, []),
-        ([3, 3], 0, [0, 0]),
-    ],
+    ("sizes", "total", "expected"), [*QUOTAS, ([0, 5], 4, [0, 4]), ([], 4, []), ([3, 3], 0, [0, 0])]
 )
 def test_even_quotas(sizes, total, expected):
     assert even_quotas(sizes, total, seeded(0)) == expected

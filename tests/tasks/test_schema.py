@@ -50,8 +50,7 @@ def test_errors_name_file_and_field_in_one_line(content, said):
         parse_spec(content.encode(), "mine.toml")
     message = str(caught.value)
     assert message.startswith("mine.toml")
-    assert said in message
-    assert "\n" not in message
+    assert (said in message, "\n" in message) == (True, False)
 
 
 def test_a_toml_that_cannot_be_read(tmp_path):

@@ -19,20 +19,15 @@ def test_prompt_ends_every_demonstration_with_the_separator():
     assert template.lead == ""
     assert template.prompt([("a", "x"), ("b", "y")], "c") == "Q: a A:x || Q: b A:y || Q: c A:"
     assert template.prompt([], "c") == template.query("c")
+    assert Template.plain().demonstration("fine", "positive") == "fine positive\n"
+    assert Template.plain().query("fine") == "fine"
+    assert Template("{ {text} } => {label}").query("x") == "{ x } =>"  # lone braces are literal
+    assert Template("{text} {label}") == Template.plain() != Template("{text} {label}", "\n\n")
 
 
 @pytest.mark.parametrize("text", ["{label}", "{text}", "a {0} {} {{x}} }{", "%s \\1 $text"])
 def test_user_text_is_never_formatted(text):
     assert REVIEW.demonstration(text, "{text}") == "Review: " + text + "\nSentiment: {text}\n"
-
-
-def test_plain_has_no_words():
-    assert Template.plain().demonstration("fine", "positive") == "fine positive\n"
-    assert Template.plain().query("fine") == "fine"
-
-
-def test_lone_braces_are_literal():
-    assert Template("{ {text} } => {label}").query("x") == "{ x } =>"
 
 
 @pytest.mark.parametrize(
@@ -54,11 +49,4 @@ def test_bad_formats_name_the_cure(text_format, said):
     with pytest.raises(I2CLError) as caught:
         Template(text_format)
     message = str(caught.value)
-    assert said in message
-    assert "write it like" in message
-    assert "\n" not in message
-
-
-def test_templates_compare_by_format_and_separator():
-    assert Template("{text} {label}") == Template.plain()
-    assert Template("{text} {label}", "\n\n") != Template.plain()
+    assert (said in message, "write it like" in message, "\n" in message) == (True, True, False)

@@ -11,9 +11,8 @@ WORDS = ("red", "green", "blue")
 
 
 def rows(*per_class, prefix="text"):
-    return tuple(
-        Example(f"{prefix} {label}-{n}", label) for label, count in enumerate(per_class) for n in range(count)
-    )
+    places = ((label, n) for label, count in enumerate(per_class) for n in range(count))
+    return tuple(Example(f"{prefix} {label}-{n}", label) for label, n in places)
 
 
 def task(train=(20, 20, 20), test=(30, 30, 30), labels=WORDS, **fields):
@@ -33,10 +32,7 @@ def test_sample_is_balanced_and_follows_the_seed():
     assert drawn == some.sample(4, seed=3)
     assert drawn != some.sample(4, seed=4)
     assert [example.label for example in drawn] != sorted(example.label for example in drawn)
-
-
-def test_sample_defaults_to_the_shots_of_the_task():
-    assert counts(task(shots=2).sample(seed=0)) == {0: 2, 1: 2, 2: 2}
+    assert counts(task(shots=2).sample(seed=0)) == {0: 2, 1: 2, 2: 2}  # the task's own
 
 
 def test_sampling_neither_reads_nor_moves_global_random_state():
@@ -78,18 +74,12 @@ def test_queries_are_near_uniform_per_class():
     assert sorted(counts(drawn).values()) == [16, 17, 17]
     assert drawn == some.queries(50, seed=0)
     assert drawn != some.queries(50, seed=1)
+    assert counts(task(test=(2, 100, 100)).queries(40)) == {0: 2, 1: 19, 2: 19}  # from other classes
 
 
-def test_queries_fill_up_from_other_classes_when_one_is_small():
-    assert counts(task(test=(2, 100, 100)).queries(40)) == {0: 2, 1: 19, 2: 19}
-
-
-def test_all_queries_keep_the_order_of_the_file():
+def test_all_queries_keep_the_order_of_the_file_and_none_cannot_be_drawn():
     some = task()
     assert some.queries() == some.queries(90) == some.queries(10**6) == some.test
-
-
-def test_queries_that_cannot_be_drawn():
     with pytest.raises(I2CLError, match="no test examples"):
         task(test=()).queries()
     with pytest.raises(I2CLError, match="0 queries"):
@@ -105,18 +95,11 @@ def test_held_out_shares_no_text_with_the_demonstrations():
     assert counts(held_out) == {0: 3, 1: 3, 2: 3}
     assert held_out == some.held_out(9, demonstrations, seed=0)
     assert held_out != some.held_out(9, demonstrations, seed=1)
-
-
-def test_held_out_takes_what_the_classes_allow():
-    some = task(train=(6, 20, 20))
-    assert counts(some.held_out(20, some.sample(5, 0), 0))[0] == 1
-
-
-@pytest.mark.parametrize("n", [0, 46])
-def test_held_out_larger_than_what_remains(n):
-    some = task()
-    with pytest.raises(I2CLError, match="45 training examples remain"):
-        some.held_out(n, some.sample(5, 0), 0)
+    few, some = task(train=(6, 20, 20)), task()
+    assert counts(few.held_out(20, few.sample(5, 0), 0))[0] == 1  # what the classes allow
+    for n in (0, 46):
+        with pytest.raises(I2CLError, match="45 training examples remain"):
+            some.held_out(n, some.sample(5, 0), 0)
 
 
 @pytest.mark.parametrize(
@@ -136,14 +119,10 @@ def test_bad_label_words(labels, said):
 
 
 @pytest.mark.parametrize("label", [-1, 3])
-def test_label_out_of_range_names_the_row(label):
-    with pytest.raises(
-        I2CLError, match=rf"test row 2: label {label} is not one of 0 to 2 \(red, green, blue\)"
-    ):
+def test_a_label_out_of_range_names_the_row_and_no_shots_are_refused(label):
+    told = rf"test row 2: label {label} is not one of 0 to 2 \(red, green, blue\)"
+    with pytest.raises(I2CLError, match=told):
         Task("bad", WORDS, Template.plain(), test=(Example("a", 0), Example("b", label)))
-
-
-def test_shots_below_one():
     with pytest.raises(I2CLError, match="0 shots"):
         task(shots=0)
 

@@ -1,5 +1,7 @@
 """Records and reports made by hand, so that every number can be checked."""
 
+import csv
+import io
 from html.parser import HTMLParser
 
 import numpy as np
@@ -7,6 +9,7 @@ import numpy as np
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
 from i2cl.experiments.records import COUNTS, Record, Run
 from i2cl.experiments.report.document import build
+from i2cl.experiments.report.render import csv_text
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
 LLAMA3 = "meta-llama/Meta-Llama-3-8B"
@@ -14,12 +17,9 @@ METHODS = {"Zero-shot": "zero_shot", "Few-shot (ICL)": "few_shot", "ICV": "icv",
 
 
 def experiment(rows=("Zero-shot", "I2CL"), *, seeds=3, **fields):
-    made = [
-        row
-        if isinstance(row, GridRow)
-        else GridRow(name=row, method=METHODS[row], seeds=1 if row == "Zero-shot" else None)
-        for row in rows
-    ]
+    named = {name: GridRow(name=name, method=method) for name, method in METHODS.items()}
+    named["Zero-shot"] = GridRow(name="Zero-shot", method="zero_shot", seeds=1)
+    made = [row if isinstance(row, GridRow) else named[row] for row in rows]
     fields = {"views": ("tasks", "average", "comparison", "cost"), "title": "Trial", **fields}
     scale = Scale(seeds=seeds, limit=40)
     return Experiment(name="trial", measures="Accuracy.", rows=tuple(made), full=scale, **fields)
@@ -31,30 +31,31 @@ def record(method, task, seed, answers, model="reference", **more):
     outcome = {name: more.pop(name) for name in tuple(more) if name in {*Run.model_fields, *COUNTS}}
     provenance = more.pop("provenance", {"i2cl": "0.1.0", "torch": "2.9", "device": "cpu"})
     cell = Cell(**{"model": model, "task": task, "method": method, "seed": seed, "limit": 40, **more})
-    found = {
-        "accuracy": float(right.mean()),
-        "macro_f1": 0.5,
-        "gold": tuple(int(place % 2) for place in range(len(right))),
-        "predictions": tuple(int(place % 2 == ok) for place, ok in enumerate(right)),
-        "labels": ("a", "b"),
-        "demonstrations": (0, 1),
-        "fit_seconds": 1.0,
-        "predict_seconds": 2.0,
-        **outcome,
-    }
-    return Record(
-        key=cell.key,
-        cell=cell,
-        status="done",
-        outcome=found,
-        started="2025-01-02T03:04:05+00:00",
-        provenance=provenance,
-    )
+    gold = tuple(place % 2 for place in range(len(right)))
+    answers = tuple(int(place % 2 == ok) for place, ok in enumerate(right))
+    found = {"accuracy": float(right.mean()), "macro_f1": 0.5, "gold": gold, "predictions": answers}
+    found |= {"labels": ("a", "b"), "demonstrations": (0, 1), "fit_seconds": 1.0, "predict_seconds": 2.0}
+    return told(cell, status="done", outcome=found | outcome, provenance=provenance)
+
+
+def told(cell, **fields):
+    return Record(key=cell.key, cell=cell, started="2025-01-02T03:04:05+00:00", **fields)
 
 
 def failed(method, task, seed, error):
     cell = Cell(model="reference", task=task, method=method, seed=seed, limit=40)
-    return Record(key=cell.key, cell=cell, status="failed", error=error, started="2025-01-02T03:04:05+00:00")
+    return told(cell, status="failed", error=error)
+
+
+def changed(record, **update):
+    """The same record with another outcome."""
+    return record.model_copy(update={"outcome": record.outcome.model_copy(update=update)})
+
+
+def lines_of_csv(asked, made):
+    """Rows of the report's file of numbers."""
+    report = build([asked], made, {}, figures=False)
+    return list(csv.DictReader(io.StringIO(csv_text(report))))
 
 
 SEEDS = ("1111111000", "1111100000", "1111111111")

@@ -1,5 +1,6 @@
 """Figures of small made-up results: what is drawn equals what is computed by hand."""
 
+import sys
 from dataclasses import replace
 from itertools import combinations
 
@@ -12,6 +13,7 @@ pytest.importorskip("sklearn", reason="the extra experiments is not installed")
 from matplotlib.colors import to_hex  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
+from experiments.report.made import changed  # noqa: E402
 from i2cl.errors import I2CLError  # noqa: E402
 from i2cl.experiments.confidence import highest, reliability  # noqa: E402
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale  # noqa: E402
@@ -27,14 +29,8 @@ ZERO = GridRow(name="Zero-shot", method="zero_shot", seeds=1)
 ICL = GridRow(name="Few-shot (ICL)", method="few_shot")
 I2CL = GridRow(name="I2CL")
 MOVED = GridRow(name="Moved", study="move")
-COST = {
-    "zero_shot": (4.0, 0),
-    "few_shot": (20.0, 2_000_000),
-    "i2cl": (5.0, 3000),
-    "autocompressor": (7.0, 50_000),
-    "icae": (8.0, 60_000),
-    "cepe": (9.0, 70_000),
-}
+COST = {"zero_shot": (4.0, 0), "few_shot": (20.0, 2_000_000), "i2cl": (5.0, 3000)}
+COST |= {"autocompressor": (7.0, 50_000), "icae": (8.0, 60_000), "cepe": (9.0, 70_000)}
 
 
 def share(cell):
@@ -45,26 +41,20 @@ def share(cell):
     return 20 + 20 * method + 5 * task + (cell.seed**2) + 7 * source + (cell.shots or 0)
 
 
+def answered(right):
+    """So many of 100 queries right."""
+    return (1,) * right + (0,) * (100 - right)
+
+
 def record(cell, labels=("a", "b"), layers=4, sites=2):
     right = share(cell)
     milliseconds, size = COST[cell.method]
     made = np.random.default_rng([cell.seed, len(cell.task)])
     coefficients = made.random((layers, sites, 2)).tolist() if cell.method == "i2cl" else None
-    outcome = {
-        "accuracy": right / 100,
-        "macro_f1": 0.5,
-        "gold": (1,) * 100,
-        "predictions": (1,) * right + (0,) * (100 - right),
-        "labels": labels,
-        "demonstrations": (0,),
-        "fit_seconds": 1,
-        "predict_seconds": milliseconds / 10,
-        "trainable_parameters": 0,
-        "cached_values": 0,
-        "cached_bytes": size,
-        "held_out": 0,
-        "coefficients": coefficients,
-    }
+    outcome = {"accuracy": right / 100, "macro_f1": 0.5, "gold": (1,) * 100, "predictions": answered(right)}
+    outcome |= {"labels": labels, "demonstrations": (0,), "coefficients": coefficients}
+    outcome |= {"fit_seconds": 1, "predict_seconds": milliseconds / 10, "trainable_parameters": 0}
+    outcome |= {"cached_values": 0, "cached_bytes": size, "held_out": 0}
     return Record(key=cell.key, cell=cell, status="done", outcome=outcome, started="")
 
 
@@ -103,30 +93,24 @@ def legend_of(holder):
     return [text.get_text() for text in legend.get_texts()]
 
 
+def points_of(axes):
+    """Others of its lines lead to names."""
+    return [line for line in axes.lines if line.get_marker() == "o"]
+
+
 def ticks(axis):
     return [label.get_text() for label in axis.get_ticklabels()]
 
 
-EVERYTHING = {
-    "reliability": (ZERO, I2CL),
-    "risk-coverage": (ZERO, I2CL),
-    "efficiency": (ZERO, ICL, I2CL),
-    "shots": (ZERO, GridRow(name="I2CL", shots=(1, 5))),
-    "bars": (ZERO, ICL, I2CL),
-    "matrix": (ZERO, MOVED),
-    "vectors": (I2CL,),
-    "coefficient-map": (I2CL,),
-    "class-vectors": (I2CL,),
-    "coefficients": (I2CL,),
-}
-
-
-def test_every_view_with_a_figure_is_drawn():
-    assert set(FIGURES) == set(EVERYTHING)
+EVERYTHING = {"shots": (ZERO, GridRow(name="I2CL", shots=(1, 5))), "matrix": (ZERO, MOVED)}
+EVERYTHING |= dict.fromkeys(("reliability", "risk-coverage"), (ZERO, I2CL))
+EVERYTHING |= dict.fromkeys(("efficiency", "bars"), (ZERO, ICL, I2CL))
+EVERYTHING |= dict.fromkeys(("vectors", "coefficient-map", "class-vectors", "coefficients"), (I2CL,))
 
 
 @pytest.mark.parametrize("view", EVERYTHING)
 def test_nothing_is_drawn_of_nothing(view):
+    assert set(FIGURES) == set(EVERYTHING)
     empty = replace(results(*EVERYTHING[view]), tasks=(), cells=())
     assert FIGURES[view](empty, {}) is None
 
@@ -163,30 +147,20 @@ def test_bars_are_means_over_tasks_with_spread_over_seeds():
     assert axes.get_xlabel() == "mean accuracy over 3 tasks (%)"
 
 
-def test_bars_tell_which_rows_lack_tasks_and_leave_out_what_moves():
+def test_bars_tell_which_rows_lack_tasks_and_leave_out_what_moves_and_other_seeds():
     gone = results(ICL, I2CL, MOVED, keep=lambda cell: cell.method == "i2cl" or cell.task != "news")
     (axes,) = drawn("bars", gone).axes
     assert ticks(axes.yaxis) == ["Few-shot (ICL) (2 of 3 tasks)", "I2CL"]
     assert axes.patches[0].get_width() == pytest.approx(40 + 5 + 5 / 3)  # tasks at 0 and 10, seeds at 0, 1, 4
-
-
-def test_means_take_the_seeds_that_all_tasks_have():
     short = results(I2CL, keep=lambda cell: (cell.task, cell.seed) != ("news", 2))
-    (axes,) = drawn("bars", short).axes
+    (axes,) = drawn("bars", short).axes  # of the seeds that all tasks have
     assert axes.patches[0].get_width() == pytest.approx(60 + 5 + 0.5)
     never = results(I2CL, keep=lambda cell: cell.seed == TASKS.index(cell.task))
     assert FIGURES["bars"](never, {}) is None
-
-
-def test_a_row_takes_no_more_seeds_than_it_has():
-    """Another experiment in the same store may have run more."""
-    found = results(ZERO.model_copy(update={"seeds": None}))
+    found = results(ZERO.model_copy(update={"seeds": None}))  # by another experiment in the same store
     limited = replace(found, experiment=found.experiment.model_copy(update={"rows": (ZERO,)}))
     (axes,) = drawn("bars", limited).axes
     assert texts(axes) == ["25.0"]
-
-
-def test_bars_of_a_row_with_several_numbers_of_demonstrations():
     (axes,) = drawn("bars", results(GridRow(name="I2CL", shots=(1, 5)), tasks=("films",))).axes
     assert ticks(axes.yaxis) == ["I2CL, 1 per class", "I2CL, 5 per class"]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([61 + 5 / 3, 65 + 5 / 3])
@@ -220,9 +194,6 @@ def test_points_of_a_line_are_means_over_the_same_tasks():
     assert list(line.get_xdata()) == [1, 5]
     assert line.get_ydata() == pytest.approx([71 + 5 / 3, 75 + 5 / 3])
     assert legend_of(figure) == ["I2CL (1 of 3 tasks)"]
-
-
-def test_no_shots_without_a_row_of_several():
     assert FIGURES["shots"](results(ZERO, I2CL, GridRow(name="five", shots=(5,))), {}) is None
     row = I2CL.model_copy(update={"shots": (1, 5)})
     apart = results(row, keep=lambda cell: (cell.task, cell.shots) in {("films", 1), ("news", 5)})
@@ -233,22 +204,17 @@ def test_efficiency_has_a_point_and_a_name_for_each_row_in_both_panels():
     time, memory = drawn("efficiency", results(ZERO, ICL, I2CL)).axes
     heights = [25, 45 + 5 / 3, 65 + 5 / 3]
     for axes, wanted in ((time, [4, 20, 5]), (memory, [0, 2_000_000, 3000])):
-        points = [line for line in axes.lines if line.get_marker() == "o"]  # others lead to names
-        assert [line.get_xdata()[0] for line in points] == pytest.approx(wanted)
-        assert [line.get_ydata()[0] for line in points] == pytest.approx(heights)
+        assert [line.get_xdata()[0] for line in points_of(axes)] == pytest.approx(wanted)
+        assert [line.get_ydata()[0] for line in points_of(axes)] == pytest.approx(heights)
         assert texts(axes) == ["Zero-shot", "Few-shot (ICL)", "I2CL"]
     assert (time.get_xscale(), memory.get_xscale()) == ("log", "symlog")
     assert (time.get_xlabel(), memory.get_xlabel()) == ("time per query (ms)", "memory kept for prediction")
     assert {"5", "10", "20"} <= set(ticks(time.xaxis))
     assert ticks(memory.xaxis) == ["0", "1 kB", "10 kB", "100 kB", "1 MB", "10 MB"]
     assert max(time.get_yticks()) <= 100
-
-
-def test_compressors_have_points_in_the_papers_figure():
-    rows = [row for row in load_experiment("efficiency").rows if row.method in COST]
+    rows = [row for row in load_experiment("efficiency").rows if row.method in COST]  # the paper's figure
     for axes, part in zip(drawn("efficiency", results(*rows)).axes, (0, 1), strict=True):
-        points = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"]
-        found = dict(zip(texts(axes), points, strict=True))
+        found = dict(zip(texts(axes), [line.get_xdata()[0] for line in points_of(axes)], strict=True))
         for name, method in (("AutoComp.", "autocompressor"), ("ICAE", "icae"), ("CEPE", "cepe")):
             assert found[name] == pytest.approx(COST[method][part])
 
@@ -258,12 +224,7 @@ def test_names_do_not_overlap(step):
     """Twelve methods on one spot, close together, and further apart."""
     rows = tuple(GridRow(name=f"A method of number {n}", options={"n": n}) for n in range(12))
     found = results(*rows, seeds=1, tasks=("films",))
-    rights = (60 + step * number for number in range(12))
-    answers = [{"predictions": (1,) * right + (0,) * (100 - right)} for right in rights]
-    moved = [
-        one.model_copy(update={"outcome": one.outcome.model_copy(update=answer)})
-        for one, answer in zip(found.cells, answers, strict=True)
-    ]
+    moved = (changed(one, predictions=answered(60 + step * at)) for at, one in enumerate(found.cells))
     for axes in drawn("efficiency", replace(found, cells=tuple(moved))).axes:
         extents = [text.get_window_extent() for text in axes.texts]
         assert len(extents) == 12
@@ -293,13 +254,10 @@ def test_matrix_is_accuracy_minus_zero_shot():
 
 def test_matrix_signs_and_cells_that_were_not_run():
     found = results(ZERO, MOVED, seeds=1, keep=lambda cell: cell.sources != ("news",) or cell.task != "films")
-    worse = {"films": 0.6, "news": 0.99}
-    records = [
-        one.model_copy(update={"outcome": one.outcome.model_copy(update={"accuracy": worse[one.cell.task]})})
-        if one.cell.method == "zero_shot" and one.cell.task in worse
-        else one
-        for one in found.cells
-    ]
+    worse = {("zero_shot", "films"): 0.6, ("zero_shot", "news"): 0.99}
+    keys = [(one.cell.method, one.cell.task) for one in found.cells]
+    pairs = zip(keys, found.cells, strict=True)
+    records = [changed(one, accuracy=worse[key]) if key in worse else one for key, one in pairs]
     axes = drawn("matrix", replace(found, cells=tuple(records))).axes[0]
     values = np.ma.getmaskarray(axes.images[0].get_array())
     assert values.tolist() == [[False] * 3, [True, False, False], [False] * 3]
@@ -323,6 +281,9 @@ def test_maps_have_a_point_for_each_task_and_seed(view):
     assert [len(line.get_xdata()) for line in axes.lines] == [3, 3, 3]
     assert legend_of(figure) == list(TASKS)
     assert np.isfinite([line.get_xydata() for line in axes.lines]).all()
+    many = tuple(f"task-{number}" for number in range(20))
+    figure = drawn("vectors", (found := results(I2CL, tasks=many, seeds=1)), vectors_of(found))
+    assert len({(line.get_color(), line.get_marker()) for line in figure.axes[0].lines}) == 20
 
 
 def test_tasks_that_lie_apart_are_apart_on_the_map():
@@ -335,49 +296,32 @@ def test_tasks_that_lie_apart_are_apart_on_the_map():
     assert between > 2 * within
 
 
-def test_many_tasks_look_different():
-    many = tuple(f"task-{number}" for number in range(20))
-    figure = drawn("vectors", (found := results(I2CL, tasks=many, seeds=1)), vectors_of(found))
-    assert len({(line.get_color(), line.get_marker()) for line in figure.axes[0].lines}) == 20
-
-
-def test_no_map_of_one_task_few_points_equal_points_or_missing_vectors():
-    one = results(I2CL, tasks=("films",), seeds=6)
-    few = results(I2CL, tasks=("films", "news"), seeds=2)
-    many = results(I2CL)
-    assert FIGURES["vectors"](one, vectors_of(one)) is None
-    assert FIGURES["vectors"](few, vectors_of(few)) is None
-    assert FIGURES["vectors"](many, {}) is None
+def test_no_map_of_one_task_few_points_equal_points_or_missing_vectors(monkeypatch):
+    one, few = results(I2CL, tasks=("films",), seeds=6), results(I2CL, tasks=("films", "news"), seeds=2)
+    many, other = results(I2CL), results(ICL)
     equal = {key: {"context_vector": np.ones((4, 2, 3))} for key in vectors_of(many)}
-    assert FIGURES["vectors"](many, equal) is None
+    for found, vectors in ((one, vectors_of(one)), (few, vectors_of(few)), (many, {}), (many, equal)):
+        assert FIGURES["vectors"](found, vectors) is None
     assert FIGURES["class-vectors"](many, equal) is None
-    assert FIGURES["vectors"](results(ICL), vectors_of(results(ICL))) is None
-
-
-def test_maps_say_what_they_need(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
-    found = results(I2CL)
+    assert FIGURES["vectors"](other, vectors_of(other)) is None
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(I2CLError, match=r"scikit-learn: pip install"):
-        FIGURES["vectors"](found, vectors_of(found))
+        FIGURES["vectors"](many, vectors_of(many))
 
 
-def test_class_vectors_have_a_panel_for_each_task_and_the_label_words():
+def test_class_vectors_have_a_panel_for_each_task_and_the_label_words(monkeypatch):
     found = results(I2CL, labels=("good", "$bad"))
     vectors = vectors_of(found)
+    whole = dict(vectors)
     del vectors[found.cells[0].key]  # a task with four points is too little
     figure = drawn("class-vectors", found, vectors)
     assert [axes.get_title() for axes in figure.axes] == ["news", "plots"]
     for axes in figure.axes:
         assert [len(line.get_xdata()) for line in axes.lines] == [3, 3]
         assert legend_of(axes) == ["good", "$bad"]
-
-
-def test_a_legend_larger_than_its_panel_is_left_out(monkeypatch):
-    monkeypatch.setattr(figures_maps, "MOST_NAMED", 1)
-    found = results(I2CL)
-    axes = drawn("class-vectors", found, vectors_of(found)).axes[0]
-    assert axes.get_legend() is None
-    assert axes.get_xlabel() == "2 classes"
+    monkeypatch.setattr(figures_maps, "MOST_NAMED", 1)  # a legend larger than its panel
+    axes = drawn("class-vectors", found, whole).axes[0]
+    assert (axes.get_legend(), axes.get_xlabel()) == (None, "2 classes")
 
 
 def test_coefficients_are_means_over_seeds_by_layer():
@@ -391,23 +335,16 @@ def test_coefficients_are_means_over_seeds_by_layer():
     assert list(lines[0].get_xdata()) == [0, 1, 2, 3]
     band = figure.axes[1].collections[3].get_paths()[0].vertices
     assert band[:, 1].max() == pytest.approx((wanted[3] + values.std(0, ddof=1)[:, 1, 1]).max())
-    assert [name.split(" ")[0] for name in legend_of(figure)] == [
-        r"$\lambda^a$",
-        r"$\beta^a$",
-        r"$\lambda^m$",
-        r"$\beta^m$",
-    ]
+    symbols = [r"$\lambda^a$", r"$\beta^a$", r"$\lambda^m$", r"$\beta^m$"]
+    assert [name.split(" ")[0] for name in legend_of(figure)] == symbols
     assert (figure.get_supxlabel(), figure.get_supylabel()) == ("layer", "coefficient")
     assert len({axes.get_ylim() for axes in figure.axes}) == 1
 
 
-def test_coefficients_of_one_site_and_one_seed():
+def test_coefficients_of_one_site_and_one_seed_and_of_tasks_with_dollars(tmp_path):
     (axes,) = drawn("coefficients", results(I2CL, tasks=("films",), seeds=1, sites=1)).axes
     assert len(axes.lines) == 2
     assert not axes.collections
-
-
-def test_symbols_are_symbols_and_dollars_are_dollars(tmp_path):
     found = results(I2CL, tasks=("cost_in_$", "price_in_$"))
     svg = save(drawn("coefficients", found), tmp_path / "figure")[1].read_text()
     assert "λ" in svg
@@ -422,8 +359,7 @@ def scored(found, row=None):
         if row is not None and not row.holds(one.cell):
             return one
         side = np.where(np.array(one.outcome.predictions) == 1, 1, -1) * each
-        scores = Scores.of(np.stack([-side, side], 1))
-        return one.model_copy(update={"outcome": one.outcome.model_copy(update={"scores": scores})})
+        return changed(one, scores=Scores.of(np.stack([-side, side], 1)))
 
     return replace(found, cells=tuple(map(kept, found.cells)))
 

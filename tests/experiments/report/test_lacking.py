@@ -81,14 +81,14 @@ def test_the_scale_that_was_run_says_how_many_seeds_are_wanted():
     quick = Scale(seeds=1, limit=40, tasks=None)
     asked = experiment(quick=quick).model_copy(update={"full": Scale(seeds=5, limit=500)})
     assert not any("†" in note for note in table("tasks", asked, made).notes)
+    made = [record(name, "sst2", seed, "1") for name, n in (("i2cl", 4), ("icv", 3)) for seed in range(n)]
+    found = table("tasks", experiment(("ICV", "I2CL"), seeds=2), made)  # beyond it, of every row
+    assert noted(found, "3 of 4 seeds") == "† 3 of 4 seeds: ICV."
 
 
-def test_tasks_that_were_asked_for_by_name():
+def test_rows_views_and_tasks_without_results():
     found = table("tasks", experiment(tasks=("sst2", "trec", "mr")), trial())
     assert "No results on mr." in found.notes
-
-
-def test_rows_and_views_without_results():
     found = section(experiment(("Zero-shot", "ICV"), views=("comparison", "matrix", "bars")), trial())
     assert found.tables == ()
     assert found.missing[0] == "rows without results: ICV (`i2cl experiment run trial` makes them)"
@@ -109,41 +109,32 @@ def test_an_experiment_without_cells_says_so_in_one_line():
     assert "no cells in this store: <code>i2cl experiment run trial</code> makes them" in html(found, {})
 
 
-def test_different_queries_are_not_mixed():
+def test_different_queries_rows_and_weights_are_not_mixed():
     made = [record("i2cl", "sst2", 0, "1010"), record("i2cl", "sst2", 1, "101010")]
     assert "different queries of task 'sst2'" in section(experiment(), made).missing[-1]
 
+    def of(told):
+        return [record("i2cl", "sst2", seed, "10", provenance=one) for seed, one in enumerate(told)]
 
-def test_a_transfer_from_more_tasks_counts():
-    some, more = (
-        record("i2cl", "sst2", 0, answers, study="transfer", sources=sources)
-        for answers, sources in (("10", ("a",)), ("11", ("a", "b")))
-    )
-    row = GridRow(name="I2CL", study="transfer")
-    for made in ([some, more], [more, some]):
-        assert texts(table("tasks", experiment([row], seeds=1), made))["I2CL"] == ["100.0"]
-
-
-def test_a_transfer_is_not_averaged_over_different_sources():
-    few = [record("i2cl", "sst2", seed, "00", study="transfer", sources=("a",)) for seed in range(3)]
-    many = [record("i2cl", "sst2", seed, "11", study="transfer", sources=("a", "b")) for seed in range(2)]
-    row = GridRow(name="I2CL", study="transfer")
-    for made in ([*few, *many], [*many, *few]):
-        assert texts(table("tasks", experiment([row]), made))["I2CL"] == ["0.0 ± 0.0"]
-
-
-def test_different_rows_are_not_mixed():
-    told = [{}, {"rows": "a"}, {"rows": "b"}]
-    made = [record("i2cl", "sst2", seed, "10", provenance=one) for seed, one in enumerate(told)]
+    made = of([{}, {"rows": "a"}, {"rows": "b"}])
     assert "come from different rows of task 'sst2'" in section(experiment(), made).missing[-1]
     assert section(experiment(seeds=2), made[:2]).missing == section(experiment(seeds=1), made[:1]).missing
-
-
-def test_different_weights_are_not_mixed():
-    told = [{"rows": "a", "dtype": dtype, "weights": weights} for dtype, weights in ("1a", "2b", "2a")]
-    made = [record("i2cl", "sst2", seed, "10", provenance=one) for seed, one in enumerate(told)]
+    made = of([{"rows": "a", "dtype": dtype, "weights": weights} for dtype, weights in ("1a", "2b", "2a")])
     assert "come from different weights" in section(experiment(), made).missing[-1]
     assert not any("different" in one for one in section(experiment(seeds=2), made[:2]).missing)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "few", "many", "told"), [(1, "10", "11", "100.0"), (3, "00", "11", "0.0 ± 0.0")]
+)
+def test_a_transfer_from_more_tasks_counts_and_is_not_averaged_with_others(seeds, few, many, told):
+    """With three seeds the last one of more sources is lacking."""
+    study = {"study": "transfer"}
+    one = [record("i2cl", "sst2", seed, few, sources=("a",), **study) for seed in range(seeds)]
+    two = [record("i2cl", "sst2", seed, many, sources=("a", "b"), **study) for seed in range(min(seeds, 2))]
+    row = GridRow(name="I2CL", **study)
+    for made in ([*one, *two], [*two, *one]):
+        assert texts(table("tasks", experiment([row], seeds=seeds), made))["I2CL"] == [told]
 
 
 def test_one_seed_of_a_method_that_draws_stands_for_no_other():
@@ -154,17 +145,10 @@ def test_one_seed_of_a_method_that_draws_stands_for_no_other():
         for method, share in (("few_shot", 0.9), ("icv", 0.2), ("zero_shot", 0.2))
         for seed in range(1 if method != "icv" else 4)
     ]
-    found = table("comparison", experiment(rows, seeds=4, against="Zero-shot"), made)
-    assert texts(found)["Few-shot (ICL)"][-1] == "fewer than 4 seeds cannot tell"
-    against = texts(table("comparison", experiment(rows, seeds=4, against="ICV"), made))
-    assert against["Few-shot (ICL)"][-1] == "fewer than 4 seeds cannot tell"
-    assert against["Zero-shot"][-1] != "fewer than 4 seeds cannot tell"
-
-
-def test_seeds_beyond_the_scale_are_wanted_of_every_row():
-    made = [record(name, "sst2", seed, "1") for name, n in (("i2cl", 4), ("icv", 3)) for seed in range(n)]
-    found = table("tasks", experiment(("ICV", "I2CL"), seeds=2), made)
-    assert noted(found, "3 of 4 seeds") == "† 3 of 4 seeds: ICV."
+    for other in ("Zero-shot", "ICV"):
+        found = texts(table("comparison", experiment(rows, seeds=4, against=other), made))
+        assert found["Few-shot (ICL)"][-1] == "fewer than 4 seeds cannot tell"
+    assert found["Zero-shot"][-1] != "fewer than 4 seeds cannot tell"
 
 
 def test_queries_that_are_not_balanced_are_not_said_to_be():

@@ -53,15 +53,15 @@ def test_every_table_is_whole(table):
         assert all(math.isfinite(number) and 0 < number < 100 for number in printed.mean)
         # Nothing varies over seeds without demonstrations; every other accuracy has its deviation.
         assert (printed.sd is None) == (name == "Zero-shot" or not table.tasks)
-        if printed.sd is not None:
-            assert len(printed.sd) == len(table.tasks)
-            assert all(0 < number < 17 for number in printed.sd)
+        assert printed.sd is None or len(printed.sd) == len(table.tasks)
+        assert all(0 < number < 17 for number in printed.sd or ())
         assert (printed.trainable_thousands is None) == (table.name != "peft")
         assert (printed.cached is None) == ((table.name, table.model) != ("main", "Llama2-7b"))
 
 
 INFERENCE = "Zero-shot|Few-shot (ICL)|Noise vector|Label-anchor|Task-vector|ICV|I2CL|AutoComp.|ICAE|CEPE"
 OTHERS = "Zero-shot|Few-shot (ICL)|Soft-prompt|Label-anchor|Task-vector|I2CL"
+MODULES = "Zero-shot|MHA|MLP|Hidden state|I2CL"
 FORMULAS = "Zero-shot|lambda v + a|(lambda v + (1 - lambda) a) beta|I2CL"
 
 
@@ -76,12 +76,7 @@ FORMULAS = "Zero-shot|lambda v + a|(lambda v + (1 - lambda) a) beta|I2CL"
         ("synthetic", LLAMA, "Zero-shot|Few-shot (ICL)|I2CL|I2CL (unseen demo.)", [None] * 4),
         ("over-icl", LLAMA, "Few-shot (ICL)|I2CL|ICL+I2CL", [75.21, 73.83, 81.96]),
         ("transfer", LLAMA, "I2CL|I2CL, with transfer", [None] * 2),
-        (
-            "ablation-module",
-            LLAMA,
-            "Zero-shot|MHA|MLP|Hidden state|I2CL",
-            [58.13, 66.97, 70.27, 56.80, 75.12],
-        ),
+        ("ablation-module", LLAMA, MODULES, [58.13, 66.97, 70.27, 56.80, 75.12]),
         ("ablation-layer", LLAMA, "Zero-shot|Early|Middle|Late|I2CL", [58.13, 58.18, 64.07, 64.03, 75.12]),
         ("ablation-position", LLAMA, "Zero-shot|Random|First|Last|I2CL", [58.13, 59.86, 62.14, 66.75, 75.12]),
         ("ablation-noise", LLAMA, "Zero-shot|gamma = 0|gamma = 0.01|I2CL", [58.13, 72.23, 40.53, 75.12]),
@@ -123,10 +118,8 @@ def test_rows_and_averages_are_the_printed_ones(name, model, rows, averages):
 )
 def test_accuracies_are_the_printed_ones(name, model, called, task, mean, sd):
     table = printed_for(name, model)
-    place = table.tasks.index(task)
-    found = table.rows[called]
-    assert found.mean[place] == mean
-    assert (found.sd[place] if found.sd else None) == sd
+    place, found = table.tasks.index(task), table.rows[called]
+    assert (found.mean[place], found.sd[place] if found.sd else None) == (mean, sd)
 
 
 def test_costs_are_the_printed_ones():
@@ -158,48 +151,32 @@ def test_rows_that_are_printed_twice_agree(name, called):
             assert again.sd[place] == main.rows[called].sd[first]
 
 
-def test_averages_that_their_rows_contradict():
-    found = [
-        (bad.table.name, bad.table.model, bad.row, bad.printed, round(bad.recomputed, 2))
-        for bad in inconsistent_averages()
-    ]
+def test_averages_that_their_rows_contradict_and_all_others_that_are_right_to_their_last_digit():
+    bad = inconsistent_averages()
+    found = [(one.table.name, one.table.model, one.row, one.printed, round(one.recomputed, 2)) for one in bad]
     assert found == [
         ("main", "Llama2-7b", "AutoComp.", 63.94, 65.05),
         ("peft", "Llama2-7b", "Prompt-tuning", 54.94, 53.83),
         ("main", "Llama3-8B", "Few-shot (ICL)", 81.26, 72.23),
         ("main", "Llama3-8B", "I2CL", 81.18, 72.17),
     ]
-
-
-def test_all_other_averages_are_right_to_their_last_digit():
-    wrong = {(bad.table.paper, bad.row) for bad in inconsistent_averages()}
+    wrong = {(one.table.paper, one.row) for one in bad}
     for one in TABLES:
         for name, printed in one.rows.items():
             mean = recomputed_average(printed)
             if mean is not None and printed.average is not None and (one.paper, name) not in wrong:
                 assert printed.average == pytest.approx(mean, abs=0.0051)
-
-
-def test_no_average_without_accuracies():
     assert recomputed_average(PrintedRow(average=75.12)) is None
     assert recomputed_average(PrintedRow(mean=(1.0, 4.0))) == 2.5
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        (LLAMA, "Llama2-7b"),
-        ("NousResearch/Llama-2-7b-hf", "Llama2-7b"),
-        ("/data/models/Llama-2-7b-hf", "Llama2-7b"),
-        ("../Llama-2-7b-hf/", "Llama2-7b"),
-        ("C:\\models\\llama-2-7b-hf\\", "Llama2-7b"),
-        (GPTJ, "GPT-J-6B"),
-        ("EleutherAI/gpt-j-6B", "GPT-J-6B"),
-        (GPT2, "GPT2-XL"),
-        ("gpt2-xl", "GPT2-XL"),
-        (LLAMA3, "Llama3-8B"),
-    ],
-)
+LLAMAS = [LLAMA, "NousResearch/Llama-2-7b-hf", "/data/models/Llama-2-7b-hf", "../Llama-2-7b-hf/"]
+LLAMAS += ["C:\\models\\llama-2-7b-hf\\"]
+FOUND = {"Llama2-7b": LLAMAS, "GPT-J-6B": [GPTJ, "EleutherAI/gpt-j-6B"], "GPT2-XL": [GPT2, "gpt2-xl"]}
+FOUND["Llama3-8B"] = [LLAMA3]
+
+
+@pytest.mark.parametrize(("model", "expected"), [(one, name) for name in FOUND for one in FOUND[name]])
 def test_models_are_found_by_the_last_part_of_their_name(model, expected):
     assert printed_for("main", model).model == expected
 
@@ -213,29 +190,36 @@ def test_other_models_have_no_table(model):
     assert printed_for("main", model) is None
 
 
-@pytest.mark.parametrize(
-    ("model", "row"),
-    [
-        ("princeton-nlp/AutoCompressor-Llama-2-7b-6k", "AutoComp."),
-        ("models/Llama-2-7b-chat-icae", "ICAE"),
-        ("hyen/CEPE-LLaMA-2-7B", "CEPE"),
-    ],
-)
-def test_the_model_of_one_method_has_its_row_alone(model, row):
-    whole, found = printed_for("main", LLAMA), printed_for("main", model)
-    assert dict(found.rows) == {row: whole.rows[row]}
-    assert (found.paper, found.tasks) == (whole.paper, whole.tasks)
+COMPRESSORS = [
+    ("princeton-nlp/AutoCompressor-Llama-2-7b-6k", "AutoComp.", "92.44 ± 3.29", "63.94"),
+    ("models/Llama-2-7b-chat-icae", "ICAE", "91.64 ± 1.69", "64.83"),
+    ("hyen/CEPE-LLaMA-2-7B", "CEPE", "74.28 ± 3.90", "64.08"),
+]
+
+
+@pytest.mark.parametrize(("model", "row", "sst2", "average"), COMPRESSORS)
+def test_a_compressor_stands_above_its_printed_row_alone(model, row, sst2, average):
+    whole, alone = printed_for("main", LLAMA), printed_for("main", model)
+    assert dict(alone.rows) == {row: whole.rows[row]}
+    assert (alone.paper, alone.tasks) == (whole.paper, whole.tasks)
     assert printed_for("peft", model) is None
-
-
-def test_a_table_is_only_given_for_the_model_it_was_measured_on():
-    assert printed_for("peft", LLAMA) is not None
-    assert printed_for("peft", GPT2) is None
+    asked = load_experiment("main")
+    method = next(one.method for one in asked.rows if one.name == row)
+    tasks = whole.tasks
+    made = [one for name in (method, "i2cl") for one in llama(name, model, [0.72] * len(tasks), tasks)]
+    found = table("tasks", asked, made)
+    assert [one[0].text for one in found.rows] == [row, f"{row} (paper)", "I2CL"]
+    printed = cells(found)[f"{row} (paper)"]
+    assert (printed["sst2"].text, printed["Average"].text) == (sst2, average)
+    assert ("§" in printed["Average"].mark) == (row == "AutoComp.")
+    assert "Table 1" in noted(found, "(paper)")
+    assert ("65.05" in str(found.notes)) == (row == "AutoComp.")
 
 
 def test_names():
     models = [table.model for table in printed_tables("main")]
     assert models == ["Llama2-7b", "GPT-J-6B", "GPT2-XL", "Llama3-8B"]
+    assert (printed_for("peft", LLAMA) is None, printed_for("peft", GPT2)) == (False, None)
     for ask in (lambda: printed_tables("mian"), lambda: printed_for("mian", LLAMA)):
         with pytest.raises(I2CLError, match="no table 'mian': use one of main, peft, transfer"):
             ask()
@@ -250,16 +234,12 @@ def test_tables_are_checked_and_frozen():
         printed_for("main", LLAMA).rows["I2CL"].average = 99.0
 
 
-# In reports
-
-
 def test_printed_rows_stand_below_ours_by_name_of_task():
     found = table("tasks", experiment(["I2CL"], printed="main"), llama(tasks=("trec", "sst2")))
     assert [row[0].text for row in found.rows] == ["I2CL", "I2CL (paper)"]
     printed = cells(found)["I2CL (paper)"]
-    assert printed["trec"].text == "78.56 ± 5.32"
-    assert printed["sst2"].text == "87.68 ± 2.47"
-    assert printed["Average"].text == "75.12"
+    shown = {name: cell.text for name, cell in printed.items()}
+    assert shown == {"Average": "75.12", "sst2": "87.68 ± 2.47", "trec": "78.56 ± 5.32"}
     assert all(cell.printed for cell in printed.values())
     assert printed["sst2"].mark == "‡"
     assert "outside our 95 % interval" in noted(found, "‡")
@@ -267,9 +247,6 @@ def test_printed_rows_stand_below_ours_by_name_of_task():
     assert "2 here, 9 there" in noted(found, "other tasks than the paper's")
     assert printed["Average"].mark == ""  # other tasks: nothing to compare
     assert noted(found, "without results here").endswith("Task-vector, ICV and 3 more.")
-
-
-def test_a_task_that_the_paper_lacks_stays_empty():
     found = table("tasks", experiment(["I2CL"], printed="main"), llama(tasks=("sst2", "mine")))
     assert cells(found)["I2CL (paper)"]["mine"].text == ""
 
@@ -285,10 +262,8 @@ def test_no_printed_rows_for_other_models_and_experiments(view, model, name):
 def test_averages_that_contradict_their_rows_are_flagged(view):
     asked = experiment(["Few-shot (ICL)", "I2CL"], printed="main", views=("tasks", "average"))
     tasks = printed_for("main", LLAMA3).tasks
-    made = [
-        one for method in ("few_shot", "i2cl") for one in llama(method, LLAMA3, [0.72] * len(tasks), tasks)
-    ]
-    found = table(view, asked, made)
+    given = (LLAMA3, [0.72] * len(tasks), tasks)
+    found = table(view, asked, [*llama("few_shot", *given), *llama("i2cl", *given)])
     column = "Average" if view == "tasks" else "(paper)"
     lines = cells(found)
     flagged = lines["I2CL (paper)" if view == "tasks" else "I2CL"][column]
@@ -296,28 +271,6 @@ def test_averages_that_contradict_their_rows_are_flagged(view):
     notes = [note for note in found.notes if note.startswith("§")]
     assert [re.findall(r"\d+\.\d\d", note) for note in notes] == [["81.26", "72.23"], ["81.18", "72.17"]]
     assert not any("other tasks" in note for note in found.notes)
-
-
-@pytest.mark.parametrize(
-    ("model", "row", "sst2", "average"),
-    [
-        ("princeton-nlp/AutoCompressor-Llama-2-7b-6k", "AutoComp.", "92.44 ± 3.29", "63.94"),
-        ("Llama-2-7b-chat-icae", "ICAE", "91.64 ± 1.69", "64.83"),
-        ("hyen/CEPE-LLaMA-2-7B", "CEPE", "74.28 ± 3.90", "64.08"),
-    ],
-)
-def test_a_compressor_stands_above_its_printed_row_alone(model, row, sst2, average):
-    asked = load_experiment("main")
-    method = next(one.method for one in asked.rows if one.name == row)
-    tasks = printed_for("main", LLAMA).tasks
-    made = [one for name in (method, "i2cl") for one in llama(name, model, [0.72] * len(tasks), tasks)]
-    found = table("tasks", asked, made)
-    assert [one[0].text for one in found.rows] == [row, f"{row} (paper)", "I2CL"]
-    printed = cells(found)[f"{row} (paper)"]
-    assert (printed["sst2"].text, printed["Average"].text) == (sst2, average)
-    assert ("§" in printed["Average"].mark) == (row == "AutoComp.")
-    assert "Table 1" in noted(found, "(paper)")
-    assert ("65.05" in str(found.notes)) == (row == "AutoComp.")
 
 
 def test_compressors_have_a_row_where_a_model_has_them_all():
@@ -329,27 +282,24 @@ def test_compressors_have_a_row_where_a_model_has_them_all():
 def test_a_table_of_averages_alone_is_compared_over_the_nine_tasks():
     asked = experiment(["I2CL"], printed="ablation-module", views=("average",))
     tasks = printed_for("main", LLAMA).tasks
-    found = table("average", asked, llama(shares=[0.5] * 9, tasks=tasks))
-    assert (found.rows[0][-1].text, found.rows[0][-1].mark) == ("75.12", "‡")
-    fewer = table("average", asked, llama())
-    assert (fewer.rows[0][-1].text, fewer.rows[0][-1].mark) == ("75.12", "")
+    for made, mark in ((llama(shares=[0.5] * 9, tasks=tasks), "‡"), (llama(), "")):
+        last = table("average", asked, made).rows[0][-1]
+        assert (last.text, last.mark) == ("75.12", mark)
 
 
-def test_printed_costs():
-    found = cells(table("cost", experiment(["I2CL"], printed="peft"), llama()))["I2CL"]
-    assert found["Trained, thousands (paper)"].text == "0.13"
-    found = cells(table("cost", experiment(["I2CL"], printed="main"), llama()))["I2CL"]
-    assert found["Values kept (paper)"].text == "2DL"
+@pytest.mark.parametrize(
+    ("name", "column", "told"),
+    [("peft", "Trained, thousands (paper)", "0.13"), ("main", "Values kept (paper)", "2DL")],
+)
+def test_printed_costs(name, column, told):
+    found = cells(table("cost", experiment(["I2CL"], printed=name), llama()))["I2CL"]
+    assert found[column].text == told
 
 
 def test_another_source_of_printed_tables():
-    mine = PrintedTable(
-        name="x", paper="Table 9: mine", model="m", tasks=("sst2",), rows={"I2CL": PrintedRow(mean=(12.5,))}
-    )
+    rows = {"I2CL": PrintedRow(mean=(12.5,))}
+    mine = PrintedTable(name="x", paper="Table 9: mine", model="m", tasks=("sst2",), rows=rows)
     found = table("tasks", experiment(["I2CL"], printed="x"), trial(), printed=lambda *_: mine)
     assert texts(found)["I2CL (paper)"] == ["", "12.50", ""]
     assert not any("other tasks" in note for note in found.notes)  # no average is printed
-
-
-def test_an_unknown_printed_table_is_named_in_the_section():
     assert "no table 'x'" in section(experiment(printed="x"), trial()).missing[0]

@@ -1,7 +1,5 @@
 """Reports as Markdown, LaTeX, CSV and HTML, and their files."""
 
-import csv
-import io
 import re
 import sys
 from html import unescape
@@ -15,6 +13,7 @@ from experiments.report.made import (
     always_right,
     experiment,
     failed,
+    lines_of_csv,
     llama,
     record,
     trial,
@@ -22,16 +21,13 @@ from experiments.report.made import (
 from i2cl.errors import I2CLError
 from i2cl.experiments.report.document import CAPTIONS, build
 from i2cl.experiments.report.page import write
-from i2cl.experiments.report.render import csv_text, html, latex, markdown
-
-# Renderers.
+from i2cl.experiments.report.render import html, latex, markdown
 
 
 def odd():
     """A report with names that every format must escape, a bold cell and a failed cell."""
-    asked = experiment(
-        ("Few-shot (ICL)", "ICV", "I2CL"), title="50 % of A & B_c <b>x</b> | {y} #1", printed="main"
-    )
+    title = "50 % of A & B_c <b>x</b> | {y} #1"
+    asked = experiment(("Few-shot (ICL)", "ICV", "I2CL"), title=title, printed="main")
     made = always_right(tasks=("hate_speech18", "sst2"))
     made = [
         *(one.model_copy(update={"cell": one.cell.model_copy(update={"model": LLAMA})}) for one in made),
@@ -59,20 +55,20 @@ def test_every_format_shows_the_same_numbers():
 
 def test_markdown_escapes_and_emphasises():
     text = markdown(odd())
-    assert r"50 % of A & B_c \<b>x\</b> \| {y} #1" in text
-    assert "**100.0 ± 0.0**" in text
-    assert "*94.44 ± 1.44* ‡" in text
-    assert "| hate_speech18 |" in text
-    assert r"\<script>alert(1)" in text
+    for part in (
+        *(r"50 % of A & B_c \<b>x\</b> \| {y} #1", "**100.0 ± 0.0**", "*94.44 ± 1.44* ‡"),
+        *("| hate_speech18 |", r"\<script>alert(1)"),
+    ):
+        assert part in text
 
 
 def test_latex_escapes():
     text = latex(odd())
-    assert r"50 \% of A \& B\_c <b>x" in text
-    assert r"\{y\} \#1" in text
-    assert r"hate\_speech18" in text
-    assert r"\textbf{100.0 ± 0.0}" in text
-    assert r"of \$memory\_" in text
+    for part in (
+        *(r"50 \% of A \& B\_c <b>x", r"\{y\} \#1", r"hate\_speech18"),
+        *(r"\textbf{100.0 ± 0.0}", r"of \$memory\_"),
+    ):
+        assert part in text
     body = text.split(r"\begin{document}")[1]
     assert not re.search(r"(?<!\\)[%#]", body)
     assert sorted(re.findall(r"\\begin{(\w+)}", text)) == sorted(re.findall(r"\\end{(\w+)}", text))
@@ -84,16 +80,15 @@ def test_latex_escapes():
 
 
 def test_csv_holds_the_raw_numbers():
-    report = build([experiment()], trial(), {}, figures=False)
-    rows = list(csv.DictReader(io.StringIO(csv_text(report))))
+    rows = lines_of_csv(experiment(), trial())
     found = {(one["row"], one["task"]): one for one in rows if one["view"] == "tasks"}
     assert len(found) == 6
-    assert float(found["I2CL", "sst2"]["mean"]) == pytest.approx(220 / 3)
-    assert float(found["I2CL", "sst2"]["sd"]) == pytest.approx(np.std([70, 50, 100], ddof=1))
+    ours = found["I2CL", "sst2"]
+    assert float(ours["mean"]) == pytest.approx(220 / 3)
+    assert float(ours["sd"]) == pytest.approx(np.std([70, 50, 100], ddof=1))
     assert float(found["I2CL", "(average)"]["mean"]) == pytest.approx(185 / 3)
     assert float(found["Zero-shot", "trec"]["mean"]) == 20
-    assert (found["I2CL", "sst2"]["seeds"], found["I2CL", "sst2"]["queries"]) == ("3", "10")
-    assert found["I2CL", "sst2"]["model"] == "reference"
+    assert (ours["seeds"], ours["queries"], ours["model"]) == ("3", "10", "reference")
     assert {one["limit"] for one in rows} == {"40"}
     cost = {(one["row"], one["task"]): one for one in rows if one["view"] == "cost"}
     assert float(cost["I2CL", "trec"]["ms_per_query"]) == 200
@@ -103,8 +98,7 @@ def test_csv_holds_the_raw_numbers():
 
 
 def test_csv_tells_printed_from_measured():
-    report = build([experiment(["I2CL"], printed="main")], llama(), {}, figures=False)
-    rows = list(csv.DictReader(io.StringIO(csv_text(report))))
+    rows = lines_of_csv(experiment(["I2CL"], printed="main"), llama())
     printed = {one["task"]: one for one in rows if one["view"] == "tasks" and one["origin"] == "paper"}
     assert len(printed) == 10
     assert (float(printed["sst2"]["mean"]), float(printed["sst2"]["sd"])) == (87.68, 2.47)
@@ -138,11 +132,8 @@ def test_html_escapes_and_asks_nobody():
 
 
 def test_failed_cells_are_listed():
-    made = [
-        *trial(),
-        failed("i2cl", "mr", 1, "I2CLError: too few\nrows"),
-        failed("lora", "mr", 1, "elsewhere"),
-    ]
+    made = [*trial(), failed("lora", "mr", 1, "elsewhere")]
+    made += [failed("i2cl", "mr", 1, "I2CLError: too few\nrows")]
     report = build([experiment()], made, {}, figures=False)
     assert len(report.failures.rows) == 1
     row = ["reference", "mr", "i2cl", "1", "I2CLError: too few rows"]
@@ -158,14 +149,9 @@ def test_provenance_names_everything_found():
         for seed, provenance in enumerate(({"torch": "2.9", "extra": 1}, {"torch": "2.10", "commit": None}))
     ]
     found = dict(build([experiment()], made, {}, figures=False).provenance)
-    assert found["PyTorch"] == ("2.9", "2.10")
-    assert found["extra"] == ("1",)
+    assert (found["PyTorch"], found["extra"], found["Run"]) == (("2.9", "2.10"), ("1",), ("2025-01-02",))
     assert found["Hours"] == ("2.00 fitting, 0.00 predicting",)
-    assert found["Run"] == ("2025-01-02",)
     assert "Commit" not in found
-
-
-# Files.
 
 
 @pytest.fixture
@@ -186,32 +172,24 @@ def test_all_files_are_written_and_read_again(tmp_path):
     report = build([experiment(views=("tasks", "bars"))], trial(), {})
     paths = write(report, tmp_path / "out")
     names = [str(path.relative_to(tmp_path / "out")) for path in paths]
-    assert names == [
-        "figures/trial-bars.png",
-        "figures/trial-bars.svg",
-        *(f"report.{end}" for end in ("csv", "html", "md", "tex")),
-    ]
-    text = (tmp_path / "out" / "report.html").read_text()
-    addresses = Page(text).addresses
-    caption = CAPTIONS["bars"]
+    written = [f"report.{end}" for end in ("csv", "html", "md", "tex")]
+    assert names == ["figures/trial-bars.png", "figures/trial-bars.svg", *written]
+    _, text, md, tex = ((tmp_path / "out" / name).read_text() for name in written)
+    addresses, caption = Page(text).addresses, CAPTIONS["bars"]
     assert f'alt="{caption}"><figcaption>{caption}</figcaption></figure>' in text
-    assert caption in (tmp_path / "out" / "report.tex").read_text()
     assert next(one for one in addresses if one[0] != "#").startswith("data:image/svg+xml;base64,")
-    assert "(figures/trial-bars.svg)" in (tmp_path / "out" / "report.md").read_text()
-    assert "{figures/trial-bars.png}" in (tmp_path / "out" / "report.tex").read_text()
+    assert "(figures/trial-bars.svg)" in md
+    assert caption in tex
+    assert "{figures/trial-bars.png}" in tex
 
 
 @pytest.mark.usefixtures("drawn")
-def test_one_format_replaces_an_older_report(tmp_path):
+def test_one_format_replaces_an_older_report(tmp_path, monkeypatch):
     write(build([experiment()], trial(), {}, figures=False), tmp_path / "out")
     paths = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert [path.name for path in paths] == ["report.html"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
-
-
-@pytest.mark.usefixtures("drawn")
-def test_large_drawings_are_shown_as_pixels(tmp_path, monkeypatch):
-    monkeypatch.setattr("i2cl.experiments.report.page.LARGEST_SVG", 10)
+    monkeypatch.setattr("i2cl.experiments.report.page.LARGEST_SVG", 10)  # a large drawing as pixels
     (path,) = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert 'src="data:image/png;base64,' in path.read_text()
 
@@ -243,14 +221,12 @@ def test_a_figure_that_cannot_be_drawn_is_named(monkeypatch, error):
 
 
 @pytest.mark.parametrize("formats", [["pdf"], []])
-def test_an_unknown_format_is_named(tmp_path, formats):
+def test_an_unknown_format_is_named_and_other_files_are_kept(tmp_path, formats):
+    report = build([experiment()], trial(), {}, figures=False)
     with pytest.raises(I2CLError, match="use some of md, tex, csv, html"):
-        write(build([experiment()], trial(), {}, figures=False), tmp_path / "out", formats)
+        write(report, tmp_path / "out", formats)
     assert not (tmp_path / "out").exists()
-
-
-def test_other_files_are_kept(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(I2CLError, match="holds other files"):
-        write(build([experiment()], trial(), {}, figures=False), tmp_path)
+        write(report, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

@@ -1,8 +1,7 @@
 """Numbers of reports, and what they lack, from records made by hand."""
 
-import csv
-import io
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,7 +10,9 @@ from experiments.report.made import (
     SEEDS,
     always_right,
     cells,
+    changed,
     experiment,
+    lines_of_csv,
     noted,
     random,
     record,
@@ -25,40 +26,28 @@ from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import GridRow
 from i2cl.experiments.records import Scores
 from i2cl.experiments.report.document import build
-from i2cl.experiments.report.render import csv_text, markdown
+from i2cl.experiments.report.render import markdown
 from i2cl.experiments.report.results import results_of, right
 from i2cl.experiments.statistics import accuracy, difference
 from i2cl.injections.temperature import best_temperature, normalised
-
-# Numbers, in tables and everything that they are rendered to.
 
 
 def test_accuracy_by_task_and_average_by_hand():
     found = table("tasks", experiment(), trial())
     assert found.columns == ("Row", "Average", "sst2", "trec")
-    assert texts(found) == {
-        "Zero-shot": ["30.0", "40.0", "20.0"],
-        "I2CL": ["61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"],
-    }
-    assert "3 seeds" in found.notes[0]
-    assert "a single seed has no ±" in found.notes[0]
-    assert "10 queries per task" in found.notes[0]
+    ours, free = ["61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"], ["30.0", "40.0", "20.0"]
+    assert texts(found) == {"Zero-shot": free, "I2CL": ours}
+    for part in ("3 seeds", "a single seed has no ±", "10 queries per task"):
+        assert part in found.notes[0]
     assert not any("†" in note for note in found.notes)
 
 
 def test_average_with_its_interval():
     found = texts(table("average", experiment(), trial()))
-    rows = [
-        np.array([[answer == "1" for answer in one] for one in SEEDS]),
-        np.tile(np.arange(10) < 5, (3, 1)),
-    ]
-    expected = accuracy(rows)
-    assert found["I2CL"] == [
-        "61.7 ± 12.6",
-        f"{100 * expected.low:.1f} to {100 * expected.high:.1f}",
-        "2",
-        "3",
-    ]
+    right = np.array([[answer == "1" for answer in one] for one in SEEDS])
+    expected = accuracy([right, np.tile(np.arange(10) < 5, (3, 1))])
+    interval = f"{100 * expected.low:.1f} to {100 * expected.high:.1f}"
+    assert found["I2CL"] == ["61.7 ± 12.6", interval, "2", "3"]
     assert found["Zero-shot"][0] == "30.0"
 
 
@@ -69,17 +58,10 @@ def test_cost_by_hand():
         record("i2cl", "trec", 0, "1010", fit_seconds=5.0, predict_seconds=1.0, cached_values=3072),
         record("i2cl", "trec", 1, "1010", fit_seconds=7.0, predict_seconds=1.0, cached_values=3072),
     ]
-    made = [
-        one.model_copy(
-            update={"outcome": one.outcome.model_copy(update={"cost": replace(one.outcome.cost, trained=16)})}
-        )
-        for one in made
-    ]
+    made = [changed(one, cost=replace(one.outcome.cost, trained=16)) for one in made]
     found = cells(table("cost", experiment(["I2CL"], seeds=2), made))["I2CL"]
-    assert found["Values kept"].text == "768–3,072"
-    assert found["Trained parameters"].text == "16"
-    assert found["Fit, s"].text == "4.00"
-    assert found["Query, ms"].text == "375"
+    names = ("Values kept", "Trained parameters", "Fit, s", "Query, ms")
+    assert [found[name].text for name in names] == ["768–3,072", "16", "4.00", "375"]
 
 
 def test_times_from_several_places_are_said_to_be_incomparable():
@@ -111,11 +93,9 @@ def test_comparison_is_row_minus_i2cl_corrected_over_the_table():
     values = {one["row"]: one for one in table("comparison", asked, made).values}
     assert list(values) == list(expected)
     for name, one in expected.items():
-        assert values[name]["mean"] == pytest.approx(100 * one.mean)
-        assert values[name]["low"] == pytest.approx(100 * one.low)
-        assert values[name]["high"] == pytest.approx(100 * one.high)
-        assert values[name]["p"] == one.p
-        assert values[name]["q"] == corrected[name]
+        for number in ("mean", "low", "high"):
+            assert values[name][number] == pytest.approx(100 * getattr(one, number))
+        assert (values[name]["p"], values[name]["q"]) == (one.p, corrected[name])
     verdicts = {name: found[-1] for name, found in texts(table("comparison", asked, made)).items()}
     assert verdicts == {"Zero-shot": "lower", "Few-shot (ICL)": "higher", "ICV": "no difference shown"}
     by_task = table("comparison", asked, made, place=1)
@@ -139,11 +119,10 @@ def test_the_p_that_is_printed_is_the_one_that_decides():
     assert tested.p_queries < 0.001 < 0.3 < tested.p_seeds
     found = table("comparison", asked, made)
     assert texts(found)["ICV"][2] == f"{tested.p_seeds:.3f}"
-    (row,) = csv.DictReader(io.StringIO(csv_text(build([asked], made, {}, figures=False))))
+    (row,) = lines_of_csv(asked, made)
     assert float(row["p"]) == tested.p_seeds
     assert not {"p_queries", "p_seeds"} & row.keys()
-    few = [one for one in made if one.cell.seed < 3]
-    (row,) = csv.DictReader(io.StringIO(csv_text(build([asked], few, {}, figures=False))))
+    (row,) = lines_of_csv(asked, [one for one in made if one.cell.seed < 3])
     assert (row["p"], float(row["q"])) == ("", 1)  # too few seeds decide nothing
 
 
@@ -219,7 +198,6 @@ def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
         sets = [*zip(arrays, gold, answers, strict=True)]
         each.append([confidence(*one) for one in sets])
         best.append([confidence(normalised(a, temperatures[-1]), g, p) for a, g, p in sets])
-    row = cells(found)["I2CL"] | {"plain": None}
     shown = [cell.text for cell in found.rows[1][1:]]
     expected = []
     for name, factor, digits in (("log_loss", 1, 3), ("brier", 1, 3), ("ece", 100, 1), ("aurc", 100, 1)):
@@ -227,7 +205,7 @@ def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
             seeds = factor * np.mean([[getattr(one, name) for one in task] for task in held], axis=0)
             expected.append(f"{seeds.mean():.{digits}f} ± {seeds.std(ddof=1):.{digits}f}")
     assert shown == [*expected, f"{np.median(temperatures):.2f}"]
-    assert row["Best T"].text == shown[-1]
+    assert cells(found)["I2CL"]["Best T"].text == shown[-1]
     assert 1.5 < np.median(temperatures) < 6
     losses = [float(text.split()[0]) for text in shown[:2]]
     assert losses[1] < losses[0]
@@ -244,36 +222,26 @@ def test_rows_without_scores_have_no_confidence_and_are_named():
 
 
 def test_the_file_has_a_line_for_each_number_of_confidence():
-    report = build([experiment(("ICV", "I2CL"), views=("confidence",))], trusted(), {}, figures=False)
-    rows = list(csv.DictReader(io.StringIO(csv_text(report))))
+    asked = experiment(("ICV", "I2CL"), views=("confidence",))
+    rows = lines_of_csv(asked, trusted())
     assert {one["task"] for one in rows} == {"sst2", "agnews", "(average)"}
     assert {one["measure"] for one in rows} == {*NAMES, *(f"{name}_at_best" for name in NAMES)}
     (one,) = (one for one in rows if (one["task"], one["measure"]) == ("sst2", "ece_at_best"))
     assert (one["unit"], one["seeds"], one["queries"]) == ("percent", "3", "60")
     assert float(one["temperature"]) > 1.5
-    assert "| I2CL" in markdown(report)
-
-
-# Bold: only what can be told from all others.
+    assert "| I2CL" in markdown(build([asked], trusted(), {}, figures=False))
 
 
 def bold(table):
-    return [
-        (row[0].text, name)
-        for row in table.rows
-        for name, one in zip(table.columns, row, strict=True)
-        if one.bold
-    ]
+    """Cells that can be told from all others."""
+    named = ((row, zip(table.columns, row, strict=True)) for row in table.rows)
+    return [(row[0].text, name) for row, cells in named for name, one in cells if one.bold]
 
 
 @pytest.mark.parametrize("view", ["tasks", "average"])
 def test_nothing_is_bold_among_equals(view):
-    made = [
-        record(method, task, seed, random(0.7, [seed, len(task)]))
-        for method in ("few_shot", "i2cl")
-        for task in ("sst2", "agnews")
-        for seed in range(3)
-    ]
+    asked = product(("few_shot", "i2cl"), ("sst2", "agnews"), range(3))
+    made = [record(method, task, seed, random(0.7, [seed, len(task)])) for method, task, seed in asked]
     found = table(view, experiment(("Few-shot (ICL)", "I2CL")), made)
     assert bold(found) == []
     assert "Nothing is bold" in noted(found, "bold")

@@ -1,5 +1,7 @@
 """What tests of the server share: a tiny model, injections made at random, a service, a client of its app."""
 
+import io
+import tarfile
 from dataclasses import replace
 
 import pytest
@@ -16,6 +18,7 @@ TASKS = (
 )
 TEXTS = ("a warm film", "dull " * 7, "one of the best", "the match was lost", "warm", "a cold and long night")
 HOST = "http://127.0.0.1"
+TAR, LINES = {"Content-Type": "application/x-tar"}, {"Content-Type": "application/jsonl"}
 
 
 def made(decoder, number, **fields):
@@ -79,8 +82,6 @@ def client(service, asking):
 
 def packed(folder, names=("injection.json", "injection.safetensors")):
     """A tar file of an artefact."""
-    import io
-    import tarfile
 
     told = io.BytesIO()
     with tarfile.open(fileobj=told, mode="w") as tar:

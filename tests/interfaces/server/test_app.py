@@ -1,7 +1,9 @@
 """Every address: what it answers, and everything that it refuses."""
 
+import asyncio
 import json
 import re
+import threading
 import time
 
 import pytest
@@ -9,17 +11,17 @@ import torch
 
 pytest.importorskip("fastapi")
 
+from i2cl.errors import I2CLError
 from i2cl.interfaces.server.guard import Access, read_tokens
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import LONG, RefusalError
+from i2cl.interfaces.server.routes import events
 from i2cl.interfaces.server.service import Service
 
-from .conftest import TEXTS, made, packed
+from .conftest import LINES, TAR, TEXTS, made, packed
 from .test_jobs import ended, examples
 
 TEXT = TEXTS[0]
-TAR = {"Content-Type": "application/x-tar"}
-LINES = {"Content-Type": "application/jsonl"}
 NAMED = {"name": "new", "template": "Review: {text}\nSentiment: {label}"}
 
 
@@ -42,9 +44,8 @@ def test_texts_are_classified_in_every_shape(client, service):
     assert (told["object"], told["labels"]) == ("list", list(entry.labels))
     torch.testing.assert_close(torch.tensor([one["probs"] for one in told["data"]]), right, rtol=0, atol=1e-5)
     assert [one["label"] for one in told["data"]] == injection.predict(service.decoder, list(TEXTS))
-    assert [(one["index"], one["num_classes"]) for one in told["data"]] == [
-        (row, 2) for row in range(len(TEXTS))
-    ]
+    assert [one["index"] for one in told["data"]] == [*range(len(TEXTS))]
+    assert {one["num_classes"] for one in told["data"]} == {2}
     alone = client.post("/v1/classify", json={"model": "films", "input": TEXT}).json()
     best = alone["data"][0]["label"]
     ((first, second),) = client.post("/models/films", json={"inputs": TEXT}).json()
@@ -76,13 +77,7 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
     (listed,) = client.get("/v1/jobs").json()["data"]
     assert (listed["name"], listed["status"], "last" in listed) == ("new", "done", False)
     csv = "text,label\n" + "\n".join(f"{row['text']},{row['label']}" for row in rows[:12])
-    query = {
-        **NAMED,
-        "name": "csv",
-        "template": "{text}\\n{label}",
-        "labels": "positive,negative",
-        "check": "true",
-    }
+    query = {"name": "csv", "template": "{text}\\n{label}", "labels": "positive,negative", "check": "true"}
     reply = client.post("/v1/tasks", params=query, content=csv, headers={"Content-Type": "text/csv"})
     assert reply.json()["labels"] == ["positive", "negative"]
     made(service.decoder, 1).save_pretrained(tmp_path / "topics")
@@ -94,19 +89,13 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
     assert client.get("/v1/models/films").json()["labels"] == ["positive", "negative"]
     assert [one["id"] for one in client.get("/v1/tasks").json()["data"]] == listed[1:]
     described = client.get(f"/v1/tasks/{name}").json()
-    assert (len(described["coefficients"]), described["labels"]) == (
-        service.decoder.layers,
-        ["world", "sports", "company"],
-    )
+    assert len(described["coefficients"]) == service.decoder.layers
+    assert described["labels"] == ["world", "sports", "company"]
     assert client.delete(f"/v1/tasks/{name}").json()["deleted"]
     assert error_of(client.get(f"/v1/tasks/{name}")) == (404, "unknown_task")
 
 
 def test_a_job_that_waits_shows_that_the_server_is_there(service, monkeypatch):
-    import asyncio
-
-    from i2cl.interfaces.server.routes import events
-
     monkeypatch.setattr(events, "QUIET", 0.0)
     job = Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued", "at": 1.0}])
 
@@ -142,6 +131,7 @@ def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(client, 
 
 
 CLASSIFY, CHAT = "/v1/classify", "/v1/chat/completions"
+ONE = {"model": "films", "input": TEXT}
 SAID = {"model": "films", "messages": [{"role": "user", "content": TEXT}]}
 
 
@@ -166,26 +156,24 @@ def test_addresses_methods_bodies_and_times_that_are_wrong(client, monkeypatch):
     assert error_of(post(CLASSIFY, content=parts, headers=headers)) == (413, "body_too_long")
     assert error_of(client.put("/v1/tasks/a", content=b"no tar", headers=TAR)) == (422, "bad_artefact")
     late = {"X-Request-Timeout": "0"}
-    assert post(CLASSIFY, json={"model": "films", "input": TEXT}, headers=late).status_code == 422
+    assert post(CLASSIFY, json=ONE, headers=late).status_code == 422
     assert error_of(client.get("/healthz", headers={"Host": "evil.example"})) == (421, "unknown_host")
 
 
 def test_a_deadline_that_has_passed(client, service, monkeypatch):
     monkeypatch.setattr("i2cl.interfaces.server.service.TIMEOUT", -1.0)
-    body = {"model": "films", "input": TEXT}
-    assert error_of(client.post(CLASSIFY, json=body)) == (504, "deadline")
+    assert error_of(client.post(CLASSIFY, json=ONE)) == (504, "deadline")
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CLASSIFY, {"model": "films", "input": TEXT}),
+        (CLASSIFY, ONE),
         ("/models/films", {"inputs": TEXT}),
         (CHAT, SAID | {"seed": 5.0}),  # JSON's 5.0 is a whole number
     ],
 )
 def test_each_way_of_asking_takes_a_deadline(client, monkeypatch, path, body):
-
     seen = []
 
     async def answered(self, name, texts, *, timeout, gone):
@@ -201,7 +189,7 @@ def test_what_nobody_expected_is_told_without_its_words(client, service, monkeyp
         raise KeyError("a user's text")
 
     monkeypatch.setattr(service.tasks, "queries", fails)
-    reply = client.post(CLASSIFY, json={"model": "films", "input": TEXT})
+    reply = client.post(CLASSIFY, json=ONE)
     assert error_of(reply) == (500, "internal")
     assert "a user's text" not in reply.text + caplog.text
     assert "KeyError at test_app.py" in caplog.text
@@ -212,13 +200,12 @@ def test_tokens_and_roles(service, asking, tmp_path):
     file = tmp_path / "tokens"
     file.write_text("# notes\nadmin 0123456789abcdefA\nread 0123456789abcdefR\n")
     client = asking(service, Access(read_tokens(file), frozenset()))
-    body = {"model": "films", "input": TEXT}
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic 0123456789abcdefA"}):
-        assert error_of(client.post(CLASSIFY, json=body, headers=header)) == (401, "no_token")
+        assert error_of(client.post(CLASSIFY, json=ONE, headers=header)) == (401, "no_token")
         assert error_of(client.get("/metrics", headers=header))[0] == 401
     for role, removed in (("R", 403), ("A", 200)):
         header = {"Authorization": f"Bearer 0123456789abcdef{role}"}
-        assert client.post(CLASSIFY, json=body, headers=header).status_code == 200
+        assert client.post(CLASSIFY, json=ONE, headers=header).status_code == 200
         assert client.get("/v1/models", headers=header).status_code == 200
         assert client.delete("/v1/tasks/films", headers=header).status_code == removed
     assert client.get("/healthz").status_code == client.get("/").status_code == 200
@@ -256,15 +243,10 @@ def test_a_reading_token_sends_files_and_sees_its_own_jobs(service, asking, monk
 def test_one_that_only_reads(service, opened, asking, tmp_path):
     service.tasks.put("films", made(service.decoder, 0))
     client = asking(opened(read_only=True))
-    assert client.post(CLASSIFY, json={"model": "films", "input": TEXT}).status_code == 200
+    assert client.post(CLASSIFY, json=ONE).status_code == 200
     assert error_of(client.delete("/v1/tasks/films")) == (403, "read_only")
-    for path, headers in (("/v1/tasks", None), ("/v1/batches", LINES)):
-        assert (
-            error_of(
-                client.post(path, content=b"{}", headers=headers or {"Content-Type": "application/json"})
-            )[0]
-            == 403
-        )
+    for path, headers in (("/v1/tasks", {"Content-Type": "application/json"}), ("/v1/batches", LINES)):
+        assert error_of(client.post(path, content=b"{}", headers=headers))[0] == 403
     assert error_of(client.put("/v1/tasks/a", content=b"", headers=TAR)) == (403, "read_only")
     assert error_of(client.get("/v1/jobs")) == (403, "read_only")
 
@@ -289,8 +271,8 @@ def test_the_page_and_the_description_load_nothing_from_elsewhere(client):
 
 
 def test_figures_tell_of_requests_and_name_no_task(client, service):
-    client.post(CLASSIFY, json={"model": "films", "input": TEXT})
-    client.post(CLASSIFY, json={"model": "none", "input": TEXT})
+    client.post(CLASSIFY, json=ONE)
+    client.post(CLASSIFY, json=ONE | {"model": "none"})
     told = client.get("/metrics").text
     assert 'i2cl_requests_total{route="/v1/classify",status="200"} 1.0' in told
     assert 'i2cl_refusals_total{reason="unknown_task"} 1.0' in told
@@ -302,22 +284,18 @@ def test_figures_tell_of_requests_and_name_no_task(client, service):
 def test_an_end_takes_nothing_new(client, service):
     service.close()
     assert error_of(client.get("/readyz")) == (503, "stopping")
-    assert error_of(client.post(CLASSIFY, json={"model": "films", "input": TEXT})) == (503, "stopping")
+    assert error_of(client.post(CLASSIFY, json=ONE)) == (503, "stopping")
     lines = client.post("/v1/batches?model=films", content='{"input": "a"}', headers=LINES)
     assert error_of(lines) == (503, "stopping")
 
 
 def test_two_processes_do_not_write_to_one_folder(service, opened):
-    from i2cl.errors import I2CLError
-
     with pytest.raises(I2CLError, match="another process serves"):
         opened()
 
 
 @pytest.mark.parametrize("text", ["admin short", "root 0123456789abcdef", "admin", "", "# none"])
 def test_token_files_that_are_none(tmp_path, text):
-    from i2cl.errors import I2CLError
-
     file = tmp_path / "tokens"
     file.write_text(text)
     with pytest.raises(I2CLError, match="--token-file") as refused:
@@ -326,19 +304,14 @@ def test_token_files_that_are_none(tmp_path, text):
 
 
 def test_an_answer_that_nobody_waits_for_does_not_run(service):
-    import asyncio
-    import threading
 
     service.tasks.put("films", made(service.decoder, 0))
     go, begun = threading.Event(), threading.Event()
     service.batcher.run(lambda: (begun.set(), go.wait(20)))
     begun.wait(20)
 
-    async def leaves():
-        return await service.classify("films", [TEXT], gone=lambda: asyncio.sleep(0.05))
-
     before = service.metrics.text()
-    assert asyncio.run(leaves()) is None
+    assert asyncio.run(service.classify("films", [TEXT], gone=lambda: asyncio.sleep(0.05))) is None
     assert service.batcher.waiting == 0
     go.set()
     time.sleep(0.1)

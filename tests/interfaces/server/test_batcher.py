@@ -48,6 +48,13 @@ def running(decoder, tmp_path):
         batcher.close()
 
 
+@pytest.fixture
+def filled(running, decoder):
+    """The same, with a task."""
+    running[1].put("a", made(decoder, 0))
+    return running
+
+
 def later():
     return time.monotonic() + SOON
 
@@ -56,14 +63,8 @@ def later():
 def held(running):
     """Keeps the model busy until the block ends, so that what comes meanwhile waits."""
     batcher, _ = running
-    go = threading.Event()
-    begun = threading.Event()
-
-    def work():
-        begun.set()
-        go.wait(SOON)
-
-    batcher.run(work)
+    go, begun = threading.Event(), threading.Event()
+    batcher.run(lambda: (begun.set(), go.wait(SOON)))
     begun.wait(SOON)
     yield go
     go.set()
@@ -116,10 +117,9 @@ def test_what_waits_is_one_batch_of_many_tasks(running, decoder, held):
     assert (8, 2) in batcher._observer.batches
 
 
-def test_a_large_job_goes_in_slices_between_requests(running, decoder, held):
-    batcher, folder = running
+def test_a_large_job_goes_in_slices_between_requests(filled, decoder, held):
+    batcher, folder = filled
     decoder.token_budget = 128
-    folder.put("a", made(decoder, 0))
     large = batcher.submit_slices(folder.queries("a", TEXTS * 10)[1])
     small = [batcher.submit(folder.queries("a", [TEXTS[0]])[1], later()) for _ in range(3)]
     held.set()
@@ -128,11 +128,10 @@ def test_a_large_job_goes_in_slices_between_requests(running, decoder, held):
     assert len(large.done.result(SOON)) == 10 * len(TEXTS)
 
 
-def test_a_fit_keeps_no_large_request_from_its_turn(running, decoder):
+def test_a_fit_keeps_no_large_request_from_its_turn(filled, decoder):
     """At each of its pauses a small request waits as well, and one batch has time."""
-    batcher, folder = running
+    batcher, folder = filled
     decoder.token_budget = 128
-    folder.put("a", made(decoder, 0))
     small, begun = folder.queries("a", [TEXTS[0]])[1], []
     file, large = batcher.submit_slices, batcher.submit
     rows = folder.queries("a", TEXTS * 10)[1]
@@ -150,10 +149,9 @@ def test_a_fit_keeps_no_large_request_from_its_turn(running, decoder):
     assert min(begun) >= 2
 
 
-def test_large_requests_keep_no_file_from_its_turn_for_long(running, decoder, held, monkeypatch):
-    batcher, folder = running
+def test_large_requests_keep_no_file_from_its_turn_for_long(filled, decoder, held, monkeypatch):
+    batcher, folder = filled
     decoder.token_budget = 128
-    folder.put("a", made(decoder, 0))
     rows, order = folder.queries("a", TEXTS * 10)[1], []
     monkeypatch.setattr("i2cl.interfaces.server.batcher.PATIENCE", SOON / 2)
     first = batcher.submit(rows, time.monotonic() + 1)
@@ -166,10 +164,9 @@ def test_large_requests_keep_no_file_from_its_turn_for_long(running, decoder, he
     assert order == ["first", "file", "last"]
 
 
-def test_at_a_pause_others_have_as_much_time_as_the_fit_had(running, decoder):
-    batcher, folder = running
+def test_at_a_pause_others_have_as_much_time_as_the_fit_had(filled, decoder):
+    batcher, folder = filled
     decoder.token_budget = 128
-    folder.put("a", made(decoder, 0))
     tickets = []
 
     def work():
@@ -183,10 +180,9 @@ def test_at_a_pause_others_have_as_much_time_as_the_fit_had(running, decoder):
     assert [done for _, done in tickets] == [False, True]
 
 
-def test_the_earliest_deadline_goes_first(running, decoder, held):
-    batcher, folder = running
+def test_the_earliest_deadline_goes_first(filled, decoder, held):
+    batcher, folder = filled
     decoder.token_budget = 4  # one row a batch
-    folder.put("a", made(decoder, 0))
     rows = folder.queries("a", [TEXTS[4]])[1]
     ended = []
     for name, seconds in (("late", 20), ("soon", 10)):
@@ -199,9 +195,8 @@ def test_the_earliest_deadline_goes_first(running, decoder, held):
     assert ended == ["soon", "late"]
 
 
-def test_what_is_late_or_cancelled_does_not_run(running, decoder, held):
-    batcher, folder = running
-    folder.put("a", made(decoder, 0))
+def test_what_is_late_or_cancelled_does_not_run(filled, held):
+    batcher, folder = filled
     rows = folder.queries("a", [TEXTS[0]])[1]
     late, gone, kept = batcher.submit(rows, time.monotonic()), *(batcher.submit(rows, later()) for _ in "ab")
     batcher.cancel(gone)
@@ -214,9 +209,8 @@ def test_what_is_late_or_cancelled_does_not_run(running, decoder, held):
     assert batcher._observer.batches == [(1, 1)]
 
 
-def test_more_than_the_bound_is_refused_at_once(running, decoder, held):
-    batcher, folder = running
-    folder.put("a", made(decoder, 0))
+def test_more_than_the_bound_is_refused_at_once(filled, held):
+    batcher, folder = filled
     rows = folder.queries("a", [TEXTS[0]])[1]
     batcher.bound = 3 * rows[0].tokens
     tickets = [batcher.submit(rows, later()) for _ in range(2)]
@@ -235,9 +229,8 @@ def test_more_than_the_bound_is_refused_at_once(running, decoder, held):
 @pytest.mark.parametrize(
     ("error", "status"), [(torch.OutOfMemoryError("no room"), 503), (KeyError("secret text"), 500)]
 )
-def test_rows_that_cannot_run_take_no_others_with_them(running, decoder, held, monkeypatch, error, status):
-    batcher, folder = running
-    folder.put("a", made(decoder, 0))
+def test_rows_that_cannot_run_take_no_others_with_them(filled, held, monkeypatch, error, status):
+    batcher, folder = filled
     answers = batcher.pool.answers
 
     def fails(rows):
@@ -261,10 +254,9 @@ def test_rows_that_cannot_run_take_no_others_with_them(running, decoder, held, m
     "method", [Anchored(anchoring=AnchoredConfig(steps=1)), I2CL.configured({"epochs": 2})]
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(running, decoder, task, held, method, whole):
+def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(filled, decoder, task, held, method, whole):
     """Every answer brings the next request, so that one waits at each of the fit's pauses."""
-    batcher, folder = running
-    folder.put("a", made(decoder, 0))
+    batcher, folder = filled
     right = folder.injection(folder.entry("a").digest).scores(decoder, [TEXTS[0]])[0]
     hooks = []
 
@@ -291,15 +283,13 @@ def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(running, decoder, tas
     assert not hooks  # at a pause: they would work on others' requests as well
     for ticket in tickets:
         torch.testing.assert_close(ticket.done.result(SOON)[0], right, rtol=1e-5, atol=1e-5)
-    alone = alone.result()
-    found = fit.result()
+    alone, found = alone.result(), fit.result()
     assert torch.equal(found.coefficients, alone.coefficients)
     assert torch.equal(found.context.values, alone.context.values)
 
 
-def test_the_end_answers_what_waits_and_stops_what_is_long(running, decoder, task, held):
-    batcher, folder = running
-    folder.put("a", made(decoder, 0))
+def test_the_end_answers_what_waits_and_stops_what_is_long(filled, task, held):
+    batcher, folder = filled
     shared = SharedDecoder(batcher, SimpleNamespace(require_wanted=lambda: None))
     fit = batcher.run(shared.pause)
     file = batcher.submit_slices(folder.queries("a", TEXTS)[1])
@@ -315,8 +305,7 @@ def test_the_end_answers_what_waits_and_stops_what_is_long(running, decoder, tas
         batcher.submit(folder.queries("a", [TEXTS[0]])[1], later())
 
 
-def test_a_text_beyond_the_context_is_refused_and_not_cut(running, decoder):
-    _, folder = running
-    folder.put("a", made(decoder, 0))
+def test_a_text_beyond_the_context_is_refused_and_not_cut(filled):
+    _, folder = filled
     with pytest.raises(I2CLError, match="text 2 takes "):
         folder.queries("a", ["short", "long " * 3000])

@@ -1,17 +1,13 @@
 """Clients that others have written, unchanged, over loopback, with a token and without."""
 
-import os
-import signal
-
 import pytest
 
 from i2cl import Decoder, Injection
 from i2cl.interfaces.server.client import Client
 from i2cl.tasks import load_task
-from processes import COMMAND, Program
 
 from .conftest import made
-from .test_serve import address
+from .test_serve import serving
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -30,12 +26,9 @@ def served(request, tmp_path_factory):
     right = Injection.from_pretrained(folder / "films").scores(decoder, TEXTS).softmax(-1).tolist()
     (folder / "tokens").write_text(f"read {TOKEN}\nadmin 0123456789abcdefA\n")
     options = ("--token-file", folder / "tokens") if request.param else ()
-    program = Program(COMMAND, "serve", "reference", "--tasks", folder / "tasks", "--port", 0, *options)
-    url = address(program)
-    Client(url, token="0123456789abcdefA").upload("a/films", folder / "films")
-    yield url, request.param, right
-    os.kill(program.process.pid, signal.SIGTERM)
-    assert program.wait()[0] == 0
+    with serving(folder / "tasks", *options) as url:
+        Client(url, token="0123456789abcdefA").upload("a/films", folder / "films")
+        yield url, request.param, right
 
 
 def test_openai(served):

@@ -25,6 +25,29 @@ def ended(job, seconds=60.0):
     return job
 
 
+def fitted(service, task, **more):
+    """The job of a fit, once it has ended."""
+    return ended(fitting(service, task, **more))
+
+
+def fitting(service, task, **more):
+    return service.jobs.add("fit", FIT | more, {"input.json": examples(task)})
+
+
+def two_slow(service, task):
+    """A fit that has come to its first step, and one that waits behind it; both would take minutes."""
+    runs, waits = (fitting(service, task, method="i2cl", settings={"epochs": 5000}) for _ in range(2))
+    while runs.events[-1]["event"] != "step":
+        assert not runs.ended, runs.events[-1]
+        time.sleep(0.01)
+    return runs, waits
+
+
+def answers(job):
+    """The lines that a file's job has written."""
+    return [json.loads(line) for line in (job.folder / files.OUTPUT).read_bytes().splitlines()]
+
+
 def examples(task):
     return json.dumps([{"text": row.text, "label": task.labels[row.label]} for row in task.train]).encode()
 
@@ -38,18 +61,15 @@ def checked(service, body, model=None):
 
 
 def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
-    job = ended(service.jobs.add("fit", FIT, {"input.json": examples(task)}))
+    job = fitted(service, task)
     events = [one["event"] for one in job.events]
     assert events[:3] == ["queued", "started", "step"]
     assert job.status == "done", job.events[-1]
     last, step = job.events[-1], job.events[2]
     layers = service.decoder.layers
     assert "coefficients" not in step  # but in the last one
-    assert [len(last["coefficients"]), len(last["coefficients"][0]), len(last["sizes"])] == [
-        layers,
-        2,
-        layers,
-    ]
+    assert (len(last["coefficients"]), len(last["coefficients"][0])) == (layers, 2)
+    assert len(last["sizes"]) == layers
     assert last["digest"] == service.tasks.entry("films").digest
     assert last["worth"]["methods"].keys() >= {"zero_shot", "few_shot", "anchored"}
     assert last["tokens"]["few_shot"] > last["tokens"]["task"]
@@ -60,7 +80,7 @@ def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
 
 def test_a_fit_that_was_killed_comes_to_the_same_vectors(opened, task, tmp_path, monkeypatch):
     service = opened()
-    whole = ended(service.jobs.add("fit", FIT, {"input.json": examples(task)}))
+    whole = fitted(service, task)
     before = service.tasks.injection(whole.events[-1]["digest"])
     service.tasks.delete("films")
 
@@ -69,7 +89,7 @@ def test_a_fit_that_was_killed_comes_to_the_same_vectors(opened, task, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(service.tasks, "put", killed)
-        job = service.jobs.add("fit", FIT, {"input.json": examples(task)})
+        job = fitting(service, task)
         while not any(one.get("method") == "anchored" for one in job.events):
             time.sleep(0.01)
         service.close()
@@ -92,11 +112,9 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
     lines = [{"input": text, "model": "ab"[at % 2], "custom_id": f"n{at}"} for at, text in enumerate(texts)]
     body = "\n".join(json.dumps(line) for line in lines).encode()
     told, rows = checked(service, body)
-    right = [
-        service.tasks.injection(told["digests"][line["model"]]).scores(service.decoder, [line["input"]])[0]
-        for line in lines
-    ]
-    answers = service.batcher.pool.answers
+    injections = {name: service.tasks.injection(digest) for name, digest in told["digests"].items()}
+    right = [injections[line["model"]].scores(service.decoder, [line["input"]])[0] for line in lines]
+    whole = service.batcher.pool.answers
     calls = []
 
     def some(rows):
@@ -104,7 +122,7 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
         if len(calls) == 4:
             service.batcher.stops = True  # what is under way is not told, as in a kill
             raise jobs.FitStoppedError
-        return answers(rows)
+        return whole(rows)
 
     service.batcher.pool.answers = some
     job = service.jobs.add("batch", told, {files.INPUT: rows})
@@ -117,11 +135,10 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
     again.tasks.put("a", made(again.decoder, 5))  # the file's version is that of when it came
     found = ended(again.jobs.get(job.id))
     assert found.status == "done", found.events
-    out = [json.loads(line) for line in (found.folder / files.OUTPUT).read_bytes().splitlines()]
-    assert [(one["line"], one["custom_id"]) for one in out] == [
-        (at + 1, f"n{at}") for at in range(len(texts))
-    ]
-    for one, scores in zip(out, right, strict=True):
+    out = answers(found)
+    assert len(out) == len(texts)
+    for at, (one, scores) in enumerate(zip(out, right, strict=True)):
+        assert (one["line"], one["custom_id"]) == (at + 1, f"n{at}")
         assert one["probs"] == pytest.approx(scores.softmax(-1).tolist(), abs=1e-5)
         assert one["label"] == one["labels"][int(scores.argmax())]
 
@@ -131,17 +148,13 @@ def test_a_line_that_is_too_long_is_told_as_such(service):
     body = "\n".join(json.dumps({"input": text}) for text in ("short", "long " * 3000, "short"))
     told, rows = checked(service, body.encode(), "a")
     job = ended(service.jobs.add("batch", told, {files.INPUT: rows}))
-    out = [json.loads(line) for line in (job.folder / files.OUTPUT).read_bytes().splitlines()]
+    out = answers(job)
     assert [one.get("label") is None for one in out] == [False, True, False]
     assert out[1]["error"]["code"] == "text_too_long"
 
 
 def test_a_job_is_cancelled_while_it_runs_and_while_it_waits(service, task):
-    slow = {**FIT, "method": "i2cl", "settings": {"epochs": 5000}}
-    runs, waits = (service.jobs.add("fit", slow, {"input.json": examples(task)}) for _ in range(2))
-    while runs.events[-1]["event"] != "step":
-        assert not runs.ended, runs.events[-1]
-        time.sleep(0.01)
+    runs, waits = two_slow(service, task)
     for job in (waits, runs):
         service.jobs.cancel(job)
         assert ended(job).status == "cancelled"
@@ -156,7 +169,7 @@ def test_a_fit_that_fails_says_why(service, task, monkeypatch):
         raise KeyError("a user's text")
 
     monkeypatch.setattr("i2cl.interfaces.server.fits.Anchored.injection", fails)
-    job = ended(service.jobs.add("fit", FIT, {"input.json": examples(task)}))
+    job = fitted(service, task)
     assert job.status == "failed"
     assert job.events[-1]["error"]["code"] == "internal"
     assert "a user's text" not in json.dumps(job.events)
@@ -170,16 +183,16 @@ def test_a_row_that_fails_costs_its_line_and_not_the_file(service, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 4)
     service.tasks.put("a", made(service.decoder, 0))
     told, rows = checked(service, lines_of(10), "a")
-    answers, seventh = service.batcher.pool.answers, service.tasks.queries("a", [f"{TEXTS[0]} 6"])[1][0].ids
+    whole, seventh = service.batcher.pool.answers, service.tasks.queries("a", [f"{TEXTS[0]} 6"])[1][0].ids
 
     def fails(asked):
         if any(row.ids == seventh for row in asked):
             raise KeyError("a user's text")
-        return answers(asked)
+        return whole(asked)
 
     monkeypatch.setattr(service.batcher.pool, "answers", fails)
     job = ended(service.jobs.add("batch", told, {files.INPUT: rows}))
-    out = [json.loads(line) for line in (job.folder / files.OUTPUT).read_bytes().splitlines()]
+    out = answers(job)
     assert [one["line"] for one in out if "error" in one] == [7]
     assert out[6]["error"]["code"] == "internal"
     assert sum("label" in one for one in out) == 9
@@ -189,11 +202,7 @@ def test_a_row_that_fails_costs_its_line_and_not_the_file(service, monkeypatch):
 @pytest.mark.parametrize("kind", ["runs", "waits"])
 def test_a_cancel_survives_a_kill(opened, task, monkeypatch, kind):
     service = opened()
-    slow = {**FIT, "method": "i2cl", "settings": {"epochs": 5000}}
-    runs, waits = (service.jobs.add("fit", slow, {"input.json": examples(task)}) for _ in range(2))
-    while runs.events[-1]["event"] != "step":
-        assert not runs.ended, runs.events[-1]
-        time.sleep(0.01)
+    runs, waits = two_slow(service, task)
     with monkeypatch.context() as patch:  # the process ends before the fit notices
         patch.setattr(jobs.Job, "require_wanted", lambda _: None)
         patch.setattr(service.jobs, "_end", lambda *_, **__: None)
@@ -227,8 +236,7 @@ def test_events_are_few_however_long_a_job_takes(service, asking):
     reply = asking(service).get(f"/v1/jobs/{job.id}/events", headers={"Last-Event-ID": str(seen)})
     assert reply.text.startswith(f"id: {round(1000 * job.events[-1]['at'])}\nevent: done\n")
     job.cancelled = True
-    whole = {"kind": "fit", "created": 0.0, "told": {}}
-    (job.folder / "job.json").write_text(json.dumps(whole))
+    (job.folder / "job.json").write_text('{"kind": "fit", "created": 0.0, "told": {}}')
     again = jobs.Job.stored(job.folder)  # after a start anew ids go on behind those that were shown
     assert [one["event"] for one in again.events] == ["started", "done"]
     assert again.events[-1]["at"] == job.events[-1]["at"]
@@ -236,14 +244,7 @@ def test_events_are_few_however_long_a_job_takes(service, asking):
 
 SPOILED = {
     "job.json": [b"", b"{", b"[]", b"null", b"\xff", b'{"kind": "none", "created": 0, "told": {}}'],
-    "events.jsonl": [
-        b"{\n",
-        b"3\n",
-        b"null\n",
-        b'{"event": 3}\n',
-        b"\xff\xfe\n",
-        b'{"event":"done","at":NaN}\n',
-    ],
+    "events.jsonl": [b"{", b"3", b"null", b'{"event": 3}', b"\xff\xfe", b'{"event":"done","at":NaN}'],
 }
 
 
@@ -257,7 +258,7 @@ def test_what_cannot_be_read_is_neither_removed_nor_in_the_way(opened, task, cap
     service.tasks._artefacts.joinpath(digest).mkdir()
     service.close()
     path = first.folder / name
-    path.write_bytes(path.read_bytes() + content if name == "events.jsonl" else content)
+    path.write_bytes(path.read_bytes() + content + b"\n" if name == "events.jsonl" else content)
     kept = {one.name: one.read_bytes() for one in first.folder.iterdir()}
     again = opened()
     assert again.jobs.get(second.id).status == "done"
@@ -279,7 +280,7 @@ def job_of(service, count):
 @pytest.mark.parametrize("rows", [10, 2], ids=["other rows", "left out"])
 def test_a_fit_beside_other_work_keeps_no_time_of_a_text(service, task, rows):
     shown = [row for label in range(2) for row in [one for one in task.train if one.label == label][:rows]]
-    job = ended(service.jobs.add("fit", FIT, {"input.json": examples(replace(task, train=tuple(shown)))}))
+    job = fitted(service, replace(task, train=tuple(shown)))
     assert job.status == "done", job.events[-1]
     injection = service.tasks.injection(job.events[-1]["digest"])
     methods = injection.worth["methods"]

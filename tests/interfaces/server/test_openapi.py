@@ -60,12 +60,8 @@ def described(tmp_path_factory):
 
     @schema.hook
     def map_body(context, body):
-        if (
-            isinstance(body, dict)
-            and isinstance(body.get("model"), str)
-            and 0 < len(body["model"]) <= 128
-            and found(body)
-        ):
+        model = body.get("model") if isinstance(body, dict) else None
+        if isinstance(model, str) and 0 < len(model) <= 128 and found(body):
             return body | {"model": "films"}
         if context.operation.method == "put" and found(body):
             return packed(folder / "films")

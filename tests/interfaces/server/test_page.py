@@ -3,10 +3,8 @@
 pip install playwright axe-playwright-python; apt-get install chromium (or: playwright install chromium)
 """
 
-import os
 import re
 import shutil
-import signal
 from importlib.resources import files
 from urllib.parse import urlsplit
 
@@ -14,9 +12,8 @@ import pytest
 
 from i2cl.interfaces.server.client import Client
 from i2cl.tasks import load_task
-from processes import COMMAND, Program
 
-from .test_serve import address, examples
+from .test_serve import examples, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which holds axe-core")
@@ -30,11 +27,8 @@ SLOW = {"method": "i2cl", "evaluate": 0, "settings": {"epochs": 500}}
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """Of a server of the bundled model."""
-    folder = tmp_path_factory.mktemp("served") / "tasks"
-    program = Program(COMMAND, "serve", "reference", "--tasks", folder, "--port", 0)
-    yield address(program)
-    os.kill(program.process.pid, signal.SIGTERM)
-    assert program.wait()[0] == 0
+    with serving(tmp_path_factory.mktemp("served") / "tasks") as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -266,12 +260,12 @@ def test_rows_that_are_refused_are_listed(opened):
         page.fill("#examples", text)
         page.click("#begin")
         shows(page, "#state", told)
-    page.set_input_files(
-        "#file", {"name": "l.csv", "mimeType": "text/csv", "buffer": b"text,label\n\xe9,x\n"}
-    )
-    shows(page, "#state", "l.csv is no text in UTF-8")
-    page.set_input_files("#file", {"name": "u.csv", "mimeType": "text/csv", "buffer": "é,x".encode()})
-    shows(page, "#state", "^$")
+    for name, told, state in (
+        ("l", b"text,label\n\xe9,x\n", "l.csv is no text in UTF-8"),
+        ("u", "é,x".encode(), "^$"),
+    ):
+        page.set_input_files("#file", {"name": f"{name}.csv", "mimeType": "text/csv", "buffer": told})
+        shows(page, "#state", state)
     assert page.input_value("#examples") == "é,x"
     page.set_input_files("#file", [])  # a choice that is taken back
 
@@ -326,35 +320,27 @@ def test_many_classes_long_labels_and_a_server_that_is_lost(opened, url):
 
 def test_a_token_is_asked_for_kept_and_not_told(opened, tmp_path):
     (tmp_path / "tokens").write_text("admin 0123456789abcdefA\n")
-    options = ("--token-file", tmp_path / "tokens", "--port", 0)
-    program = Program(COMMAND, "serve", "reference", "--tasks", tmp_path / "tasks", *options)
-    page = opened(address(program))
-    shows(page, "#denied", "send Authorization")
-    accessible(page)
-    page.fill("#token", "0123456789abcdefA")
-    page.keyboard.press("Enter")
-    shows(page, "#base", "reference")
-    page.reload()
-    shows(page, "#base", "reference")
-    for name, header in (
-        ("curl", "Bearer $I2CL_TOKEN"),
-        ("Python", 'os.environ["I2CL_TOKEN"]'),
-        ("OpenAI", "I2CL"),
-    ):
-        page.click(f"[data-call={name}]")
-        assert header in page.inner_text("#code")
-        assert "0123456789abcdefA" not in page.inner_text("body")
-    os.kill(program.process.pid, signal.SIGTERM)
-    assert program.wait()[0] == 0
+    headers = {"curl": "Bearer $I2CL_TOKEN", "Python": 'os.environ["I2CL_TOKEN"]', "OpenAI": "I2CL"}
+    with serving(tmp_path / "tasks", "--token-file", tmp_path / "tokens") as address:
+        page = opened(address)
+        shows(page, "#denied", "send Authorization")
+        accessible(page)
+        page.fill("#token", "0123456789abcdefA")
+        page.keyboard.press("Enter")
+        shows(page, "#base", "reference")
+        page.reload()
+        shows(page, "#base", "reference")
+        for name, header in headers.items():
+            page.click(f"[data-call={name}]")
+            assert header in page.inner_text("#code")
+            assert "0123456789abcdefA" not in page.inner_text("body")
 
 
 def test_a_server_that_only_reads_takes_no_examples(opened, tmp_path):
     (tmp_path / "names").mkdir()
     (tmp_path / "artefacts").mkdir()
-    program = Program(COMMAND, "serve", "reference", "--tasks", tmp_path, "--read-only", "--port", 0)
-    page = opened(address(program))
-    page.wait_for_selector("#closed:not([hidden])")
-    assert page.locator("#fit").is_hidden()
-    accessible(page)
-    os.kill(program.process.pid, signal.SIGTERM)
-    assert program.wait()[0] == 0
+    with serving(tmp_path, "--read-only") as address:
+        page = opened(address)
+        page.wait_for_selector("#closed:not([hidden])")
+        assert page.locator("#fit").is_hidden()
+        accessible(page)

@@ -13,7 +13,7 @@ from i2cl.models.decoder import Decoder
 from tiny import tiny_model, tiny_tokenizer
 
 from .conftest import HOST, made
-from .test_app import CHAT, CLASSIFY, LINES, NAMED, SAID, TEXT, error_of
+from .test_app import CHAT, CLASSIFY, LINES, NAMED, ONE, SAID, TEXT, error_of
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,10 @@ REFUSED = [
     (CLASSIFY, {"model": "films", "input": [TEXT, "  "]}, 422, "bad_input"),
     (CLASSIFY, {"model": "films", "input": []}, 422, "bad_request"),
     (CLASSIFY, {"model": "films", "input": 3}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films", "input": TEXT, "more": 1}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": 0}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": 1.5}, 422, "bad_request"),
-    (CLASSIFY, {"model": "films", "input": TEXT, "min_confidence": "high"}, 422, "bad_request"),
+    (CLASSIFY, ONE | {"more": 1}, 422, "bad_request"),
+    (CLASSIFY, ONE | {"min_confidence": 0}, 422, "bad_request"),
+    (CLASSIFY, ONE | {"min_confidence": 1.5}, 422, "bad_request"),
+    (CLASSIFY, ONE | {"min_confidence": "high"}, 422, "bad_request"),
     (CLASSIFY, {"model": "films"}, 422, "bad_request"),
     (CLASSIFY, {"model": "films", "input": "long " * 3000}, 413, "text_too_long"),
     (CLASSIFY, {"model": "films", "input": ["so " * 100] * 500}, 413, "request_too_long"),
@@ -55,29 +55,25 @@ REFUSED = [
 @pytest.mark.parametrize(("path", "body", "status", "code"), REFUSED, ids=range(len(REFUSED)))
 def test_what_cannot_be_classified_is_told(refusing, path, body, status, code):
     assert error_of(refusing.post(path, json=body)) == (status, code)
-    assert refusing.post(CLASSIFY, json={"model": "films", "input": TEXT}).status_code == 200
+    assert refusing.post(CLASSIFY, json=ONE).status_code == 200
+
+
+def second(text, label="y"):
+    """Two rows, of which the second is this one."""
+    return {"examples": [{"text": "a", "label": "x"}, {"text": text, "label": label}]}
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
-            {"examples": [{"text": "a", "label": "x"}, {"text": " ", "label": "y"}]},
-            "item 2: the text is empty",
-        ),
-        (
-            {"examples": [{"text": "a", "label": "x"}, {"text": 3, "label": "y"}]},
-            "item 2: the text is 3, not",
-        ),
-        (
-            {"examples": [{"text": "a", "label": "x"}, {"text": "\ud800", "label": "y"}]},
-            "item 2: .* surrogate",
-        ),
-        ({"examples": [{"text": "a", "label": "x"}, {"text": "b", "label": None}]}, "item 2: label None"),
+        (second(" "), "item 2: the text is empty"),
+        (second(3), "item 2: the text is 3, not"),
+        (second("\ud800"), "item 2: .* surrogate"),
+        (second("b", None), "item 2: label None"),
         ({"labels": ["good", "bad"]}, "item 1: label 'x' is not one of good, bad"),
         ({"labels": ["x", "x"]}, "given twice"),
         ({"labels": ["x"]}, "at least two|not one of"),
-        ({"examples": [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}]}, "every label is 'x'"),
+        (second("b", "x"), "every label is 'x'"),
         ({"examples": []}, "examples"),
         ({"template": "no field"}, r"\{text\} 0 times"),
         ({"name": " "}, "cannot be called"),
@@ -93,8 +89,7 @@ def test_what_cannot_be_classified_is_told(refusing, path, body, status, code):
     ids=str,
 )
 def test_examples_that_make_no_task_are_refused_row_by_row(refusing, change, told):
-    rows = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
-    body = json.dumps({**NAMED, "examples": rows, "check": True, **change})
+    body = json.dumps({**NAMED, **second("b"), "check": True, **change})
     reply = refusing.post("/v1/tasks", content=body, headers={"Content-Type": "application/json"})
     assert error_of(reply)[0] == 422, reply.text
     assert re.search(told, reply.json()["error"]["message"]), reply.text
@@ -106,10 +101,8 @@ def test_examples_that_make_no_task_are_refused_row_by_row(refusing, change, tol
     ids=["long", "word", "doubt"],
 )
 def test_a_query_that_cannot_be_read_is_refused(refusing, query, told):
-    headers = {"Content-Type": "text/csv"}
-    reply = refusing.post(
-        "/v1/tasks", params=NAMED | query, content="text,label\na,x\nb,y\n", headers=headers
-    )
+    headers, rows = {"Content-Type": "text/csv"}, "text,label\na,x\nb,y\n"
+    reply = refusing.post("/v1/tasks", params=NAMED | query, content=rows, headers=headers)
     assert error_of(reply) == (422, "bad_request")
     assert told in reply.json()["error"]["message"]
 
@@ -139,12 +132,7 @@ def test_a_text_that_cannot_be_used_is_named_in_its_list(refusing):
 
 
 def test_every_row_that_is_refused_is_named(refusing):
-    rows = [
-        {"text": "a", "label": "x"},
-        {"text": "", "label": "y"},
-        {"text": "b", "label": [1]},
-        {"label": "y"},
-    ]
+    rows = [*second("")["examples"], {"text": "b", "label": [1]}, {"label": "y"}]
     told = refusing.post("/v1/tasks", json={**NAMED, "examples": rows}).json()
     assert [re.search(r"item (\d)", row)[1] for row in told["error"]["rows"]] == ["2", "3", "4"]
 

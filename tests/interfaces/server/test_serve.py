@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -33,6 +34,18 @@ def until(told, program=None):
 
 def address(program):
     return until(lambda: re.search(r'http://[^"\s]+(?=["\s])', program.said()[0]), program)[0]
+
+
+@contextmanager
+def serving(tasks, *options, code=COMMAND):
+    """Address of a server of the bundled model, which ends well with the block."""
+    program = Program(code, "serve", "reference", "--tasks", tasks, "--port", 0, *options)
+    try:
+        yield address(program)
+    finally:
+        program.process.terminate()
+        code, _, said = program.wait()
+    assert code == 0, said
 
 
 def examples(task, count):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.task_store import TaskStore, content_digest
 from i2cl.storage import atomic
 
-from .conftest import TEXTS, made, packed
+from .conftest import LINES, TAR, TEXTS, made, packed
 
 
 @pytest.fixture
@@ -193,11 +192,9 @@ def test_what_the_disk_refuses_is_the_servers_fault_and_names_no_path(
     monkeypatch.setattr(f"i2cl.interfaces.server.{at}", fails)
     client = asking(service)
     if at == "task_store.synced":
-        body, headers = packed(tmp_path / "topics"), {"Content-Type": "application/x-tar"}
-        reply = client.put("/v1/tasks/new", content=body, headers=headers)
+        reply = client.put("/v1/tasks/new", content=packed(tmp_path / "topics"), headers=TAR)
     else:
-        headers = {"Content-Type": "application/jsonl"}
-        reply = client.post("/v1/batches?model=films", content=b'{"input": "a"}', headers=headers)
+        reply = client.post("/v1/batches?model=films", content=b'{"input": "a"}', headers=LINES)
     assert reply.status_code == status
     assert reply.json()["error"]["type"] == "server_error"
     assert str(tmp_path) not in reply.text
@@ -206,7 +203,7 @@ def test_what_the_disk_refuses_is_the_servers_fault_and_names_no_path(
 
 
 def test_a_version_that_is_damaged_or_of_another_model_is_the_servers_fault(
-    service, asking, decoder, tmp_path
+    service, asking, decoder, tmp_path, monkeypatch
 ):
     client = asking(service)
     body = {"model": "a", "input": TEXTS[0]}
@@ -217,14 +214,8 @@ def test_a_version_that_is_damaged_or_of_another_model_is_the_servers_fault(
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "damaged")
     assert str(tmp_path) not in reply.text
     other = made(decoder, 1)
-    with monkeypatched(service.tasks, "loaded", lambda _: None):
+    with monkeypatch.context() as patch:
+        patch.setattr(service.tasks, "loaded", lambda _: None)
         service.tasks.put("a", replace(other, base=replace(decoder.base, weights="0" * 16)))
     reply = client.post("/v1/classify", json=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "unusable")
-
-
-@contextmanager
-def monkeypatched(what, name, value):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(what, name, value)
-        yield

@@ -5,18 +5,20 @@ import json
 import tarfile
 import threading
 import tracemalloc
+from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import load, save
 
+from i2cl.interfaces.server import files as of_texts
 from i2cl.interfaces.server import service as services
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import MOST_LABELS, MOST_TOLD, unpack
+from i2cl.models.scoring import NotFiniteError
 
-from .conftest import made, packed
+from .conftest import LINES, TAR, made, packed
 
-TAR = {"Content-Type": "application/x-tar"}
 BLOCK = tarfile.BLOCKSIZE
 CLAIM = 4 * 2**30
 
@@ -67,18 +69,24 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize("kind", SPARSE)
-def test_holes_are_not_filled(files, kind):
-    body = member("injection.json", files["injection.json"]) + SPARSE[kind] + bytes(2 * BLOCK)
+@contextmanager
+def peak_below(most):
+    """The block takes less memory than this at any time."""
     tracemalloc.start()
     try:
-        with pytest.raises(RefusalError) as refused:
-            unpack(body)
+        yield
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+    assert peak < most
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_holes_are_not_filled(files, kind):
+    body = member("injection.json", files["injection.json"]) + SPARSE[kind] + bytes(2 * BLOCK)
+    with peak_below(2**22), pytest.raises(RefusalError) as refused:
+        unpack(body)
     assert (refused.value.status, refused.value.code) == (422, "bad_artefact")
-    assert peak < 2**22
 
 
 LINKS = (
@@ -185,7 +193,6 @@ def test_numbers_that_are_not_finite_when_used_are_refused(client, service, file
 
 
 def test_scores_that_are_no_numbers_are_seen_before_the_task_is_there(client, service, files, monkeypatch):
-    from i2cl.models.scoring import NotFiniteError
 
     def fails(_):
         raise NotFiniteError("label scores are not numbers")
@@ -226,28 +233,22 @@ def test_uploads_that_are_parsed_hold_up_no_text_and_no_other_upload(client, ser
 
 
 def test_a_file_is_checked_line_by_line(client, service, monkeypatch):
-    from i2cl.interfaces.server import files as of_texts
-
     class Nowhere(io.RawIOBase):
         def write(self, data):
             return len(data)
 
-    body = io.BytesIO(b'{"input":"a"}\n' * 30_000)
-    tracemalloc.start()
-    try:
-        assert of_texts.read_lines(body, "films", service.tasks.entry, Nowhere()) == (30_000, ["films"])
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 2**20
-    body = io.BytesIO(b'{"inpt":"a"}\n' * 30_000)
+    def read(body):
+        return of_texts.read_lines(io.BytesIO(body), "films", service.tasks.entry, Nowhere())
+
+    body = b'{"input":"a"}\n' * 30_000
+    with peak_below(2**20):
+        assert read(body) == (30_000, ["films"])
     with pytest.raises(RefusalError) as refused:
-        of_texts.read_lines(body, "films", service.tasks.entry, Nowhere())
+        read(b'{"inpt":"a"}\n' * 30_000)
     assert len(refused.value.rows) == of_texts.MOST_REFUSED
-    line = json.dumps({"input": "a" * of_texts.LONGEST_LINE}).encode()
     with pytest.raises(RefusalError, match="line 1: it is longer"):
-        of_texts.read_lines(io.BytesIO(line), "films", service.tasks.entry, Nowhere())
+        read(json.dumps({"input": "a" * of_texts.LONGEST_LINE}).encode())
     seen = []
     monkeypatch.setattr(of_texts, "read_lines", lambda *_: seen.append(service.tasks._writing._is_owned()))
-    client.post("/v1/batches", content=b"", headers={"Content-Type": "application/jsonl"})
+    client.post("/v1/batches", content=b"", headers=LINES)
     assert seen == [False]

@@ -20,9 +20,8 @@ def injection_for(decoder, task, seed=0, **more):
     draw = torch.Generator().manual_seed(seed)
     values = torch.randn(decoder.layers, 2, decoder.d_model, generator=draw)
     pairs = torch.randn(decoder.layers, 2, 2, generator=draw) * 0.3 + torch.tensor([0.0, 1.0])
-    return Injection(
-        ContextVector(values, ExtractConfig(), 4, decoder.base), pairs, task, decoder.base, **more
-    )
+    context = ContextVector(values, ExtractConfig(), 4, decoder.base)
+    return Injection(context, pairs, task, decoder.base, **more)
 
 
 class Linear(nn.Linear):
@@ -54,25 +53,16 @@ class Llama(nn.Module):
 
 def vllm_config(**changes):
     """A ``VllmConfig`` of one engine that is served; fields are changed by their dotted names."""
+    model = {"architecture": "LlamaForCausalLM", "logprobs_mode": "raw_logprobs"}
+    sizes = ("decode_context", "prefill_context", "pipeline", "data")
+    parallel = {f"{one}_parallel_size": 1 for one in sizes} | {"_api_process_count": 1}
+    parallel |= {"enable_dbo": False, "ubatch_size": 0, "worker_extension_cls": ""}
     config = SimpleNamespace(
         additional_config={},
-        kv_transfer_config=None,
-        lora_config=None,
-        speculative_config=None,
-        model_config=SimpleNamespace(
-            architecture="LlamaForCausalLM", logprobs_mode="raw_logprobs", get_hidden_size=lambda: 8
-        ),
+        **dict.fromkeys(("kv_transfer_config", "lora_config", "speculative_config")),
+        model_config=SimpleNamespace(**model, get_hidden_size=lambda: 8),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=16, max_num_seqs=4),
-        parallel_config=SimpleNamespace(
-            enable_dbo=False,
-            ubatch_size=0,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            pipeline_parallel_size=1,
-            data_parallel_size=1,
-            _api_process_count=1,
-            worker_extension_cls="",
-        ),
+        parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(block_size=4, enable_prefix_caching=True, kv_sharing_fast_prefill=False),
     )
     for name, value in changes.items():
@@ -132,14 +122,8 @@ class LLM:
     def __init__(self, decoder, folder):
         text = decoder.model.config
         self.decoder, self.sent, self.held = decoder, [], {}
-        config = SimpleNamespace(
-            model=str(folder),
-            revision=None,
-            dtype=torch.float32,
-            max_model_len=64,
-            hf_config=text,
-            hf_text_config=text,
-        )
+        known = {"dtype": torch.float32, "max_model_len": 64, "hf_config": text, "hf_text_config": text}
+        config = SimpleNamespace(model=str(folder), revision=None, **known)
         self.llm_engine = SimpleNamespace(model_config=config, vllm_config=vllm_config())
 
     def get_tokenizer(self):
@@ -153,10 +137,8 @@ class LLM:
             del self.held[args[0]]
 
     def generate(self, prompts, given, *, use_tqdm):
-        return [
-            self.answer(tuple(one["prompt_token_ids"]), each)
-            for one, each in zip(prompts, given, strict=True)
-        ]
+        asked = zip((tuple(one["prompt_token_ids"]) for one in prompts), given, strict=True)
+        return [self.answer(*one) for one in asked]
 
     def answer(self, ids, asked):
         frontend.TASKS.admit(asked)

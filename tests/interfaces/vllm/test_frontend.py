@@ -11,29 +11,15 @@ from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm import frontend, prompts
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.slots import DIGEST
-from i2cl.models.decoder import Decoder
-from tiny import tiny_folder
 
 from .standins import LLM, injection_for, parameters, params, vllm_config
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    found = tmp_path_factory.mktemp("model")
-    tiny_folder(found)
-    return found
-
-
-@pytest.fixture(scope="module")
-def base(folder):
-    return Decoder.from_pretrained(str(folder), device="cpu")
-
-
 @pytest.fixture
-def llm(base, folder, monkeypatch):
+def llm(base, monkeypatch):
     monkeypatch.setattr(frontend, "TASKS", frontend.ServedTasks())
     monkeypatch.setattr(frontend, "parameters", parameters)
-    return LLM(base, folder)
+    return LLM(base, base.name)
 
 
 TEXTS = ("this film", "nobody expected the river to rise", "good")
@@ -43,14 +29,8 @@ TEXTS = ("this film", "nobody expected the river to rise", "good")
 def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, task, caching):
     llm.llm_engine.vllm_config.cache_config.enable_prefix_caching = caching
     one, other = (injection_for(base, task, seed) for seed in (0, 1))
+    whole = replace(other, task=replace(task, labels=("best film yet", "best film ever")), scoring="full")
     other = replace(other, label_bias=(0.5, -0.5), temperature=1.75)
-    whole = replace(
-        other,
-        task=replace(task, labels=("best film yet", "best film ever")),
-        scoring="full",
-        label_bias=None,
-        temperature=1.0,
-    )
     held = {"one": one, "other": other, "whole": whole}
     for name, injection in held.items():
         frontend.load(llm, name, injection)

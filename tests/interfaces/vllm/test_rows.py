@@ -82,12 +82,8 @@ def test_v2_a_place_that_is_used_again_forgets_its_last_task(model):
 
 
 def test_v1_fills_the_slots_of_a_padded_batch(model):
-    asked = {
-        "x": params(packed(11).digest),
-        "y": params(packed(10).digest),
-        "z": params(),
-        "w": params("gone"),
-    }
+    digests = {"x": packed(11).digest, "y": packed(10).digest, "z": None, "w": "gone"}
+    asked = {name: params(digest) for name, digest in digests.items()}
     runner = runner_v1(model, asked, ["y", "z", "x"], [1, 2, 2])
     given = []
     forward = forward_v1(lambda *args, **more: given.append((args, more)))
@@ -143,9 +139,10 @@ def test_plain_rows_are_exact_in_bfloat16(model):
 def test_tables_keep_their_addresses_and_stay_out_of_checkpoints(model):
     tables = model.i2cl_tables
     writer = tables.writers[0]
-    before = writer.i2cl_rows.data_ptr(), writer.i2cl_scales.data_ptr(), tables.slots.data_ptr()
+    kept = (writer.i2cl_rows, writer.i2cl_scales, tables.slots)
+    before = [one.data_ptr() for one in kept]
     tables.write(2, packed(12).digest, packed(12))
-    assert before == (writer.i2cl_rows.data_ptr(), writer.i2cl_scales.data_ptr(), tables.slots.data_ptr())
+    assert before == [one.data_ptr() for one in (writer.i2cl_rows, writer.i2cl_scales, tables.slots)]
     assert all(one.i2cl_slots is tables.slots for one in tables.writers)
     assert not [name for name in model.state_dict() if "i2cl" in name]
     assert packed(10).digest not in tables.places

@@ -49,10 +49,9 @@ def test_a_dropped_task_is_admitted_as_long_as_its_slot_has_it():
     ledger.drop("a")
     del late
     ledger.load("c")
-    with pytest.raises(I2CLError, match="dropped before it began"):
-        ledger.admit("a", Request())
-    with pytest.raises(I2CLError, match="dropped before it began"):
-        ledger.admit("never", Request())
+    for name in ("a", "never"):
+        with pytest.raises(I2CLError, match="dropped before it began"):
+            ledger.admit(name, Request())
     ledger.drop("never")
 
 

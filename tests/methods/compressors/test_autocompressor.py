@@ -71,10 +71,8 @@ def test_summaries_and_what_follows_them(own, segments, release):
         torch.testing.assert_close(soft, release[name], **RELEASES[release.name])
     for name, soft in LOGITS.items():
         torch.testing.assert_close(after(own, found[soft], release), release[name], **RELEASES[release.name])
-    nothing = own.embeddings[:0]
-    torch.testing.assert_close(
-        after(own, nothing, release), release["query_logits_plain"], **RELEASES[release.name]
-    )
+    plain = after(own, own.embeddings[:0], release)
+    torch.testing.assert_close(plain, release["query_logits_plain"], **RELEASES[release.name])
 
 
 def likelihoods(own, soft, ids, labels):
@@ -143,9 +141,8 @@ class StateBeforeTheNorm(Summarizer):
         kept = []
         model = self.decoder.model.base_model
         norm = model.norm if hasattr(model, "norm") else model.decoder.final_layer_norm
-        handle = norm.register_forward_pre_hook(
-            lambda _, args: kept.append(args[0][0, -len(self.embeddings) :])
-        )
+        count = len(self.embeddings)
+        handle = norm.register_forward_pre_hook(lambda _, args: kept.append(args[0][0, -count:]))
         super().summaries(segments)
         handle.remove()
         return torch.cat(kept)
@@ -174,9 +171,8 @@ def test_a_mistake_shows(own, segments, release, mistake):
 
 def test_what_is_no_autocompressor_is_refused(release, tmp_path):
     plain = Decoder(tiny_model("llama"), tiny_tokenizer(), name="plain")
-    with pytest.raises(
-        I2CLError, match="'plain' holds no autocompressor compressor beside its weights: give"
-    ):
+    told = "'plain' holds no autocompressor compressor beside its weights: give"
+    with pytest.raises(I2CLError, match=told):
         release.fitted(plain, "autocompressor")
     other = Decoder(tiny_model("gpt2"), tiny_tokenizer())
     with pytest.raises(I2CLError, match="autocompressor is known for llama and opt, not for 'gpt2'"):
@@ -191,13 +187,11 @@ def test_what_is_no_autocompressor_is_refused(release, tmp_path):
 
 
 def test_what_does_not_fit_is_refused(decoder, release):
-    with pytest.raises(
-        I2CLError, match=r"demonstration 1 takes 30 tokens, and a segment behind 0 .* holds 29"
-    ):
+    told = r"demonstration 1 takes 30 tokens, and a segment behind 0 .* holds 29"
+    with pytest.raises(I2CLError, match=told):
         release.fitted(decoder, "autocompressor", segment=29)
-    counted = "llama" in release.name
     short = release.decoder()
     short.max_length = 60
-    if counted:
+    if "llama" in release.name:
         with pytest.raises(I2CLError, match=r"summary vectors holds \d+: use shorter"):
             release.fitted(short, "autocompressor", shown=release.shown * 4)

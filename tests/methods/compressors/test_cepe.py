@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from compressed import ALIKE, CLOSE, golden, with_compressor
+from fitting import hooks
 from i2cl import Decoder, Example, I2CLError
 from i2cl.methods.compressors.cepe import CrossAttention, context_encoder
 from i2cl.models.batching import make_batch, pack_batch
@@ -157,8 +158,7 @@ def test_the_model_is_left_as_found_after_an_error(decoder, own, release):
     before = after(decoder, None, release.queries)
     with pytest.raises(IndexError):
         after(decoder, own.edit(release["encoder_states"]), [(10**6,)])
-    hooks = [module._forward_hooks or module._forward_pre_hooks for module in decoder.model.modules()]
-    assert not any(hooks)
+    assert hooks(decoder.model) == 0
     assert torch.equal(after(decoder, None, release.queries), before)
 
 
@@ -174,19 +174,14 @@ def changed(folder, release, tensors=None, **settings):
     return release.decoder(folder)
 
 
+LAST, NORM = "model.layers.2.cross_attn.o_proj.weight", "encoder.norm.weight"
+
+
 @pytest.mark.parametrize(
     ("tensors", "settings", "told"),
     [
-        (
-            {"model.layers.2.cross_attn.o_proj.weight": None},
-            {},
-            "lacks model.layers.2.cross_attn.o_proj.weight",
-        ),
-        (
-            {"encoder.norm.weight": torch.ones(15)},
-            {},
-            r"encoder.norm.weight as \(15,\), this model needs \(16\)",
-        ),
+        ({LAST: None}, {}, f"lacks {LAST}"),
+        ({NORM: torch.ones(15)}, {}, rf"{NORM} as \(15,\), this model needs \(16\)"),
         ({}, {"num_cross_attn_layers": 3}, "lacks model.layers.0.cross_attn.layernorm.weight"),
         (
             {},
@@ -209,16 +204,11 @@ def test_what_is_no_cepe_model_is_refused(release):
         release.fitted(other, "cepe")
 
 
-def test_the_encoder_is_loaded_once_and_goes_with_its_model(task, tmp_path):
+def test_the_encoder_is_loaded_once_and_goes_with_its_model_also_into_another_dtype(tmp_path):
     decoder = with_compressor("cepe", tmp_path)
     assert context_encoder(decoder) is context_encoder(Decoder(decoder.model, decoder.tokenizer))
-
-
-def test_an_encoder_follows_its_model_into_another_dtype(task):
     decoder = Decoder.from_pretrained("reference", device="cpu")
     assert context_encoder(decoder).encoder.dtype == torch.float32
     decoder.model.to(torch.bfloat16)
-    assert (
-        context_encoder(Decoder(decoder.model, decoder.tokenizer, name="reference")).encoder.dtype
-        == torch.bfloat16
-    )
+    half = Decoder(decoder.model, decoder.tokenizer, name="reference")
+    assert context_encoder(half).encoder.dtype == torch.bfloat16

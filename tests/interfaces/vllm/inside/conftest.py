@@ -30,20 +30,10 @@ def model(tmp_path_factory):
     """A random Llama whose heads are as wide as vLLM's kernels for CPUs want them, in a folder."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=694,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        bos_token_id=0,
-        eos_token_id=0,
-        initializer_range=0.15,
-        tie_word_embeddings=True,
-    )
+    sizes = {"vocab_size": 694, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    more = {"max_position_embeddings": 1024, "initializer_range": 0.15, "tie_word_embeddings": True}
+    config = LlamaConfig(**sizes, **more, bos_token_id=0, eos_token_id=0)
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(located("reference")).save_pretrained(folder)
     return folder
@@ -74,13 +64,8 @@ def engines():
 
     def engine(runner):
         if runner not in started:
-            started[runner] = subprocess.Popen(
-                [sys.executable, str(CHILD), runner],
-                env=ENVIRONMENT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            started[runner] = subprocess.Popen([sys.executable, CHILD, runner], env=ENVIRONMENT, **pipes)
         return started[runner]
 
     yield engine
@@ -125,11 +110,8 @@ def server(tmp_path_factory, model, artefacts):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    own = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "I2CL_VLLM_TASKS": str(tmp_path / "tasks"),
-        "I2CL_VLLM_ADMIN_KEY": ADMIN,
-    }
+    own = {"I2CL_VLLM_TASKS": str(tmp_path / "tasks"), "I2CL_VLLM_ADMIN_KEY": ADMIN}
+    own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     options = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 16 --max-logprobs 694"
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]

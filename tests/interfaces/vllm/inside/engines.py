@@ -16,23 +16,11 @@ from i2cl.models.scoring import labelled_batch
 from i2cl.tasks import load_task
 
 CHILD = Path(__file__).with_name("child.py")
-EAGER = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 256,
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 64,
-    "block_size": 32,
-    "num_gpu_blocks_override": 40,
-}
-ENVIRONMENT = os.environ | {
-    "VLLM_PLUGINS": "i2cl",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
-}
+EAGER = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16}
+EAGER |= {"max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 40}
+ENVIRONMENT = os.environ | {"VLLM_PLUGINS": "i2cl", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENVIRONMENT |= {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
 RUNNERS = pytest.mark.parametrize("runner", ["V1", "V2"])
 WORDS = ("the", "letter", "arrived", "on", "a", "quiet", "morning", "nobody", "had", "expected", "rise")
 
@@ -42,9 +30,8 @@ USER, ADMIN = "user-key", "admin-key"
 def random_injection(decoder, draw, name):
     values = torch.randn(decoder.layers, 2, decoder.d_model, generator=draw)
     pairs = torch.randn(decoder.layers, 2, 2, generator=draw) * 0.3 + torch.tensor([0.0, 1.0])
-    return Injection(
-        ContextVector(values, ExtractConfig(), 4, decoder.base), pairs, load_task(name), decoder.base
-    )
+    context = ContextVector(values, ExtractConfig(), 4, decoder.base)
+    return Injection(context, pairs, load_task(name), decoder.base)
 
 
 def texts(count, seed=0, most=60):
@@ -71,13 +58,16 @@ def followed(decoder, injection, prompt, ids):
     return logits[0].float().log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
 
+def off(decoder, injection, prompt, answer):
+    """Largest difference of an answer's log-probabilities to those of the injected model."""
+    wanted = followed(decoder, injection, prompt, answer["ids"])
+    return float((torch.tensor(answer["logprobs"]) - wanted).abs().max())
+
+
 def nats(found, injection, decoder, prompts):
     """Largest difference of each prompt's first new token's log-probability to the injected model's."""
-    wanted = [
-        float(followed(decoder, injection, prompt, one["ids"])[0])
-        for prompt, one in zip(prompts, found, strict=True)
-    ]
-    return max(abs(one["logprobs"][0] - value) for one, value in zip(found, wanted, strict=True))
+    first = [{name: one[name][:1] for name in ("ids", "logprobs")} for one in found]
+    return max(off(decoder, injection, *pair) for pair in zip(prompts, first, strict=True))
 
 
 def call(url, body=None, key=USER, method=None):

@@ -16,7 +16,7 @@ from i2cl.interfaces.vllm.support import WRITERS
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import located
 
-from .engines import RUNNERS, apart, followed, nats, random_injection, texts
+from .engines import RUNNERS, apart, nats, off, random_injection, texts
 
 
 @RUNNERS
@@ -26,31 +26,34 @@ def test_fifty_tasks_share_batches_with_aborts_and_preemption(run, decoder, arte
     tasks = [f"t{number % 50}" for number in range(60)]
     random.Random(1).shuffle(tasks)
     steps = [["classify", asked, tasks], ["crowd", 1, 80], ["crowd", 2, 80]]
-    paths = {name: str(folder / name) for name in injections}
-    got = run(steps, paths, runner=runner)
+    got = run(steps, paths(folder, *injections), runner=runner)
     labels, *crowds = got["answers"]
     worst = [apart(labels, decoder, injections, asked, tasks)]
-    for one in crowds[0] + crowds[1]:
-        injection = injections.get(one["task"])
-        wanted = followed(decoder, injection, one["prompt"], one["ids"])
-        worst.append(float((torch.tensor(one["logprobs"]) - wanted).abs().max()))
+    crowd = crowds[0] + crowds[1]
+    worst += [off(decoder, injections.get(one["task"]), one["prompt"], one) for one in crowd]
     print(f"\nworst {max(worst):.2e} of {len(worst)} and 60 texts; {got['counted']}")
     assert len(worst) > 100
     assert max(worst) < 1e-4
     assert got["counted"]["vllm:num_preemptions"] > 0
 
 
+PROMPT = [1 + 7 * number % 600 for number in range(130)]  # four blocks and a little
+
+
+def paths(folder, *names):
+    return {name: str(folder / name) for name in names}
+
+
+def close(found, wanted):
+    torch.testing.assert_close(torch.tensor(found), wanted, rtol=0, atol=1e-4)
+
+
 def cached(run, decoder, artefacts, **more):
     folder, injections = artefacts
-    prompt = [1 + 7 * number % 600 for number in range(130)]  # four blocks and a little
     order = ["t0", None, "t1", "t0", None]
-    steps = [["ask", prompt, task, 1] for task in order]
-    got = run(steps, {name: str(folder / name) for name in ("t0", "t1")}, **more)
-    wrong = []
-    for task, one in zip(order, got["answers"], strict=True):
-        wanted = followed(decoder, injections.get(task), prompt, one["ids"])
-        wrong.append(float((torch.tensor(one["logprobs"]) - wanted).abs().max()))
-    return wrong, [one["cached"] for one in got["answers"]]
+    got = run([["ask", PROMPT, task, 1] for task in order], paths(folder, "t0", "t1"), **more)["answers"]
+    wrong = [off(decoder, injections.get(task), PROMPT, one) for task, one in zip(order, got, strict=True)]
+    return wrong, [one["cached"] for one in got]
 
 
 @RUNNERS
@@ -71,34 +74,27 @@ def test_without_the_salt_they_are_mixed_up(run, decoder, artefacts):
 def test_no_salt_of_a_plain_request_finds_what_a_task_left_nor_the_other_way_round(run, decoder, artefacts):
     """Not even the engine's own, which takes a look into its process."""
     folder, injections = artefacts
-    paths = {"t0": str(folder / "t0")}
-    asked = [1 + 7 * number % 600 for number in range(130)]
-    (digest,) = run([["digest", "t0"]], paths)["answers"]
-    salts = [
-        f"|i2cl:{digest}",
-        f"i2cl:{digest}",
-        f"mine|i2cl:{digest}",
-        f"i2cl:plain:|i2cl:{digest}",
-        "i2cl:",
-    ]
-    after = [["ask", asked, "t0", 1, "mine"], *(["ask", asked, None, 1, salt] for salt in salts)]
-    before = [*(["ask", asked, None, 1, salt] for salt in salts), ["ask", asked, "t0", 1, "mine"]]
+    (digest,) = run([["digest", "t0"]], paths(folder, "t0"))["answers"]
+    salts = [f"{before}i2cl:{digest}" for before in ("|", "", "mine|", "i2cl:plain:|")] + ["i2cl:"]
+    mine, plain = ["ask", PROMPT, "t0", 1, "mine"], [["ask", PROMPT, None, 1, salt] for salt in salts]
     worst = 0.0
-    for steps in (after, before, [["ask", asked, "t0", 1, salt] for salt in (None, *salts)]):
-        answers = run(steps, paths)["answers"]
+    for steps in (
+        [mine, *plain],
+        [*plain, mine],
+        [["ask", PROMPT, "t0", 1, salt] for salt in (None, *salts)],
+    ):
+        answers = run(steps, paths(folder, "t0"))["answers"]
         assert [one["cached"] for one in answers] == [0] * len(steps)
         for (_, _, task, *_), one in zip(steps, answers, strict=True):
-            wanted = followed(decoder, injections.get(task), asked, one["ids"])
-            worst = max(worst, float((torch.tensor(one["logprobs"]) - wanted).abs().max()))
+            worst = max(worst, off(decoder, injections.get(task), PROMPT, one))
     print(f"\nworst {worst:.2e} of {3 * len(salts) + 3} requests")
     assert worst < 1e-4
 
 
 def test_the_engines_own_salt_does_not_help_a_plain_request(run, decoder, artefacts):
     folder, _ = artefacts
-    asked = [1 + 7 * number % 600 for number in range(130)]
-    steps = [["ask", asked, "t0", 1], ["stolen", asked, "t0"], ["ask", asked, "t0", 1]]
-    answers = run(steps, {"t0": str(folder / "t0")})["answers"]
+    steps = [["ask", PROMPT, "t0", 1], ["stolen", PROMPT, "t0"], ["ask", PROMPT, "t0", 1]]
+    answers = run(steps, paths(folder, "t0"))["answers"]
     assert [one["cached"] for one in answers] == [0, 0, 128]
 
 
@@ -123,11 +119,9 @@ def test_a_write_that_fails_fails_its_load_and_nothing_else(run, decoder, artefa
     for one in answers[1:3]:
         assert f"1 of {ranks} workers could not write this task, RuntimeError (no memory)" in one["error"]
     assert "no task 'b' is loaded" in answers[3]["error"]
-    close = {"rtol": 0, "atol": 1e-4}
     first, other = (injections[name].scores(decoder, asked) for name in ("t0", "t1"))
-    torch.testing.assert_close(torch.tensor(answers[4]), first, **close)
-    torch.testing.assert_close(torch.tensor(answers[7][0]), first[0], **close)
-    torch.testing.assert_close(torch.tensor(answers[7][1]), other[1], **close)
+    close(answers[4], first)
+    close(answers[7], torch.stack([first[0], other[1]]))
 
 
 @RUNNERS
@@ -137,17 +131,13 @@ def test_labels_of_many_tokens_are_scored_as_injections_score_them(run, decoder,
     injection.save_pretrained(tmp_path / "intents")
     asked = texts(6, seed=9, most=24)
     wanted, worst = injection.scores(decoder, asked), {}
-    for way, options in (
-        ("labels", {"enable_prefix_caching": False}),
-        ("beginnings", {"max_num_seqs": 4, "enable_prefix_caching": True}),
+    steps = [["classify", asked, ["intents"] * len(asked)]]
+    for way, options, rows in (
+        ("labels", {"enable_prefix_caching": False}, 256),
+        ("beginnings", {"max_num_seqs": 4, "enable_prefix_caching": True}, 0),
     ):
-        found = run(
-            [["classify", asked, ["intents"] * len(asked)]],
-            {"intents": str(tmp_path / "intents")},
-            options=options | {"max_num_batched_tokens": 256},
-            rows=256 if way == "labels" else 0,
-            runner=runner,
-        )["answers"][0]
+        more = {"options": options | {"max_num_batched_tokens": 256}, "rows": rows, "runner": runner}
+        found = run(steps, paths(tmp_path, "intents"), **more)["answers"][0]
         worst[way] = float((torch.tensor(found) - wanted).abs().max())
     print(f"\nworst {worst}")
     assert max(worst.values()) < 1e-3  # sums of up to 15 log-probabilities
@@ -169,16 +159,15 @@ def test_tasks_come_go_and_are_replaced(run, decoder, artefacts):
         ["load", "c", str(folder / "t5")],
         ["classify", asked, ["a", "a"]],
     ]
-    more = {"options": {"additional_config": {"i2cl": {"slots": 2}}}}
-    answers = run(steps, {"a": str(folder / "t0")}, **more)["answers"]
-    close = {"rtol": 0, "atol": 1e-4}
-    torch.testing.assert_close(torch.tensor(answers[0]), one["t0"], **close)
-    torch.testing.assert_close(torch.tensor(answers[2]), one["t3"], **close)
-    torch.testing.assert_close(torch.tensor(answers[4]), torch.stack([one["t4"][0], one["t3"][1]]), **close)
+    options = {"additional_config": {"i2cl": {"slots": 2}}}
+    answers = run(steps, {"a": str(folder / "t0")}, options=options)["answers"]
+    close(answers[0], one["t0"])
+    close(answers[2], one["t3"])
+    close(answers[4], torch.stack([one["t4"][0], one["t3"][1]]))
     assert "all 2 slots" in answers[5]["error"]
     assert "no task 'b' is loaded" in answers[7]["error"]
     assert answers[8] is None
-    torch.testing.assert_close(torch.tensor(answers[9]), one["t3"], **close)
+    close(answers[9], one["t3"])
 
 
 @RUNNERS
@@ -187,14 +176,14 @@ def test_a_start_whose_edit_does_not_act_fails(run, runner):
     assert "edit does not act in this vLLM: its answer with a task is that without one" in told
 
 
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"enable_lora": True}, "LoRA puts layers of its own around the residual writers"),
-        (
-            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "leave kv_transfer_config and offloading out",
-        ),
+        ({"kv_transfer_config": CONNECTOR}, "leave kv_transfer_config and offloading out"),
         ({"worker_extension_cls": "builtins.object"}, "leave worker_extension_cls out"),
     ],
 )
@@ -211,13 +200,13 @@ def test_compiled_answers_are_the_eager_ones_also_after_a_start_without_the_plug
 ):
     folder, injections = artefacts
     asked, tasks = texts(12, seed=4), [f"t{number % 3}" for number in range(12)]
-    paths = {f"t{number}": str(folder / f"t{number}") for number in range(3)}
     compiled, env = {"enforce_eager": False}, {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     run([["ask", [5, 6, 7], None, 1]], options=compiled, env=env | {"VLLM_PLUGINS": ""})
     plain = graphs(tmp_path)
     worst = []
     for _ in range(2):  # the second start takes the graph that the first one saved
-        found = run([["classify", asked, tasks]], paths, options=compiled, env=env)["answers"][0]
+        steps = [["classify", asked, tasks]]
+        found = run(steps, paths(folder, *tasks), options=compiled, env=env)["answers"][0]
         worst.append(apart(found, decoder, injections, asked, tasks))
     print(f"\nworst {worst}, saved graphs {len(plain)} and then {len(graphs(tmp_path))}")
     assert max(worst) < 1e-4
@@ -226,13 +215,8 @@ def test_compiled_answers_are_the_eager_ones_also_after_a_start_without_the_plug
 
 
 SMALL = {"vocab_size": 694, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-SMALL |= {
-    "intermediate_size": 96,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-}
-SMALL |= {"eos_token_id": 0, "pad_token_id": None, "initializer_range": 0.15}
+SMALL |= {"intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 256}
+SMALL |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "initializer_range": 0.15}
 KINDS = {
     "GPT2LMHeadModel": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
     "GemmaForCausalLM": {"model_type": "gemma", "head_dim": 32},
@@ -260,21 +244,17 @@ def test_every_architecture_of_the_table_answers_as_injected(run, tmp_path, arch
     prompts = [[draw.randrange(1, 690) for _ in range(draw.randint(3, 60))] for _ in range(12)]
     steps = [["ask", prompt, task, 4] for prompt in prompts for task in ("task", None)]
     options = {"max_model_len": 128}
-    found = run(steps, {"task": str(tmp_path / "task")}, where=tmp_path / "model", options=options)["answers"]
-    worst = {
-        task: nats(found[start::2], own, decoder, prompts)
-        for start, task, own in ((0, "injected", injection), (1, "plain", None))
-    }
-    print(f"\n{architecture} {worst}")
-    assert max(worst.values()) < 1e-4
+    found = run(steps, paths(tmp_path, "task"), where=tmp_path / "model", options=options)["answers"]
+    worst = [nats(found[start::2], own, decoder, prompts) for start, own in enumerate((injection, None))]
+    print(f"\n{architecture}, injected and plain: {worst}")
+    assert max(worst) < 1e-4
 
 
 def test_two_ranks_answer_as_one(run, decoder, artefacts):
     folder, injections = artefacts
     asked, tasks = texts(12, seed=5), [f"t{number % 3}" for number in range(12)]
-    paths = {f"t{number}": str(folder / f"t{number}") for number in range(3)}
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    found = run([["classify", asked, tasks]], paths, options=options)["answers"][0]
+    found = run([["classify", asked, tasks]], paths(folder, *tasks), options=options)["answers"][0]
     worst = apart(found, decoder, injections, asked, tasks)
     print(f"\nworst {worst:.2e}")
     assert worst < 1e-4
@@ -292,8 +272,8 @@ def test_a_folded_checkpoint_agrees_and_in_bfloat16_is_no_closer(run, tmp_path, 
         ("plugin bfloat16", model, "t0", half),
     ):
         steps = [["ask", prompt, task, 1] for prompt in prompts]
-        paths = {} if task is None else {task: str(folder / task)}
-        found = run(steps, paths, where=where, options=options)["answers"]
+        tasks = paths(folder, *([] if task is None else [task]))
+        found = run(steps, tasks, where=where, options=options)["answers"]
         worst[name] = nats(found, injections["t0"], decoder, prompts)
     print(f"\n{worst}")
     assert worst["folded"] < 1e-4
@@ -302,7 +282,7 @@ def test_a_folded_checkpoint_agrees_and_in_bfloat16_is_no_closer(run, tmp_path, 
 
 def test_model_runner_v2_asks_the_model_for_the_slots_of_its_batches(monkeypatch):
     """Its own classes, without the kernels that take a GPU."""
-    import torch.nn as nn
+    from torch import nn
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
     from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
@@ -324,6 +304,3 @@ def test_model_runner_v2_asks_the_model_for_the_slots_of_its_batches(monkeypatch
     batch = InputBatch.make_dummy(3, 7, InputBuffers(8, 32, torch.device("cpu")))
     assert state.prepare_inputs(batch, None) == {}
     assert model.i2cl_tables.slots[:7].tolist() == [0, 0, 2, 2, 0, 0, 0]
-
-
-USER, ADMIN = "user-key", "admin-key"

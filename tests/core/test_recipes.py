@@ -1,0 +1,124 @@
+"""Recipes by name, their rates and settings, and the fast one."""
+
+import copy
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from fitting import decoder_of
+from i2cl.core.calibration import calibrate
+from i2cl.core.recipe import RELEASED, CalibrationConfig
+from i2cl.errors import I2CLError
+
+from .test_calibration import FAMILIES, SHOTS, TASK, context_of, fit
+
+
+def test_rates_of_the_paper_and_of_the_released_code():
+    paper, released = (
+        [config.rate(step, 100) for step in range(101)]
+        for config in (CalibrationConfig(), CalibrationConfig.recipe("released"))
+    )
+    middle = 1e-5 + (1e-2 - 1e-5) * (1 + math.cos(math.pi / 4)) / 2
+    assert [paper[at] for at in (0, 25, 50, 100)] == pytest.approx([1e-2, middle, (1e-2 + 1e-5) / 2, 1e-5])
+    assert paper == sorted(paper, reverse=True)
+    assert released[:6] == pytest.approx([0.0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2])
+    assert released[6] == pytest.approx(1e-2 * (1 + math.cos(math.pi * 0.06)) / 2)
+    assert released[100] == pytest.approx(0.0)
+    assert released[5:] == sorted(released[5:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    "config", [CalibrationConfig(epochs=4), CalibrationConfig.recipe("released", epochs=20)]
+)
+def test_the_optimiser_gets_these_rates(monkeypatch, config):
+    used = []
+
+    class Watched(torch.optim.AdamW):
+        def step(self, closure=None):
+            used.extend((group["lr"], group["weight_decay"]) for group in self.param_groups)
+            return super().step(closure)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Watched)
+    calibrate(decoder_of("llama"), TASK, SHOTS, context_of("llama"), config)
+    steps = 4 * 3 if config.draw == "epoch" else 20 * 2
+    assert used == [(config.rate(step, steps), config.weight_decay) for step in range(steps)]
+
+
+WRONG = [{"layers": "0,,1"}, {"positions": "middle"}, {"epochs": -1}, {"warmup": 1.0}]
+
+
+@pytest.mark.parametrize("fields", [*WRONG, {"noise": math.nan}, {"learning_rate": 1e-2}])
+def test_settings_are_checked_and_cannot_be_changed(fields):
+    with pytest.raises(ValidationError):
+        CalibrationConfig(**fields)
+    with pytest.raises(ValidationError):
+        CalibrationConfig().lr = 1.0
+    with pytest.raises(TypeError):
+        RELEASED["warmup"] = 0.5
+
+
+def test_recipes_by_name_are_the_paper_but_for_what_they_name():
+    paper, released = CalibrationConfig(), CalibrationConfig.recipe("released")
+    assert CalibrationConfig.recipe("paper") == paper
+    changed = {name for name, value in released if value != getattr(paper, name)}
+    assert released.model_dump(include=changed) == dict(RELEASED)
+    assert CalibrationConfig.recipe("released", epochs=3, warmup=0.1).warmup == 0.1
+    assert (released.rounds, CalibrationConfig.recipe("fast", passes=3).rounds) == (100, 3)
+    assert CalibrationConfig(layers=" 0, 3 ").layers == (0, 3)
+    with pytest.raises(I2CLError, match="choose one of paper, released, fast"):
+        CalibrationConfig.recipe("quick")
+
+
+def recipe_fit(case="llama", decoder=None, progress=None, **changes):
+    config = CalibrationConfig.recipe("fast", **changes)
+    given = (TASK, SHOTS, context_of(case), config)
+    return calibrate(decoder or decoder_of(case), *given, seed=1, progress=progress)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_fast_recipe_lowers_the_loss_in_few_passes(case):
+    injection = recipe_fit(case, passes=12)
+    assert 3 <= len(injection.history) <= 12
+    assert min(injection.history) < 0.9 * injection.history[0]
+    assert injection.settings["optimizer"] == "lbfgs"
+
+
+def test_the_fast_recipe_is_repeatable_bit_for_bit():
+    first, again = recipe_fit(), recipe_fit()
+    assert first.history == again.history
+    assert torch.equal(first.coefficients, again.coefficients)
+
+
+def test_the_fast_recipe_in_parts_that_fit_into_memory():
+    whole = recipe_fit(noise=0.0, passes=6)
+    decoder = copy.copy(decoder_of("llama"))
+    decoder.token_budget = 1
+    parts = recipe_fit(decoder=decoder, noise=0.0, passes=6)
+    torch.testing.assert_close(torch.tensor(parts.history), torch.tensor(whole.history), rtol=1e-3, atol=1e-4)
+
+
+def test_the_pull_holds_the_coefficients():
+    def far(pull):
+        return (recipe_fit(pull=pull).coefficients - torch.tensor([0.1, 1.0])).norm()
+
+    assert far(1.0) < 0.5 * far(0.0)
+
+
+def test_the_best_point_is_kept():
+    injection = recipe_fit(passes=7, pull=0.0, noise=0.0)
+    once = {"passes": 1, "pull": 0.0, "noise": 0.0}
+    again = fit(start=injection.coefficients, optimizer="lbfgs", **once)
+    assert again.history[0] == pytest.approx(min(injection.history), rel=1e-4)
+
+
+def test_the_fast_recipe_takes_no_batches():
+    with pytest.raises(I2CLError, match="leave batches out"):
+        fit(batches=[[0]], optimizer="lbfgs")
+
+
+def test_progress_of_the_fast_recipe():
+    told = []
+    injection = recipe_fit(passes=4, progress=lambda *at: told.append(at))
+    assert [at[:2] for at in told] == [(number, 4) for number in range(1, len(injection.history) + 1)]

@@ -1,0 +1,11 @@
+"""What tests of the plugin on stand-ins share: a tiny model that lies in a folder."""
+
+import pytest
+
+from i2cl.models.decoder import Decoder
+from tiny import tiny_folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return Decoder.from_pretrained(str(tiny_folder(tmp_path_factory.mktemp("model"))), device="cpu")
