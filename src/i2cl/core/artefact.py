@@ -107,16 +107,14 @@ def write(
     *,
     shared: bool = False,
 ) -> None:
-    """Write the three files.
-    If shared, the base model's local path is shortened: it is nobody else's business. Raises I2CLError if the
-    description is none that `read` takes.
+    """Write the three files. If shared, the base model's local path is shortened: it is nobody else's
+    business. Raises I2CLError if the description is none that `read` takes.
     """
     try:
         Stored.model_validate(description)
     except pydantic.ValidationError as error:
-        raise I2CLError(
-            f"this injection could not be read again ({first_problem(error)}): correct that field"
-        ) from None
+        cure = "correct that field"
+        raise I2CLError(f"this injection could not be read again ({first_problem(error)}): {cure}") from None
     whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
     save_file(whole, folder / TENSORS, metadata={"format": "pt"})
     card = model_card(description, name)
@@ -136,8 +134,7 @@ def read(folder: Path, name: str) -> dict[str, Any]:
         stored = Stored.model_validate_json((folder / DESCRIPTION).read_text(encoding="utf-8"))
         return stored.fields(load_file(folder / TENSORS))
     except (pydantic.ValidationError, UnicodeDecodeError) as error:
-        raise I2CLError(
-            f"{folder / DESCRIPTION} cannot be read ({first_problem(error)}): fit it again"
-        ) from None
+        cure = "fit it again"
+        raise I2CLError(f"{folder / DESCRIPTION} cannot be read ({first_problem(error)}): {cure}") from None
     except (SafetensorError, OSError, KeyError) as error:
         raise I2CLError(f"{folder / TENSORS} is damaged or missing ({error}): copy or fit it again") from None

@@ -101,9 +101,8 @@ def calibrate_many(
     seeds = [0] * len(tasks) if seeds is None else seeds
     lengths = [len(tasks), len(demonstrations), len(contexts), len(seeds)]
     if len(set(lengths)) > 1:
-        raise I2CLError(
-            f"{lengths} tasks, sets of demonstrations, context vectors and seeds: give every run its own"
-        )
+        cure = "give every run its own"
+        raise I2CLError(f"{lengths} tasks, sets of demonstrations, context vectors and seeds: {cure}")
     runs = [
         CalibrationRun(Questions(decoder, task, scoring), tuple(shown), context, seed)
         for task, shown, context, seed in zip(tasks, demonstrations, contexts, seeds, strict=True)
@@ -149,10 +148,8 @@ def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig, budget: i
 def _halves(places: list[int]) -> list[list[int]]:
     """Runs that did not fit into memory together, as two groups."""
     if len(places) == 1:
-        raise I2CLError(
-            "a step of one run does not fit into memory: use shorter texts, a smaller batch_size, or load "
-            "the model in bfloat16"
-        )
+        cure = "use shorter texts, a smaller batch_size, or load the model in bfloat16"
+        raise I2CLError(f"a step of one run does not fit into memory: {cure}")
     half = (len(places) + 1) // 2
     message = f"out of memory with {len(places)} calibrations together; going on with {half}"
     warnings.warn(message, MemoryWarning, stacklevel=4)

@@ -166,9 +166,8 @@ def extract(
 ) -> ContextVector:
     """Run each demonstration alone and average what the residual writers put out at its last token.
 
-    The mean is taken batch by batch, so memory does not grow with the number of demonstrations (it
-    does for ``aggregate="pca"``, which keeps layers x sites x d numbers of each). Their order changes
-    nothing.
+    The mean is taken batch by batch, so memory does not grow with the number of demonstrations (it does for
+    ``aggregate="pca"``, which keeps layers x sites x d numbers of each). Their order changes nothing.
 
     Args:
         decoder: the model.
@@ -178,8 +177,8 @@ def extract(
         seed: picks the token for ``token="random"``.
 
     Raises:
-        I2CLError: without demonstrations, or if one has no such label or does not fit into the
-            context, or if the model's blocks do not simply add their writers.
+        I2CLError: without demonstrations, or if one has no such label or does not fit into the context, or if
+            the model's blocks do not simply add their writers.
     """
     config = config or ExtractConfig()
     require_demonstrations(task, demonstrations)
@@ -228,20 +227,16 @@ def extract_classes(
     seed: int = 0,
 ) -> tuple[ContextVector, ...]:
     """`extract` for the demonstrations of each class alone, in the order of the task's labels.
-
     Source: paper, appendix "Visualization of In-task Context Vectors". Their `ContextVector.mean`, weighted
-    by their ``demonstrations``, is the context vector of the paper.
-
-    Raises:
-        I2CLError: if a class has no demonstration, and where `extract` raises it.
+    by their ``demonstrations``, is the context vector of the paper. Raises I2CLError if a class has no
+    demonstration, and where `extract` raises it.
     """
     require_demonstrations(task, demonstrations)
     groups = group_by_label(demonstrations, len(task.labels))
     for word, group in zip(task.labels, groups, strict=True):
         if not group:
-            raise I2CLError(
-                f"class {word!r} of task {task.name!r} has no demonstration: give at least one of each class"
-            )
+            cure = "give at least one of each class"
+            raise I2CLError(f"class {word!r} of task {task.name!r} has no demonstration: {cure}")
     return tuple(extract(decoder, task, group, config, seed=seed) for group in groups)
 
 

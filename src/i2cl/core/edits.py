@@ -123,11 +123,9 @@ def _keeps_alpha(device: torch.device, dtype: torch.dtype) -> bool:
 
 class NoisyEdit(Edit):
     """An injection with Gaussian noise, for calibration (paper, "Noisy Self-calibration").
-
-    The noise has ``scale`` times the L2 norm of what it is added to, taken as a constant: of the
-    residual stream after attention and after MLP (``place="residual"``, the paper's text), or of each
-    writer's output (``place="writer"``, the released code). Sites that are not ``active`` get neither
-    injection nor noise.
+    The noise has ``scale`` times the L2 norm of what it is added to, taken as a constant: of the residual
+    stream after attention and after MLP (``place="residual"``, the paper's text), or of each writer's output
+    (``place="writer"``, the released code). Sites that are not ``active`` get neither injection nor noise.
     """
 
     def __init__(
@@ -175,9 +173,8 @@ class NoisyEdit(Edit):
 
 
 class Draw:
-    """Gaussian numbers for a batch that several runs share: each run gets those it would draw alone.
-    Each run would have its batch of ``alone``; ``shared`` has their queries run by run, of these lengths in
-    tokens.
+    """Gaussian numbers for a batch that several runs share: each run gets those it would draw alone. Each run
+    would have its batch of ``alone``; ``shared`` has their queries run by run, of these lengths in tokens.
     """
 
     def __init__(

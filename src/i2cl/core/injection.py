@@ -87,9 +87,8 @@ class Injection:
     def __post_init__(self) -> None:
         bias, count = self.label_bias, len(self.task.labels)
         if bias is not None and not (len(bias) == count and all(map(math.isfinite, bias))):
-            raise I2CLError(
-                f"label_bias {bias} is not one finite number for each of {count} labels: fit it again"
-            )
+            cure = "fit it again"
+            raise I2CLError(f"label_bias {bias} is not one finite number for each of {count} labels: {cure}")
         least, most = TEMPERATURES
         if not least <= self.temperature <= most:
             raise I2CLError(
@@ -180,11 +179,8 @@ class Injection:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, JSON and a model card; all of it or, on an error, nothing.
-
-        An artefact that is there is replaced, its card too.
-
-        Raises:
-            I2CLError: if the folder cannot be written or holds something else.
+        An artefact that is there is replaced, its card too. Raises I2CLError if the folder cannot be written
+        or holds something else.
         """
         path = Path(folder)
         with new_folder(path, own_files) as fresh:

@@ -51,7 +51,6 @@ class Tangent:
 
     def spread(self) -> Float[Tensor, " parameters"]:
         """Variance over labels of the scores' derivatives, the mean over demonstrations; of a whole tangent.
-
         It is the diagonal of the Fisher information where all labels are equally probable, so what all labels
         share counts nothing.
         """

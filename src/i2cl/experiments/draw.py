@@ -86,13 +86,10 @@ def draw(
     scored: bool,
 ) -> Draw | None:
     """The demonstrations, unless it takes the model to say how many they are: see `fitting`.
-
     Shots are by default the task's own, or of a file of somebody's ``own``, of which a class may have fewer
     rows than are asked for, as many as pay. ``keep_back`` (see `up_to`) is by default `KEPT_BACK` where shots
-    are not given and something is to be ``scored`` without test rows.
-
-    Raises:
-        I2CLError: if rows are lacking, or too many for anchored calibration.
+    are not given and something is to be ``scored`` without test rows. Raises I2CLError if rows are lacking,
+    or too many for anchored calibration.
     """
     anchored = isinstance(method, Anchored)
     if not own:

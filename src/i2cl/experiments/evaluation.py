@@ -237,16 +237,12 @@ def sweep(
     refused: Callable[[NotRun], None] | None = None,
 ) -> list[Run]:
     """Evaluate tasks x methods x seeds, in that order; seeds go together where a method gains by it.
-
     Methods that stand on the same fit, such as one with and without a label prior, share it. ``word`` gives a
     task other words once the model is there, such as those of its chat template. ``watch`` is called with
     each run as it ends, in any order; ``refused`` with each method that cannot be run, and the others go on;
     without it the first is raised. With ``skip``, methods that need another model are left out with a
-    `SkippedWarning`.
-
-    Raises:
-        I2CLError: if rows are lacking, before the model is loaded; or if a method, or every one, cannot be
-            fitted.
+    `SkippedWarning`. Raises I2CLError if rows are lacking, before the model is loaded; or if a method, or
+    every one, cannot be fitted.
     """
     for task in tasks:
         task.sample(shots, seeds[0])

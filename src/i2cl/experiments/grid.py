@@ -134,10 +134,8 @@ class GridRow(Frozen):
     def _plain_where_used(self) -> Self:
         plain = (self.method, self.options, self.shots, self.demonstrations) == ("i2cl", {}, (), "random")
         if self.study != "method" and not plain:
-            raise ValueError(
-                f"row {self.name!r} has study={self.study}, which takes plain I2CL: leave out method, "
-                "options, shots and demonstrations"
-            )
+            cure = "leave out method, options, shots and demonstrations"
+            raise ValueError(f"row {self.name!r} has study={self.study}, which takes plain I2CL: {cure}")
         return self
 
     def cells(self, base: Cell, tasks: Sequence[str], most_shots: int | None) -> Iterator[Cell]:

@@ -75,9 +75,8 @@ def compared_with(experiments: Sequence[Experiment], row: str) -> list[Experimen
     """The same grids, tested against this row where they have it; raises I2CLError if none has."""
     names = list(dict.fromkeys(own.name for one in experiments for own in one.rows))
     if row not in names:
-        raise I2CLError(
-            f"no experiment has a row {row!r}: {did_you_mean(row, names)}known are {'; '.join(names)}"
-        )
+        cure = f"{did_you_mean(row, names)}known are {'; '.join(names)}"
+        raise I2CLError(f"no experiment has a row {row!r}: {cure}")
     return [
         one.model_copy(update={"against": row}) if row in {own.name for own in one.rows} else one
         for one in experiments

@@ -61,16 +61,12 @@ class Kept:
         """Refuse to add results of other weights or other rows (I2CLError naming the model or the task)."""
         decoder = bench.decoder
         if self._strange(("weights", software(decoder)["dtype"]), decoder.base.weights):
-            raise I2CLError(
-                f"the store has results of other weights than {decoder.name!r} has now: "
-                "choose another --store"
-            )
+            cure = "choose another --store"
+            raise I2CLError(f"the store has results of other weights than {decoder.name!r} has now: {cure}")
         for task, cell in sorted({cell.task: cell for cell in cells}.items()):
             if self._strange(("rows", task), bench.rows(cell)):
-                raise I2CLError(
-                    f"the store has results on other rows of task {task!r}: choose another --store, or the "
-                    "--data-dir they were made with"
-                )
+                cure = "choose another --store, or the --data-dir they were made with"
+                raise I2CLError(f"the store has results on other rows of task {task!r}: {cure}")
             if self._strange(("wording", task), bench.wording(cell)):
                 raise I2CLError(
                     f"the store has results of task {task!r} with another template, label words, instruction "
@@ -147,7 +143,6 @@ class Tally:
 
 def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) -> list[Group]:
     """Groups of cells, each once, of which the store lacks some or holds them as failed.
-
     Seed by seed, so that an unfinished run leaves whole tables of fewer seeds; and plain methods before
     studies that use what those were fitted to. By itself stands what gains nothing from company, what is
     timed, and what other cells use, so that they find the same whoever comes first. ``timed`` are keys of

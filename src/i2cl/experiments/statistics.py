@@ -120,7 +120,6 @@ def difference(
     seed: int = 0,
 ) -> Difference:
     """Paired difference of two methods: how large it is, and whether it could be chance.
-
     The interval is for the size of the difference had other demonstrations *and* other queries been drawn: it
     resamples seeds and queries. There are two p-values. ``p_queries`` holds the seeds fixed: were the methods
     equal, each query's difference, averaged over seeds, would as likely have the other sign; with one seed on
@@ -130,9 +129,7 @@ def difference(
     one; a claim needs both and the interval (`Comparison.distinguishable`). A method that draws nothing may
     have one seed, on either side; it is paired with every seed of the other. If neither is ``drawn``, chance
     in the seeds means nothing. All sign flips are enumerated where there are no more than ``permutations``.
-
-    Raises:
-        I2CLError: if there are no results, or they cannot be paired.
+    Raises I2CLError if there are no results, or they cannot be paired.
     """
     cells = _paired(ours, theirs)
     low, high = _interval(cells, resamples, seed)

@@ -118,7 +118,6 @@ class Method(ABC):
     @property
     def temperatures(self) -> tuple[float, float]:
         """Typical best temperature of its probabilities, and the spread of its logarithm.
-
         Wide, where nothing was measured; see `i2cl.injections.temperature.likely_temperature`.
         """
         return 1.5, 1.0

@@ -220,10 +220,8 @@ def load_encoder(name: str, device: str) -> Any:
         )
     except (OSError, ValueError, ImportError, LookupError, TypeError, SafetensorError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise I2CLError(
-            f"cannot load the encoder {name!r} ({why}): give {MINILM!r}, a folder of sentence-transformers "
-            "with safetensors in it, or a hub id"
-        ) from None
+        cure = f"give {MINILM!r}, a folder of sentence-transformers with safetensors in it, or a hub id"
+        raise I2CLError(f"cannot load the encoder {name!r} ({why}): {cure}") from None
 
 
 _frozen_encoder = lru_cache(maxsize=1)(load_encoder)

@@ -211,9 +211,8 @@ class I2CLOverICL(InjectionMethod):
         which tokens are a query's first or last.
         """
         if self.calibration.positions != "all":
-            raise I2CLError(
-                f"{self.name} injects at every token: leave out positions={self.calibration.positions}"
-            )
+            cure = f"leave out positions={self.calibration.positions}"
+            raise I2CLError(f"{self.name} injects at every token: {cure}")
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)

@@ -123,11 +123,10 @@ def directions(
     decoder: Decoder, task: Task, demonstrations: Examples, variant: Variant = "paper"
 ) -> Float[Tensor, "layers d"]:
     """Unit vector per layer along which answer and sentence states differ, pointing to the answer.
-
-    The state is the block output at the last token of the sentence alone, and of the label word alone.
-    One principal direction is sought in all layers' states put together, and cut into layers then. In the
-    paper it maximises the mean squared projection of the differences; in the released code their variance,
-    with the furthest demonstration on its positive side, and the mean is added.
+    The state is the block output at the last token of the sentence alone, and of the label word alone. One
+    principal direction is sought in all layers' states put together, and cut into layers then. In the paper
+    it maximises the mean squared projection of the differences; in the released code their variance, with the
+    furthest demonstration on its positive side, and the mean is added.
     """
     require_demonstrations(task, demonstrations)
     texts = [example.text for example in demonstrations]

@@ -240,10 +240,8 @@ class PrefixTuning(VirtualTokenMethod):
             known = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
             if known[0] in {None, heads} and (known[0] is None or known[1] in {None, width}):
                 return heads, width  # PEFT asks these names, where a model has them
-        raise I2CLError(
-            f"{self.name} cannot run on {config.model_type!r}: its layers do not all cache keys and values "
-            "of one shape; take lora or prompt_tuning"
-        )
+        cure = "its layers do not all cache keys and values of one shape; take lora or prompt_tuning"
+        raise I2CLError(f"{self.name} cannot run on {config.model_type!r}: {cure}")
 
     def cached(self, decoder: Decoder, ids: Ids) -> list[Float[Tensor, "heads tokens width"]]:
         """Keys and values of some tokens at the first positions, layer by layer."""

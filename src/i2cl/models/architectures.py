@@ -58,19 +58,15 @@ class Architecture:
         ]
 
     def writer_scale(self, config: PreTrainedConfig) -> float:
-        """What a block multiplies a writer's output by before it adds it; 1.0 for most models.
-
-        Raises:
-            I2CLError: if the config has no number under the name ``scale``.
+        """What a block multiplies a writer's output by before it adds it; 1.0 for most models. Raises
+        I2CLError if the config has no number under the name ``scale``.
         """
         if self.scale is None:
             return 1.0
         value = getattr(config.get_text_config(), self.scale, None)
         if not isinstance(value, int | float):
-            raise I2CLError(
-                f"scale={self.scale!r} is no number in the config of {self.model_type!r}: "
-                "pass the name of the config attribute that scales residual writers, or scale=None"
-            )
+            cure = "pass the name of the config attribute that scales residual writers, or scale=None"
+            raise I2CLError(f"scale={self.scale!r} is no number in the config of {self.model_type!r}: {cure}")
         return float(value)
 
     def _find(self, root: nn.Module, path: str, field: str) -> nn.Module:

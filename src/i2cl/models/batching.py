@@ -60,7 +60,6 @@ def make_batch(ids: Sequence[Ids], device: torch.device, rows: Sequence[int] | N
 
 def pack_batch(ids: Sequence[Ids], device: torch.device) -> Batch:
     """All given rows one behind the other in a single row, without padding; never behind a prefix.
-
     See `i2cl.models.decoder.Decoder.forward`.
     """
     ends = list(accumulate(map(len, ids)))
@@ -104,7 +103,6 @@ def rope_limits(config: Any) -> tuple[int, ...]:
 
 def context_length(config: Any, otherwise: int) -> int | None:
     """Tokens that a model takes at most, or None; ``otherwise`` is what its tokenizer says.
-
     In rows shorter than the context transformers forgets how longer ones, run by others, changed the angles
     of a dynamic NTK; so there it is one token less.
     """
@@ -131,9 +129,8 @@ def by_side(lengths: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
 
 def packing_pays(lengths: Sequence[int], d_model: int) -> bool:
     """Whether a packed batch needs fewer multiplications than a padded one.
-
-    A token costs about 24 d^2 in a block's matrices, and 4 d for every key in its row: packing saves
-    padding, but runs the attention over all queries at once.
+    A token costs about 24 d^2 in a block's matrices, and 4 d for every key in its row: packing saves padding,
+    but runs the attention over all queries at once.
     """
     packed, padded = (1, sum(lengths)), (len(lengths), max(lengths))
     first, second = (lines * width * (6 * d_model + width) for lines, width in (packed, padded))
@@ -142,7 +139,6 @@ def packing_pays(lengths: Sequence[int], d_model: int) -> bool:
 
 def longest_first(ids: Sequence[Ids]) -> list[int]:
     """Places of all rows by falling length, so that what does not fit into memory fails at once.
-
     Equal texts stand together, which makes batches independent of the order the texts came in.
     """
     return sorted(range(len(ids)), key=lambda row: (-len(ids[row]), ids[row]))
@@ -213,10 +209,9 @@ class Peak:
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
     """Measure a block's peak memory; the numbers are there when it ends.
-
     On Linux the process's own high-water mark is set back first
-    (https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html). Elsewhere it is that of the
-    whole process so far.
+    (https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html). Elsewhere it is that of the whole
+    process so far.
     """
     peak = Peak()
     if device.type == "cuda":

@@ -147,7 +147,6 @@ class Decoder:
     @cached_property
     def base(self) -> ModelIdentity:
         """Identity of the model: name, revision, sizes, configuration and fingerprints.
-
         Read once, while no other thread uses the model, which may then wear an adapter. That takes about a
         second for a billion parameters in bfloat16 and is not done again: make a new `Decoder` of a model
         whose weights you have changed.
@@ -200,14 +199,10 @@ class Decoder:
         self, ids: Sequence[Ids], run: Callable[[Batch], T], *, reserve: int = 0
     ) -> Iterator[tuple[Batch, T]]:
         """What ``run`` returns for each batch of queries of similar length, longest first.
-
         A batch that exceeds the memory is run again as two, and the token budget is lowered, so that this
         happens, and is told, once. The queries' order does not change what a batch holds. Cached tokens in
         front of every query, the ``reserve``, are kept, but not run, so that they count towards `KEPT_BUDGET`
-        (`CPU_KEPT_BUDGET`) alone.
-
-        Raises:
-            I2CLError: if a single query exceeds the memory.
+        (`CPU_KEPT_BUDGET`) alone. Raises I2CLError if a single query exceeds the memory.
         """
         order, start = longest_first(ids), 0
         kept = CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET
@@ -230,10 +225,8 @@ class Decoder:
 
     def _shrink(self, rows: int, length: int, reserve: int) -> None:
         if rows == 1:
-            raise I2CLError(
-                f"a query of {length + reserve} tokens does not fit into memory: shorten it, or load the "
-                "model in bfloat16 or with device_map='auto'"
-            )
+            cure = "shorten it, or load the model in bfloat16 or with device_map='auto'"
+            raise I2CLError(f"a query of {length + reserve} tokens does not fit into memory: {cure}")
         self.token_budget = (rows + 1) // 2 * length
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -252,16 +245,13 @@ class Decoder:
         replay: Replay | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
         """Next-token logits after the tokens at ``at`` (default: each row's last query token).
-
         The LM head runs on those positions alone; ``states`` receives what it is given, a (batch x positions
         x d) tensor, ``caches`` the keys and values of all rows, those of the prefix in front. Gradients flow
         if the caller has them on. Where the prefix's positions turn otherwise in front of so long a batch, it
         runs again with every row. A packed batch has no prefix and fills no caches: where there are any,
-        transformers takes a row for one text, and its queries would see each other.
-
-        Raises:
-            I2CLError: if that is so, or a window is too short, and tokens were taken out of the prefix; or if
-                that is so and it is made of vectors.
+        transformers takes a row for one text, and its queries would see each other. Raises I2CLError if that
+        is so, or a window is too short, and tokens were taken out of the prefix; or if that is so and it is
+        made of vectors.
         """
         self.pause()
         positions = batch.last[:, None] if at is None else at
@@ -299,9 +289,8 @@ class Decoder:
 
     def prefix(self, ids: Ids, *, edit: Edit | None = None, whole: bool = False) -> Prefix:
         """Run ``ids`` once, under an edit if any, and keep their keys and values.
-
-        ``whole`` keeps all of them also in layers with a sliding window. Gradients flow to what the
-        edit trains, if the caller has them on.
+        ``whole`` keeps all of them also in layers with a sliding window. Gradients flow to what the edit
+        trains, if the caller has them on.
         """
         batch = make_batch([ids], self.device)
         with self.frozen(), self._editing(edit, batch):
@@ -322,10 +311,8 @@ class Decoder:
         positions: Sequence[int] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "places d"]:
-        """The last hidden states, behind the final norm, of input embeddings run as one row.
-
-        Positions count from 0 unless given; a cache receives keys and values. Gradients flow if the caller
-        has them on.
+        """The last hidden states, behind the final norm, of input embeddings run as one row. Positions count
+        from 0 unless given; a cache receives keys and values. Gradients flow if the caller has them on.
         """
         self.pause()
         places = torch.tensor([positions or range(len(vectors))], device=self.device)

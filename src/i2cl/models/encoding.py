@@ -32,11 +32,10 @@ class TruncationWarning(UserWarning):
 @dataclass(frozen=True)
 class Encoder:
     """Encodes strings with the special tokens that the tokenizer puts in front (such as BOS).
-
-    Special tokens that it would put behind (such as EOS) are left out, since the last token must
-    be the one that predicts the next. Where a text of the user holds what the tokenizer would take for
-    a special token, such as ``<|im_end|>`` or ``</s>``, it is encoded as the characters it is made of;
-    a template's own special tokens are special.
+    Special tokens that it would put behind (such as EOS) are left out, since the last token must be the one
+    that predicts the next. Where a text of the user holds what the tokenizer would take for a special token,
+    such as ``<|im_end|>`` or ``</s>``, it is encoded as the characters it is made of; a template's own
+    special tokens are special.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -279,17 +278,12 @@ def label_tokens(
     encoder: Encoder, template: Template, labels: Sequence[str], scoring: Scoring = "auto"
 ) -> LabelTokens:
     """Find the tokens of each label by encoding it in the context of a prompt.
-
-    A newline between query and label belongs to the query where the tokenizer cuts behind it in any
-    case: else it would be the first token of every label. Where a label is how another one begins, such
-    as "not" and "not spam", all labels are taken with what ends them: the sum of log-probabilities of
-    "not" alone is never below that of "not spam".
-
-    Under ``scoring="keyword"`` each label is one token of its own out of its words, see `keywords`.
-
-    Raises:
-        I2CLError: if the prompt's last token and a label merge into one token, if two labels are the
-            same under the chosen scoring, or if one begins another and nothing can end them.
+    A newline between query and label belongs to the query where the tokenizer cuts behind it in any case:
+    else it would be the first token of every label. Where a label is how another one begins, such as "not"
+    and "not spam", all labels are taken with what ends them: the sum of log-probabilities of "not" alone is
+    never below that of "not spam". Under ``scoring="keyword"`` each label is one token of its own out of its
+    words, see `keywords`. Raises I2CLError if the prompt's last token and a label merge into one token, if
+    two labels are the same under the chosen scoring, or if one begins another and nothing can end them.
     """
     line = template.lead[: template.lead.rfind("\n") + 1]
     tokens = _behind(encoder, template, labels, line)
@@ -298,10 +292,8 @@ def label_tokens(
         tokens = _behind(encoder, template, labels, line)
     for label, ids in zip(labels, tokens, strict=True):
         if not ids:
-            raise I2CLError(
-                f"this tokenizer merges label {label!r} with the end of the prompt: "
-                "put a space or a newline before {label} in the template"
-            )
+            cure = "put a space or a newline before {label} in the template"
+            raise I2CLError(f"this tokenizer merges label {label!r} with the end of the prompt: {cure}")
     found = tuple(tokens)
     if len(set(found)) < len(found):
         raise I2CLError("two labels have the same tokens: give labels that differ")
@@ -323,14 +315,11 @@ def label_tokens(
 
 def keywords(encoder: Encoder, labels: Sequence[str], found: Sequence[Ids]) -> Ids:
     """One token for each label, all different: of its own tokens, of its words in other spellings, or any.
-
     A label takes the token that fewest labels have, the earlier one of two; where that is taken, labels
     change places (augmenting paths, Kuhn 1955), so that no label goes without one that could have one. What
-    is left, such as "label22" among a hundred of its kind, takes the first tokens of the vocabulary that
-    no label has: the fit teaches them.
-
-    Raises:
-        I2CLError: if the vocabulary has fewer tokens than there are labels.
+    is left, such as "label22" among a hundred of its kind, takes the first tokens of the vocabulary that no
+    label has: the fit teaches them. Raises I2CLError if the vocabulary has fewer tokens than there are
+    labels.
     """
     common = Counter(token for ids in found for token in set(ids))
     choices = []
@@ -362,7 +351,6 @@ def _behind(
     encoder: Encoder, template: Template, labels: Sequence[str], line: str, end: str = ""
 ) -> list[Ids]:
     """Tokens of each label, and of an end behind it, after a query that ends in ``line``.
-
     No tokens for a label that the tokenizer merges with what stands before it.
     """
     probe = template.query("text") + line

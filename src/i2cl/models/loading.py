@@ -101,9 +101,8 @@ def load_model_and_tokenizer(
     elif Path(source).exists():
         _check_folder(Path(source))
     elif source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise I2CLError(
-            f"model folder {name!r} does not exist: give a folder, a GGUF file, a hub id, or 'reference'"
-        )
+        cure = "give a folder, a GGUF file, a hub id, or 'reference'"
+        raise I2CLError(f"model folder {name!r} does not exist: {cure}")
     if device is not None and device_map is not None:
         raise I2CLError("device and device_map exclude each other: give one of them")
     target = _device(device)
@@ -193,9 +192,8 @@ def _require_plain(revision: Any, quantization: Any, device_map: Any, offload_fo
         )
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     if device_map == TENSOR_PARALLEL or "disk" in places or offload_folder is not None:
-        raise I2CLError(
-            "a GGUF file is loaded as a whole: leave out tensor_parallel, 'disk' and the offload folder"
-        )
+        cure = "leave out tensor_parallel, 'disk' and the offload folder"
+        raise I2CLError(f"a GGUF file is loaded as a whole: {cure}")
 
 
 _CONVERTING = threading.Lock()
@@ -237,9 +235,8 @@ def _placement(
 ) -> dict[str, Any]:
     if device_map == TENSOR_PARALLEL:
         if "RANK" not in os.environ:
-            raise I2CLError(
-                "device map tensor_parallel needs torchrun: torchrun --nproc-per-node 2 --no-python i2cl ..."
-            )
+            cure = "torchrun --nproc-per-node 2 --no-python i2cl ..."
+            raise I2CLError(f"device map tensor_parallel needs torchrun: {cure}")
         if quantized:
             raise I2CLError("a quantized model cannot be split by tensor_parallel: leave one of them out")
         return {"distributed_config": DistributedConfig(tp_plan="auto")}
@@ -259,9 +256,8 @@ def _told(what: str) -> Iterator[None]:
         raise I2CLError(f"{what} has damaged weights ({error}): download or copy them again") from None
     except (OSError, ValueError, ImportError, RecursionError) as error:
         if "trust_remote_code" in str(error):
-            raise I2CLError(
-                f"{what} brings its own code: if you trust it, pass trust_remote_code (--trust-remote-code)"
-            ) from None
+            cure = "if you trust it, pass trust_remote_code (--trust-remote-code)"
+            raise I2CLError(f"{what} brings its own code: {cure}") from None
         if "model.safetensors" in str(error):
             raise I2CLError(
                 f"{what} has no safetensors there, and pickles can run code when loaded: give --revision "
@@ -350,9 +346,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         return torch.empty(1, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises the latter
-        raise I2CLError(
-            f"cannot use device {str(device)!r} ({_first_line(error)}): choose cpu, or one this machine has"
-        ) from None
+        cure = "choose cpu, or one this machine has"
+        raise I2CLError(f"cannot use device {str(device)!r} ({_first_line(error)}): {cure}") from None
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:

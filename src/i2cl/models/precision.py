@@ -26,9 +26,8 @@ def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -
     if wanted is None or isinstance(wanted, QuantizationConfigMixin):
         return wanted
     if wanted not in {"8bit", "4bit"}:
-        raise I2CLError(
-            f"unknown quantization {wanted!r}: choose 8bit or 4bit, or pass a transformers config"
-        )
+        cure = "choose 8bit or 4bit, or pass a transformers config"
+        raise I2CLError(f"unknown quantization {wanted!r}: {cure}")
     needs("quantization", "quant", "bitsandbytes", "accelerate")
     if wanted == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
@@ -102,7 +101,6 @@ def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None
 
 def settle_4bit(model: PreTrainedModel) -> None:
     """Have bitsandbytes' 4-bit layers on a CPU compute what their codes stand for, with gradients.
-
     On some CPUs they would repack their codes in place at the first run, for kernels without gradients
     (`bitsandbytes.nn.Linear4bit.forward`). The weights themselves are not changed. Raises I2CLError if that
     has happened, or on widths that bitsandbytes decodes wrongly on a CPU: its decoder starts a new block in

@@ -31,10 +31,8 @@ class NotFiniteError(I2CLError):
 
 
 def require_finite(scores: Float[Tensor, "*queries labels"], decoder: Decoder) -> None:
-    """Refuse scores of which one is not a number; a log-probability of -inf is one.
-
-    Raises:
-        NotFiniteError: naming the precision.
+    """Refuse scores of which one is not a number; a log-probability of -inf is one. Raises NotFiniteError
+    naming the precision.
     """
     if scores.isnan().any():
         dtype = str(decoder.model.dtype).removeprefix("torch.")
@@ -45,11 +43,7 @@ def require_finite(scores: Float[Tensor, "*queries labels"], decoder: Decoder) -
 
 
 def require_texts(texts: Sequence[str]) -> None:
-    """Refuse texts that are no strings, empty or no Unicode.
-
-    Raises:
-        I2CLError: naming the first one.
-    """
+    """Refuse texts that are no strings, empty or no Unicode. Raises I2CLError naming the first one."""
     if isinstance(texts, str):
         raise I2CLError("texts is one string: give a list of texts")
     for row, text in enumerate(texts):
@@ -83,11 +77,7 @@ class Questions:
 
     @cached_property
     def labels(self) -> LabelTokens:
-        """Tokens of the label words as they follow a query.
-
-        Raises:
-            I2CLError: see `label_tokens`.
-        """
+        """Tokens of the label words as they follow a query. Raises I2CLError: see `label_tokens`."""
         return label_tokens(self.decoder.encoder, self.task.template, self.task.labels, self.scoring)
 
     def queries(
@@ -119,10 +109,8 @@ class Questions:
     def scores(
         self, texts: Sequence[str], *, edit: Edit | None = None, progress: Progress | None = None
     ) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label word after each text's query.
-
-        Raises:
-            I2CLError: as `queries`, and where a score is not a number.
+        """Log-probability of each label word after each text's query. Raises I2CLError: as `queries`, and
+        where a score is not a number.
         """
         found = score(self.decoder, self.queries(texts), self.labels, edit=edit, progress=progress)
         require_finite(found, self.decoder)
@@ -177,9 +165,8 @@ def among(
     scores: Float[Tensor, "*queries labels"], bias: Float[Tensor, " labels"] | None, temperature: float
 ) -> Float[Tensor, "*queries labels"]:
     """What an injection makes of label scores: `biased` by its label prior, then divided by its temperature.
-
-    With neither they stay as they are; else they are among the labels. A division is in float64, where
-    scores that differ stay different, so the answers stay too.
+    With neither they stay as they are; else they are among the labels. A division is in float64, where scores
+    that differ stay different, so the answers stay too.
     """
     if bias is not None:
         scores = biased(scores, bias)
@@ -248,9 +235,8 @@ def _shares(
     decoder: Decoder, queries: Sequence[Ids], labels: Sequence[LabelTokens], edit: Edit | None
 ) -> bool:
     """Whether each query is to run once, with its labels behind the keys that it leaves.
-
-    They follow in a pass for every length of query, so that has to save a fair part of a batch each. Beyond
-    a limit of longrope a label turns the keys of its query.
+    They follow in a pass for every length of query, so that has to save a fair part of a batch each. Beyond a
+    limit of longrope a label turns the keys of its query.
     """
     if not decoder.can_split or decoder.rope_limits or not (edit is None or edit.everywhere):
         return False
@@ -303,7 +289,6 @@ def _shared(
 
 def _groups(decoder: Decoder, places: Sequence[int], tokens: int) -> list[Sequence[int]]:
     """Places of rows of so many tokens, cached ones included, that run together.
-
     A CPU may hold the keys of more tokens than it runs: copying a few costs less than a pass of few rows.
     What exceeds the memory halves the batch of queries, and the token budget with it.
     """

@@ -41,14 +41,12 @@ def load_task(
     skip_bad_rows: bool = False,
 ) -> Task:
     """A task with its rows.
-
     `name_or_path` is the path of a task TOML, the path of a file of rows (.csv, .tsv, .jsonl, .json: needs
     `template`; `test_path` is its test split; the columns are named by `text_column` and `label_column`), or
     a known name (`list_tasks`). With `skip_bad_rows`, rows of files of your own that cannot be used are left
     out, with a warning. The paper's tasks are read from `data_dir` or the folder in I2CL_DATA_DIR, laid out
     as <folder>/<task>/train.jsonl and test.jsonl, else from the Hugging Face hub. `template` and `labels`
-    replace those of a task that has its own. Raises I2CLError for anything unknown, missing or
-    malformed.
+    replace those of a task that has its own. Raises I2CLError for anything unknown, missing or malformed.
     """
     if isinstance(labels, str):
         raise I2CLError(f"labels is the string {labels!r}: give a list of words")

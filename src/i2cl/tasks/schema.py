@@ -22,7 +22,6 @@ class _Table(BaseModel):
 
 class HubSource(_Table):
     """The `[hub]` table: where the rows lie on the Hugging Face hub.
-
     `keep_labels` lists the label ids of the source that are used, in the order of the task's label words;
     rows with another id are dropped. Without it the ids are used as they are. `test_fraction` (between 0 and
     1) replaces `test` where the source has no test split: that share of the distinct texts, drawn with

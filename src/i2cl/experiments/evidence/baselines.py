@@ -122,14 +122,11 @@ def with_worth(
     progress: Progress | None = None,
 ) -> Injection:
     """The same injection with what it is worth on labelled rows, and a temperature that fits these.
-
     The baselines have the same demonstrations and seed. One that cannot be run, such as few-shot where the
     demonstrations do not fit into the context, is told as such. ``queries`` are those of `labelled_rows`,
     ``method`` made the injection in so many ``seconds`` (default: I2CL), ``target`` is an accuracy of
     `i2cl.experiments.evidence.selective`. ``watch`` is called with the name of each method before it runs.
-
-    Raises:
-        I2CLError: without queries or with too few for the target, or on an empty text.
+    Raises I2CLError without queries or with too few for the target, or on an empty text.
     """
     if target is not None:
         require_target(target, len(queries))

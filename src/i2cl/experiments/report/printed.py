@@ -95,12 +95,9 @@ def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
 
 def printed_for(name: str, model: str) -> PrintedTable | None:
     """The table of a name that was measured on a model, or None if the paper has none.
-
     Of a model that a single method needs, such as a prompt compressor's, that method's row alone. Only the
     last part of a model's name counts, and all of it: fine-tuned or instructed variants are other models.
-
-    Raises:
-        I2CLError: if no table has that name.
+    Raises I2CLError if no table has that name.
     """
     last = re.split(r"[/\\]", model.rstrip("/\\"))[-1].casefold()
     tables = printed_tables(name)

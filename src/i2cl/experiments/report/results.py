@@ -173,10 +173,8 @@ class Results:
                     self._refuse(known, record, f"come from different {part}")
 
     def _refuse(self, one: Record, other: Record, what: str) -> NoReturn:
-        raise I2CLError(
-            f"cells {one.key} and {other.key} {what} of task {other.cell.task!r}: "
-            "keep them in stores of their own"
-        )
+        cure = "keep them in stores of their own"
+        raise I2CLError(f"cells {one.key} and {other.key} {what} of task {other.cell.task!r}: {cure}")
 
     def records(self, line: Line, task: str) -> Mapping[int, Record]:
         """Records of a line on a task by seed, in the order of seeds."""

@@ -44,9 +44,8 @@ def joined(address: str | None) -> Iterator[Cluster]:
         _require_answer(address or os.environ.get("RAY_ADDRESS", ""))
         ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
     except (OSError, ValueError, OverflowError) as error:
-        raise I2CLError(
-            f"no Ray cluster at {address!r} ({error}): correct --address, or `ray start --head`"
-        ) from None
+        cure = "correct --address, or `ray start --head`"
+        raise I2CLError(f"no Ray cluster at {address!r} ({error}): {cure}") from None
     try:
         gpus = int(ray.cluster_resources().get("GPU", 0))
         cores = int(ray.cluster_resources().get("CPU", 1))
@@ -111,9 +110,8 @@ def run_on_ray(
                 raise error.cause from None
             raise
         except ray.exceptions.RayActorError:
-            raise I2CLError(
-                "a Ray worker died, perhaps for lack of memory: run again with fewer --workers"
-            ) from None
+            cure = "run again with fewer --workers"
+            raise I2CLError(f"a Ray worker died, perhaps for lack of memory: {cure}") from None
 
 
 class _Worker:

@@ -75,9 +75,8 @@ def run_jobs(
         for worker in set(active_children()) - others:
             worker.terminate()
         if isinstance(error, BrokenProcessPool):
-            raise I2CLError(
-                "a worker process died, perhaps for lack of memory: run again with fewer --workers"
-            ) from None
+            cure = "run again with fewer --workers"
+            raise I2CLError(f"a worker process died, perhaps for lack of memory: {cure}") from None
         raise
     finally:
         pool.shutdown(cancel_futures=True)

@@ -25,11 +25,7 @@ Refit = Callable[[tuple[Example, ...]], Predictor]
 
 
 def require_folds(folds: int) -> None:
-    """Refuse a number of folds that is none.
-
-    Raises:
-        I2CLError: on fewer than two.
-    """
+    """Refuse a number of folds that is none. Raises I2CLError on fewer than two."""
     if folds < 2:
         raise I2CLError(f"folds={folds}: give 2 or more, since each fold is answered by a fit to the others")
 
@@ -68,10 +64,8 @@ def fold_rows(
     lacking = [name for name, lost in zip(task.labels, (held == frequent).any(0), strict=True) if lost]
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        raise I2CLError(
-            f"a refit would not know the label {', '.join(map(repr, lacking[:3]))}{more}: give "
-            "two texts a label"
-        )
+        cure = "give two texts a label"
+        raise I2CLError(f"a refit would not know the label {', '.join(map(repr, lacking[:3]))}{more}: {cure}")
     return [sorted(rows) for rows in found if rows]
 
 

@@ -56,9 +56,8 @@ class LabelPriorConfig(BaseModel):
 
 class LabelPrior(Wrapper):
     """Probabilities of another method, divided by its mean ones over texts without labels, once and for all.
-
-    Unlike batch calibration it serves a single query. It takes for granted that a method which says one
-    class more often than others is wrong in that, so classes are to be about equally frequent.
+    Unlike batch calibration it serves a single query. It takes for granted that a method which says one class
+    more often than others is wrong in that, so classes are to be about equally frequent.
     """
 
     name: ClassVar[str] = "label_prior"
@@ -73,10 +72,8 @@ class LabelPrior(Wrapper):
     def over(
         self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
     ) -> BiasedPredictor:
-        """Score unlabelled texts.
-
-        Raises:
-            I2CLError: if too few training texts remain beside the demonstrations.
+        """Score unlabelled texts. Raises I2CLError if too few training texts remain beside the
+        demonstrations.
         """
         texts = task.unlabelled(self.config.unlabelled, demonstrations, seed)
         fewest = min(FEWEST_UNLABELLED, self.config.unlabelled)
@@ -91,9 +88,8 @@ class LabelPrior(Wrapper):
 
 class BatchCalibration(Wrapper):
     """Probabilities of another method, divided by their mean over all texts scored together.
-
-    That takes for granted that these texts belong to all classes about equally often: a text among many
-    of its own class is pushed away from it.
+    That takes for granted that these texts belong to all classes about equally often: a text among many of
+    its own class is pushed away from it.
     """
 
     name: ClassVar[str] = "batch_calibration"
@@ -121,10 +117,8 @@ class BatchPredictor:
         return self.below.cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities over the labels, calibrated on these texts and normalised again.
-
-        Raises:
-            I2CLError: on a single text, whose scores less their mean are equal for every label.
+        """Log-probabilities over the labels, calibrated on these texts and normalised again. Raises I2CLError
+        on a single text, whose scores less their mean are equal for every label.
         """
         if len(texts) == 1:
             raise I2CLError(

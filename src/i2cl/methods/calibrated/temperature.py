@@ -48,7 +48,6 @@ class TemperedPredictor:
 
 class Temperature(Wrapper):
     """The method below, with probabilities about as sure as its answers are right.
-
     Refits that have not seen a demonstration say how sure it was answered, and whether rightly;
     `i2cl.injections.temperature.likely_temperature` makes one number of that. With one example a class there
     is nothing to refit, and probabilities stay.

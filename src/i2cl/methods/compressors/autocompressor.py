@@ -45,9 +45,8 @@ class AutoCompressorConfig(Settings):
 
 @dataclass(frozen=True)
 class Summarizer:
-    """A language model with its summary embeddings.
-    ``embeddings`` has one for each summary vector; if it accumulates, a segment sees the summaries of all
-    before it, else of the last alone.
+    """A language model with its summary embeddings. ``embeddings`` has one for each summary vector; if it
+    accumulates, a segment sees the summaries of all before it, else of the last alone.
     """
 
     decoder: Decoder

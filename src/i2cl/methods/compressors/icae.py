@@ -97,9 +97,8 @@ class PutIn(Edit):
 
 @dataclass(frozen=True)
 class AutoEncoder:
-    """A frozen model with what makes it write memory slots.
-    ``embeddings`` are those of the memory, then of ae, lm and ft; the adapter has pairs (rank x in) and (out
-    x rank) by module, the scale in the second.
+    """A frozen model with what makes it write memory slots. ``embeddings`` are those of the memory, then of
+    ae, lm and ft; the adapter has pairs (rank x in) and (out x rank) by module, the scale in the second.
     """
 
     decoder: Decoder
@@ -189,9 +188,8 @@ def behind_slots(
         parts = [decoder.embed(left), *parts]
     whole = torch.cat(parts)
     if decoder.max_length is not None and len(whole) + len(right) >= decoder.max_length:
-        raise I2CLError(
-            f"the memory slots take {len(whole)} of {decoder.max_length} places: use fewer demonstrations"
-        )
+        cure = "use fewer demonstrations"
+        raise I2CLError(f"the memory slots take {len(whole)} of {decoder.max_length} places: {cure}")
     prefix = decoder.prefix_of(whole)
     return BehindVectors(asked_behind(decoder, task), prefix, right, edit, Cost.of(prefix))
 
