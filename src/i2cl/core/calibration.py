@@ -21,7 +21,7 @@ from i2cl.models.batching import MemoryWarning, budget_chunks, is_out_of_memory
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.scoring import Questions
-from i2cl.models.training import StepProgress, minimize, train_together
+from i2cl.models.training import StepProgress, minimize, train
 from i2cl.tasks import Examples, Task
 
 
@@ -174,7 +174,7 @@ def _fit(
                 minimize(free, loss.mean, chunks, config.passes, config.pull, progress, dtype)
             ]
         else:
-            histories = train_together(free, loss, _steps(group, config), config, progress, dtype)
+            histories = train(free, loss, _steps(group, config), config, progress, dtype)
     values = coefficients.linear().detach().cpu()
     return [
         Injection(

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import HALF_PAIR, I2CLError
-from i2cl.models.batching import Batch, Ids
+from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
 from i2cl.models.fingerprint import ModelIdentity
@@ -183,7 +183,11 @@ def extract(
     config = config or ExtractConfig()
     require_demonstrations(task, demonstrations)
     decoder.require_identity()
-    ids = sorted(_encode(decoder, task, demonstrations, config))
+    builds = [
+        partial(task.template.demonstration, label_word=task.labels[one.label], separator=config.separator)
+        for one in demonstrations
+    ]
+    ids = sorted(decoder.encoder.fitted(builds, [one.text for one in demonstrations], decoder.max_length))
     picker = random.Random(seed)
     ends = [(len(row) - 1) * (config.token == "last") for row in ids]
     places = [picker.randrange(len(row)) for row in ids] if config.token == "random" else ends
@@ -257,17 +261,6 @@ def require_labels(task: Task, demonstrations: Examples) -> None:
             )
         if HALF_PAIR.search(example.text):
             raise I2CLError(f"demonstration {number} holds half a surrogate pair: repair its text")
-
-
-def _encode(decoder: Decoder, task: Task, demonstrations: Examples, config: ExtractConfig) -> list[Ids]:
-    builds = [
-        partial(
-            task.template.demonstration, label_word=task.labels[example.label], separator=config.separator
-        )
-        for example in demonstrations
-    ]
-    texts = [example.text for example in demonstrations]
-    return decoder.encoder.fitted_each(builds, texts, decoder.max_length)
 
 
 def _first_direction(

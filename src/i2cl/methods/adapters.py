@@ -109,7 +109,8 @@ def fit_adapter(
         likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
 
         def loss(chosen: Sequence[int]) -> Tensor:
-            return -likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows))).mean()
+            values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
+            return -values.mean(0, keepdim=True)
 
         parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
         train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)

@@ -22,6 +22,7 @@ from i2cl.models.scoring import (
     Progress,
     Questions,
     head_states,
+    in_order,
     next_token_log_probabilities,
     require_finite,
     score,
@@ -61,12 +62,9 @@ class PromptPredictor:
         return self._each(texts, head_states)
 
     def _each(self, texts: Sequence[str], read: Callable[..., Tensor]) -> Tensor:
-        prompts = encode_prompts(self.questions, self.shown, texts)
-        results: dict[int, Tensor] = {}
-        for rows, queries, prefix in self._parts(prompts):
-            values = read(self.questions.decoder, queries, prefix=prefix)
-            results |= dict(zip(rows, values, strict=True))
-        return torch.stack([results[row] for row in range(len(prompts))])
+        parts = self._parts(encode_prompts(self.questions, self.shown, texts))
+        decoder = self.questions.decoder
+        return in_order((rows, read(decoder, queries, prefix=prefix)) for rows, queries, prefix in parts)
 
     def _parts(self, prompts: list[Ids]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
         """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""

@@ -12,12 +12,12 @@ such a limit never share a batch, and keys cached below it are not used beyond i
 import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -163,8 +163,6 @@ def shared_front(rows: Sequence[Ids]) -> Ids:
     return tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
 
 
-T = TypeVar("T")
-
 KEPT_BUDGET = 16384
 CPU_KEPT_BUDGET = 4096
 """Tokens of keys and values that a batch may hold, cached ones included; a larger token budget raises it.
@@ -176,16 +174,6 @@ saves: docs/performance.md.
 
 class MemoryWarning(UserWarning):
     """A batch did not fit into memory; from then on batches are smaller."""
-
-
-def unless_out_of_memory(run: Callable[[Batch], T], batch: Batch) -> tuple[T] | None:
-    """What ``run`` returns, or None; the error is gone by then, with all the tensors it holds on to."""
-    try:
-        return (run(batch),)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            return None
-        raise
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

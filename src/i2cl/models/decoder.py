@@ -24,10 +24,10 @@ from i2cl.models.batching import (
     by_side,
     context_length,
     gather,
+    is_out_of_memory,
     longest_first,
     make_batch,
     rope_limits,
-    unless_out_of_memory,
 )
 from i2cl.models.edits import Edit, Keep, Site, editing
 from i2cl.models.encoding import Encoder
@@ -212,12 +212,16 @@ class Decoder:
             rows = order[start : start + max(1, min(self.token_budget // length, room))]
             rows = rows[: len(self.together([len(ids[row]) + reserve for row in rows])[-1])]
             batch = make_batch([ids[row] for row in rows], self.device, rows)
-            result = unless_out_of_memory(run, batch)
-            if result is None:
-                self._shrink(len(rows), length, reserve)
+            try:
+                result = run(batch)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
             else:
-                yield batch, result[0]
+                yield batch, result
                 start += len(rows)
+                continue
+            self._shrink(len(rows), length, reserve)  # what the error held on to is free by now
 
     def together(self, lengths: Sequence[int]) -> list[list[int]]:
         """Places of rows that may share a batch, by their tokens, cached ones included; shortest first."""

@@ -165,28 +165,24 @@ class Encoder:
         return copy.deepcopy(self.tokenizer)
 
     def fitted(
-        self, build: Callable[[str], str], texts: Sequence[str], limit: int | None, *, cut: bool = True
-    ) -> list[Ids]:
-        """Token ids of ``build(text)``, the text cut at its end where the whole exceeds ``limit`` tokens.
-
-        Template and label positions are never cut. Warns once with the number of texts cut.
-
-        Raises:
-            I2CLError: if not even an empty text leaves room.
-            TooLongError: on a text that exceeds it and is not to be cut.
-        """
-        return self.fitted_each([build] * len(texts), texts, limit, cut=cut)
-
-    def fitted_each(
         self,
-        builds: Sequence[Callable[[str], str]],
+        build: Callable[[str], str] | Sequence[Callable[[str], str]],
         texts: Sequence[str],
         limit: int | None,
         *,
         cut: bool = True,
     ) -> list[Ids]:
-        """Like `fitted`, with a prompt format for each text."""
-        ids = self([build(self.literal(text)) for build, text in zip(builds, texts, strict=True)])
+        """Token ids of ``build(text)``, the text cut at its end where the whole exceeds ``limit`` tokens.
+
+        There may be one ``build`` for each text. Template and label positions are never cut. Warns once with
+        the number of texts cut.
+
+        Raises:
+            I2CLError: if not even an empty text leaves room.
+            TooLongError: on a text that exceeds it and is not to be cut.
+        """
+        builds = [build] * len(texts) if callable(build) else build
+        ids = self([one(self.literal(text)) for one, text in zip(builds, texts, strict=True)])
         if limit is None:
             return ids
         long = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
@@ -197,7 +193,7 @@ class Encoder:
             ids[row] = self._cut(builds[row], texts[row], limit)
         if long:
             message = f"{len(long)} of {len(texts)} texts were cut to fit {limit} tokens of context"
-            warnings.warn(message, TruncationWarning, stacklevel=3)
+            warnings.warn(message, TruncationWarning, stacklevel=2)
         return ids
 
     def _cut(self, build: Callable[[str], str], text: str, limit: int) -> Ids:

@@ -40,7 +40,8 @@ def fast_products(model: nn.Module) -> Iterator[None]:
     replaced (Accelerate, when it offloads) are left alone, and so is all under autocast, or where oneDNN is
     switched off (`torch.backends.mkldnn.flags`). All is as it was on leaving.
     """
-    swapped = [module for module in model.modules() if _fits(module)] if _wanted() else []
+    wanted = onednn_pays() and getattr(torch.backends.mkldnn, "enabled", True)
+    swapped = [module for module in model.modules() if _fits(module)] if wanted else []
     for module in swapped:
         module.__dict__["forward"] = _Swapped(module)
     try:
@@ -48,10 +49,6 @@ def fast_products(model: nn.Module) -> Iterator[None]:
     finally:
         for module in swapped:
             module.__dict__.pop("forward", None)
-
-
-def _wanted() -> bool:
-    return onednn_pays() and getattr(torch.backends.mkldnn, "enabled", True)
 
 
 def _fits(module: Any) -> bool:

@@ -4,7 +4,6 @@ Sources: https://huggingface.co/docs/transformers/main_classes/quantization and
 https://huggingface.co/docs/accelerate/usage_guides/big_modeling.
 """
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -127,32 +126,22 @@ def settle_4bit(model: PreTrainedModel) -> None:
 def execution_device(module: nn.Module) -> torch.device:
     """Where a module with a weight runs; raises I2CLError if nothing brings the weight's values."""
     weight: Any = module.weight
-    if not weight.is_meta:
-        return torch.device(weight.device)
-    for hook in _hooks(module):
-        device = getattr(hook, "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    raise _no_values(module, "weight")
+    return torch.device(_of_hook(module, "execution_device", "weight") if weight.is_meta else weight.device)
 
 
 def offloaded_weight(module: nn.Module, name: str) -> Tensor:
     """The values of an offloaded parameter, read from where they are. Raises I2CLError if there are none."""
-    for hook in _hooks(module):
-        weights = getattr(hook, "weights_map", None)
-        if weights is not None:
-            weight: Tensor = weights[name]
-            return weight
-    raise _no_values(module, name)
+    weight: Tensor = _of_hook(module, "weights_map", name)[name]
+    return weight
 
 
-def _hooks(module: nn.Module) -> Iterator[Any]:
+def _of_hook(module: nn.Module, field: str, name: str) -> Any:
+    """What a hook of Accelerate holds, or one of several."""
     hook = getattr(module, "_hf_hook", None)
-    yield from getattr(hook, "hooks", (hook,))
-
-
-def _no_values(module: nn.Module, name: str) -> I2CLError:
-    return I2CLError(
+    for one in getattr(hook, "hooks", (hook,)):
+        if (held := getattr(one, field, None)) is not None:
+            return held
+    raise I2CLError(
         f"{name} of {type(module).__name__} is on the device meta and has no values: load the model with "
         "Decoder.from_pretrained, or with a device_map"
     )

@@ -1,9 +1,10 @@
 """Log-probabilities of label words after a prompt."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -55,10 +56,6 @@ def require_texts(texts: Sequence[str]) -> None:
             raise I2CLError(f"text {row + 1} holds half a surrogate pair, which is no character: remove it")
 
 
-def _asked(build: Callable[[str], str], line: str, text: str) -> str:
-    return build(text) + line
-
-
 @dataclass(frozen=True)
 class Questions:
     """A task asked of a decoder: its label tokens, encoded queries, targets and scores.
@@ -95,8 +92,8 @@ class Questions:
         """
         require_texts(texts)
         limit = None if self.decoder.max_length is None else self.decoder.max_length - self.labels.room
-        ask = partial(_asked, build or self.task.template.query, self.labels.line)
-        return self.decoder.encoder.fitted(ask, texts, limit, cut=cut)
+        ask, line = build or self.task.template.query, self.labels.line
+        return self.decoder.encoder.fitted(lambda text: ask(text) + line, texts, limit, cut=cut)
 
     def prompt(self, text: str) -> str:
         """What stands before a label: the template's query, and a line's end where that belongs to it."""
@@ -177,28 +174,29 @@ def next_token_log_probabilities(
     decoder: Decoder, queries: Sequence[Ids], *, edit: Edit | None = None, prefix: Prefix | None = None
 ) -> Float[Tensor, "queries vocab"]:
     """Log-probability of every token after each query, in float32 on the CPU."""
-    found: dict[int, Tensor] = {}
     with decoder.frozen(), torch.no_grad():
-        for batch, rows in _read(decoder, queries, edit, prefix):
-            found |= dict(zip(batch.rows, rows.cpu(), strict=True))
-    return torch.stack([found[row] for row in range(len(queries))])
+        return in_order((batch.rows, rows.cpu()) for batch, rows in _read(decoder, queries, edit, prefix))
 
 
 def head_states(
     decoder: Decoder, queries: Sequence[Ids], *, prefix: Prefix | None = None
 ) -> Float[Tensor, "queries d"]:
     """What the LM head is given behind each query, in float32 on the CPU."""
-    found: dict[int, Tensor] = {}
 
     def run(batch: Batch) -> Tensor:
         states: list[Tensor] = []
         decoder.forward(batch, prefix=prefix, states=states)
         return states[-1][:, 0].float().cpu()
 
-    with decoder.frozen(), torch.no_grad():
-        for batch, states in decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0):
-            found |= dict(zip(batch.rows, states, strict=True))
-    return torch.stack([found[row] for row in range(len(queries))])  # a head may be narrower than the stream
+    with decoder.frozen(), torch.no_grad():  # a head may be narrower than the stream
+        parts = decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0)
+        return in_order((batch.rows, states) for batch, states in parts)
+
+
+def in_order(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
+    """One tensor of rows that come in parts, each part with the places of its rows."""
+    found = {place: row for places, rows in parts for place, row in zip(places, rows, strict=True)}
+    return torch.stack([found[place] for place in range(len(found))])
 
 
 Part = tuple[Tensor, Tensor, Tensor, float]
@@ -244,8 +242,7 @@ def _shares(
     return PASSES_A_BATCH * saved > decoder.token_budget * len(set(map(len, queries)))
 
 
-@dataclass(frozen=True)
-class _Branch:
+class _Branch(NamedTuple):
     """A label behind a query: the query's place in its batch, and both their places in the caller's lists."""
 
     line: int
