@@ -35,19 +35,6 @@ FUSED = ("query_key_value", "c_attn", "qkv_proj", "Wqkv")
 FEED_FORWARD = ("down_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.c_proj")
 
 
-@dataclass(frozen=True)
-class TrainedAdapter:
-    """A trained adapter: what kind, and its tensors."""
-
-    config: "PeftConfig"
-    state: dict[str, Tensor]
-
-    @property
-    def values(self) -> int:
-        """How many numbers it holds."""
-        return sum(tensor.numel() for tensor in self.state.values())
-
-
 class AdaptedDecoder(Decoder):
     """A decoder whose model wears an adapter, with ``virtual_tokens`` in front of every query."""
 
@@ -93,7 +80,7 @@ def fit_adapter(
     training: TrainConfig,
     seed: int,
     start: dict[str, Tensor] | None = None,
-) -> TrainedAdapter:
+) -> "AdapterPredictor":
     """Put an adapter on, train it to predict the demonstrations' labels after their queries, take it off.
     ``start`` are its first tensors, in place of drawn ones. Raises I2CLError without demonstrations, on one
     that is none, or on a loss that is not finite.
@@ -116,7 +103,7 @@ def fit_adapter(
         train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)
         state = get_peft_model_state_dict(wearing.model)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-        return TrainedAdapter(config, kept)
+    return AdapterPredictor(decoder, task, config, kept)
 
 
 @uninterrupted
@@ -172,20 +159,21 @@ def _as_found(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AdapterPredictor:
-    """The model while it wears the adapter; between calls it is as it was."""
+    """The model while it wears a trained adapter, its kind and tensors; between calls it is as it was."""
 
     decoder: Decoder
     task: Task
-    adapter: TrainedAdapter
+    config: "PeftConfig"
+    state: dict[str, Tensor]
 
     @property
     def cost(self) -> Cost:
         """All of the adapter is trained and kept."""
-        return Cost.of(*self.adapter.state.values(), trained=self.adapter.values)
+        return Cost.of(*self.state.values(), trained=sum(one.numel() for one in self.state.values()))
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word with the adapter on."""
-        with adapted(self.decoder, self.adapter.config, self.adapter.state) as wearing:  # for this call only
+        with adapted(self.decoder, self.config, self.state) as wearing:  # for this call only
             return Questions(wearing, self.task).scores(texts, progress=progress)
 
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,10 +24,9 @@ from huggingface_hub import try_to_load_from_cache
 from jaxtyping import Float
 from pydantic import Field
 from safetensors import SafetensorError
-from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method, class_scores, head_cost, require_two_classes
+from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
 from i2cl.models.training import Settings
@@ -74,7 +73,7 @@ class SentenceEmbeddings(Method):
 
     config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "EmbeddingsPredictor":
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
         """Fit on the demonstrations' vectors; the decoder is not asked. Raises I2CLError without the extra or
         demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
         """
@@ -86,7 +85,7 @@ class SentenceEmbeddings(Method):
         vectors = embed(encoder, [example.text for example in demonstrations])
         head = LogisticRegression(C=self.config.embeddings_c, max_iter=10_000)
         head.fit(vectors, [example.label for example in demonstrations])
-        return EmbeddingsPredictor(encoder, head, len(task.labels), head_cost(head))
+        return ClassifierPredictor(partial(embed, encoder), head, len(task.labels), head_cost(head))
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class SetFit(Method):
 
     config: EncoderConfig = field(default_factory=EncoderConfig)
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "EmbeddingsPredictor":
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
         """Train an encoder and its classifier on the demonstrations; the decoder is not asked. Raises
         I2CLError without the extra or demonstrations of two classes, on an empty text, or if the encoder
         cannot be loaded.
@@ -114,7 +113,7 @@ class SetFit(Method):
         encoder.to(decoder.device).eval()
         kept = list(encoder.parameters())
         cost = Cost.of(*kept, trained=sum(one.numel() for one in kept)) + head_cost(head)
-        return EmbeddingsPredictor(encoder, head, len(task.labels), cost)
+        return ClassifierPredictor(partial(embed, encoder), head, len(task.labels), cost)
 
 
 def _trained(encoder: Any, demonstrations: Examples, seed: int) -> Any:
@@ -165,20 +164,6 @@ def _no_bars() -> Iterator[None]:
     finally:
         if shown:
             enable_progress_bars()
-
-
-@dataclass(frozen=True)
-class EmbeddingsPredictor:
-    """Scores by the classifier on vectors of unit length."""
-
-    encoder: Any
-    head: Any
-    labels: int
-    cost: Cost
-
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label, minus infinity if never seen; raises I2CLError on an empty text."""
-        return class_scores(self.head, embed(self.encoder, texts, progress), self.labels)
 
 
 def embed(

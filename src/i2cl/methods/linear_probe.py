@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method, class_scores, head_cost, require_two_classes
+from i2cl.methods.base import ClassifierPredictor, Method, head_cost, require_two_classes
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
@@ -83,7 +83,12 @@ class LinearProbe(Method):
         of_layer = dict(zip(layers, states.unbind(1), strict=True))
         best = _best({one: _features(of_layer[one.layer], one.tokens) for one in choices}, labels, seed)
         model = _classifier(best.c).fit(_features(of_layer[best.layer], best.tokens), labels)
-        return ProbePredictor(questions, best, model, head_cost(model[-1]))
+
+        def features(texts: Sequence[str], _progress: Progress | None) -> Float[np.ndarray, "texts _"]:
+            states = query_states(questions, texts, [best.layer], pooled=best.tokens != "last")
+            return _features(states[:, 0], best.tokens)
+
+        return ProbePredictor(features, model, len(task.labels), head_cost(model[-1]), best)
 
     def _choices(self, decoder: Decoder) -> list[Choice]:
         """All that the folds choose from; first what is taken without folds: the second of the layers."""
@@ -199,17 +204,7 @@ def _spans(questions: Questions, texts: Sequence[str], queries: Sequence[Ids]) -
 
 
 @dataclass(frozen=True)
-class ProbePredictor:
-    """Scores by the fitted classifier, which is all that is kept, in its own precision."""
+class ProbePredictor(ClassifierPredictor):
+    """Keeps the fitted classifier alone, in its own precision."""
 
-    questions: Questions
     choice: Choice
-    model: Any
-    cost: Cost
-
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label; minus infinity for one without demonstrations."""
-        pooled = self.choice.tokens != "last"
-        states = query_states(self.questions, texts, [self.choice.layer], pooled=pooled)
-        features = _features(states[:, 0], self.choice.tokens)
-        return class_scores(self.model, features, len(self.questions.task.labels))

@@ -63,8 +63,7 @@ class AdapterMethod(Method):
         """
         needs(self.name, "peft", "peft")
         config, start = self.config(decoder), self.start(decoder)
-        adapter = fit_adapter(decoder, task, demonstrations, config, self.training, seed, start)
-        return AdapterPredictor(decoder, task, adapter)
+        return fit_adapter(decoder, task, demonstrations, config, self.training, seed, start)
 
 
 class AdapterSettings(TrainConfig):
@@ -157,11 +156,8 @@ class VirtualTokenMethod(AdapterMethod):
         ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise I2CLError(f"start_text {text!r} has no token: give a longer one")
-        return {
-            "prompt_embeddings": self.embeddings(
-                decoder, tuple(islice(cycle(ids), self.training.virtual_tokens))
-            )
-        }
+        tokens = tuple(islice(cycle(ids), self.training.virtual_tokens))
+        return {"prompt_embeddings": self.embeddings(decoder, tokens)}
 
     def require_room(self, decoder: Decoder) -> None:
         """Refuse virtual tokens that leave a query no place. Raises I2CLError naming both numbers."""

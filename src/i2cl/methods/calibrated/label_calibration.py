@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import FEWEST_UNLABELLED, bias_towards, log_mean
-from i2cl.methods.base import BiasedPredictor, Cost, Method, Predictor, Wrapper
+from i2cl.methods.base import BiasedPredictor, Cost, Predictor, Wrapper
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, biased
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 
 CONTENT_FREE = ("N/A", "[MASK]", "...")
 """Zhao et al. use "N/A", "[MASK]" and the empty string, for which the dots stand here."""
@@ -35,21 +36,19 @@ class ContextualCalibration(Wrapper):
     drawn: ClassVar[bool] = False
 
     def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
     ) -> BiasedPredictor:
         """Score the content-free texts."""
         bias = -log_mean(below.scores(CONTENT_FREE))
         return BiasedPredictor(below, bias, below.cost + Cost.of(bias))
 
 
-class LabelPriorConfig(BaseModel):
+class LabelPriorConfig(Settings):
     """What a label prior is the mean over.
 
     Attributes:
         unlabelled: texts, at most.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     unlabelled: int = Field(64, ge=1)
 
@@ -65,12 +64,8 @@ class LabelPrior(Wrapper):
     needs: ClassVar[str] = "what the method below it needs, and unlabelled texts"
     settings = (LabelPriorConfig,)
 
-    def __init__(self, below: Method | None = None, config: LabelPriorConfig | None = None) -> None:
-        super().__init__(below)
-        self.config = config or LabelPriorConfig()
-
     def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
     ) -> BiasedPredictor:
         """Score unlabelled texts. Raises I2CLError if too few training texts remain beside the
         demonstrations.
@@ -99,7 +94,7 @@ class BatchCalibration(Wrapper):
     drawn: ClassVar[bool] = False
 
     def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
     ) -> "BatchPredictor":
         """Nothing more to fit: the mean is only known at prediction."""
         return BatchPredictor(below)

@@ -200,7 +200,7 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
     ours = None if config.compressor else bundled(decoder, ICAE.name)
     name = "the bundled file" if ours else config.compressor or _beside(decoder)
     version: Any = VERSIONS[decoder.model.config.model_type] if config.version == "auto" else config.version
-    compressor = ours or Compressor({}, read_tensors(name, _is_ours))
+    compressor = ours or Compressor({}, read_tensors(name, lambda one: one == MEMORY or ".lora_" in one))
     rows = -1 if config.memory is None else config.memory + len(AFTER_MEMORY)
     memory = compressor.tensor(MEMORY, rows, decoder.d_model)
     if len(memory) <= len(AFTER_MEMORY):
@@ -224,10 +224,6 @@ def _beside(decoder: Decoder) -> str:
         f"icae needs a compressor for {decoder.name!r}: give --set compressor=FILE or owner/repository/file "
         f"of the hub, or put it beside the model's weights as {FILES[0]}"
     )
-
-
-def _is_ours(name: str) -> bool:
-    return name == MEMORY or ".lora_" in name
 
 
 def _pairs(
