@@ -41,19 +41,13 @@ class LabelLookup:
             return None
         word = str(label).strip()
         folded = word.casefold()
-        for table, key in (
-            (self._exact, word),
-            (self._folded, folded),
-            (self._folded, folded.replace("_", " ")),
-        ):
+        keys = (self._exact, word), (self._folded, folded), (self._folded, folded.replace("_", " "))
+        for table, key in keys:
             if key in table:
                 return table[key]
         number = as_id(word)
-        return (
-            number - self.first
-            if number is not None and 0 <= number - self.first < len(self.labels)
-            else None
-        )
+        place = -1 if number is None else number - self.first
+        return place if 0 <= place < len(self.labels) else None
 
     def allowed(self) -> str:
         """What may stand in a label column, for error messages."""

@@ -127,7 +127,9 @@ def parse_toml(data: bytes, source: str) -> dict[str, Any]:
 
 def _explain(detail: ErrorDetails, name: str) -> str:
     if detail["type"] == "extra_forbidden":
-        known = _known_fields(detail["loc"])
+        tables: dict[int | str, type[BaseModel]] = {"hub": HubSource, "files": FilesSource}
+        table = tables.get(detail["loc"][0], TaskSpec) if len(detail["loc"]) > 1 else TaskSpec
+        known = list(table.model_fields)
         hint = did_you_mean(str(detail["loc"][-1]), known)
         return f"unknown field {name!r}: {hint}remove it or use one of {', '.join(known)}"
     if detail["type"] == "missing":
@@ -138,9 +140,3 @@ def _explain(detail: ErrorDetails, name: str) -> str:
     if detail["type"] == "value_error":
         return f"table [{name}]: {message}" if name else message
     return f"field {name!r} is {detail['input']!r}: {message[:1].lower()}{message[1:]}"
-
-
-def _known_fields(location: tuple[int | str, ...]) -> list[str]:
-    tables: dict[int | str, type[BaseModel]] = {"hub": HubSource, "files": FilesSource}
-    table = tables.get(location[0], TaskSpec) if len(location) > 1 else TaskSpec
-    return list(table.model_fields)
