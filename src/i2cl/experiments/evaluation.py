@@ -320,17 +320,10 @@ def summarize(runs: Iterable[Run]) -> list[Summary]:
 
 
 def _summary(runs: Sequence[Run]) -> Summary:
-    accuracies = [run.accuracy for run in runs]
-    return Summary(
-        task=runs[0].task,
-        method=runs[0].method,
-        seeds=len(runs),
-        n=runs[0].n,
-        accuracy=float(np.mean(accuracies)),
-        accuracy_sd=float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0,
-        macro_f1=float(np.mean([run.macro_f1 for run in runs])),
-        fit_seconds=float(np.mean([run.fit_seconds for run in runs])),
-        milliseconds_per_query=float(np.mean([1000 * run.predict_seconds / run.n for run in runs])),
-        cached_values=runs[0].cost.cached_values,
-        confidence=mean_confidence([run.confidence for run in runs]),
-    )
+    first, accuracies = runs[0], [run.accuracy for run in runs]
+    each = [(run.macro_f1, run.fit_seconds, 1000 * run.predict_seconds / run.n) for run in runs]
+    f1, fit, query = (float(np.mean(column)) for column in zip(*each, strict=True))
+    mean, sd = float(np.mean(accuracies)), float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0
+    known = first.task, first.method, len(runs), first.n
+    trust = mean_confidence([run.confidence for run in runs])
+    return Summary(*known, mean, sd, f1, fit, query, first.cost.cached_values, trust)

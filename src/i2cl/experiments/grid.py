@@ -27,23 +27,11 @@ SHARED = ("study", "method", "options", "demonstrations", "chat")
 MOST_SEEDS = 10_000
 """Beyond which a number of seeds is a slip."""
 
-View = Literal[
-    "tasks",
-    "average",
-    "cost",
-    "comparison",
-    "confidence",
-    "bars",
-    "reliability",
-    "risk-coverage",
-    "efficiency",
-    "shots",
-    "matrix",
-    "vectors",
-    "coefficient-map",
-    "class-vectors",
-    "coefficients",
-]
+_Tables = Literal["tasks", "average", "cost", "comparison", "confidence"]
+_Scores = Literal["bars", "reliability", "risk-coverage", "efficiency", "shots", "matrix"]
+_Fits = Literal["vectors", "coefficient-map", "class-vectors", "coefficients"]
+View = Literal[_Tables, _Scores, _Fits]
+"""What a report shows; shots and matrix are tables too."""
 
 
 class Frozen(BaseModel):

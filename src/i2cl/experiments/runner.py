@@ -64,10 +64,11 @@ class Kept:
             cure = "choose another --store"
             raise I2CLError(f"the store has results of other weights than {decoder.name!r} has now: {cure}")
         for task, cell in sorted({cell.task: cell for cell in cells}.items()):
-            if self._strange(("rows", task), bench.rows(cell)):
+            hashes = bench.hashes(cell)
+            if self._strange(("rows", task), hashes["rows"]):
                 cure = "choose another --store, or the --data-dir they were made with"
                 raise I2CLError(f"the store has results on other rows of task {task!r}: {cure}")
-            if self._strange(("wording", task), bench.wording(cell)):
+            if self._strange(("wording", task), hashes["wording"]):
                 raise I2CLError(
                     f"the store has results of task {task!r} with another template, label words, instruction "
                     "or shots: choose another --store, or set the task back"
@@ -115,7 +116,7 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
             status, error = "skipped", str(lacking)
         except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
             status, error = "failed", f"{type(raised).__name__}: {raised}"
-    hashes = {"rows": bench.rows(cell), "wording": bench.wording(cell)} if outcome else {}
+    hashes = bench.hashes(cell) if outcome else {}
     return Record(
         key=cell.key,
         cell=cell,

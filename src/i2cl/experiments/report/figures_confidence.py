@@ -6,7 +6,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from i2cl.experiments import confidence
-from i2cl.experiments.report.figures_base import COLOURS, FAINT, MARKERS, OURS, SIZES, counted, new_figure
+from i2cl.experiments.report.figures_base import (
+    COLOURS,
+    FAINT,
+    MARKERS,
+    OURS,
+    SIZES,
+    counted,
+    new_figure,
+    panels,
+)
 from i2cl.experiments.report.results import Line, Results
 from i2cl.experiments.report.trust import Scored, scored
 from i2cl.experiments.store import Vectors
@@ -49,8 +58,7 @@ def risk_coverage(results: Results, _vectors: Vectors) -> Figure | None:
     held = _held(results)
     if not held:
         return None
-    figure = new_figure(8.0, 4.6)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(1, 8.0, 4.6)
     for line, tasks in held.items():
         risk = np.mean([_risk(one) for one in tasks.values()], axis=0)
         _draw(axes, results, line, 100 * COVERAGES, 100 * risk, markers=False)

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from i2cl.errors import needs
-from i2cl.experiments.report.figures_base import COLOURS, MARKERS, SIZES, new_figure, panels
+from i2cl.experiments.report.figures_base import COLOURS, MARKERS, SIZES, panels
 from i2cl.experiments.report.results import Results, outcome
 from i2cl.experiments.store import Vectors
 
@@ -45,8 +45,7 @@ def matrix(results: Results, _vectors: Vectors) -> Figure | None:
     printed = len(tasks) <= MOST_PRINTED
     side = max(2.5, len(tasks) * (0.46 if printed else 0.24))
     name = 0.08 * max(map(len, tasks))
-    figure = new_figure(side + name + 1.7, side + 0.75 * name + 0.6)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(1, side + name + 1.7, side + 0.75 * name + 0.6)
     most = max(float(np.nanmax(np.abs(gains))), 1.0)  # never a colour for less than a point
     colours, scale = colormaps["RdBu_r"], Normalize(-most, most)
     image = axes.imshow(np.ma.masked_invalid(gains), cmap=colours, norm=scale)
@@ -189,8 +188,7 @@ def _by_task(points_of: Cloud) -> Figure | None:
     places = _embedded(cloud) if len(cloud) > 1 else None
     if places is None:
         return None
-    figure = new_figure(8.0, 5.0)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(1, 8.0, 5.0)
     handles = _scatter(axes, places, size=7.0)
     axes.set_xlabel("t-SNE, first axis")
     axes.set_ylabel("t-SNE, second axis")

@@ -170,14 +170,8 @@ def cost_table(results: Results, paper: Paper) -> list[Table]:
         times = map(_duration, mean_times(results, line, tasks))
         beside = (write(printed[line]) if line in printed else None for write in extra.values())
         name = Entry(line.name, mark=mark_of(results, line))
-        rows.append(
-            [
-                name,
-                *map(Entry, counts),
-                *map(Entry, times),
-                *(Entry(one or "", printed=True) for one in beside),
-            ]
-        )
+        rows.append([name, *map(Entry, counts), *map(Entry, times)])
+        rows[-1] += [Entry(one or "", printed=True) for one in beside]
         values += [_costs(results, line, task) for task in tasks]
     notes = [
         "Times are means over tasks and seeds; whole numbers that differ between tasks or seeds are ranges.",
