@@ -21,16 +21,11 @@ from i2cl.tasks import Task
 
 FORMAT_VERSION = 2
 
-BIASED_VERSION = 3
-"""Of an artefact with a label bias: an older i2cl is to say that it has to be upgraded."""
-
-TEMPERED_VERSION = 5
-"""Of an artefact with a temperature that is not 1, likewise."""
-
+BIASED_VERSION = 3  # of an artefact with a label bias: an older i2cl is to say that it has to be upgraded
+TEMPERED_VERSION = 5  # of an artefact with a temperature that is not 1, likewise
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
-FILES = frozenset({TENSORS, DESCRIPTION})
-"""What is loaded; the card is for people."""
+FILES = frozenset({TENSORS, DESCRIPTION})  # what is loaded; the card is for people
 
 
 class Stored(pydantic.BaseModel):

@@ -17,7 +17,7 @@ from i2cl.models.batching import Batch
 from i2cl.models.edits import Edit, Site, States
 
 Positions = Literal["all", "first", "last", "random"]
-"""Query tokens that are injected ("Injection Position" ablation)."""
+"""Injected tokens of a query ("Injection Position" ablation)."""
 
 
 class PlacedEdit(Edit):

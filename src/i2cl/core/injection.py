@@ -27,9 +27,7 @@ from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
 from i2cl.tasks import Task
 
-LABEL_PRIOR = "label_prior"
-"""Where settings tell what a label bias was measured on (`i2cl.injections.label_prior`)."""
-
+LABEL_PRIOR = "label_prior"  # where settings tell what `i2cl.injections.label_prior` measured a label bias on
 TEMPERATURES = (0.001, 1000.0)
 """The least and the most temperature: within them, scores that differ give probabilities that differ."""
 

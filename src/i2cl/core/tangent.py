@@ -14,14 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-NEWTON_STEPS = 50
-"""Of the tangent's optimum, at most; it takes about six."""
-
-LEAST_SLOPE = 1e-3
-"""Of the mean: what moves the scores less is not scaled up any further."""
-
-SLICE = 2**14
-"""Parameters that are multiplied in double precision at once."""
+NEWTON_STEPS = 50  # of the tangent's optimum, at most; it takes about six
+LEAST_SLOPE = 1e-3  # of the mean: what moves the scores less is not scaled up any further
+SLICE = 2**14  # parameters that are multiplied in double precision at once
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,23 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Value = str | int | Annotated[float, Field(allow_inf_nan=False)] | bool
 Study = Literal["method", "move", "transfer"]
 Demonstrations = Literal["random", "worst"]
-GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples fill [0, 1) evenly, however many are taken."""
-
-DEFAULT_AGAINST = "I2CL"
-"""Row that others are tested against where it is there and nobody says otherwise."""
-
-SHARED = ("study", "method", "options", "demonstrations", "chat")
-"""Fields of a row that are those of its cells."""
-
-MOST_SEEDS = 10_000
-"""Beyond which a number of seeds is a slip."""
-
+GOLDEN = (5**0.5 - 1) / 2  # its multiples fill [0, 1) evenly, however many are taken
+DEFAULT_AGAINST = "I2CL"  # row that others are tested against where it is there and nobody says otherwise
+SHARED = ("study", "method", "options", "demonstrations", "chat")  # fields of a row that are its cells' too
+MOST_SEEDS = 10_000  # beyond which a number of seeds is a slip
 _Tables = Literal["tasks", "average", "cost", "comparison", "confidence"]
 _Scores = Literal["bars", "reliability", "risk-coverage", "efficiency", "shots", "matrix"]
 _Fits = Literal["vectors", "coefficient-map", "class-vectors", "coefficients"]
-View = Literal[_Tables, _Scores, _Fits]
-"""What a report shows; shots and matrix are tables too."""
+View = Literal[_Tables, _Scores, _Fits]  # what a report shows; shots and matrix are tables too
 
 
 class Frozen(BaseModel):

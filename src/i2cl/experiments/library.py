@@ -15,11 +15,8 @@ ablation-layer ablation-position ablation-noise ablation-formula synthetic over-
 _OTHERS = """real main-real skewed chat successors real-ablations anchored-ablations anchored-shots
 anchored-unlabelled unlabelled"""
 
-ORDER = tuple(_PAPER.split())
-"""The paper's experiments, in its order; what `all` means."""
-
-BROUGHT = (*_OTHERS.split(), *ORDER)
-"""All that the package brings."""
+ORDER = tuple(_PAPER.split())  # the paper's experiments, in its order; what `all` means
+BROUGHT = (*_OTHERS.split(), *ORDER)  # all that the package brings
 
 
 def load_experiment(name: str | Path) -> Experiment:

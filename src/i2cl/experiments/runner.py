@@ -129,8 +129,7 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
     )
 
 
-Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]
-"""Runs jobs and yields their records in any order."""
+Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]  # runs jobs, yields records in any order
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,7 @@ Result = Sequence[Bool[np.ndarray, "_seeds _queries"]]
 
 Cells = list[Float[np.ndarray, "_seeds _queries"]]  # per task: right or not, or two methods' difference in it
 
-ALPHA = 0.05
-"""Level of every test, and what an interval leaves out."""
-
+ALPHA = 0.05  # level of every test, and what an interval leaves out
 FEWEST_SEEDS = 4
 """With fewer, nothing is said of other demonstrations: a spread over two or three seeds is hardly known."""
 

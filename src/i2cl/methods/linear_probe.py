@@ -27,14 +27,9 @@ from i2cl.tasks import Examples, Task
 Tokens = Literal["last", "mean", "both"]
 """The query's last token, the mean over the text's tokens, or one behind the other."""
 
-FOLDS = 5
-"""At most; no more than the rarest class has demonstrations."""
-
-DEPTHS = (0.8, 0.93, 1.0)
-"""Of the layers that are tried, as shares of the way from the first block to the last."""
-
-STRENGTHS = (0.01, 0.1, 1.0)
-"""Of the penalty, inverse, that are tried."""
+FOLDS = 5  # at most; no more than the rarest class has demonstrations
+DEPTHS = (0.8, 0.93, 1.0)  # layers that are tried, as shares of the way from the first block to the last
+STRENGTHS = (0.01, 0.1, 1.0)  # of the penalty, inverse, that are tried
 
 
 class Choice(NamedTuple):

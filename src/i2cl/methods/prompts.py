@@ -29,8 +29,7 @@ from i2cl.models.scoring import (
 )
 from i2cl.tasks import Examples, Task
 
-Shown = tuple[tuple[str, str], ...]
-"""Demonstrations as (text, label word), in the order they stand in a prompt."""
+Shown = tuple[tuple[str, str], ...]  # demonstrations as (text, label word), in the order of a prompt
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ States = Float[Tensor, "lines tokens d"]
 Site = Literal["writers", "hidden"]
 """What is captured and edited: the two residual writers of a layer, or its block output."""
 
-Places = Callable[[Site], list[tuple[int, int, nn.Module]]]
-"""(layer, index, module) of everything that a site names."""
+Places = Callable[[Site], list[tuple[int, int, nn.Module]]]  # layer, index and module of what a site names
 
 
 class Edit:

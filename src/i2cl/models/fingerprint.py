@@ -31,8 +31,7 @@ WITHOUT_EFFECT = re.compile(
 )
 """Fields of a configuration that do not change what a model in evaluation mode answers."""
 
-MOST_NAMED = 5
-"""Differences that an error spells out."""
+MOST_NAMED = 5  # differences that an error spells out
 
 
 @dataclass(frozen=True)

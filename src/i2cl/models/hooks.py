@@ -17,7 +17,7 @@ from i2cl.models.batching import Batch
 from i2cl.models.restore import uninterrupted
 
 Hook = Callable[[Tensor], Tensor | None]
-"""Takes a tensor and returns its replacement, or None to leave it (a mere look)."""
+"""What is to be in a tensor's place, or None to leave it (a mere look)."""
 
 KeywordChange = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
 """Takes a module and its keyword arguments and returns the ones it is to have."""

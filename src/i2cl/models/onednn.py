@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-SMALLEST = 256
-"""Least rows and columns of a weight: below, the way to oneDNN costs what it saves."""
+SMALLEST = 256  # least rows and columns of a weight: below, the way to oneDNN costs what it saves
 
 
 @cache

@@ -23,8 +23,7 @@ from i2cl.tasks import Example, Task
 Progress = Callable[[float], None]
 """Called with the number of queries just finished, or the share of one whose labels run one by one."""
 
-PASSES_A_BATCH = 8
-"""What a full batch costs beside a pass of few tokens: one more pays where it saves so much."""
+PASSES_A_BATCH = 8  # cost of a full batch beside a pass of few tokens: one more pays where it saves so much
 
 
 class NotFiniteError(I2CLError):
@@ -199,8 +198,7 @@ def in_order(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
     return torch.stack([found[place] for place in range(len(found))])
 
 
-Part = tuple[Tensor, Tensor, Tensor, float]
-"""Rows, columns and values of some scores, and how many queries they complete."""
+Part = tuple[Tensor, Tensor, Tensor, float]  # rows, columns, values of scores; how many queries they complete
 
 
 def _first(

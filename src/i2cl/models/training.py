@@ -258,8 +258,7 @@ class _OutOfPassesError(Exception):
     """Ends a line search, which would otherwise go on past the number of evaluations."""
 
 
-LOSS_SCALE = 2.0**16
-"""First factor of a float16 model's loss, as that of `torch.amp.GradScaler`."""
+LOSS_SCALE = 2.0**16  # first factor of a float16 model's loss, as that of `torch.amp.GradScaler`
 
 
 class Backward:

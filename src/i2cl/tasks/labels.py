@@ -3,14 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-MOST_DIGITS = 9
-"""Of a class id."""
-
-SHORTEST = 4
-"""Letters from which two words that differ in one of them may be the same."""
-
-RARE = 5
-"""How many times as frequent the other one is, where a word that differs in a letter is a slip."""
+MOST_DIGITS = 9  # of a class id
+SHORTEST = 4  # letters from which two words that differ in one of them may be the same
+RARE = 5  # how many times as frequent the other one is, where a word that differs in a letter is a slip
 
 
 class LabelLookup:

@@ -12,8 +12,7 @@ BUILTIN = Path(__file__).parent / "builtin"
 
 PAPER_TASKS = ("sst2", "sst5", "mr", "subj", "trec", "agnews", "dbpedia", "hate_speech18", "emoc")
 
-BENCHMARK_TASKS = ("banking77",)
-"""Tasks of the hub that the paper has not: those with many labels."""
+BENCHMARK_TASKS = ("banking77",)  # tasks of the hub that the paper has not: those with many labels
 
 BUNDLED_TASKS = tuple(
     sorted({file.stem for file in BUILTIN.glob("*.toml")} - {*PAPER_TASKS, *BENCHMARK_TASKS})

@@ -23,8 +23,7 @@ class Example:
     label: int
 
 
-Examples = Sequence[Example]
-"""Rows, or demonstrations, in their order."""
+Examples = Sequence[Example]  # rows, or demonstrations, in their order
 
 
 @dataclass(frozen=True)

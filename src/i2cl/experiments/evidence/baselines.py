@@ -32,9 +32,7 @@ from i2cl.tasks import Example, Examples, Task
 FREE = ("zero_shot", "zero_shot+batch_calibration")
 """What costs nothing beside the model: an injection has to beat all of it."""
 
-BASELINES = (*FREE, "few_shot")
-"""What an injection is set beside in any case; see `baselines`."""
-
+BASELINES = (*FREE, "few_shot")  # what an injection is set beside in any case; see `baselines`
 Split = Literal["train", "test", "demonstrations"]
 
 

@@ -17,14 +17,9 @@ import numpy as np
 from i2cl.errors import I2CLError
 from i2cl.experiments.confidence import Right, Sure
 
-LEVEL = 0.1
-"""Chance that a threshold is given whose answers are right less often than asked."""
-
-START, STEP = 0.4, 0.05
-"""Shares of the rows: the first threshold's, and what each further one adds."""
-
-MOST_ROWS = 100_000
-"""Beyond which no number of rows is named."""
+LEVEL = 0.1  # chance that a threshold is given whose answers are right less often than asked
+START, STEP = 0.4, 0.05  # shares of the rows: the first threshold's, and what each further one adds
+MOST_ROWS = 100_000  # beyond which no number of rows is named
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,10 @@ from dataclasses import dataclass
 from math import ceil, floor, log10, sqrt
 from statistics import NormalDist
 
-LEVEL = 0.05
-"""Of the tests, and what intervals leave out."""
-
-POWER = 0.8
-"""With which the rows that a verdict asks for would show a gain."""
-
-WORTHWHILE = 0.05
-"""Gain below which a fit is not worth its trouble: five points."""
-
-GAINS = (WORTHWHILE, 0.1)
-"""That a verdict tells the rows for."""
-
+LEVEL = 0.05  # of the tests, and what intervals leave out
+POWER = 0.8  # with which the rows that a verdict asks for would show a gain
+WORTHWHILE = 0.05  # gain below which a fit is not worth its trouble: five points
+GAINS = (WORTHWHILE, 0.1)  # that a verdict tells the rows for
 Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 
 

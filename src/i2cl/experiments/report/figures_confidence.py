@@ -20,8 +20,7 @@ from i2cl.experiments.report.results import Line, Results
 from i2cl.experiments.report.trust import Scored, scored
 from i2cl.experiments.store import Vectors
 
-COVERAGES = np.arange(5, 101) / 100
-"""Shares of answered queries that are drawn; below them single queries decide."""
+COVERAGES = np.arange(5, 101) / 100  # shares of answered queries that are drawn; below, single ones decide
 
 
 def reliability(results: Results, _vectors: Vectors) -> Figure | None:

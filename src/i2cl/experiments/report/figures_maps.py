@@ -16,14 +16,9 @@ from i2cl.experiments.report.figures_base import COLOURS, MARKERS, SIZES, panels
 from i2cl.experiments.report.results import Results, outcome
 from i2cl.experiments.store import Vectors
 
-MOST_PRINTED = 16
-"""Tasks up to which the matrix has its values printed."""
-
-FEWEST = 5
-"""Different points below which nothing is drawn."""
-
-MOST_NAMED = 28
-"""Classes of a task beyond which a legend would be larger than its panel."""
+MOST_PRINTED = 16  # tasks up to which the matrix has its values printed
+FEWEST = 5  # different points below which nothing is drawn
+MOST_NAMED = 28  # classes of a task beyond which a legend would be larger than its panel
 
 _SYMBOLS = {
     1: (r"$\lambda$ (context vector)", r"$\beta$ (own output)"),

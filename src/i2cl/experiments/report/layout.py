@@ -8,21 +8,11 @@ from i2cl.experiments.grid import View
 from i2cl.experiments.report.results import Line, Results, listing, outcome
 from i2cl.experiments.statistics import ALPHA, FEWEST_SEEDS
 
-INCOMPLETE, OUTSIDE, CONTRADICTED = "†", "‡", "§"
-"""Marks of cells that a note explains."""
-
-WHERE = ("machine", "accelerator", "device", "dtype", "threads")
-"""Parts of a record's provenance that times depend on."""
-
-NOTHING = "–"
-"""Stands where there is no result."""
-
-WIDE = 10
-"""With more tasks than this, tasks are lines and rows are columns."""
-
-AVERAGE = "(average)"
-"""Stands for the task where a raw number is an average over tasks."""
-
+INCOMPLETE, OUTSIDE, CONTRADICTED = "†", "‡", "§"  # marks of cells that a note explains
+WHERE = ("machine", "accelerator", "device", "dtype", "threads")  # parts of provenance that times depend on
+NOTHING = "–"  # stands where there is no result
+WIDE = 10  # with more tasks than this, tasks are lines and rows are columns
+AVERAGE = "(average)"  # stands for the task where a raw number is an average over tasks
 Values = Mapping[str, str | int | float | None]
 """Raw numbers of one row on one task, by the names of a CSV file's columns; accuracies in percent."""
 

@@ -12,8 +12,7 @@ from pydantic import model_validator
 from i2cl.errors import I2CLError
 from i2cl.experiments.grid import Frozen
 
-TOLERANCE = 0.05
-"""Percentage points that a printed average may lie away from the mean of its row."""
+TOLERANCE = 0.05  # percentage points that a printed average may lie away from the mean of its row
 
 
 class PrintedRow(Frozen):

@@ -40,8 +40,7 @@ _PREAMBLE = r"""\documentclass{article}
 _SHADED = re.compile(r"^Accuracy by task|^Average accuracy by|: from the task of the line")
 """Titles of tables of accuracies alone: shaded by their squares, so that 95 differs from 100."""
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
-"""What makes a spreadsheet take a cell for a formula."""
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what makes a spreadsheet take a cell for a formula
 
 _TEX_SIGNS = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}

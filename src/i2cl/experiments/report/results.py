@@ -22,8 +22,7 @@ PERMUTATIONS = 9999
 PERMUTATIONS_PER_COMPARISON = 60
 """A sampled p-value is at least 2 / permutations, and must be able to survive the correction of a table."""
 
-LISTED = 6
-"""Names in one note, before "and n more"."""
+LISTED = 6  # names in one note, before "and n more"
 
 
 @dataclass(frozen=True)

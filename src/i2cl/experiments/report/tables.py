@@ -254,9 +254,7 @@ def _costs(results: Results, line: Line, task: str) -> Values:
     }
 
 
-Pairs = list[tuple[Line, Line]]
-"""Lines, each with the one that it is tested against."""
-
+Pairs = list[tuple[Line, Line]]  # lines, each with the one that it is tested against
 Tested = dict[tuple[Line, str | None], Comparison | None]
 """Comparisons by line and task; None where the two share no results."""
 

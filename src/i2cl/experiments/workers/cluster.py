@@ -18,9 +18,7 @@ from i2cl.experiments.records import Record
 from i2cl.experiments.runner import GroupJob
 from i2cl.models.decoder import Decoder
 
-PATIENCE = 5.0
-"""Seconds that a cluster has to answer. Ray itself waits for minutes, and then ends the process."""
-
+PATIENCE = 5.0  # seconds that a cluster has to answer; Ray waits for minutes, and then ends the process
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """How HTTP/2 begins, on which Ray speaks; a server answers with settings, frame type 4 (RFC 9113, 3.4)."""
 

@@ -16,9 +16,7 @@ import torch
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 
-SMALL_MODEL = 50_000_000
-"""Parameters up to which one model a core beats one model on all cores (on a CPU)."""
-
+SMALL_MODEL = 50_000_000  # parameters up to which one model a core beats one model on all cores (on a CPU)
 DecoderSource = Callable[[], Decoder]
 """Loads the model anew in each process; must be picklable, such as a partial of a function."""
 

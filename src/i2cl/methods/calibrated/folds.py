@@ -17,11 +17,8 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
 from i2cl.tasks import Example, Task
 
-FOLDS = 3
-"""Refits by default; each has not seen one part in so many of the demonstrations."""
-
-Refit = Callable[[tuple[Example, ...]], Predictor]
-"""What makes a predictor of some of the demonstrations."""
+FOLDS = 3  # refits by default; each has not seen one part in so many of the demonstrations
+Refit = Callable[[tuple[Example, ...]], Predictor]  # what makes a predictor of some of the demonstrations
 
 
 def require_folds(folds: int) -> None:

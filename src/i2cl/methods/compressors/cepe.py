@@ -27,8 +27,7 @@ from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-CHUNK = 256
-"""Tokens of a chunk, at most."""
+CHUNK = 256  # tokens of a chunk, at most
 
 
 class CEPEConfig(Settings):

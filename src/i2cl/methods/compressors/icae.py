@@ -37,22 +37,12 @@ from i2cl.models.hooks import add_to_outputs
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-VERSIONS = {"llama": "1", "mistral": "2"}
-"""The release that a model type belongs to."""
-
-CUT = 512
-"""Tokens of the context that version 1 reads."""
-
-RATE = 4
-"""Tokens to a memory slot that version 2 aims at."""
-
+VERSIONS = {"llama": "1", "mistral": "2"}  # the release that a model type belongs to
+CUT = 512  # tokens of the context that version 1 reads
+RATE = 4  # tokens to a memory slot that version 2 aims at
 MEMORY = "memory_token_embed.weight"
-AFTER_MEMORY = ("ae", "lm", "ft")
-"""Further rows of the memory's embeddings, in this order."""
-
-FILES = ("icae.safetensors", "icae.pt")
-"""What a compressor beside a model's weights is called."""
-
+AFTER_MEMORY = ("ae", "lm", "ft")  # further rows of the memory's embeddings, in this order
+FILES = ("icae.safetensors", "icae.pt")  # what a compressor beside a model's weights is called
 PAIR = re.compile(r"icae\.base_model\.model\.(?P<module>.+)\.lora_A\.default\.weight")
 
 
