@@ -21,19 +21,12 @@ SLICE = 2**14  # parameters that are multiplied in double precision at once
 
 @dataclass(frozen=True, eq=False)
 class Tangent:
-    """The columns at some theta, and how they change with it.
+    """The columns at some theta, and how they change with it."""
 
-    Attributes:
-        values: of each column, in nats.
-        jacobian: derivatives of the columns in theta / s.
-        rivals: the labels of each demonstration that have a column of their own.
-        whole: whether that is every label but the gold one.
-    """
-
-    values: Float[Tensor, "n columns"]
-    jacobian: Float[Tensor, "n_columns parameters"]
-    rivals: Int[Tensor, "n rivals"]
-    whole: bool
+    values: Float[Tensor, "n columns"]  # of each column, in nats
+    jacobian: Float[Tensor, "n_columns parameters"]  # derivatives of the columns in theta / s
+    rivals: Int[Tensor, "n rivals"]  # the labels of each demonstration that have a column of their own
+    whole: bool  # whether that is every label but the gold one
 
     @cached_property
     def kernel(self) -> Float[Tensor, "n_columns n_columns"]:

@@ -172,27 +172,19 @@ class Run(Frozen):
 
 
 class Record(Frozen):
-    """One line of a store.
+    """One line of a store."""
 
-    Attributes:
-        key: of the cell.
-        cell: what was run.
-        status: whether it ended well, or was skipped since its method needs another model.
-        outcome: results, where it ended well; a line holds model, task, method and seed once, in its cell.
-        error: what went wrong, or why it was skipped, where it did not.
-        started: UTC time, ISO 8601.
-        peak_memory_bytes: the most that the device's allocator held (CUDA), or that the process ever
-            held up to then (CPU).
-        provenance: versions, git commit, device, dtype, threads, weights fingerprint, kind of machine.
-    """
-
-    key: str
-    cell: Cell
+    key: str  # of the cell
+    cell: Cell  # what was run
+    # whether it ended well, or was skipped since its method needs another model
     status: Literal["done", "failed", "skipped"]
+    # results, where it ended well; a line holds model, task, method and seed once, in its cell
     outcome: Run | None = None
-    error: str | None = None
-    started: str
+    error: str | None = None  # what went wrong, or why it was skipped, where it did not
+    started: str  # UTC time, ISO 8601
+    # the most that the device's allocator held (CUDA), or that the process ever held up to then (CPU)
     peak_memory_bytes: int = 0
+    # versions, git commit, device, dtype, threads, weights fingerprint, kind of machine
     provenance: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

@@ -31,40 +31,30 @@ DECIMALS = 12  # what is equal on paper must be equal here: ties count in a test
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy of a method, a share between 0 and 1.
+    """Accuracy of a method, a share between 0 and 1."""
 
-    Attributes:
-        mean: over seeds; over tasks, the macro-average.
-        sd: standard deviation over seeds (n - 1) of the same; 0 for one seed.
-        low, high: the 95 % interval over seeds and queries.
-        seeds, queries: how many; queries of all tasks together.
-    """
-
-    mean: float
-    sd: float
+    mean: float  # over seeds; over tasks, the macro-average
+    sd: float  # standard deviation over seeds (n - 1) of the same; 0 for one seed
+    # low, high: the 95 % interval over seeds and queries
     low: float
     high: float
+    # seeds, queries: how many; queries of all tasks together
     seeds: int
     queries: int
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Accuracy of one method minus that of another, as in `Accuracy`, with two-sided p-values.
-
-    Attributes:
-        p_queries: of chance in the queries, for these seeds.
-        p_seeds: of chance in the seeds, for these queries; 1 where there is one seed, 0 where none is drawn.
-        drawn: whether a seed changes anything in either method.
-    """
+    """Accuracy of one method minus that of another, as in `Accuracy`, with two-sided p-values."""
 
     mean: float
     low: float
     high: float
-    p_queries: float
+    p_queries: float  # of chance in the queries, for these seeds
+    # of chance in the seeds, for these queries; 1 where there is one seed, 0 where none is drawn
     p_seeds: float
     seeds: int
-    drawn: bool = True
+    drawn: bool = True  # whether a seed changes anything in either method
 
     @property
     def p(self) -> float:

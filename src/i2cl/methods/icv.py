@@ -40,17 +40,14 @@ PAPER_STRENGTHS: Mapping[str, float] = MappingProxyType(
 
 
 class ICVConfig(Settings):
-    """Where the direction and its strength come from.
+    """Where the direction and its strength come from."""
 
-    Attributes:
-        variant: ``paper`` (the first principal direction of the differences, not centred, added to block
-            outputs) or ``released`` (that of the centred differences plus their mean, added to what the MLP
-            puts out, up to twice as much the more that points the other way).
-        strength: ``search`` (the paper's two-stage grid, here on held-out examples), ``paper`` (its
-            table, for the paper's tasks), or a number.
-    """
-
+    # ``paper`` (the first principal direction of the differences, not centred, added to block outputs) or
+    # ``released`` (that of the centred differences plus their mean, added to what the MLP puts out, up to
+    # twice as much the more that points the other way)
     variant: Variant = "paper"
+    # ``search`` (the paper's two-stage grid, here on held-out examples), ``paper`` (its table, for the
+    # paper's tasks), or a number
     strength: Annotated[float, Field(allow_inf_nan=False)] | Literal["search", "paper"] = "search"
 
 

@@ -23,17 +23,13 @@ AT_ONCE = 256  # texts whose distributions over the whole vocabulary are held to
 
 
 class KNNConfig(Settings):
-    """The vote.
+    """The vote."""
 
-    Attributes:
-        neighbours: how many anchors vote.
-        anchors: held-out examples to vote; they are labelled data beyond the demonstrations.
-        divergence: from the query's distribution to the anchor's, KL(query || anchor), as the paper's
-            equation reads; or KL(anchor || query), as its released code computes.
-    """
-
-    neighbours: int = Field(3, ge=1)
+    neighbours: int = Field(3, ge=1)  # how many anchors vote
+    # held-out examples to vote; they are labelled data beyond the demonstrations
     anchors: int = Field(32, ge=1)
+    # from the query's distribution to the anchor's, KL(query || anchor), as the paper's equation reads; or
+    # KL(anchor || query), as its released code computes
     divergence: Literal["query_anchor", "anchor_query"] = "query_anchor"
 
 

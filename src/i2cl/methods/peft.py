@@ -81,17 +81,12 @@ class LoRASettings(AdapterSettings):
 
 
 class VirtualTokenSettings(TrainConfig):
-    """The paper's: one virtual token (in every layer, if in layers), learning rate 0.1.
+    """The paper's: one virtual token (in every layer, if in layers), learning rate 0.1."""
 
-    Attributes:
-        lr: first learning rate of AdamW.
-        virtual_tokens: how many.
-        start_text: they start as the tokens of this text, again and again from its first on; drawn at random
-            if empty. Li and Liang and Lester et al. both find that real words are the better start.
-    """
-
-    lr: float = Field(0.1, gt=0)
-    virtual_tokens: int = Field(1, ge=1)
+    lr: float = Field(0.1, gt=0)  # first learning rate of AdamW
+    virtual_tokens: int = Field(1, ge=1)  # how many
+    # they start as the tokens of this text, again and again from its first on; drawn at random if empty. Li
+    # and Liang and Lester et al. both find that real words are the better start
     start_text: str = ""
 
 

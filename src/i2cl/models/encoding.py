@@ -243,17 +243,11 @@ class ScoringWarning(UserWarning):
 
 @dataclass(frozen=True)
 class LabelTokens:
-    """The tokens of each label word as they follow a prompt.
+    """The tokens of each label word as they follow a prompt."""
 
-    Attributes:
-        ids: token ids per label; of keywords the one token that stands for it.
-        full: whether whole sequences are scored instead of first tokens.
-        line: what stands between the template's query and these tokens, and is asked with the query.
-    """
-
-    ids: tuple[Ids, ...]
-    full: bool
-    line: str = ""
+    ids: tuple[Ids, ...]  # token ids per label; of keywords the one token that stands for it
+    full: bool  # whether whole sequences are scored instead of first tokens
+    line: str = ""  # what stands between the template's query and these tokens, and is asked with the query
 
     @property
     def first(self) -> Ids:

@@ -50,36 +50,26 @@ class Score:
 
 @dataclass(frozen=True)
 class Worth:
-    """An injection beside the baselines, on rows that it was not fitted to.
+    """An injection beside the baselines, on rows that it was not fitted to."""
 
-    Attributes:
-        rows: how many.
-        split: of the task that they come from; or the demonstrations, each answered by a refit
-            that has not seen it.
-        verdict: whether to use it, in words; see `i2cl.experiments.evidence.verdicts`, for the next four too.
-        against: the best of what is free.
-        difference: accuracy minus that one's, a share.
-        low, high: its 95 % interval.
-        p: of a test on the same rows.
-        methods: scores by method.
-        not_run: why the other methods could not be run.
-        confidence: log-loss, Brier score, calibration error and area under the risk-coverage curve of the
-            injection at its temperature, which these rows chose (`i2cl.experiments.confidence.Confidence`).
-        selection: the confidence from which on answers are right as often as was asked, see
-            `i2cl.experiments.evidence.selective.selection`; empty where nothing was asked.
-    """
-
-    rows: int
+    rows: int  # how many
+    # of the task that they come from; or the demonstrations, each answered by a refit that has not seen it
     split: Split
+    # whether to use it, in words; see `i2cl.experiments.evidence.verdicts`, for the next four too
     verdict: str
-    against: str
-    difference: float
+    against: str  # the best of what is free
+    difference: float  # accuracy minus that one's, a share
+    # low, high: its 95 % interval
     low: float
     high: float
-    p: float
-    methods: dict[str, Score]
-    not_run: dict[str, str]
+    p: float  # of a test on the same rows
+    methods: dict[str, Score]  # scores by method
+    not_run: dict[str, str]  # why the other methods could not be run
+    # log-loss, Brier score, calibration error and area under the risk-coverage curve of the injection at its
+    # temperature, which these rows chose (`i2cl.experiments.confidence.Confidence`)
     confidence: dict[str, float]
+    # the confidence from which on answers are right as often as was asked, see
+    # `i2cl.experiments.evidence.selective.selection`; empty where nothing was asked
     selection: dict[str, Any]
 
 

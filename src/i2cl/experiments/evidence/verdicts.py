@@ -19,22 +19,15 @@ Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison shows.
+    """What a comparison shows."""
 
-    Attributes:
-        verdict: whether to use the fit, in words.
-        against: the best of the rivals on these rows, of those shown better than the fit if there are any.
-        difference: accuracy minus that rival's, a share.
-        low, high: its 95 % interval (`paired_interval`).
-        p: of the test against that rival (`mcnemar`), after Holm's correction over all rivals.
-    """
-
-    verdict: str
-    against: str
-    difference: float
+    verdict: str  # whether to use the fit, in words
+    against: str  # the best of the rivals on these rows, of those shown better than the fit if there are any
+    difference: float  # accuracy minus that rival's, a share
+    # low, high: its 95 % interval (`paired_interval`)
     low: float
     high: float
-    p: float
+    p: float  # of the test against that rival (`mcnemar`), after Holm's correction over all rivals
 
 
 def verdict(rivals: Mapping[str, tuple[int, int]], n: int) -> Verdict:

@@ -77,17 +77,11 @@ def unmeasurable(task: Task, demonstrations: Sequence[Example], folds: int = FOL
 
 @dataclass(frozen=True)
 class FoldPredictor:
-    """Each demonstration's text is answered by the refit that has not seen it.
+    """Each demonstration's text is answered by the refit that has not seen it."""
 
-    Attributes:
-        refits: one a fold.
-        fold_of: by text.
-        cost: of one that has seen all.
-    """
-
-    refits: Sequence[Predictor]
-    fold_of: Mapping[str, int]
-    cost: Cost
+    refits: Sequence[Predictor]  # one a fold
+    fold_of: Mapping[str, int]  # by text
+    cost: Cost  # of one that has seen all
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Of demonstrations' texts alone."""

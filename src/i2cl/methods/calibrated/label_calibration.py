@@ -44,13 +44,9 @@ class ContextualCalibration(Wrapper):
 
 
 class LabelPriorConfig(Settings):
-    """What a label prior is the mean over.
+    """What a label prior is the mean over."""
 
-    Attributes:
-        unlabelled: texts, at most.
-    """
-
-    unlabelled: int = Field(64, ge=1)
+    unlabelled: int = Field(64, ge=1)  # texts, at most
 
 
 class LabelPrior(Wrapper):

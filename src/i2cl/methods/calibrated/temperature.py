@@ -19,13 +19,9 @@ from i2cl.tasks import Example, Examples, Task
 
 
 class TemperatureConfig(Settings):
-    """How the rows are made that a temperature is chosen on.
+    """How the rows are made that a temperature is chosen on."""
 
-    Attributes:
-        refits: of the method below, each without one part of the demonstrations.
-    """
-
-    refits: int = Field(FOLDS, ge=2)
+    refits: int = Field(FOLDS, ge=2)  # of the method below, each without one part of the demonstrations
 
 
 @dataclass(frozen=True)

@@ -47,27 +47,20 @@ PAIR = re.compile(r"icae\.base_model\.model\.(?P<module>.+)\.lora_A\.default\.we
 
 
 class ICAEConfig(Settings):
-    """The compressor, and how it is used.
+    """The compressor, and how it is used."""
 
-    Attributes:
-        compressor: its file, here or as owner/repository/file of the hub; default: icae.safetensors or
-            icae.pt beside MODEL's weights.
-        version: of the release; default: 1 for Llama, 2 for Mistral.
-        form: what stands around a query: ``ft`` as after instruction tuning, ``lm`` one vector in front of
-            it, ``bare`` nothing.
-        memory: slots of a segment; default: as the file has it.
-        alpha: of the adapter, which acts by alpha / rank.
-        left: version 2, ``ft``: token ids in front of the slots, spaces between (default: Mistral's [INST]).
-        right: the same, behind the query.
-    """
-
+    # its file, here or as owner/repository/file of the hub; default: icae.safetensors or icae.pt beside
+    # MODEL's weights
     compressor: str | None = None
-    version: Literal["auto", "1", "2"] = "auto"
+    version: Literal["auto", "1", "2"] = "auto"  # of the release; default: 1 for Llama, 2 for Mistral
+    # what stands around a query: ``ft`` as after instruction tuning, ``lm`` one vector in front of it,
+    # ``bare`` nothing
     form: Literal["ft", "lm", "bare"] = "ft"
-    memory: int | None = Field(None, ge=1)
-    alpha: float = Field(32.0, gt=0)
+    memory: int | None = Field(None, ge=1)  # slots of a segment; default: as the file has it
+    alpha: float = Field(32.0, gt=0)  # of the adapter, which acts by alpha / rank
+    # version 2, ``ft``: token ids in front of the slots, spaces between (default: Mistral's [INST])
     left: str = Field("1 733 16289 28793", pattern=r"^\d*( \d+)*$")
-    right: str = Field("733 28748 16289 28793", pattern=r"^\d*( \d+)*$")
+    right: str = Field("733 28748 16289 28793", pattern=r"^\d*( \d+)*$")  # the same, behind the query
 
 
 class PutIn(Edit):
