@@ -22,10 +22,8 @@ Positions = Literal["all", "first", "last", "random"]
 
 class PlacedEdit(Edit):
     """Replaces outputs at every token or at one. Subclasses override `injected`.
-
-    Attributes:
-        positions: tokens of the query that are injected: all, its first, its last, or a random one,
-            drawn once per query from ``seed`` and its tokens so that batching cannot change it.
+    ``positions`` are the query's tokens that are injected: all, its first, its last, or a random one, drawn
+    once per query from ``seed`` and its tokens so that batching cannot change it.
     """
 
     site: Site

@@ -173,13 +173,9 @@ class Encoder:
         cut: bool = True,
     ) -> list[Ids]:
         """Token ids of ``build(text)``, the text cut at its end where the whole exceeds ``limit`` tokens.
-
         There may be one ``build`` for each text. Template and label positions are never cut. Warns once with
-        the number of texts cut.
-
-        Raises:
-            I2CLError: if not even an empty text leaves room.
-            TooLongError: on a text that exceeds it and is not to be cut.
+        the number of texts cut. Raises I2CLError if not even an empty text leaves room, TooLongError on a
+        text that exceeds it and is not to be cut.
         """
         builds = [build] * len(texts) if callable(build) else build
         ids = self([one(self.literal(text)) for one, text in zip(builds, texts, strict=True)])

@@ -80,14 +80,9 @@ class Questions:
         self, texts: Sequence[str], build: Callable[[str], str] | None = None, *, cut: bool = True
     ) -> list[Ids]:
         """Token ids of ``build(text)`` for each text, with room for a label behind.
-
-        Args:
-            texts: what to classify; where the whole exceeds the context, its end is cut, with a warning.
-            build: from a text to its prompt; default: the template's query.
-            cut: False refuses what would be cut.
-
-        Raises:
-            I2CLError: on a text that is empty or no Unicode, or what exceeds the context all the same.
+        By default that is the template's query. Where the whole exceeds the context, the text's end is cut,
+        with a warning; or refused, without ``cut``. Raises I2CLError on a text that is empty or no Unicode,
+        or what exceeds the context all the same.
         """
         require_texts(texts)
         limit = None if self.decoder.max_length is None else self.decoder.max_length - self.labels.room
@@ -123,15 +118,9 @@ def score(
     progress: Progress | None = None,
 ) -> Float[Tensor, "queries labels"]:
     """Log-probability of each label after each query, over the whole vocabulary, in float32 on the CPU.
-
-    Args:
-        decoder: the model.
-        queries: token ids of each query, without the prefix.
-        labels: what to score: the same for all queries, or each query's own; whole sequences for all of
-            them if one says so. Queries with fewer labels than others have -inf behind theirs.
-        edit: applied to every layer while the queries run.
-        prefix: demonstrations run once beforehand.
-        progress: called as queries finish.
+    Queries are without the prefix, whose demonstrations ran beforehand. Labels are the same for all queries,
+    or each query's own; whole sequences are scored for all if one says so. Queries with fewer labels than
+    others have -inf behind theirs. The edit works at every layer; progress is told as queries finish.
     """
     each = [labels] * max(1, len(queries)) if isinstance(labels, LabelTokens) else labels
     most = max((len(own.ids) for own in each), default=0)
@@ -352,14 +341,8 @@ def label_log_probabilities(
     prefix: Prefix | None = None,
 ) -> Float[Tensor, " batch"]:
     """Log-probability of each row's right label among its own labels, in nats. Gradients flow if on.
-
-    Args:
-        decoder: the model.
-        batch: a query each.
-        labels: the first token of each label, for every row; rows may differ in how many they have.
-        gold: the right one of these.
-        edit: applied to every layer while the queries run.
-        prefix: demonstrations run once beforehand.
+    A row is a query, ``labels`` are the first tokens of its labels, of which rows may have more or fewer,
+    ``gold`` is the right one's place.
     """
     logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float()
     return right_among([row[list(own)] for row, own in zip(logits, labels, strict=True)], gold)

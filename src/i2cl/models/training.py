@@ -149,15 +149,9 @@ def train(
     dtype: torch.dtype | None = None,
 ) -> tuple[tuple[float, ...], ...]:
     """Take one AdamW step per batch, for runs that share steps but no parameter.
-
     The loss is each run's mean, in nats, of the demonstrations with these indices; ``dtype`` that of its
-    model, if it is float16 (`Backward`).
-
-    Returns:
-        Mean loss of each epoch, of each run.
-
-    Raises:
-        I2CLError: at the end of an epoch whose loss is not finite.
+    model, if it is float16 (`Backward`). Returns the mean loss of each epoch, of each run. Raises I2CLError
+    at the end of an epoch whose loss is not finite.
     """
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
     backward, steps = Backward(parameters, dtype), len(batches)
@@ -202,18 +196,12 @@ def minimize(
     dtype: torch.dtype | None = None,
 ) -> tuple[float, ...]:
     """Minimise a loss that gives the same value for the same parameters, by L-BFGS.
-
     The line search is that of `torch.optim.LBFGS`
-    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html). What is returned is the best
-    point it has seen. ``chunks`` are all demonstrations, in parts that fit into memory, ``passes`` how often
-    all of them are evaluated at most, ``pull`` the loss per squared distance of the parameters from their
-    start. See `train` for the others.
-
-    Returns:
-        Mean loss of each pass, without the pull.
-
-    Raises:
-        I2CLError: on a loss that is not finite.
+    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html). It ends at the best point it has
+    seen. ``chunks`` are all demonstrations, in parts that fit into memory, ``passes`` how often all of them
+    are evaluated at most, ``pull`` the loss per squared distance of the parameters from their start. See
+    `train` for the others. Returns the mean loss of each pass, without the pull. Raises I2CLError on a loss
+    that is not finite.
     """
     starts = [parameter.detach().clone() for parameter in parameters]
     backward = Backward(parameters, dtype)

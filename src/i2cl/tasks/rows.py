@@ -158,13 +158,9 @@ def read_queries(
 
 def read_rows(source: str, columns: Columns, kind: RowFormat | None = None) -> Generator[Row, None, None]:
     """Rows of a file, or of stdin for ``-``, one at a time; their values are unchecked.
-
-    ``-`` is stdin; without a kind, the file's ending says how rows are written.
-
-    Raises:
-        I2CLError: if the file cannot be opened.
-        RowError: on a file without rows, lines that look like another format, bytes that are no text,
-            broken CSV or JSON, a column that is not there.
+    Without a kind, the file's ending says how rows are written. Raises I2CLError if the file cannot be
+    opened, and RowError on one without rows, lines that look like another format, bytes that are no text,
+    broken CSV or JSON, a column that is not there.
     """
     with closing(rows_or_errors(source, columns, kind)) as rows:
         for row in rows:

@@ -82,14 +82,8 @@ def baselines() -> list[Method]:
 
 def labelled_rows(task: Task, demonstrations: Examples, limit: int) -> tuple[Example, ...]:
     """Rows to score on: test rows or, without any, training rows; none whose text is a demonstration's.
-
-    At most ``limit``, as equal in number per class as the rows allow; 0 for none.
-
-    Returns:
-        No rows where none remain.
-
-    Raises:
-        I2CLError: on a limit below 0.
+    At most ``limit``, as equal in number per class as the rows allow; 0 for none. Returns no rows where none
+    remain. Raises I2CLError on a limit below 0.
     """
     shown = {example.text for example in demonstrations}
     rows = tuple(example for example in task.test or task.train if example.text not in shown)

@@ -19,15 +19,9 @@ __all__ = ["FORMATS", "build", "write"]
 
 
 def write(report: Report, folder: str | Path, formats: Iterable[str] = FORMATS) -> list[Path]:
-    """Write a report, all of its files or none; an older report in the folder is replaced.
-
-    Its figures are used up, so it can be written once. The folder is new, empty or of an older report.
-
-    Returns:
-        The files written.
-
-    Raises:
-        I2CLError: on another format, or a folder that holds other files or cannot be written.
+    """Write a report, all of its files or none, and say which; an older report in the folder is replaced.
+    Its figures are used up, so it can be written once. The folder is new, empty or of an older report. Raises
+    I2CLError on another format, or a folder that holds other files or cannot be written.
     """
     chosen = dict.fromkeys(formats)
     unknown = [name for name in chosen if name not in FORMATS]

@@ -203,11 +203,7 @@ class Results:
         self, line: Line, task: str | None = None, *, among: tuple[str, ...] = ()
     ) -> Accuracy | None:
         """Accuracy on a task; without one, over all tasks of the line, for the seeds that they share.
-
-        Among some tasks, only these count in the average.
-
-        Returns:
-            None where there is no seed that all tasks have.
+        Among some tasks, only these count in the average. None where there is no seed that all tasks have.
         """
         tasks = (task,) if task is not None else among or self.tasks_of(line)
         if (line, tasks) not in self._accuracies:

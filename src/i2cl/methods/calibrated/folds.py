@@ -31,17 +31,9 @@ def fold_rows(
     task: Task, demonstrations: Sequence[Example], folds: int = FOLDS, seed: int = 0
 ) -> list[list[int]]:
     """Which demonstrations each refit does without; a text stays together with its copies.
-
-    Every label spreads over the folds as evenly as its texts allow, so each refit sees all labels.
-
-    Args:
-        task: with its labels.
-        demonstrations: two texts a label or more.
-        folds: at most so many.
-        seed: of the order in which texts are dealt.
-
-    Raises:
-        I2CLError: on fewer than two folds, or where some refit would not see all labels.
+    Every label spreads over the folds, at most so many, as evenly as its texts allow, so each refit sees all
+    labels; there are to be two texts a label or more. The seed is of the order in which texts are dealt.
+    Raises I2CLError on fewer than two folds, or where some refit would not see all labels.
     """
     require_folds(folds)
     alike: dict[str, list[int]] = defaultdict(list)
@@ -119,15 +111,8 @@ def fold_scores(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Float[Tensor, "n labels"]:
-    """Label scores of each demonstration, from the refit that has not seen its text.
-
-    Args:
-        task: with its labels.
-        demonstrations: see `fold_rows`, as for the next two.
-        refit: makes a predictor, such as `injected` of what a method makes of these demonstrations.
-        folds: see there.
-        seed: see there.
-        progress: called as texts finish.
+    """Label scores of each demonstration, from the refit that has not seen its text; see `fold_rows`.
+    A refit makes a predictor, such as `injected` of what a method makes of these demonstrations.
     """
     predictor = folded(task, demonstrations, refit, folds, seed)
     return predictor.scores([example.text for example in demonstrations], progress)
