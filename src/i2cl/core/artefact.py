@@ -28,6 +28,9 @@ DESCRIPTION = "injection.json"
 FILES = frozenset({TENSORS, DESCRIPTION})  # what is loaded; the card is for people
 
 
+_AS_THEY_ARE = ("positions", "scoring", "seed", "metrics", "command", "worth", "label_bias", "temperature")
+
+
 class Stored(pydantic.BaseModel):
     """The JSON half of an artefact. The last five came later, and are not always there."""
 
@@ -70,22 +73,14 @@ class Stored(pydantic.BaseModel):
         for name, tensor in tensors.items():
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
                 raise I2CLError(f"{TENSORS} holds no finite numbers as {name}: copy or fit it again")
-        task = Task.from_dict(self.task)
         return {
             "context": ContextVector(values, self.extraction, self.demonstrations, base),
             "coefficients": coefficients,
-            "task": task,
+            "task": Task.from_dict(self.task),
             "base": base,
-            "positions": self.positions,
-            "scoring": self.scoring,
-            "seed": self.seed,
             "settings": self.calibration,
             "history": tuple(self.loss),
-            "metrics": self.metrics,
-            "command": self.command,
-            "worth": self.worth,
-            "label_bias": self.label_bias,
-            "temperature": self.temperature,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
         }
 
 

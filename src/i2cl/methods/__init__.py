@@ -1,4 +1,4 @@
-"""Every compared method by name. A new one is a file, a line here and a parametrised test."""
+"""Every compared method by name. A new one is a file, a name here and a parametrised test."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -23,35 +23,11 @@ from i2cl.methods.task_vector import LinearTaskVector, TaskVector
 from i2cl.methods.tfidf import Tfidf
 
 _ALL: tuple[type[Method], ...] = (
-    ZeroShot,
-    FewShot,
-    FewShotUncached,
-    Noise,
-    LabelAnchor,
-    TaskVector,
-    LinearTaskVector,
-    ICV,
-    I2CL,
-    I2CLUnseen,
-    I2CLCorrupted,
-    I2CLOverICL,
-    Anchored,
-    PromptTuning,
-    PrefixTuning,
-    LoRA,
-    IA3,
-    LinearProbe,
-    Tfidf,
-    SentenceEmbeddings,
-    SetFit,
-    ContextualCalibration,
-    BatchCalibration,
-    LabelPrior,
-    Temperature,
-    KNNPrompting,
-    AutoCompressor,
-    ICAE,
-    CEPE,
+    *(ZeroShot, FewShot, FewShotUncached, Noise, LabelAnchor, TaskVector, LinearTaskVector, ICV),
+    *(I2CL, I2CLUnseen, I2CLCorrupted, I2CLOverICL, Anchored, PromptTuning, PrefixTuning, LoRA, IA3),
+    *(LinearProbe, Tfidf, SentenceEmbeddings, SetFit),
+    *(ContextualCalibration, BatchCalibration, LabelPrior, Temperature),
+    *(KNNPrompting, AutoCompressor, ICAE, CEPE),
 )
 
 Injector = I2CL | Anchored  # a method that makes an `i2cl.Injection`

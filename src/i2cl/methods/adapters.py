@@ -9,19 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import Cache
 from transformers.pytorch_utils import Conv1D
 
 from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
-from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
-from i2cl.models.hooks import Replay
-from i2cl.models.prefix import Prefix
 from i2cl.models.restore import uninterrupted
 from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import LabelLikelihood, TrainConfig, train
@@ -53,23 +48,6 @@ class AdaptedDecoder(Decoder):
         self.can_split = self.can_split and not taken  # virtual tokens come in front of every part
         self.max_length = None if bare.max_length is None else bare.max_length - taken
         self.rope_limits = tuple(limit - taken for limit in bare.rope_limits)
-
-    def forward(
-        self,
-        batch: Batch,
-        *,
-        at: Int[Tensor, "batch positions"] | None = None,
-        edit: Edit | None = None,
-        prefix: Prefix | None = None,
-        states: list[Tensor] | None = None,
-        caches: list[Cache] | None = None,
-        replay: Replay | None = None,
-    ) -> Float[Tensor, "batch positions vocab"]:
-        """See `Decoder.forward`; positions count the query's own tokens."""
-        places = (batch.last[:, None] if at is None else at) + self.virtual_tokens
-        return super().forward(
-            batch, at=places, edit=edit, prefix=prefix, states=states, caches=caches, replay=replay
-        )
 
 
 def fit_adapter(

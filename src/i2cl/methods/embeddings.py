@@ -67,7 +67,6 @@ class SentenceEmbeddings(Method):
     needs: ClassVar[str] = "demonstrations, sentence-transformers, a second model"
     formula: ClassVar[str] = "(d+1) per label"
     settings = (EmbeddingsConfig,)
-
     config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
@@ -94,7 +93,6 @@ class SetFit(Method):
     needs: ClassVar[str] = "demonstrations, the package setfit, a second model"
     formula: ClassVar[str] = "the encoder, (d+1) per label"
     settings = (EncoderConfig,)
-
     config: EncoderConfig = field(default_factory=EncoderConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:

@@ -91,7 +91,6 @@ class ICV(Method):
     needs: ClassVar[str] = f"demonstrations, {HELD_OUT} held-out examples to search the strength"
     formula: ClassVar[str] = "DL"
     settings = (ICVConfig,)
-
     config: ICVConfig = field(default_factory=ICVConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:

@@ -42,7 +42,6 @@ class KNNPrompting(Method):
     needs: ClassVar[str] = "demonstrations, 32 held-out examples as anchors"
     formula: ClassVar[str] = "2MDL + anchors x vocabulary"
     settings = (KNNConfig,)
-
     config: KNNConfig = field(default_factory=KNNConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "KNNPredictor":

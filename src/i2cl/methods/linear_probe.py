@@ -60,7 +60,6 @@ class LinearProbe(Method):
     needs: ClassVar[str] = "demonstrations, scikit-learn"
     formula: ClassVar[str] = "(D+1) per label, twice that of both tokens"
     settings = (ProbeConfig,)
-
     config: ProbeConfig = field(default_factory=ProbeConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "ProbePredictor":

@@ -98,7 +98,6 @@ class LoRA(AdapterMethod):
     summary: ClassVar[str] = "low-rank changes of query and value projections"
     row: ClassVar[str] = "LoRA"
     settings = (LoRASettings,)
-
     training: LoRASettings = field(default_factory=LoRASettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
@@ -122,7 +121,6 @@ class IA3(AdapterMethod):
     summary: ClassVar[str] = "scales of query, value and feed-forward activations"
     row: ClassVar[str] = "IA3"
     settings = (AdapterSettings,)
-
     training: AdapterSettings = field(default_factory=AdapterSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
@@ -173,7 +171,6 @@ class PromptTuning(VirtualTokenMethod):
     summary: ClassVar[str] = "learned token embedding in front of the query"
     row: ClassVar[str] = "Soft-prompt / Prompt-tuning"
     settings = (VirtualTokenSettings,)
-
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
@@ -202,7 +199,6 @@ class PrefixTuning(VirtualTokenMethod):
     summary: ClassVar[str] = "learned key and value of a virtual token in every layer"
     row: ClassVar[str] = "Prompt-tuning (as the text has it)"
     settings = (VirtualTokenSettings,)
-
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":

@@ -145,7 +145,6 @@ class LinearTaskVector(Method):
     needs: ClassVar[str] = "demonstrations and unlabelled texts"
     formula: ClassVar[str] = "D x D"
     settings = (LinearVectorConfig,)
-
     config: LinearVectorConfig = field(default_factory=LinearVectorConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:

@@ -33,7 +33,6 @@ class Tfidf(Method):
     needs: ClassVar[str] = "demonstrations, scikit-learn"
     formula: ClassVar[str] = "(words+1) per label"
     settings = (TfidfConfig,)
-
     config: TfidfConfig = field(default_factory=TfidfConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:

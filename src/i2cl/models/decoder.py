@@ -66,6 +66,8 @@ class Decoder:
         can_split: whether a row may run in parts, the later ones behind the keys of the first.
     """
 
+    virtual_tokens = 0  # of an adapter, in front of every query; positions count the query's own tokens
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -259,6 +261,8 @@ class Decoder:
         """
         self.pause()
         positions = batch.last[:, None] if at is None else at
+        if self.virtual_tokens:
+            positions = positions + self.virtual_tokens
         if prefix is not None and not self._joins(prefix, batch.input_ids.shape[1]):
             batch, positions = behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None

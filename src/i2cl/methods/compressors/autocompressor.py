@@ -121,7 +121,6 @@ class AutoCompressor(Method):
     )
     formula: ClassVar[str] = "2(M/K)DL"
     settings = (AutoCompressorConfig,)
-
     config: AutoCompressorConfig = field(default_factory=AutoCompressorConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:

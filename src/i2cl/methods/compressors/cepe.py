@@ -155,7 +155,6 @@ class CEPE(Method):
     needs: ClassVar[str] = "demonstrations, a CEPE model as MODEL (1.8B more: 20,000 steps of 128 sequences)"
     formula: ClassVar[str] = "2(M/K)DL"
     settings = (CEPEConfig,)
-
     config: CEPEConfig = field(default_factory=CEPEConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CrossPredictor:

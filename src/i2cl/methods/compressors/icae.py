@@ -145,7 +145,6 @@ class ICAE(Method):
     )
     formula: ClassVar[str] = "2(M/K)DL"
     settings = (ICAEConfig,)
-
     config: ICAEConfig = field(default_factory=ICAEConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
