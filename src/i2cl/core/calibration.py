@@ -146,7 +146,6 @@ def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig, budget: i
 
 
 def _halves(places: list[int]) -> list[list[int]]:
-    """Runs that did not fit into memory together, as two groups."""
     if len(places) == 1:
         cure = "use shorter texts, a smaller batch_size, or load the model in bfloat16"
         raise I2CLError(f"a step of one run does not fit into memory: {cure}")

@@ -211,7 +211,6 @@ class Evaluation:
             runs += [NotRun(self.task.name, method.called, seed, why) for method in methods]
 
     def _together(self, decoder: Decoder) -> dict[int, Fitted]:
-        """All seeds, where they are fitted together."""
         if bottom(self.methods[0]).joint and len(self.seeds) > 1:
             with suppress(I2CLError):  # by itself, each seed tells its own
                 return dict(zip(self.seeds, self._fits(decoder, self.seeds), strict=True))

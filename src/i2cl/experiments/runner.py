@@ -166,7 +166,6 @@ def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) ->
 
 
 def _kept(store: Store, cell: Cell, alone: bool) -> bool:
-    """Whether a store has what is wanted of a cell."""
     if not store.done(cell.key):
         return False
     outcome = store.records[cell.key].outcome

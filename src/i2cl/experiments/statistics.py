@@ -153,18 +153,14 @@ def _macro(cells: Cells) -> float:
 
 
 def _interval(cells: Cells, resamples: int, seed: int) -> tuple[float, float]:
-    low, high = np.quantile(_bootstrap(cells, resamples, seed), (ALPHA / 2, 1 - ALPHA / 2))
-    return round(float(low), DECIMALS), round(float(high), DECIMALS)
-
-
-def _bootstrap(cells: Cells, resamples: int, seed: int) -> Float[np.ndarray, " resamples"]:
-    """Macro-averages over seeds drawn once for all tasks and queries drawn in each task."""
+    """From macro-averages over seeds drawn once for all tasks and queries drawn in each task."""
     rows, columns = _draws(resamples, len(cells[0]), tuple(task.shape[1] for task in cells), seed)
     total = np.zeros(resamples)
     for task, drawn in zip(cells, columns, strict=True):
         # A cell is drawn as often as its row times its column, so no submatrix is formed.
         total += ((rows @ task) * drawn).sum(1) / task.size
-    return (total / len(cells)).round(DECIMALS)
+    low, high = np.quantile((total / len(cells)).round(DECIMALS), (ALPHA / 2, 1 - ALPHA / 2))
+    return round(float(low), DECIMALS), round(float(high), DECIMALS)
 
 
 @lru_cache(maxsize=4)  # results of one report have few shapes, and drawing takes longer than all the rest
@@ -201,7 +197,7 @@ def _p_queries(cells: Cells, permutations: int, seed: int) -> float:
     if len(moved) < 2:
         return 1.0  # neither no difference nor a single one is evidence
     exact = 2 ** len(moved) <= permutations
-    kept = _every_choice(len(moved)) if exact else _choices(len(moved), permutations, seed)
+    kept = _choices(len(moved), None if exact else permutations, seed)
     sums = np.concatenate([2 * (part @ moved) - moved.sum() for part in kept]).round(DECIMALS)
     observed = moved.sum().round(DECIMALS)
     fewest = min(np.count_nonzero(sums <= observed), np.count_nonzero(sums >= observed))
@@ -209,13 +205,11 @@ def _p_queries(cells: Cells, permutations: int, seed: int) -> float:
     return min(1.0, 2 * (fewest + itself) / (len(sums) + itself))
 
 
-def _every_choice(n: int) -> Iterator[Float[np.ndarray, "choices n"]]:
-    """All ways to keep the signs of some of n numbers: 1 where one is kept, and 0 where it is flipped."""
-    yield (np.arange(2**n)[:, None] >> np.arange(n) & 1).astype(float)
-
-
-def _choices(n: int, count: int, seed: int) -> Iterator[Float[np.ndarray, "_choices n"]]:
-    """So many random ones, in parts that fit the cache; the random bits are those that scipy would draw."""
+def _choices(n: int, count: int | None, seed: int) -> Iterator[Float[np.ndarray, "_choices n"]]:
+    """Ways to keep (1) or flip (0) the signs of n numbers: all, or so many, drawn as scipy draws them."""
+    if count is None:
+        yield (np.arange(2**n)[:, None] >> np.arange(n) & 1).astype(float)
+        return
     rng = np.random.default_rng(seed)
     most = max(1, 2**17 // n)
     for start in range(0, count, most):

@@ -55,9 +55,5 @@ def corrupted(
         return task, tuple(
             replace(example, label=own.randrange(len(task.labels))) for example in demonstrations
         )
-    return task, tuple(replace(example, text=_shuffled(example.text, own)) for example in demonstrations)
-
-
-def _shuffled(text: str, picker: random.Random) -> str:
-    words = text.split()
-    return " ".join(picker.sample(words, len(words)))
+    split = [(example, example.text.split()) for example in demonstrations]
+    return task, tuple(replace(one, text=" ".join(own.sample(words, len(words)))) for one, words in split)

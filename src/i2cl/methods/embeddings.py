@@ -137,7 +137,6 @@ def _trained(encoder: Any, demonstrations: Examples, seed: int) -> Any:
 
 @contextmanager
 def _random_numbers_as_found() -> Iterator[None]:
-    """Put back the state of every generator that the trainer seeds."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - it is that one which is seeded
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -229,7 +228,6 @@ def encoder_source(name: str) -> str:
 
 
 def _archive() -> Path | None:
-    """The file of the package `MINILM_PACKAGE`, where that is installed."""
     package = find_spec("all_minilm_l6_v2")
     folders = package.submodule_search_locations or () if package is not None else ()
     paths = (Path(folder) / "model.zip" for folder in folders)

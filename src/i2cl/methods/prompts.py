@@ -138,7 +138,6 @@ def fitting(questions: Questions, demonstrations: Examples) -> Shown:
 
 
 def _first_of_each(task: Task, demonstrations: Examples, per_class: int) -> Shown:
-    """Texts and label words of the first few demonstrations of each class, in the given order."""
     seen: Counter[int] = Counter()
     chosen: list[tuple[str, str]] = []
     for example in demonstrations:

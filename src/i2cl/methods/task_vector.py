@@ -80,7 +80,6 @@ class MapHead(Edit):
 
 
 def _last(output: States, batch: Batch) -> Bool[Tensor, "batch tokens 1"]:
-    """Where each row's last query token is."""
     tokens = torch.arange(output.shape[1], device=output.device)
     return (tokens == batch.last.to(output.device)[:, None])[..., None]
 

@@ -41,7 +41,9 @@ class Architecture:
 
     def blocks(self, model: PreTrainedModel) -> list[nn.Module]:
         """The decoder blocks, first layer first. Raises I2CLError if ``layers`` leads to none."""
-        base = _text_model(model)
+        base: Any = model.base_model
+        wrapped = getattr(base, "language_model", None)  # where the model also sees images
+        base = wrapped if isinstance(wrapped, nn.Module) else base
         stack = self._find(base, self.layers, "layers")
         if not isinstance(stack, nn.ModuleList | nn.Sequential) or not len(stack):
             raise I2CLError(
@@ -143,10 +145,3 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
         f'architecture=Architecture(model_type="{model_type}", layers="layers", attention="self_attn", '
         'mlp="mlp"))'
     )
-
-
-def _text_model(model: PreTrainedModel) -> nn.Module:
-    """The base model, or its language model where the model also sees images."""
-    base: Any = model.base_model
-    wrapped = getattr(base, "language_model", None)
-    return wrapped if isinstance(wrapped, nn.Module) else base

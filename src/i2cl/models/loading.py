@@ -121,7 +121,6 @@ def load_model_and_tokenizer(
 def _from_folder_or_hub(
     name: str, source: str, loading: dict[str, Any], common: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], Any]:
-    """A checkpoint's model, what transformers says of it, and its tokenizer."""
     if not Path(source).exists():
         require_reachable(source, common["revision"], NAMES)
     with _told(f"the tokenizer of {name!r}"):
@@ -170,7 +169,6 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
 
 
 def _require_plain(revision: Any, quantization: Any, device_map: Any, offload_folder: Any) -> None:
-    """Refuse options that mean nothing for a GGUF file."""
     if revision is not None:
         raise I2CLError("a GGUF file has no revision: leave out --revision")
     if quantization is not None:

@@ -182,7 +182,6 @@ def _csv_rows(
 
 
 def _to_filled(pieces: Iterator[str]) -> Iterator[str]:
-    """Lines up to the first that is not blank."""
     for piece in pieces:
         yield piece
         if piece.strip():

@@ -56,7 +56,12 @@ class Task:
         _check_labels(self.name, self.labels)
         _check_shots(self.name, self.shots)
         for split, rows in (("train", self.train), ("test", self.test)):
-            _check_rows(self.name, split, rows, self.labels)
+            for number, example in enumerate(rows, start=1):
+                if not 0 <= example.label < len(self.labels):
+                    raise I2CLError(
+                        f"task {self.name!r}, {split} row {number}: label {example.label} is not one of 0 to "
+                        f"{len(self.labels) - 1} ({_words(self.labels)}): correct the row or add a label word"
+                    )
 
     def sample(self, shots: int | None = None, seed: int = 0) -> tuple[Example, ...]:
         """Class-balanced demonstrations: `shots` per class (default: the task's own), in a seeded order.
@@ -224,15 +229,6 @@ def _check_labels(name: str, labels: tuple[str, ...]) -> None:
 def _check_shots(name: str, shots: int) -> None:
     if shots < 1:
         raise I2CLError(f"task {name!r}: {shots} shots per class were asked: ask for at least 1")
-
-
-def _check_rows(name: str, split: str, rows: tuple[Example, ...], labels: tuple[str, ...]) -> None:
-    for number, example in enumerate(rows, start=1):
-        if not 0 <= example.label < len(labels):
-            raise I2CLError(
-                f"task {name!r}, {split} row {number}: label {example.label} is not one of "
-                f"0 to {len(labels) - 1} ({_words(labels)}): correct the row or add a label word"
-            )
 
 
 def _words(labels: Sequence[str]) -> str:

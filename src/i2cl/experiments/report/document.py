@@ -218,7 +218,6 @@ def _drawn(results: Results, vectors: Vectors, view: View) -> "Figure | None":
 
 
 def _failures(records: Sequence[Record]) -> Table | None:
-    """All failed cells as a table, if there are any."""
     columns = ("Model", "Task", "Method", "Seed", "Error")
     rows = []
     for cell, error in ((one.cell, " ".join((one.error or "unknown").split())) for one in records):

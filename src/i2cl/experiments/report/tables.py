@@ -315,7 +315,6 @@ def _differences(results: Results, pairs: Pairs, tested: Tested) -> list[Values]
 
 
 def _points(share: float) -> str:
-    """A difference in percentage points, with its sign."""
     text = f"{100 * share:+.1f}"
     return "0.0" if float(text) == 0 else text.replace("-", "−")
 
@@ -328,5 +327,4 @@ def _interval(got: Accuracy | Difference | None) -> str:
 
 
 def _duration(value: float) -> str:
-    """A time to three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -104,7 +104,6 @@ class Summarizer:
         return len(self.embeddings) * (segments if self.accumulate else min(segments, 1))
 
     def _fits(self, number: int, most: int) -> int:
-        """Tokens of the segment of this number, counted from 1."""
         room = self.room(self._vectors(number - 1))
         return most if room is None else min(most, room)
 

@@ -197,7 +197,6 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
 
 
 def _beside(decoder: Decoder) -> str:
-    """The file that stands beside the model's weights."""
     folder = folder_of(decoder.model)
     files = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
     if files:
