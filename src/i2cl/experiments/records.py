@@ -6,16 +6,9 @@ from dataclasses import asdict
 from typing import Any, Literal, Self
 
 import numpy as np
+import pydantic
 from jaxtyping import Float
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    field_serializer,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from i2cl.experiments.confidence import NAMES, Confidence, confidence
 from i2cl.experiments.grid import Cell, Frozen
@@ -164,8 +157,8 @@ class Run(Frozen):
         cost = {COUNTS[name]: value for name, value in data.items() if name in COUNTS}
         return {name: value for name, value in data.items() if name not in COUNTS} | {"cost": cost}
 
-    @model_serializer(mode="wrap")
-    def _spread(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    @pydantic.model_serializer(mode="wrap")
+    def _spread(self, write: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = write(self)
         cost = values.pop("cost")
         return values | {name: cost[field] for name, field in COUNTS.items()}
@@ -199,7 +192,7 @@ class Record(Frozen):
 
     @field_validator("outcome", mode="before")
     @classmethod
-    def _of_the_cell(cls, outcome: Any, info: ValidationInfo) -> Any:
+    def _of_the_cell(cls, outcome: Any, info: pydantic.ValidationInfo) -> Any:
         cell = info.data.get("cell")
         if not isinstance(outcome, dict) or cell is None:
             return outcome
@@ -207,9 +200,9 @@ class Record(Frozen):
         known = {"model": cell.model, "task": cell.task, "method": method, "seed": cell.seed}
         return known | outcome
 
-    @field_serializer("outcome", mode="wrap")
+    @pydantic.field_serializer("outcome", mode="wrap")
     def _without_the_cell(
-        self, outcome: Run | None, write: SerializerFunctionWrapHandler
+        self, outcome: Run | None, write: pydantic.SerializerFunctionWrapHandler
     ) -> dict[str, Any] | None:
         values: dict[str, Any] | None = write(outcome)
         return values and {name: value for name, value in values.items() if name not in TOLD_BY_RECORD}

@@ -24,13 +24,8 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs, require_whole
-from i2cl.methods.adapters import (
-    AdapterPredictor,
-    attention_targets,
-    feed_forward_targets,
-    fit_adapter,
-    has_transposed_weights,
-)
+from i2cl.methods import adapters
+from i2cl.methods.adapters import AdapterPredictor
 from i2cl.methods.base import Method
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
@@ -63,7 +58,7 @@ class AdapterMethod(Method):
         """
         needs(self.name, "peft", "peft")
         config, start = self.config(decoder), self.start(decoder)
-        return fit_adapter(decoder, task, demonstrations, config, self.training, seed, start)
+        return adapters.fit_adapter(decoder, task, demonstrations, config, self.training, seed, start)
 
 
 class AdapterSettings(TrainConfig):
@@ -108,8 +103,8 @@ class LoRA(AdapterMethod):
             r=self.training.lora_rank,
             lora_alpha=self.training.lora_alpha,
             lora_dropout=self.training.lora_dropout,
-            target_modules=attention_targets(decoder),
-            fan_in_fan_out=has_transposed_weights(decoder),
+            target_modules=adapters.attention_targets(decoder),
+            fan_in_fan_out=adapters.has_transposed_weights(decoder),
         )
 
 
@@ -127,11 +122,11 @@ class IA3(AdapterMethod):
         """Targets by name: PEFT's own table differs from family to family."""
         from peft import IA3Config
 
-        feed_forward = feed_forward_targets(decoder)
+        feed_forward = adapters.feed_forward_targets(decoder)
         return IA3Config(
-            target_modules=attention_targets(decoder) + feed_forward,
+            target_modules=adapters.attention_targets(decoder) + feed_forward,
             feedforward_modules=feed_forward,
-            fan_in_fan_out=has_transposed_weights(decoder),
+            fan_in_fan_out=adapters.has_transposed_weights(decoder),
         )
 
 

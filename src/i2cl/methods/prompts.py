@@ -14,19 +14,12 @@ from torch import Tensor
 from i2cl.core.context import require_labels
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
+from i2cl.models import scoring
 from i2cl.models.batching import Ids, shared_front
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import (
-    Progress,
-    Questions,
-    head_states,
-    in_order,
-    next_token_log_probabilities,
-    require_finite,
-    score,
-)
+from i2cl.models.scoring import Progress, Questions, require_finite, score
 from i2cl.tasks import Examples, Task
 
 Shown = tuple[tuple[str, str], ...]  # demonstrations as (text, label word), in the order of a prompt
@@ -54,16 +47,17 @@ class PromptPredictor:
 
     def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
         """Log-probability of every token behind each prompt."""
-        return self._each(texts, partial(next_token_log_probabilities, edit=self.edit))
+        return self._each(texts, partial(scoring.next_token_log_probabilities, edit=self.edit))
 
     def states(self, texts: Sequence[str]) -> Float[Tensor, "texts d"]:
         """What the LM head reads behind each prompt, without the edit."""
-        return self._each(texts, head_states)
+        return self._each(texts, scoring.head_states)
 
     def _each(self, texts: Sequence[str], read: Callable[..., Tensor]) -> Tensor:
         parts = self._parts(encode_prompts(self.questions, self.shown, texts))
         decoder = self.questions.decoder
-        return in_order((rows, read(decoder, queries, prefix=prefix)) for rows, queries, prefix in parts)
+        read_parts = ((rows, read(decoder, queries, prefix=prefix)) for rows, queries, prefix in parts)
+        return scoring.in_order(read_parts)
 
     def _parts(self, prompts: list[Ids]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
         """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""

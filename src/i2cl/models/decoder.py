@@ -13,22 +13,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError
+from i2cl.models import batching
 from i2cl.models.architectures import Architecture, architecture_of
-from i2cl.models.batching import (
-    CPU_KEPT_BUDGET,
-    KEPT_BUDGET,
-    Batch,
-    Ids,
-    MemoryWarning,
-    behind,
-    by_side,
-    context_length,
-    gather,
-    is_out_of_memory,
-    longest_first,
-    make_batch,
-    rope_limits,
-)
+from i2cl.models.batching import CPU_KEPT_BUDGET, KEPT_BUDGET, Batch, Ids, longest_first, make_batch
 from i2cl.models.edits import Edit, Keep, Site, editing
 from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config, weights_fingerprint
@@ -89,8 +76,8 @@ class Decoder:
         self.revision = revision
         self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else BUDGET)
         self.encoder = Encoder.of(tokenizer)
-        self.max_length = context_length(model.config.get_text_config(), tokenizer.model_max_length)
-        self.rope_limits = rope_limits(model.config.get_text_config())
+        self.max_length = batching.context_length(model.config.get_text_config(), tokenizer.model_max_length)
+        self.rope_limits = batching.rope_limits(model.config.get_text_config())
         self.can_split = holds_keys_alone(model.config)
 
     @classmethod
@@ -217,7 +204,7 @@ class Decoder:
             try:
                 result = run(batch)
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                if not batching.is_out_of_memory(error):
                     raise
             else:
                 yield batch, result
@@ -227,7 +214,7 @@ class Decoder:
 
     def together(self, lengths: Sequence[int]) -> list[list[int]]:
         """Places of rows that may share a batch, by their tokens, cached ones included; shortest first."""
-        return by_side(lengths, self.rope_limits)
+        return batching.by_side(lengths, self.rope_limits)
 
     def _shrink(self, rows: int, length: int, reserve: int) -> None:
         if rows == 1:
@@ -237,7 +224,7 @@ class Decoder:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         line = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
-        warnings.warn(line, MemoryWarning, stacklevel=3)
+        warnings.warn(line, batching.MemoryWarning, stacklevel=3)
 
     def forward(
         self,
@@ -264,9 +251,9 @@ class Decoder:
         if self.virtual_tokens:
             positions = positions + self.virtual_tokens
         if prefix is not None and not self._joins(prefix, batch.input_ids.shape[1]):
-            batch, positions = behind(batch, prefix.ids), positions + len(prefix.ids)
+            batch, positions = batching.behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
-        look = partial(gather, positions, batch.packed, states)
+        look = partial(batching.gather, positions, batch.packed, states)
         kept = {} if caches is None else {"past_key_values": DynamicCache()}
         arguments: dict[str, Any] = {"use_cache": bool(kept), **kept}
         if batch.packed:

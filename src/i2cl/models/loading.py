@@ -19,15 +19,10 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import is_progress_bar_enabled
+from transformers.utils.quantization_config import GgufConfig
 
 from i2cl.errors import I2CLError, needs, require_whole
 from i2cl.models.precision import Quantization, quantization_config

@@ -13,17 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
+from i2cl.models import scoring
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import (
-    label_log_probabilities,
-    labelled_batch,
-    right_among,
-    sequence_log_probabilities,
-)
+from i2cl.models.scoring import label_log_probabilities, labelled_batch, sequence_log_probabilities
 
 StepProgress = Callable[[int, int, float], None]
 """Called after each epoch with steps done, steps in all and the epoch's mean loss in nats."""
@@ -121,7 +117,7 @@ class LabelLikelihood:
         if not self.whole:
             return values[order]
         scores = values[order].split([len(self.rows[place]) for place in chosen])
-        return right_among(scores, [self.gold[place] for place in chosen])
+        return scoring.right_among(scores, [self.gold[place] for place in chosen])
 
     def batch(self, rows: Sequence[int], *, packed: bool = False) -> Batch:
         """These rows, to be run; see `labelled_batch`."""

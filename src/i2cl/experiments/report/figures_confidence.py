@@ -6,16 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from i2cl.experiments import confidence
-from i2cl.experiments.report.figures_base import (
-    COLOURS,
-    FAINT,
-    MARKERS,
-    OURS,
-    SIZES,
-    counted,
-    new_figure,
-    panels,
-)
+from i2cl.experiments.report.figures_base import COLOURS, FAINT, MARKERS, OURS, SIZES, counted, panels
 from i2cl.experiments.report.results import Line, Results
 from i2cl.experiments.report.trust import Scored, scored
 from i2cl.experiments.store import Vectors
@@ -28,9 +19,7 @@ def reliability(results: Results, _vectors: Vectors) -> Figure | None:
     held = _held(results)
     if not held:
         return None
-    figure = new_figure(10.0, 4.8)
-    left = figure.add_subplot(1, 2, 1)
-    right = figure.add_subplot(1, 2, 2, sharex=left, sharey=left)
+    figure, (left, right) = panels(2, 5.0, 4.8, shared=True)
     for axes, best, title in (
         (left, False, "as it is"),
         (right, True, "at the best temperature of each task"),
@@ -44,7 +33,6 @@ def reliability(results: Results, _vectors: Vectors) -> Figure | None:
             _draw(axes, results, line, 100 * x, 100 * y, markers=True)
         axes.set_title(title)
         axes.set_xlabel("confidence (%)")
-    right.tick_params(labelleft=False)
     left.set_xlim(0, 102)
     left.set_ylim(0, 102)
     left.set_ylabel("accuracy (%)")

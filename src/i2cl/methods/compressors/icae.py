@@ -19,15 +19,8 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.compressors.base import (
-    BehindVectors,
-    Compressor,
-    NoCompressorError,
-    asked_behind,
-    bundled,
-    exchanges,
-    require_type,
-)
+from i2cl.methods.compressors import base
+from i2cl.methods.compressors.base import BehindVectors, Compressor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.checkpoint import folder_of, read_tensors
 from i2cl.models.decoder import Decoder
@@ -150,7 +143,7 @@ class ICAE(Method):
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
         """Write the slots, then run them. Raises I2CLError without a compressor, or on a full context."""
         own = auto_encoder(decoder, self.config)
-        text = task.template.opening + "".join(exchanges(decoder, task, demonstrations))
+        text = task.template.opening + "".join(base.exchanges(decoder, task, demonstrations))
         with torch.no_grad():
             slots = own.slots(own.segments(decoder.encoder([text])[0]))
             return behind_slots(own, task, slots, self.config)
@@ -173,13 +166,13 @@ def behind_slots(
         cure = "use fewer demonstrations"
         raise I2CLError(f"the memory slots take {len(whole)} of {decoder.max_length} places: {cure}")
     prefix = decoder.prefix_of(whole)
-    return BehindVectors(asked_behind(decoder, task), prefix, right, edit, Cost.of(prefix))
+    return BehindVectors(base.asked_behind(decoder, task), prefix, right, edit, Cost.of(prefix))
 
 
 def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
     """A model with a compressor of its own; raises I2CLError if none is given, or it does not fit."""
-    require_type(decoder, ICAE.name, VERSIONS)
-    ours = None if config.compressor else bundled(decoder, ICAE.name)
+    base.require_type(decoder, ICAE.name, VERSIONS)
+    ours = None if config.compressor else base.bundled(decoder, ICAE.name)
     name = "the bundled file" if ours else config.compressor or _beside(decoder)
     version: Any = VERSIONS[decoder.model.config.model_type] if config.version == "auto" else config.version
     compressor = ours or Compressor({}, read_tensors(name, lambda one: one == MEMORY or ".lora_" in one))
@@ -201,7 +194,7 @@ def _beside(decoder: Decoder) -> str:
     files = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
     if files:
         return str(files[0])
-    raise NoCompressorError(
+    raise base.NoCompressorError(
         f"icae needs a compressor for {decoder.name!r}: give --set compressor=FILE or owner/repository/file "
         f"of the hub, or put it beside the model's weights as {FILES[0]}"
     )
