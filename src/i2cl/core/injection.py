@@ -95,13 +95,8 @@ class Injection:
 
     def edit(self) -> LinearEdit:
         """The edit that applies this injection to `Decoder.forward`."""
-        return LinearEdit(
-            self.context.values,
-            self.coefficients,
-            site=self.context.config.site,
-            positions=self.positions,
-            seed=self.seed,
-        )
+        values, site = self.context.values, self.context.config.site
+        return LinearEdit(values, self.coefficients, site, self.positions, self.seed)
 
     def questions(self, decoder: Decoder, scoring: Scoring | None = None) -> Questions:
         """The task as this injection asks and reads it; or with another scoring."""
@@ -210,15 +205,9 @@ class Injection:
         """
         message = commit_message or f"I2CL injection for {self.task.name}"
         with tempfile.TemporaryDirectory() as scratch:
-            self._write(Path(scratch), repo_id, shared=True)
-            return upload(
-                Path(scratch),
-                repo_id,
-                private=private,
-                token=token,
-                commit_message=message,
-                revision=revision,
-            )
+            folder, where = Path(scratch), {"token": token, "revision": revision}
+            self._write(folder, repo_id, shared=True)
+            return upload(folder, repo_id, private=private, commit_message=message, **where)
 
     def _write(self, folder: Path, name: str, *, shared: bool) -> None:
         tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}

@@ -64,13 +64,8 @@ class Bench:
             (one,) = fit_cells(self, [cell])
             self.keep(cell, one.fitted)
         kept = load_file(path)
-        return Injection(
-            ContextVector(kept["context_vector"]),
-            kept["coefficients"],
-            task.without_data(),
-            self.decoder.base,
-            seed=cell.seed,
-        )
+        vector, base = ContextVector(kept["context_vector"]), self.decoder.base
+        return Injection(vector, kept["coefficients"], task.without_data(), base, seed=cell.seed)
 
     def keep(self, cell: Cell, fitted: Fitted) -> None:
         """Save vector, coefficients and the vectors of each class alone (16-bit), of plain I2CL only."""

@@ -120,14 +120,11 @@ class I2CL(InjectionMethod):
         parts = ("task", "demonstrations", "context")
         tasks, shown, contexts = ([getattr(plan, part) for plan in plans] for part in parts)
         injections = calibrate_many(decoder, tasks, shown, contexts, self.calibration, seeds=seeds)
-        return [
-            self.predictor(
-                questions,
-                replace(injection, context=plan.injected or injection.context),
-                held_out=plan.held_out,
-            )
-            for plan, injection in zip(plans, injections, strict=True)
-        ]
+        predictors = []
+        for plan, injection in zip(plans, injections, strict=True):
+            own = replace(injection, context=plan.injected or injection.context)
+            predictors.append(self.predictor(questions, own, held_out=plan.held_out))
+        return predictors
 
 
 @dataclass(frozen=True)

@@ -129,13 +129,8 @@ class Encoder:
 
     def _split(self, text: str) -> Any:
         """Encode a text with no token of it special, and with the tokens' places where they are known."""
-        return self._splitting(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_offsets_mapping=self.tokenizer.is_fast,
-            verbose=False,
-        )
+        plain: Any = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        return self._splitting(text, return_offsets_mapping=self.tokenizer.is_fast, **plain)
 
     def _parts(self, prompt: str) -> list[tuple[int, str]]:
         """The prompt cut at its unmarked special tokens, with the place of each part."""

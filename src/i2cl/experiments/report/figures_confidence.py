@@ -1,5 +1,7 @@
 """Figures of probabilities: whether confidence is accuracy, and what it gains to answer only when sure."""
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
@@ -85,13 +87,8 @@ def _draw(
     others = [colour for colour in COLOURS if colour != OURS]
     ours = line.row is results.default
     marker = MARKERS[number % len(MARKERS)]
-    axes.plot(
-        x,
-        y,
-        color=OURS if ours else others[number % len(others)],
-        marker=marker if markers else None,
-        ms=5 * SIZES.get(marker, 1),
-        lw=1.8 if ours else 1.2,
-        zorder=4 if ours else 3,
-        label=counted(line.name, len(results.tasks_of(line)), results),
-    )
+    name = counted(line.name, len(results.tasks_of(line)), results)
+    look: Any = {"color": OURS, "lw": 1.8, "zorder": 4}
+    if not ours:
+        look = {"color": others[number % len(others)], "lw": 1.2, "zorder": 3}
+    axes.plot(x, y, marker=marker if markers else None, ms=5 * SIZES.get(marker, 1), label=name, **look)

@@ -1,6 +1,7 @@
 """Figures of what was fitted: where it works when moved, and the coefficients of each layer."""
 
 import math
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -158,14 +159,8 @@ def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
         handles = _scatter(axes, cloud, size=5.0)
         axes.set_title(task)
         if len(cloud) <= MOST_NAMED:
-            axes.legend(
-                handles=handles,
-                loc="center left",
-                bbox_to_anchor=(1.0, 0.5),
-                ncols=math.ceil(len(cloud) / 14),
-                labelspacing=0.25,
-                handletextpad=0.2,
-            )
+            beside: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "labelspacing": 0.25}
+            axes.legend(handles=handles, ncols=math.ceil(len(cloud) / 14), handletextpad=0.2, **beside)
         else:
             axes.set_xlabel(f"{len(cloud)} classes")
     return figure
@@ -199,17 +194,9 @@ def _scatter(axes: Axes, cloud: Cloud, size: float) -> list[Line2D]:
     handles: list[Line2D] = []
     for number, (name, points) in enumerate(cloud.items()):
         marker = MARKERS[number % len(MARKERS)]
-        handles += axes.plot(
-            points[:, 0],
-            points[:, 1],
-            ls="",
-            marker=marker,
-            color=COLOURS[number % len(COLOURS)],
-            ms=size * SIZES.get(marker, 1),
-            mec="white",
-            mew=0.4,
-            label=name,
-        )
+        look: Any = {"ls": "", "marker": marker, "mec": "white", "mew": 0.4, "label": name}
+        colour, wide = COLOURS[number % len(COLOURS)], size * SIZES.get(marker, 1)
+        handles += axes.plot(points[:, 0], points[:, 1], color=colour, ms=wide, **look)
     axes.set_aspect("equal", adjustable="datalim")
     axes.margins(0.08)
     return handles

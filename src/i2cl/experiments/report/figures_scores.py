@@ -160,23 +160,11 @@ def _name_points(
     axes: Axes, x: Float[np.ndarray, " rows"], y: Float[np.ndarray, " rows"], entries: Sequence[_Entry]
 ) -> None:
     """Write each name near its point, where it covers nothing, with a line between; needs final axes."""
-    textalloc.allocate(
-        axes,
-        x,
-        y,
-        [textwrap.fill(one.name, 30) for one in entries],
-        x_scatter=x,
-        y_scatter=y,
-        textsize=9,
-        textcolor=[one.colour for one in entries],
-        linecolor="#8a8a8a",
-        linewidth=0.8,
-        max_distance=0.6,
-        nbr_candidates=1000,
-        avoid_label_lines_overlap=True,
-        avoid_crossing_label_lines=True,
-        in_layout=False,
-    )
+    names, colours = [textwrap.fill(one.name, 30) for one in entries], [one.colour for one in entries]
+    look: Any = {"textsize": 9, "textcolor": colours, "linecolor": "#8a8a8a", "linewidth": 0.8}
+    look |= {"avoid_label_lines_overlap": True, "avoid_crossing_label_lines": True, "in_layout": False}
+    search: Any = {"max_distance": 0.6, "nbr_candidates": 1000}
+    textalloc.allocate(axes, x, y, names, x_scatter=x, y_scatter=y, **look, **search)
 
 
 def _bytes_kept(results: Results, line: Line) -> float:
