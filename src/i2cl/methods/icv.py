@@ -26,9 +26,8 @@ from i2cl.models.scoring import Questions
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
+# How a direction is found and added: as Liu et al. write, or as their released code does.
 Variant = Literal["paper", "released"]
-"""How a direction is found and added: as Liu et al. write, or as their released code does."""
-
 HELD_OUT = 32
 COARSE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 FINE = tuple(step / 100 for step in range(1, 11))

@@ -24,9 +24,8 @@ from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
+# The query's last token, the mean over the text's tokens, or one behind the other.
 Tokens = Literal["last", "mean", "both"]
-"""The query's last token, the mean over the text's tokens, or one behind the other."""
-
 FOLDS = 5  # at most; no more than the rarest class has demonstrations
 DEPTHS = (0.8, 0.93, 1.0)  # layers that are tried, as shares of the way from the first block to the last
 STRENGTHS = (0.01, 0.1, 1.0)  # of the penalty, inverse, that are tried

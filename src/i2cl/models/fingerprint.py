@@ -18,9 +18,8 @@ from i2cl.errors import I2CLError, first_problem
 from i2cl.models.checkpoint import Files, stored_weights
 from i2cl.models.precision import dequantized, offloaded_weight, requantized
 
+# Values rounded at a time: few enough for one thread and its cache; on a device, a copy that is worth it.
 PART, DEVICE_PART = 2**15, 2**22
-"""Values rounded at a time: few enough for one thread and its cache; on a device, a copy that is worth it."""
-
 WITHOUT_EFFECT = re.compile(
     r"dropout|pdrop|layerdrop|jitter|initializer|^init_|^lambda_std|aux_loss"  # of training
     r"|_token_ids?$|^output_|^use_cache$|^return_dict$|^is_|^add_cross_attention$|^chunk_size_feed_forward$"

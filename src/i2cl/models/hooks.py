@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from i2cl.models.batching import Batch
 from i2cl.models.restore import uninterrupted
 
+# What is to be in a tensor's place, or None to leave it (a mere look).
 Hook = Callable[[Tensor], Tensor | None]
-"""What is to be in a tensor's place, or None to leave it (a mere look)."""
-
 KeywordChange = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
 """Takes a module and its keyword arguments and returns the ones it is to have."""
 

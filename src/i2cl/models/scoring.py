@@ -20,9 +20,8 @@ from i2cl.models.encoding import LabelTokens, Scoring, label_tokens
 from i2cl.models.prefix import Prefix
 from i2cl.tasks import Example, Task
 
+# Called with the number of queries just finished, or the share of one whose labels run one by one.
 Progress = Callable[[float], None]
-"""Called with the number of queries just finished, or the share of one whose labels run one by one."""
-
 PASSES_A_BATCH = 8  # cost of a full batch beside a pass of few tokens: one more pays where it saves so much
 
 

@@ -21,9 +21,8 @@ from i2cl.models.encoding import LabelTokens
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import label_log_probabilities, labelled_batch, sequence_log_probabilities
 
+# Called after each epoch with steps done, steps in all and the epoch's mean loss in nats.
 StepProgress = Callable[[int, int, float], None]
-"""Called after each epoch with steps done, steps in all and the epoch's mean loss in nats."""
-
 
 _CURE = "lower the noise or the learning rate, or load the model in float32"
 

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 TEXT_FIELD = "{text}"
 LABEL_FIELD = "{label}"
+# For rows of which nobody says how to ask, on the command line as on the page of `i2cl serve`.
 DEFAULT = "Text: {text}\nLabel: {label}"
-"""For rows of which nobody says how to ask, on the command line as on the page of `i2cl serve`."""
-
 _FIELD = re.compile(r"\{[^{}]*\}")
 _CURE = "write it like 'Review: {text}\\nSentiment: {label}'"
 

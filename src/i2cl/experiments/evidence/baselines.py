@@ -29,9 +29,8 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
 from i2cl.tasks import Example, Examples, Task
 
+# What costs nothing beside the model: an injection has to beat all of it.
 FREE = ("zero_shot", "zero_shot+batch_calibration")
-"""What costs nothing beside the model: an injection has to beat all of it."""
-
 BASELINES = (*FREE, "few_shot")  # what an injection is set beside in any case; see `baselines`
 Split = Literal["train", "test", "demonstrations"]
 

@@ -11,9 +11,8 @@ from i2cl.experiments.report.render import csv_text, html, latex, markdown
 from i2cl.storage.atomic import new_folder
 
 FORMATS = ("md", "tex", "csv", "html")  # endings of the files of a report
+# Names of what `write` leaves in its folder.
 OWNED = frozenset({FIGURE_FOLDER, *(f"report.{ending}" for ending in FORMATS)})
-"""Names of what `write` leaves in its folder."""
-
 LARGEST_SVG = 1_000_000  # bytes of a drawing above which the page holds its pixels instead
 __all__ = ["FORMATS", "build", "write"]
 

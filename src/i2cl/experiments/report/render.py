@@ -37,9 +37,8 @@ _PREAMBLE = r"""\documentclass{article}
 \begin{document}
 """
 
+# Titles of tables of accuracies alone: shaded by their squares, so that 95 differs from 100.
 _SHADED = re.compile(r"^Accuracy by task|^Average accuracy by|: from the task of the line")
-"""Titles of tables of accuracies alone: shaded by their squares, so that 95 differs from 100."""
-
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what makes a spreadsheet take a cell for a formula
 
 _TEX_SIGNS = str.maketrans(

@@ -19,9 +19,8 @@ from i2cl.methods import METHODS, draws
 Right = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, as `i2cl.experiments.statistics` wants it
 
 PERMUTATIONS = 9999
+# A sampled p-value is at least 2 / permutations, and must be able to survive the correction of a table.
 PERMUTATIONS_PER_COMPARISON = 60
-"""A sampled p-value is at least 2 / permutations, and must be able to survive the correction of a table."""
-
 LISTED = 6  # names in one note, before "and n more"
 
 

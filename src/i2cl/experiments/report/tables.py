@@ -19,9 +19,8 @@ HIGHER, LOWER, ALIKE = "▲", "▼", "·"
 
 _VALUES = """view row task origin against measure temperature unit mean sd low high p q seeds queries
 trainable_parameters cached_values cached_bytes fit_seconds ms_per_query held_out unlabelled lacking"""
+# Names of the raw numbers of a table, in the order of a file's columns; no table has all of them.
 VALUES = tuple(_VALUES.split())
-"""Names of the raw numbers of a table, in the order of a file's columns; no table has all of them."""
-
 COLUMNS = {
     "trainable_parameters": "Trained parameters",
     "cached_values": "Values kept",

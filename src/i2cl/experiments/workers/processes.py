@@ -17,9 +17,8 @@ from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 
 SMALL_MODEL = 50_000_000  # parameters up to which one model a core beats one model on all cores (on a CPU)
+# Loads the model anew in each process; must be picklable, such as a partial of a function.
 DecoderSource = Callable[[], Decoder]
-"""Loads the model anew in each process; must be picklable, such as a partial of a function."""
-
 _WORKER: list[Decoder] = []  # the one model of this process, if it is a worker
 
 
