@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -15,14 +15,8 @@ from i2cl.experiments.grid import Cell, Frozen
 from i2cl.injections.temperature import normalised
 from i2cl.methods import Cost
 
-COUNTS = {
-    "trainable_parameters": "trained",
-    "cached_values": "cached_values",
-    "cached_bytes": "cached_bytes",
-    "held_out": "held_out",
-    "unlabelled": "unlabelled",
-}
-"""The numbers of a `Cost` under the names that they have in files."""
+# The numbers of a `Cost` under the names that they have in files.
+COUNTS = {{"trained": "trainable_parameters"}.get(one.name, one.name): one.name for one in fields(Cost)}
 
 TOLD_BY_RECORD = ("model", "task", "method", "seed", "versions")
 """What a line of a store holds beside the run's own numbers."""

@@ -142,9 +142,7 @@ def _first_of_each(task: Task, demonstrations: Examples, per_class: int) -> Show
 
 
 def encode_prompts(questions: Questions, demonstrations: Shown, texts: Sequence[str]) -> list[Ids]:
-    """Token ids of demonstrations and query, for each text.
-    Raises I2CLError if the demonstrations do not fit, naming tokens needed and available.
-    """
+    """Token ids of demonstrations and query, for each text; raises I2CLError if they do not fit."""
     return questions.queries(texts, partial(questions.task.template.prompt, demonstrations))
 
 

@@ -59,9 +59,7 @@ def make_batch(ids: Sequence[Ids], device: torch.device, rows: Sequence[int] | N
 
 
 def pack_batch(ids: Sequence[Ids], device: torch.device) -> Batch:
-    """All given rows one behind the other in a single row, without padding; never behind a prefix.
-    See `i2cl.models.decoder.Decoder.forward`.
-    """
+    """All given rows one behind the other in a single row, without padding; never behind a prefix."""
     ends = list(accumulate(map(len, ids)))
     return Batch(
         input_ids=torch.tensor([[token for row in ids for token in row]], device=device),

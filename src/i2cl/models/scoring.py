@@ -30,9 +30,7 @@ class NotFiniteError(I2CLError):
 
 
 def require_finite(scores: Float[Tensor, "*queries labels"], decoder: Decoder) -> None:
-    """Refuse scores of which one is not a number; a log-probability of -inf is one. Raises NotFiniteError
-    naming the precision.
-    """
+    """Refuse scores of which one is not a number, unlike -inf. Raises NotFiniteError naming the precision."""
     if scores.isnan().any():
         dtype = str(decoder.model.dtype).removeprefix("torch.")
         raise NotFiniteError(

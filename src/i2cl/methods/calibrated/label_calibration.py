@@ -63,9 +63,7 @@ class LabelPrior(Wrapper):
     def over(
         self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
     ) -> BiasedPredictor:
-        """Score unlabelled texts. Raises I2CLError if too few training texts remain beside the
-        demonstrations.
-        """
+        """Score unlabelled texts; raises I2CLError if too few remain beside the demonstrations."""
         texts = task.unlabelled(self.config.unlabelled, demonstrations, seed)
         fewest = min(FEWEST_UNLABELLED, self.config.unlabelled)
         if len(texts) < fewest:
