@@ -26,7 +26,7 @@ from i2cl import Decoder, Injection
 from i2cl.core.context import extract
 from i2cl.export import fold
 from i2cl.models.batching import make_batch, peak_memory
-from i2cl.tasks.reference import names
+from i2cl.tasks.corpus import TASKS
 from jobs import accuracy, agreement, whole_jobs
 from measures import against_prefix, paired, seconds
 from tables import machine, show
@@ -170,7 +170,9 @@ def of_shape(shape: str, scale: Scale) -> dict[str, Any]:
     rows += whole_jobs(work, scale.rounds, scale.epochs)
     rows.append(agreement(some, min(5, scale.epochs)))
     console.print("accuracy of the fast recipe")
-    rows.append(accuracy(names()[: scale.accuracy_tasks], scale.accuracy_seeds, **scale.changes))
+    rows.append(
+        accuracy([one.name for one in TASKS[: scale.accuracy_tasks]], scale.accuracy_seeds, **scale.changes)
+    )
     return {"machine": machine(), "model": decoder.name, "rows": rows, "against_cached_prefix": against}
 
 

@@ -22,7 +22,7 @@ from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load
 from i2cl.export import export_gguf, export_hf
 from i2cl.export.llama_cpp import LlamaCpp
 from i2cl.models.scoring import Questions
-from i2cl.tasks.reference import names
+from i2cl.tasks.corpus import TASKS
 
 BEGIN, END = "<!-- folded: begin -->", "<!-- folded: end -->"
 QUERIES = 200
@@ -57,7 +57,7 @@ def main() -> None:
     """Print the table, or put it between the markers of a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, help="file with the two markers")
-    parser.add_argument("--tasks", nargs="+", default=names())
+    parser.add_argument("--tasks", nargs="+", default=[one.name for one in TASKS])
     parser.add_argument("--queries", type=int, default=QUERIES)
     options = parser.parse_args()
     decoder = Decoder.from_pretrained("reference", device="cpu")

@@ -158,7 +158,7 @@ def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
             f'name = "mine"\nlabels = ["red", "blue"]\ntemplate = "{template}"\nshots = 1\n'
             '[files]\ntrain = "train.jsonl"\ntest = "test.jsonl"\n'
         )
-        for remembered in (studies._task, studies._rows, studies._wording):
+        for remembered in (studies._task, studies._hashes):
             remembered.cache_clear()
 
     mine = str(tmp_path / "mine.toml")

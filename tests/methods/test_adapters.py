@@ -100,7 +100,7 @@ def test_a_decoder_that_wears_an_adapter_is_the_bare_one_in_all_else():
 def test_prompt_tuning_is_an_embedding_in_front(films, demonstrations):
     decoder = made("llama")
     predictor = fit("prompt_tuning", decoder, films, demonstrations, epochs=1)
-    (virtual,) = predictor.adapter.state.values()
+    (virtual,) = predictor.state.values()
     for text, scores in zip(TEXTS, predictor.scores(TEXTS), strict=True):
         tokens = torch.tensor([ids(decoder, films.template.query(text))])
         with torch.no_grad():

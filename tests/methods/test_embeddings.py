@@ -83,11 +83,11 @@ def test_setfit_trains_the_encoder_and_leaves_all_else_alone(task, encoder):
     assert torch.equal(first.scores(TEXTS), again.scores(TEXTS))
     assert not torch.equal(first.scores(TEXTS), other.scores(TEXTS))
     assert torch.equal(plain.scores(TEXTS), before)
-    moved = embeddings.embed(first.encoder, TEXTS) - vectors(encoder, TEXTS)
+    moved = first.features(TEXTS, None) - vectors(encoder, TEXTS)
     assert np.abs(moved).max() > 1e-4
     size = sum(one.numel() for one in AutoModel.from_pretrained(encoder).parameters())
     assert first.cost.trained == first.cost.cached_values == size + 33
-    assert first.cost.cached_bytes == 4 * size + first.head.coef_.nbytes + first.head.intercept_.nbytes
+    assert first.cost.cached_bytes == 4 * size + first.model.coef_.nbytes + first.model.intercept_.nbytes
 
 
 @needs_encoders

@@ -89,7 +89,7 @@ def test_a_long_text_is_cut_at_its_end_and_nowhere_else(encoder, limit):
 def test_each_text_has_its_own_prompt_and_all_share_one_warning(encoder):
     builds = [lambda text: text + " yes", lambda text: "no " + text]
     with pytest.warns(TruncationWarning, match="2 of 2") as caught:
-        first, second = encoder.fitted_each(builds, ["abc" * 50, "def" * 50], 12)
+        first, second = encoder.fitted(builds, ["abc" * 50, "def" * 50], 12)
     assert len(caught) == 1
     assert first[-len(encode(" yes")) :] == encode(" yes")
     assert second[:3] == encode("no ")

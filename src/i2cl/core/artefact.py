@@ -21,16 +21,14 @@ from i2cl.tasks import Task
 
 FORMAT_VERSION = 2
 
-BIASED_VERSION = 3
-"""Of an artefact with a label bias: an older i2cl is to say that it has to be upgraded."""
-
-TEMPERED_VERSION = 5
-"""Of an artefact with a temperature that is not 1, likewise."""
-
+BIASED_VERSION = 3  # of an artefact with a label bias: an older i2cl is to say that it has to be upgraded
+TEMPERED_VERSION = 5  # of an artefact with a temperature that is not 1, likewise
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
-FILES = frozenset({TENSORS, DESCRIPTION})
-"""What is loaded; the card is for people."""
+FILES = frozenset({TENSORS, DESCRIPTION})  # what is loaded; the card is for people
+
+
+_AS_THEY_ARE = ("positions", "scoring", "seed", "metrics", "command", "worth", "label_bias", "temperature")
 
 
 class Stored(pydantic.BaseModel):
@@ -75,22 +73,14 @@ class Stored(pydantic.BaseModel):
         for name, tensor in tensors.items():
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
                 raise I2CLError(f"{TENSORS} holds no finite numbers as {name}: copy or fit it again")
-        task = Task.from_dict(self.task)
         return {
             "context": ContextVector(values, self.extraction, self.demonstrations, base),
             "coefficients": coefficients,
-            "task": task,
+            "task": Task.from_dict(self.task),
             "base": base,
-            "positions": self.positions,
-            "scoring": self.scoring,
-            "seed": self.seed,
             "settings": self.calibration,
             "history": tuple(self.loss),
-            "metrics": self.metrics,
-            "command": self.command,
-            "worth": self.worth,
-            "label_bias": self.label_bias,
-            "temperature": self.temperature,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
         }
 
 
@@ -107,16 +97,14 @@ def write(
     *,
     shared: bool = False,
 ) -> None:
-    """Write the three files.
-    If shared, the base model's local path is shortened: it is nobody else's business. Raises I2CLError if the
-    description is none that `read` takes.
+    """Write the three files. If shared, the base model's local path is shortened: it is nobody else's
+    business. Raises I2CLError if the description is none that `read` takes.
     """
     try:
         Stored.model_validate(description)
     except pydantic.ValidationError as error:
-        raise I2CLError(
-            f"this injection could not be read again ({first_problem(error)}): correct that field"
-        ) from None
+        cure = "correct that field"
+        raise I2CLError(f"this injection could not be read again ({first_problem(error)}): {cure}") from None
     whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
     save_file(whole, folder / TENSORS, metadata={"format": "pt"})
     card = model_card(description, name)
@@ -136,8 +124,7 @@ def read(folder: Path, name: str) -> dict[str, Any]:
         stored = Stored.model_validate_json((folder / DESCRIPTION).read_text(encoding="utf-8"))
         return stored.fields(load_file(folder / TENSORS))
     except (pydantic.ValidationError, UnicodeDecodeError) as error:
-        raise I2CLError(
-            f"{folder / DESCRIPTION} cannot be read ({first_problem(error)}): fit it again"
-        ) from None
+        cure = "fit it again"
+        raise I2CLError(f"{folder / DESCRIPTION} cannot be read ({first_problem(error)}): {cure}") from None
     except (SafetensorError, OSError, KeyError) as error:
         raise I2CLError(f"{folder / TENSORS} is damaged or missing ({error}): copy or fit it again") from None

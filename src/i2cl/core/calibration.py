@@ -21,7 +21,7 @@ from i2cl.models.batching import MemoryWarning, budget_chunks, is_out_of_memory
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.scoring import Questions
-from i2cl.models.training import StepProgress, minimize, train_together
+from i2cl.models.training import StepProgress, minimize, train
 from i2cl.tasks import Examples, Task
 
 
@@ -101,9 +101,8 @@ def calibrate_many(
     seeds = [0] * len(tasks) if seeds is None else seeds
     lengths = [len(tasks), len(demonstrations), len(contexts), len(seeds)]
     if len(set(lengths)) > 1:
-        raise I2CLError(
-            f"{lengths} tasks, sets of demonstrations, context vectors and seeds: give every run its own"
-        )
+        cure = "give every run its own"
+        raise I2CLError(f"{lengths} tasks, sets of demonstrations, context vectors and seeds: {cure}")
     runs = [
         CalibrationRun(Questions(decoder, task, scoring), tuple(shown), context, seed)
         for task, shown, context, seed in zip(tasks, demonstrations, contexts, seeds, strict=True)
@@ -147,12 +146,9 @@ def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig, budget: i
 
 
 def _halves(places: list[int]) -> list[list[int]]:
-    """Runs that did not fit into memory together, as two groups."""
     if len(places) == 1:
-        raise I2CLError(
-            "a step of one run does not fit into memory: use shorter texts, a smaller batch_size, or load "
-            "the model in bfloat16"
-        )
+        cure = "use shorter texts, a smaller batch_size, or load the model in bfloat16"
+        raise I2CLError(f"a step of one run does not fit into memory: {cure}")
     half = (len(places) + 1) // 2
     message = f"out of memory with {len(places)} calibrations together; going on with {half}"
     warnings.warn(message, MemoryWarning, stacklevel=4)
@@ -177,7 +173,7 @@ def _fit(
                 minimize(free, loss.mean, chunks, config.passes, config.pull, progress, dtype)
             ]
         else:
-            histories = train_together(free, loss, _steps(group, config), config, progress, dtype)
+            histories = train(free, loss, _steps(group, config), config, progress, dtype)
     values = coefficients.linear().detach().cpu()
     return [
         Injection(

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import HALF_PAIR, I2CLError
-from i2cl.models.batching import Batch, Ids
+from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
 from i2cl.models.fingerprint import ModelIdentity
@@ -166,9 +166,8 @@ def extract(
 ) -> ContextVector:
     """Run each demonstration alone and average what the residual writers put out at its last token.
 
-    The mean is taken batch by batch, so memory does not grow with the number of demonstrations (it
-    does for ``aggregate="pca"``, which keeps layers x sites x d numbers of each). Their order changes
-    nothing.
+    The mean is taken batch by batch, so memory does not grow with the number of demonstrations (it does for
+    ``aggregate="pca"``, which keeps layers x sites x d numbers of each). Their order changes nothing.
 
     Args:
         decoder: the model.
@@ -178,13 +177,17 @@ def extract(
         seed: picks the token for ``token="random"``.
 
     Raises:
-        I2CLError: without demonstrations, or if one has no such label or does not fit into the
-            context, or if the model's blocks do not simply add their writers.
+        I2CLError: without demonstrations, or if one has no such label or does not fit into the context, or if
+            the model's blocks do not simply add their writers.
     """
     config = config or ExtractConfig()
     require_demonstrations(task, demonstrations)
     decoder.require_identity()
-    ids = sorted(_encode(decoder, task, demonstrations, config))
+    builds = [
+        partial(task.template.demonstration, label_word=task.labels[one.label], separator=config.separator)
+        for one in demonstrations
+    ]
+    ids = sorted(decoder.encoder.fitted(builds, [one.text for one in demonstrations], decoder.max_length))
     picker = random.Random(seed)
     ends = [(len(row) - 1) * (config.token == "last") for row in ids]
     places = [picker.randrange(len(row)) for row in ids] if config.token == "random" else ends
@@ -228,20 +231,16 @@ def extract_classes(
     seed: int = 0,
 ) -> tuple[ContextVector, ...]:
     """`extract` for the demonstrations of each class alone, in the order of the task's labels.
-
     Source: paper, appendix "Visualization of In-task Context Vectors". Their `ContextVector.mean`, weighted
-    by their ``demonstrations``, is the context vector of the paper.
-
-    Raises:
-        I2CLError: if a class has no demonstration, and where `extract` raises it.
+    by their ``demonstrations``, is the context vector of the paper. Raises I2CLError if a class has no
+    demonstration, and where `extract` raises it.
     """
     require_demonstrations(task, demonstrations)
     groups = group_by_label(demonstrations, len(task.labels))
     for word, group in zip(task.labels, groups, strict=True):
         if not group:
-            raise I2CLError(
-                f"class {word!r} of task {task.name!r} has no demonstration: give at least one of each class"
-            )
+            cure = "give at least one of each class"
+            raise I2CLError(f"class {word!r} of task {task.name!r} has no demonstration: {cure}")
     return tuple(extract(decoder, task, group, config, seed=seed) for group in groups)
 
 
@@ -262,17 +261,6 @@ def require_labels(task: Task, demonstrations: Examples) -> None:
             )
         if HALF_PAIR.search(example.text):
             raise I2CLError(f"demonstration {number} holds half a surrogate pair: repair its text")
-
-
-def _encode(decoder: Decoder, task: Task, demonstrations: Examples, config: ExtractConfig) -> list[Ids]:
-    builds = [
-        partial(
-            task.template.demonstration, label_word=task.labels[example.label], separator=config.separator
-        )
-        for example in demonstrations
-    ]
-    texts = [example.text for example in demonstrations]
-    return decoder.encoder.fitted_each(builds, texts, decoder.max_length)
 
 
 def _first_direction(

@@ -17,15 +17,13 @@ from i2cl.models.batching import Batch
 from i2cl.models.edits import Edit, Site, States
 
 Positions = Literal["all", "first", "last", "random"]
-"""Query tokens that are injected ("Injection Position" ablation)."""
+"""Injected tokens of a query ("Injection Position" ablation)."""
 
 
 class PlacedEdit(Edit):
     """Replaces outputs at every token or at one. Subclasses override `injected`.
-
-    Attributes:
-        positions: tokens of the query that are injected: all, its first, its last, or a random one,
-            drawn once per query from ``seed`` and its tokens so that batching cannot change it.
+    ``positions`` are the query's tokens that are injected: all, its first, its last, or a random one, drawn
+    once per query from ``seed`` and its tokens so that batching cannot change it.
     """
 
     site: Site
@@ -123,11 +121,9 @@ def _keeps_alpha(device: torch.device, dtype: torch.dtype) -> bool:
 
 class NoisyEdit(Edit):
     """An injection with Gaussian noise, for calibration (paper, "Noisy Self-calibration").
-
-    The noise has ``scale`` times the L2 norm of what it is added to, taken as a constant: of the
-    residual stream after attention and after MLP (``place="residual"``, the paper's text), or of each
-    writer's output (``place="writer"``, the released code). Sites that are not ``active`` get neither
-    injection nor noise.
+    The noise has ``scale`` times the L2 norm of what it is added to, taken as a constant: of the residual
+    stream after attention and after MLP (``place="residual"``, the paper's text), or of each writer's output
+    (``place="writer"``, the released code). Sites that are not ``active`` get neither injection nor noise.
     """
 
     def __init__(
@@ -175,9 +171,8 @@ class NoisyEdit(Edit):
 
 
 class Draw:
-    """Gaussian numbers for a batch that several runs share: each run gets those it would draw alone.
-    Each run would have its batch of ``alone``; ``shared`` has their queries run by run, of these lengths in
-    tokens.
+    """Gaussian numbers for a batch that several runs share: each run gets those it would draw alone. Each run
+    would have its batch of ``alone``; ``shared`` has their queries run by run, of these lengths in tokens.
     """
 
     def __init__(

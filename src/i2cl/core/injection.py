@@ -27,9 +27,7 @@ from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
 from i2cl.tasks import Task
 
-LABEL_PRIOR = "label_prior"
-"""Where settings tell what a label bias was measured on (`i2cl.injections.label_prior`)."""
-
+LABEL_PRIOR = "label_prior"  # where settings tell what `i2cl.injections.label_prior` measured a label bias on
 TEMPERATURES = (0.001, 1000.0)
 """The least and the most temperature: within them, scores that differ give probabilities that differ."""
 
@@ -87,9 +85,8 @@ class Injection:
     def __post_init__(self) -> None:
         bias, count = self.label_bias, len(self.task.labels)
         if bias is not None and not (len(bias) == count and all(map(math.isfinite, bias))):
-            raise I2CLError(
-                f"label_bias {bias} is not one finite number for each of {count} labels: fit it again"
-            )
+            cure = "fit it again"
+            raise I2CLError(f"label_bias {bias} is not one finite number for each of {count} labels: {cure}")
         least, most = TEMPERATURES
         if not least <= self.temperature <= most:
             raise I2CLError(
@@ -98,13 +95,8 @@ class Injection:
 
     def edit(self) -> LinearEdit:
         """The edit that applies this injection to `Decoder.forward`."""
-        return LinearEdit(
-            self.context.values,
-            self.coefficients,
-            site=self.context.config.site,
-            positions=self.positions,
-            seed=self.seed,
-        )
+        values, site = self.context.values, self.context.config.site
+        return LinearEdit(values, self.coefficients, site, self.positions, self.seed)
 
     def questions(self, decoder: Decoder, scoring: Scoring | None = None) -> Questions:
         """The task as this injection asks and reads it; or with another scoring."""
@@ -180,11 +172,8 @@ class Injection:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, JSON and a model card; all of it or, on an error, nothing.
-
-        An artefact that is there is replaced, its card too.
-
-        Raises:
-            I2CLError: if the folder cannot be written or holds something else.
+        An artefact that is there is replaced, its card too. Raises I2CLError if the folder cannot be written
+        or holds something else.
         """
         path = Path(folder)
         with new_folder(path, own_files) as fresh:
@@ -216,15 +205,9 @@ class Injection:
         """
         message = commit_message or f"I2CL injection for {self.task.name}"
         with tempfile.TemporaryDirectory() as scratch:
-            self._write(Path(scratch), repo_id, shared=True)
-            return upload(
-                Path(scratch),
-                repo_id,
-                private=private,
-                token=token,
-                commit_message=message,
-                revision=revision,
-            )
+            folder, where = Path(scratch), {"token": token, "revision": revision}
+            self._write(folder, repo_id, shared=True)
+            return upload(folder, repo_id, private=private, commit_message=message, **where)
 
     def _write(self, folder: Path, name: str, *, shared: bool) -> None:
         tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}

@@ -61,9 +61,8 @@ class CalibrationRun:
         self.context.require_base(self.questions.decoder)
         shape = (*self.context.values.shape[:2], 2)
         if self.start is not None and config.formula != "linear":
-            raise I2CLError(
-                f"start coefficients are linear, but formula={config.formula!r}: use formula='linear'"
-            )
+            cure = "use formula='linear'"
+            raise I2CLError(f"start coefficients are linear, but formula={config.formula!r}: {cure}")
         if self.start is not None and self.start.shape != shape:
             raise I2CLError(
                 f"start coefficients have shape {tuple(self.start.shape)}, but {shape} is needed: "
@@ -71,9 +70,8 @@ class CalibrationRun:
             )
         count = len(self.demonstrations)
         if self.batches is not None and config.optimizer == "lbfgs":
-            raise I2CLError(
-                "optimizer='lbfgs' takes all demonstrations at once: leave batches out, or use adamw"
-            )
+            cure = "leave batches out, or use adamw"
+            raise I2CLError(f"optimizer='lbfgs' takes all demonstrations at once: {cure}")
         if not all(rows and set(rows) <= set(range(count)) for rows in self.batches or ()):
             raise I2CLError(f"batches are to hold demonstration indices, each 0 to {count - 1}")
 

@@ -14,31 +14,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-NEWTON_STEPS = 50
-"""Of the tangent's optimum, at most; it takes about six."""
-
-LEAST_SLOPE = 1e-3
-"""Of the mean: what moves the scores less is not scaled up any further."""
-
-SLICE = 2**14
-"""Parameters that are multiplied in double precision at once."""
+NEWTON_STEPS = 50  # of the tangent's optimum, at most; it takes about six
+LEAST_SLOPE = 1e-3  # of the mean: what moves the scores less is not scaled up any further
+SLICE = 2**14  # parameters that are multiplied in double precision at once
 
 
 @dataclass(frozen=True, eq=False)
 class Tangent:
-    """The columns at some theta, and how they change with it.
+    """The columns at some theta, and how they change with it."""
 
-    Attributes:
-        values: of each column, in nats.
-        jacobian: derivatives of the columns in theta / s.
-        rivals: the labels of each demonstration that have a column of their own.
-        whole: whether that is every label but the gold one.
-    """
-
-    values: Float[Tensor, "n columns"]
-    jacobian: Float[Tensor, "n_columns parameters"]
-    rivals: Int[Tensor, "n rivals"]
-    whole: bool
+    values: Float[Tensor, "n columns"]  # of each column, in nats
+    jacobian: Float[Tensor, "n_columns parameters"]  # derivatives of the columns in theta / s
+    rivals: Int[Tensor, "n rivals"]  # the labels of each demonstration that have a column of their own
+    whole: bool  # whether that is every label but the gold one
 
     @cached_property
     def kernel(self) -> Float[Tensor, "n_columns n_columns"]:
@@ -51,7 +39,6 @@ class Tangent:
 
     def spread(self) -> Float[Tensor, " parameters"]:
         """Variance over labels of the scores' derivatives, the mean over demonstrations; of a whole tangent.
-
         It is the diagonal of the Fisher information where all labels are equally probable, so what all labels
         share counts nothing.
         """
@@ -66,12 +53,8 @@ def rivals_of(
     scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], kept: int
 ) -> Int[Tensor, "n rivals"]:
     """The labels that get a column of their own: those that compete most with the gold one, in their order.
-
-    Args:
-        scores: of all labels.
-        gold: right label of each row.
-        kept: columns, fewer than labels. The last one is all other labels together, unless every label but
-            the gold one has a column.
+    Scores are of all labels; ``kept`` are columns, fewer than labels. The last one is all other labels
+    together, unless every label but the gold one has a column.
     """
     others = scores.scatter(1, gold[:, None], -torch.inf)
     count = kept if kept == scores.shape[1] - 1 else kept - 1
@@ -107,10 +90,8 @@ def _rest(scores: Tensor, gold: Tensor, rivals: Tensor) -> Float[Tensor, "n labe
 
 def balanced(spread: Float[Tensor, " parameters"], together: int) -> Float[Tensor, " parameters"]:
     """The scale of each parameter at which all sites move the label scores alike.
-
-    Args:
-        spread: see `Tangent.spread`.
-        together: parameters of a site, in a row, which share the scale of their mean.
+    The spread is `Tangent.spread`; ``together`` parameters of a site, in a row, share the scale of their
+    mean.
     """
     size = spread.view(-1, together).mean(1).sqrt().repeat_interleave(together)
     return 1 / size.clamp_min(LEAST_SLOPE * size.mean()) if size.any() else torch.ones_like(size)
@@ -125,13 +106,8 @@ def optimum(
     start: Float[Tensor, "n columns"], kernel: Float[Tensor, "n_columns n_columns"], tau: float
 ) -> Float[Tensor, " n_columns"]:
     """Weights ``a`` at which kernel logistic regression, ``start + kernel a``, is best: damped Newton steps.
-
-    The parameters that they stand for are the Jacobian's transpose times ``a``.
-
-    Args:
-        start: values of the columns, in float64.
-        kernel: their inner products.
-        tau: strength of the prior.
+    The parameters that they stand for are the Jacobian's transpose times ``a``. The start has values of the
+    columns, the kernel their inner products, both in float64; ``tau`` is the strength of the prior.
     """
     n, count = start.shape
     weights = torch.zeros(n * count, dtype=torch.float64)

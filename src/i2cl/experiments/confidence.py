@@ -13,9 +13,7 @@ from jaxtyping import Bool, Float
 
 from i2cl.injections.temperature import Labels, Scores, normalised
 
-BINS = 15
-"""Of the expected calibration error, each with as many queries."""
-
+BINS = 15  # of the expected calibration error, each with as many queries
 Sure = Float[np.ndarray, " queries"]
 Right = Bool[np.ndarray, " queries"]
 
@@ -38,8 +36,7 @@ class Confidence:
     aurc: float
 
 
-NAMES = tuple(field.name for field in fields(Confidence))
-"""Of the four numbers, as in files."""
+NAMES = tuple(field.name for field in fields(Confidence))  # of the four numbers, as in files
 
 
 def confidence(scores: Scores, gold: Labels, answers: Labels) -> Confidence:

@@ -15,33 +15,15 @@ from i2cl.models.scoring import Questions, score
 from i2cl.tasks import Example, Examples, Task
 from i2cl.tasks.sampling import group_by_label, sample_per_class, seeded
 
-MOST_SHOTS = 20
-"""Demonstrations of a class that are taken unasked."""
-
-PATIENCE = 300.0
-"""Seconds that a fit may take unasked."""
-
-KEPT_BACK = 5
-"""One row in so many is kept back to score on, where nobody gives test rows or says otherwise."""
-
-ENOUGH = 10
-"""Rows of a class from which on some are kept back."""
-
-FORWARD, BACKWARD = 1.5, 1.3
-"""Passes of the plain model that a forward pass with gradients takes, and a backward pass."""
-
-AGAIN = 1.0
-"""What all later steps differentiate, over what the first does: settled demonstrations are left out."""
-
-SHARED = 4
-"""Whole labels behind one query that cost as much as one of them alone."""
-
-TIMED = 8
-"""Texts of the batch that is timed."""
-
-USUAL = 5
-"""Demonstrations of a class that are taken however long it takes: the paper's number."""
-
+MOST_SHOTS = 20  # demonstrations of a class that are taken unasked
+PATIENCE = 300.0  # seconds that a fit may take unasked
+KEPT_BACK = 5  # one row in so many is kept back to score on, where nobody gives test rows or says otherwise
+ENOUGH = 10  # rows of a class from which on some are kept back
+FORWARD, BACKWARD = 1.5, 1.3  # passes of the plain model that one with gradients takes, forward and backward
+AGAIN = 1.0  # what all later steps differentiate, over what the first does: they leave settled rows out
+SHARED = 4  # whole labels behind one query that cost as much as one of them alone
+TIMED = 8  # texts of the batch that is timed
+USUAL = 5  # demonstrations of a class that are taken however long it takes: the paper's number
 CHOICES = (MOST_SHOTS, 15, 10, 8, 6, USUAL, 4, 3, 2, 1)
 """Shots that are chosen among: few, so that the same machine mostly chooses the same."""
 
@@ -86,13 +68,10 @@ def draw(
     scored: bool,
 ) -> Draw | None:
     """The demonstrations, unless it takes the model to say how many they are: see `fitting`.
-
     Shots are by default the task's own, or of a file of somebody's ``own``, of which a class may have fewer
     rows than are asked for, as many as pay. ``keep_back`` (see `up_to`) is by default `KEPT_BACK` where shots
-    are not given and something is to be ``scored`` without test rows.
-
-    Raises:
-        I2CLError: if rows are lacking, or too many for anchored calibration.
+    are not given and something is to be ``scored`` without test rows. Raises I2CLError if rows are lacking,
+    or too many for anchored calibration.
     """
     anchored = isinstance(method, Anchored)
     if not own:

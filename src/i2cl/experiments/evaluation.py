@@ -211,7 +211,6 @@ class Evaluation:
             runs += [NotRun(self.task.name, method.called, seed, why) for method in methods]
 
     def _together(self, decoder: Decoder) -> dict[int, Fitted]:
-        """All seeds, where they are fitted together."""
         if bottom(self.methods[0]).joint and len(self.seeds) > 1:
             with suppress(I2CLError):  # by itself, each seed tells its own
                 return dict(zip(self.seeds, self._fits(decoder, self.seeds), strict=True))
@@ -237,16 +236,12 @@ def sweep(
     refused: Callable[[NotRun], None] | None = None,
 ) -> list[Run]:
     """Evaluate tasks x methods x seeds, in that order; seeds go together where a method gains by it.
-
     Methods that stand on the same fit, such as one with and without a label prior, share it. ``word`` gives a
     task other words once the model is there, such as those of its chat template. ``watch`` is called with
     each run as it ends, in any order; ``refused`` with each method that cannot be run, and the others go on;
     without it the first is raised. With ``skip``, methods that need another model are left out with a
-    `SkippedWarning`.
-
-    Raises:
-        I2CLError: if rows are lacking, before the model is loaded; or if a method, or every one, cannot be
-            fitted.
+    `SkippedWarning`. Raises I2CLError if rows are lacking, before the model is loaded; or if a method, or
+    every one, cannot be fitted.
     """
     for task in tasks:
         task.sample(shots, seeds[0])
@@ -324,17 +319,10 @@ def summarize(runs: Iterable[Run]) -> list[Summary]:
 
 
 def _summary(runs: Sequence[Run]) -> Summary:
-    accuracies = [run.accuracy for run in runs]
-    return Summary(
-        task=runs[0].task,
-        method=runs[0].method,
-        seeds=len(runs),
-        n=runs[0].n,
-        accuracy=float(np.mean(accuracies)),
-        accuracy_sd=float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0,
-        macro_f1=float(np.mean([run.macro_f1 for run in runs])),
-        fit_seconds=float(np.mean([run.fit_seconds for run in runs])),
-        milliseconds_per_query=float(np.mean([1000 * run.predict_seconds / run.n for run in runs])),
-        cached_values=runs[0].cost.cached_values,
-        confidence=mean_confidence([run.confidence for run in runs]),
-    )
+    first, accuracies = runs[0], [run.accuracy for run in runs]
+    each = [(run.macro_f1, run.fit_seconds, 1000 * run.predict_seconds / run.n) for run in runs]
+    f1, fit, query = (float(np.mean(column)) for column in zip(*each, strict=True))
+    mean, sd = float(np.mean(accuracies)), float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0
+    known = first.task, first.method, len(runs), first.n
+    trust = mean_confidence([run.confidence for run in runs])
+    return Summary(*known, mean, sd, f1, fit, query, first.cost.cached_values, trust)

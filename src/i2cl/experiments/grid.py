@@ -15,35 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Value = str | int | Annotated[float, Field(allow_inf_nan=False)] | bool
 Study = Literal["method", "move", "transfer"]
 Demonstrations = Literal["random", "worst"]
-GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples fill [0, 1) evenly, however many are taken."""
-
-DEFAULT_AGAINST = "I2CL"
-"""Row that others are tested against where it is there and nobody says otherwise."""
-
-SHARED = ("study", "method", "options", "demonstrations", "chat")
-"""Fields of a row that are those of its cells."""
-
-MOST_SEEDS = 10_000
-"""Beyond which a number of seeds is a slip."""
-
-View = Literal[
-    "tasks",
-    "average",
-    "cost",
-    "comparison",
-    "confidence",
-    "bars",
-    "reliability",
-    "risk-coverage",
-    "efficiency",
-    "shots",
-    "matrix",
-    "vectors",
-    "coefficient-map",
-    "class-vectors",
-    "coefficients",
-]
+GOLDEN = (5**0.5 - 1) / 2  # its multiples fill [0, 1) evenly, however many are taken
+DEFAULT_AGAINST = "I2CL"  # row that others are tested against where it is there and nobody says otherwise
+SHARED = ("study", "method", "options", "demonstrations", "chat")  # fields of a row that are its cells' too
+MOST_SEEDS = 10_000  # beyond which a number of seeds is a slip
+_Tables = Literal["tasks", "average", "cost", "comparison", "confidence"]
+_Scores = Literal["bars", "reliability", "risk-coverage", "efficiency", "shots", "matrix"]
+_Fits = Literal["vectors", "coefficient-map", "class-vectors", "coefficients"]
+View = Literal[_Tables, _Scores, _Fits]  # what a report shows; shots and matrix are tables too
 
 
 class Frozen(BaseModel):
@@ -60,42 +39,28 @@ class Wording(Frozen):
 
 
 class Cell(Frozen):
-    """One thing to run, and its identity: equal cells have equal results up to rounding.
+    """One thing to run, and its identity: equal cells have equal results up to rounding."""
 
-    Attributes:
-        model: as given at loading.
-        revision: of a hub model, or None.
-        dtype: as asked for, or None for the default.
-        task: name, or file.
-        study: ``method`` fits a method; ``move`` injects what was fitted on the task ``sources[0]``;
-            ``transfer`` calibrates again from related ones of ``sources``.
-        method: name, see `i2cl.methods.make_methods`.
-        options: of the method.
-        shots: demonstrations per class, None for the task's own.
-        demonstrations: drawn at random, or the worst of several groups (see `i2cl.experiments.studies`).
-        sources: other tasks that the study uses.
-        seed: of demonstrations and method.
-        limit: queries of the task.
-        skew: how many times as frequent as the others classes with an even id are, among queries and
-            unlabelled texts.
-        chat: whether everything is asked in the tokenizer's chat template, after the task's instruction.
-        own: what the grid says of the task and the sources, by name.
-    """
-
-    model: str
-    revision: str | None = None
-    dtype: str | None = None
-    task: str
+    model: str  # as given at loading
+    revision: str | None = None  # of a hub model, or None
+    dtype: str | None = None  # as asked for, or None for the default
+    task: str  # name, or file
+    # ``method`` fits a method; ``move`` injects what was fitted on the task ``sources[0]``; ``transfer``
+    # calibrates again from related ones of ``sources``
     study: Study = "method"
-    method: str = "i2cl"
-    options: dict[str, Value] = Field(default_factory=dict)
-    shots: int | None = None
+    method: str = "i2cl"  # name, see `i2cl.methods.make_methods`
+    options: dict[str, Value] = Field(default_factory=dict)  # of the method
+    shots: int | None = None  # demonstrations per class, None for the task's own
+    # drawn at random, or the worst of several groups (see `i2cl.experiments.studies`)
     demonstrations: Demonstrations = "random"
-    sources: tuple[str, ...] = ()
-    seed: int = 0
-    limit: int | None = None
+    sources: tuple[str, ...] = ()  # other tasks that the study uses
+    seed: int = 0  # of demonstrations and method
+    limit: int | None = None  # queries of the task
+    # how many times as frequent as the others classes with an even id are, among queries and unlabelled texts
     skew: int = Field(1, ge=1)
+    # whether everything is asked in the tokenizer's chat template, after the task's instruction
     chat: bool = False
+    # what the grid says of the task and the sources, by name
     own: dict[str, Wording] = Field(default_factory=dict)
 
     @property
@@ -113,31 +78,25 @@ class Cell(Frozen):
 class GridRow(Frozen):
     """One row of a table, or one line or group of bars of a figure.
 
-    Attributes:
-        name: as shown; the paper's name where it prints the row.
-        shots: demonstrations per class, several for a curve; empty for the task's own.
-        seeds: at most so many: one for what no seed can change.
-
     The others are those of a `Cell`. What is moved or transferred is plain I2CL, of the task's own shots.
     """
 
-    name: str
+    name: str  # as shown; the paper's name where it prints the row
     study: Study = "method"
     method: str = "i2cl"
     options: dict[str, Value] = Field(default_factory=dict)
+    # demonstrations per class, several for a curve; empty for the task's own
     shots: tuple[Annotated[int, Field(ge=1)], ...] = ()
     demonstrations: Demonstrations = "random"
     chat: bool = False
-    seeds: int | None = Field(None, ge=1)
+    seeds: int | None = Field(None, ge=1)  # at most so many: one for what no seed can change
 
     @model_validator(mode="after")
     def _plain_where_used(self) -> Self:
         plain = (self.method, self.options, self.shots, self.demonstrations) == ("i2cl", {}, (), "random")
         if self.study != "method" and not plain:
-            raise ValueError(
-                f"row {self.name!r} has study={self.study}, which takes plain I2CL: leave out method, "
-                "options, shots and demonstrations"
-            )
+            cure = "leave out method, options, shots and demonstrations"
+            raise ValueError(f"row {self.name!r} has study={self.study}, which takes plain I2CL: {cure}")
         return self
 
     def cells(self, base: Cell, tasks: Sequence[str], most_shots: int | None) -> Iterator[Cell]:
@@ -166,55 +125,36 @@ def _from(cell: Cell, sources: tuple[str, ...]) -> Cell:
 
 
 class Scale(Frozen):
-    """How much of an experiment is run.
+    """How much of an experiment is run."""
 
-    Attributes:
-        seeds: counted from 0.
-        limit: queries per task.
-        tasks: how many of the tasks, spread evenly over their list; None for all.
-        shots: the most demonstrations per class of a curve; None for all.
-    """
-
-    seeds: int = Field(5, ge=1, le=MOST_SEEDS)
-    limit: int = Field(500, ge=1)
+    seeds: int = Field(5, ge=1, le=MOST_SEEDS)  # counted from 0
+    limit: int = Field(500, ge=1)  # queries per task
+    # how many of the tasks, spread evenly over their list; None for all
     tasks: int | None = Field(None, ge=1)
-    shots: int | None = Field(None, ge=1)
+    shots: int | None = Field(None, ge=1)  # the most demonstrations per class of a curve; None for all
 
 
 class Experiment(Frozen):
-    """A table or figure: rows x tasks x seeds, and how the report shows them.
+    """A table or figure: rows x tasks x seeds, and how the report shows them."""
 
-    Attributes:
-        name: of the file.
-        file: where it was read from, unless the package brings it.
-        title: what it is about.
-        paper: number of the table or figure in the paper, or "-".
-        measures: what is measured, in a sentence.
-        tasks: names, or "all" for the tasks that belong to the model.
-        rows: what is compared.
-        own: template and test rows of tasks, by name: files of rows have none by themselves.
-        against: name of the row that others are tested against; default: "I2CL", or else the first row.
-        skews: see `Cell`; for each, all rows once.
-        views: what the report shows, in this order.
-        printed: name of the paper's printed tables to set beside (`i2cl.experiments.report.printed`).
-        full: scale of the paper.
-        quick: scale under ``--quick``.
-    """
-
-    name: str
-    file: str | None = None
-    title: str
-    paper: str = "-"
-    measures: str
-    tasks: Literal["all"] | tuple[str, ...] = "all"
-    rows: tuple[GridRow, ...] = Field(min_length=1)
+    name: str  # of the file
+    file: str | None = None  # where it was read from, unless the package brings it
+    title: str  # what it is about
+    paper: str = "-"  # number of the table or figure in the paper, or "-"
+    measures: str  # what is measured, in a sentence
+    tasks: Literal["all"] | tuple[str, ...] = "all"  # names, or "all" for the tasks that belong to the model
+    rows: tuple[GridRow, ...] = Field(min_length=1)  # what is compared
+    # template and test rows of tasks, by name: files of rows have none by themselves
     own: dict[str, Wording] = Field(default_factory=dict)
+    # name of the row that others are tested against; default: "I2CL", or else the first row
     against: str = DEFAULT_AGAINST
+    # see `Cell`; for each, all rows once
     skews: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
-    views: tuple[View, ...] = ("tasks", "comparison")
+    views: tuple[View, ...] = ("tasks", "comparison")  # what the report shows, in this order
+    # name of the paper's printed tables to set beside (`i2cl.experiments.report.printed`)
     printed: str | None = None
-    full: Scale = Scale()
-    quick: Scale = Scale(seeds=2, limit=100, tasks=5, shots=20)
+    full: Scale = Scale()  # scale of the paper
+    quick: Scale = Scale(seeds=2, limit=100, tasks=5, shots=20)  # scale under ``--quick``
 
     @model_validator(mode="before")
     @classmethod

@@ -15,11 +15,8 @@ ablation-layer ablation-position ablation-noise ablation-formula synthetic over-
 _OTHERS = """real main-real skewed chat successors real-ablations anchored-ablations anchored-shots
 anchored-unlabelled unlabelled"""
 
-ORDER = tuple(_PAPER.split())
-"""The paper's experiments, in its order; what `all` means."""
-
-BROUGHT = (*_OTHERS.split(), *ORDER)
-"""All that the package brings."""
+ORDER = tuple(_PAPER.split())  # the paper's experiments, in its order; what `all` means
+BROUGHT = (*_OTHERS.split(), *ORDER)  # all that the package brings
 
 
 def load_experiment(name: str | Path) -> Experiment:
@@ -75,9 +72,8 @@ def compared_with(experiments: Sequence[Experiment], row: str) -> list[Experimen
     """The same grids, tested against this row where they have it; raises I2CLError if none has."""
     names = list(dict.fromkeys(own.name for one in experiments for own in one.rows))
     if row not in names:
-        raise I2CLError(
-            f"no experiment has a row {row!r}: {did_you_mean(row, names)}known are {'; '.join(names)}"
-        )
+        cure = f"{did_you_mean(row, names)}known are {'; '.join(names)}"
+        raise I2CLError(f"no experiment has a row {row!r}: {cure}")
     return [
         one.model_copy(update={"against": row}) if row in {own.name for own in one.rows} else one
         for one in experiments

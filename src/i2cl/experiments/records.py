@@ -2,34 +2,21 @@
 
 import base64
 import binascii
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Literal, Self
 
 import numpy as np
+import pydantic
 from jaxtyping import Float
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    field_serializer,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from i2cl.experiments.confidence import NAMES, Confidence, confidence
 from i2cl.experiments.grid import Cell, Frozen
 from i2cl.injections.temperature import normalised
 from i2cl.methods import Cost
 
-COUNTS = {
-    "trainable_parameters": "trained",
-    "cached_values": "cached_values",
-    "cached_bytes": "cached_bytes",
-    "held_out": "held_out",
-    "unlabelled": "unlabelled",
-}
-"""The numbers of a `Cost` under the names that they have in files."""
+# The numbers of a `Cost` under the names that they have in files.
+COUNTS = {{"trained": "trainable_parameters"}.get(one.name, one.name): one.name for one in fields(Cost)}
 
 TOLD_BY_RECORD = ("model", "task", "method", "seed", "versions")
 """What a line of a store holds beside the run's own numbers."""
@@ -164,35 +151,27 @@ class Run(Frozen):
         cost = {COUNTS[name]: value for name, value in data.items() if name in COUNTS}
         return {name: value for name, value in data.items() if name not in COUNTS} | {"cost": cost}
 
-    @model_serializer(mode="wrap")
-    def _spread(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    @pydantic.model_serializer(mode="wrap")
+    def _spread(self, write: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = write(self)
         cost = values.pop("cost")
         return values | {name: cost[field] for name, field in COUNTS.items()}
 
 
 class Record(Frozen):
-    """One line of a store.
+    """One line of a store."""
 
-    Attributes:
-        key: of the cell.
-        cell: what was run.
-        status: whether it ended well, or was skipped since its method needs another model.
-        outcome: results, where it ended well; a line holds model, task, method and seed once, in its cell.
-        error: what went wrong, or why it was skipped, where it did not.
-        started: UTC time, ISO 8601.
-        peak_memory_bytes: the most that the device's allocator held (CUDA), or that the process ever
-            held up to then (CPU).
-        provenance: versions, git commit, device, dtype, threads, weights fingerprint, kind of machine.
-    """
-
-    key: str
-    cell: Cell
+    key: str  # of the cell
+    cell: Cell  # what was run
+    # whether it ended well, or was skipped since its method needs another model
     status: Literal["done", "failed", "skipped"]
+    # results, where it ended well; a line holds model, task, method and seed once, in its cell
     outcome: Run | None = None
-    error: str | None = None
-    started: str
+    error: str | None = None  # what went wrong, or why it was skipped, where it did not
+    started: str  # UTC time, ISO 8601
+    # the most that the device's allocator held (CUDA), or that the process ever held up to then (CPU)
     peak_memory_bytes: int = 0
+    # versions, git commit, device, dtype, threads, weights fingerprint, kind of machine
     provenance: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -207,7 +186,7 @@ class Record(Frozen):
 
     @field_validator("outcome", mode="before")
     @classmethod
-    def _of_the_cell(cls, outcome: Any, info: ValidationInfo) -> Any:
+    def _of_the_cell(cls, outcome: Any, info: pydantic.ValidationInfo) -> Any:
         cell = info.data.get("cell")
         if not isinstance(outcome, dict) or cell is None:
             return outcome
@@ -215,9 +194,9 @@ class Record(Frozen):
         known = {"model": cell.model, "task": cell.task, "method": method, "seed": cell.seed}
         return known | outcome
 
-    @field_serializer("outcome", mode="wrap")
+    @pydantic.field_serializer("outcome", mode="wrap")
     def _without_the_cell(
-        self, outcome: Run | None, write: SerializerFunctionWrapHandler
+        self, outcome: Run | None, write: pydantic.SerializerFunctionWrapHandler
     ) -> dict[str, Any] | None:
         values: dict[str, Any] | None = write(outcome)
         return values and {name: value for name, value in values.items() if name not in TOLD_BY_RECORD}

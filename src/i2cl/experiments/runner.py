@@ -61,17 +61,14 @@ class Kept:
         """Refuse to add results of other weights or other rows (I2CLError naming the model or the task)."""
         decoder = bench.decoder
         if self._strange(("weights", software(decoder)["dtype"]), decoder.base.weights):
-            raise I2CLError(
-                f"the store has results of other weights than {decoder.name!r} has now: "
-                "choose another --store"
-            )
+            cure = "choose another --store"
+            raise I2CLError(f"the store has results of other weights than {decoder.name!r} has now: {cure}")
         for task, cell in sorted({cell.task: cell for cell in cells}.items()):
-            if self._strange(("rows", task), bench.rows(cell)):
-                raise I2CLError(
-                    f"the store has results on other rows of task {task!r}: choose another --store, or the "
-                    "--data-dir they were made with"
-                )
-            if self._strange(("wording", task), bench.wording(cell)):
+            hashes = bench.hashes(cell)
+            if self._strange(("rows", task), hashes["rows"]):
+                cure = "choose another --store, or the --data-dir they were made with"
+                raise I2CLError(f"the store has results on other rows of task {task!r}: {cure}")
+            if self._strange(("wording", task), hashes["wording"]):
                 raise I2CLError(
                     f"the store has results of task {task!r} with another template, label words, instruction "
                     "or shots: choose another --store, or set the task back"
@@ -119,21 +116,13 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
             status, error = "skipped", str(lacking)
         except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
             status, error = "failed", f"{type(raised).__name__}: {raised}"
-    hashes = {"rows": bench.rows(cell), "wording": bench.wording(cell)} if outcome else {}
-    return Record(
-        key=cell.key,
-        cell=cell,
-        status=status,
-        outcome=outcome,
-        error=error,
-        started=started,
-        peak_memory_bytes=max(memory, peak.bytes),
-        provenance=provenance(bench.decoder) | hashes,
-    )
+    hashes = bench.hashes(cell) if outcome else {}
+    told: Any = {"key": cell.key, "cell": cell, "status": status, "outcome": outcome, "error": error}
+    told |= {"started": started, "peak_memory_bytes": max(memory, peak.bytes)}
+    return Record(**told, provenance=provenance(bench.decoder) | hashes)
 
 
-Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]
-"""Runs jobs and yields their records in any order."""
+Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]  # runs jobs, yields records in any order
 
 
 @dataclass(frozen=True)
@@ -147,7 +136,6 @@ class Tally:
 
 def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) -> list[Group]:
     """Groups of cells, each once, of which the store lacks some or holds them as failed.
-
     Seed by seed, so that an unfinished run leaves whole tables of fewer seeds; and plain methods before
     studies that use what those were fitted to. By itself stands what gains nothing from company, what is
     timed, and what other cells use, so that they find the same whoever comes first. ``timed`` are keys of
@@ -171,7 +159,6 @@ def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) ->
 
 
 def _kept(store: Store, cell: Cell, alone: bool) -> bool:
-    """Whether a store has what is wanted of a cell."""
     if not store.done(cell.key):
         return False
     outcome = store.records[cell.key].outcome

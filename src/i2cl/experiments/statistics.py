@@ -17,56 +17,42 @@ from scipy.stats import ttest_1samp
 
 from i2cl.errors import I2CLError
 
+# Whether a method answered rightly: one array per task, all with the same seeds.
 Result = Sequence[Bool[np.ndarray, "_seeds _queries"]]
-"""Whether a method answered rightly: one array per task, all with the same seeds."""
-
 Cells = list[Float[np.ndarray, "_seeds _queries"]]  # per task: right or not, or two methods' difference in it
 
-ALPHA = 0.05
-"""Level of every test, and what an interval leaves out."""
-
+ALPHA = 0.05  # level of every test, and what an interval leaves out
+# With fewer, nothing is said of other demonstrations: a spread over two or three seeds is hardly known.
 FEWEST_SEEDS = 4
-"""With fewer, nothing is said of other demonstrations: a spread over two or three seeds is hardly known."""
-
 DECIMALS = 12  # what is equal on paper must be equal here: ties count in a test, and so does 0 in an interval
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy of a method, a share between 0 and 1.
+    """Accuracy of a method, a share between 0 and 1."""
 
-    Attributes:
-        mean: over seeds; over tasks, the macro-average.
-        sd: standard deviation over seeds (n - 1) of the same; 0 for one seed.
-        low, high: the 95 % interval over seeds and queries.
-        seeds, queries: how many; queries of all tasks together.
-    """
-
-    mean: float
-    sd: float
+    mean: float  # over seeds; over tasks, the macro-average
+    sd: float  # standard deviation over seeds (n - 1) of the same; 0 for one seed
+    # low, high: the 95 % interval over seeds and queries
     low: float
     high: float
+    # seeds, queries: how many; queries of all tasks together
     seeds: int
     queries: int
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Accuracy of one method minus that of another, as in `Accuracy`, with two-sided p-values.
-
-    Attributes:
-        p_queries: of chance in the queries, for these seeds.
-        p_seeds: of chance in the seeds, for these queries; 1 where there is one seed, 0 where none is drawn.
-        drawn: whether a seed changes anything in either method.
-    """
+    """Accuracy of one method minus that of another, as in `Accuracy`, with two-sided p-values."""
 
     mean: float
     low: float
     high: float
-    p_queries: float
+    p_queries: float  # of chance in the queries, for these seeds
+    # of chance in the seeds, for these queries; 1 where there is one seed, 0 where none is drawn
     p_seeds: float
     seeds: int
-    drawn: bool = True
+    drawn: bool = True  # whether a seed changes anything in either method
 
     @property
     def p(self) -> float:
@@ -120,7 +106,6 @@ def difference(
     seed: int = 0,
 ) -> Difference:
     """Paired difference of two methods: how large it is, and whether it could be chance.
-
     The interval is for the size of the difference had other demonstrations *and* other queries been drawn: it
     resamples seeds and queries. There are two p-values. ``p_queries`` holds the seeds fixed: were the methods
     equal, each query's difference, averaged over seeds, would as likely have the other sign; with one seed on
@@ -130,9 +115,7 @@ def difference(
     one; a claim needs both and the interval (`Comparison.distinguishable`). A method that draws nothing may
     have one seed, on either side; it is paired with every seed of the other. If neither is ``drawn``, chance
     in the seeds means nothing. All sign flips are enumerated where there are no more than ``permutations``.
-
-    Raises:
-        I2CLError: if there are no results, or they cannot be paired.
+    Raises I2CLError if there are no results, or they cannot be paired.
     """
     cells = _paired(ours, theirs)
     low, high = _interval(cells, resamples, seed)
@@ -168,18 +151,14 @@ def _macro(cells: Cells) -> float:
 
 
 def _interval(cells: Cells, resamples: int, seed: int) -> tuple[float, float]:
-    low, high = np.quantile(_bootstrap(cells, resamples, seed), (ALPHA / 2, 1 - ALPHA / 2))
-    return round(float(low), DECIMALS), round(float(high), DECIMALS)
-
-
-def _bootstrap(cells: Cells, resamples: int, seed: int) -> Float[np.ndarray, " resamples"]:
-    """Macro-averages over seeds drawn once for all tasks and queries drawn in each task."""
+    """From macro-averages over seeds drawn once for all tasks and queries drawn in each task."""
     rows, columns = _draws(resamples, len(cells[0]), tuple(task.shape[1] for task in cells), seed)
     total = np.zeros(resamples)
     for task, drawn in zip(cells, columns, strict=True):
         # A cell is drawn as often as its row times its column, so no submatrix is formed.
         total += ((rows @ task) * drawn).sum(1) / task.size
-    return (total / len(cells)).round(DECIMALS)
+    low, high = np.quantile((total / len(cells)).round(DECIMALS), (ALPHA / 2, 1 - ALPHA / 2))
+    return round(float(low), DECIMALS), round(float(high), DECIMALS)
 
 
 @lru_cache(maxsize=4)  # results of one report have few shapes, and drawing takes longer than all the rest
@@ -216,7 +195,7 @@ def _p_queries(cells: Cells, permutations: int, seed: int) -> float:
     if len(moved) < 2:
         return 1.0  # neither no difference nor a single one is evidence
     exact = 2 ** len(moved) <= permutations
-    kept = _every_choice(len(moved)) if exact else _choices(len(moved), permutations, seed)
+    kept = _choices(len(moved), None if exact else permutations, seed)
     sums = np.concatenate([2 * (part @ moved) - moved.sum() for part in kept]).round(DECIMALS)
     observed = moved.sum().round(DECIMALS)
     fewest = min(np.count_nonzero(sums <= observed), np.count_nonzero(sums >= observed))
@@ -224,13 +203,11 @@ def _p_queries(cells: Cells, permutations: int, seed: int) -> float:
     return min(1.0, 2 * (fewest + itself) / (len(sums) + itself))
 
 
-def _every_choice(n: int) -> Iterator[Float[np.ndarray, "choices n"]]:
-    """All ways to keep the signs of some of n numbers: 1 where one is kept, and 0 where it is flipped."""
-    yield (np.arange(2**n)[:, None] >> np.arange(n) & 1).astype(float)
-
-
-def _choices(n: int, count: int, seed: int) -> Iterator[Float[np.ndarray, "_choices n"]]:
-    """So many random ones, in parts that fit the cache; the random bits are those that scipy would draw."""
+def _choices(n: int, count: int | None, seed: int) -> Iterator[Float[np.ndarray, "_choices n"]]:
+    """Ways to keep (1) or flip (0) the signs of n numbers: all, or so many, drawn as scipy draws them."""
+    if count is None:
+        yield (np.arange(2**n)[:, None] >> np.arange(n) & 1).astype(float)
+        return
     rng = np.random.default_rng(seed)
     most = max(1, 2**17 // n)
     for start in range(0, count, most):

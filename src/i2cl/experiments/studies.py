@@ -32,11 +32,8 @@ from i2cl.storage.atomic import write_errors
 from i2cl.tasks import Example, Examples, Task, load_task
 from i2cl.tasks.loaders import default_template
 
-GROUPS = 20
-"""Groups of demonstrations that the worst is taken from (paper, "Deficient ICL")."""
-
-JUDGED_ON = 100
-"""Held-out rows, at most, on which few-shot judges a group; the paper does not say how many it used."""
+GROUPS = 20  # groups of demonstrations that the worst is taken from (paper, "Deficient ICL")
+JUDGED_ON = 100  # held-out rows, at most, on which few-shot judges a group; the paper does not say how many
 
 
 @dataclass(frozen=True)
@@ -53,13 +50,11 @@ class Bench:
         task = _task(cell.task, self.data_dir, cell.wording)
         return task.chat(self.decoder.tokenizer) if cell.chat else task
 
-    def rows(self, cell: Cell) -> str:
-        """A fingerprint of the rows of a cell's task, of both splits: 16 hexadecimal digits."""
-        return _rows(cell.task, self.data_dir, cell.wording)
-
-    def wording(self, cell: Cell) -> str:
-        """A fingerprint of template, label words, instruction and shots of a cell's task."""
-        return _wording(cell.task, self.data_dir, cell.wording)
+    def hashes(self, cell: Cell) -> dict[str, str]:
+        """Fingerprints of a cell's task, 16 hexadecimal digits each.
+        ``rows`` is of both splits, ``wording`` of template, label words, instruction and shots.
+        """
+        return _hashes(cell.task, self.data_dir, cell.wording)
 
     def injection(self, cell: Cell) -> Injection:
         """What plain I2CL was fitted to on a cell's task, by an earlier cell or now."""
@@ -69,13 +64,8 @@ class Bench:
             (one,) = fit_cells(self, [cell])
             self.keep(cell, one.fitted)
         kept = load_file(path)
-        return Injection(
-            ContextVector(kept["context_vector"]),
-            kept["coefficients"],
-            task.without_data(),
-            self.decoder.base,
-            seed=cell.seed,
-        )
+        vector, base = ContextVector(kept["context_vector"]), self.decoder.base
+        return Injection(vector, kept["coefficients"], task.without_data(), base, seed=cell.seed)
 
     def keep(self, cell: Cell, fitted: Fitted) -> None:
         """Save vector, coefficients and the vectors of each class alone (16-bit), of plain I2CL only."""
@@ -99,32 +89,19 @@ def _task(name: str, data_dir: str | None, wording: Wording) -> Task:
 
 
 @lru_cache
-def _rows(name: str, data_dir: str | None, wording: Wording) -> str:
-    task = _task(name, data_dir, wording)
+def _hashes(name: str, data_dir: str | None, wording: Wording) -> dict[str, str]:
+    task, unsaid = _task(name, data_dir, wording), {"name", "title", "description", "group"}
     rows = [[(example.text, example.label) for example in split] for split in (task.train, task.test)]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
-
-
-@lru_cache
-def _wording(name: str, data_dir: str | None, wording: Wording) -> str:
-    unsaid = {"name", "title", "description", "group"}
-    known = _task(name, data_dir, wording).to_dict()
-    content = {key: value for key, value in known.items() if key not in unsaid}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    words = {key: value for key, value in task.to_dict().items() if key not in unsaid}
+    texts = {"rows": json.dumps(rows), "wording": json.dumps(words, sort_keys=True)}
+    return {part: hashlib.sha256(text.encode()).hexdigest()[:16] for part, text in texts.items()}
 
 
 def plain(cell: Cell, task: str) -> Cell:
     """The cell of plain I2CL on a task, with the same model, seed, queries and wording."""
-    return Cell(
-        model=cell.model,
-        revision=cell.revision,
-        dtype=cell.dtype,
-        task=task,
-        seed=cell.seed,
-        limit=cell.limit,
-        chat=cell.chat,
-        own={name: told for name, told in cell.own.items() if name == task},
-    )
+    own = {name: told for name, told in cell.own.items() if name == task}
+    same = ("model", "revision", "dtype", "seed", "limit", "chat")
+    return Cell(task=task, own=own, **{name: getattr(cell, name) for name in same})
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Every compared method by name. A new one is a file, a line here and a parametrised test."""
+"""Every compared method by name. A new one is a file, a name here and a parametrised test."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -23,40 +23,14 @@ from i2cl.methods.task_vector import LinearTaskVector, TaskVector
 from i2cl.methods.tfidf import Tfidf
 
 _ALL: tuple[type[Method], ...] = (
-    ZeroShot,
-    FewShot,
-    FewShotUncached,
-    Noise,
-    LabelAnchor,
-    TaskVector,
-    LinearTaskVector,
-    ICV,
-    I2CL,
-    I2CLUnseen,
-    I2CLCorrupted,
-    I2CLOverICL,
-    Anchored,
-    PromptTuning,
-    PrefixTuning,
-    LoRA,
-    IA3,
-    LinearProbe,
-    Tfidf,
-    SentenceEmbeddings,
-    SetFit,
-    ContextualCalibration,
-    BatchCalibration,
-    LabelPrior,
-    Temperature,
-    KNNPrompting,
-    AutoCompressor,
-    ICAE,
-    CEPE,
+    *(ZeroShot, FewShot, FewShotUncached, Noise, LabelAnchor, TaskVector, LinearTaskVector, ICV),
+    *(I2CL, I2CLUnseen, I2CLCorrupted, I2CLOverICL, Anchored, PromptTuning, PrefixTuning, LoRA, IA3),
+    *(LinearProbe, Tfidf, SentenceEmbeddings, SetFit),
+    *(ContextualCalibration, BatchCalibration, LabelPrior, Temperature),
+    *(KNNPrompting, AutoCompressor, ICAE, CEPE),
 )
 
-Injector = I2CL | Anchored
-"""A method that makes an `i2cl.Injection`."""
-
+Injector = I2CL | Anchored  # a method that makes an `i2cl.Injection`
 METHODS: Mapping[str, type[Method]] = MappingProxyType({method.name: method for method in _ALL})
 """Every method by its name. Read-only."""
 
@@ -65,20 +39,16 @@ def make_methods(
     names: Sequence[str], options: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> list[Method]:
     """Methods by name, or ``below+wrapper``; each takes those of the options that it knows.
-
     The recipe is more options, of lower rank, for what calibrates as I2CL does; other methods keep theirs.
-
-    Raises:
-        I2CLError: on an unknown method, or an option that none of them knows.
+    Raises I2CLError on an unknown method, or an option that none of them knows.
     """
     options = options or {}
     chosen = [part for name in names for part in _parts(name)]
     known = sorted({option for part in chosen for option in _known(part).options()})
     for option in options:
         if option not in known:
-            raise I2CLError(
-                f"no chosen method has the option {option!r}: known are {', '.join(known) or 'none'}"
-            )
+            cure = f"known are {', '.join(known) or 'none'}"
+            raise I2CLError(f"no chosen method has the option {option!r}: {cure}")
     return [_built(_parts(name), options, recipe or {}) for name in names]
 
 
@@ -120,9 +90,8 @@ def _built(parts: Sequence[str], options: Mapping[str, Any], recipe: Mapping[str
     for part in parts[1:]:
         above = _known(part)
         if not issubclass(above, Wrapper):
-            raise I2CLError(
-                f"{part!r} cannot stand on {method.name!r}: only a calibration such as batch_calibration can"
-            )
+            cure = "only a calibration such as batch_calibration can"
+            raise I2CLError(f"{part!r} cannot stand on {method.name!r}: {cure}")
         method = above.configured(options, method)
     return method
 

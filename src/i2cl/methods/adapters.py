@@ -9,19 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import Cache
 from transformers.pytorch_utils import Conv1D
 
 from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
-from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
-from i2cl.models.hooks import Replay
-from i2cl.models.prefix import Prefix
 from i2cl.models.restore import uninterrupted
 from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import LabelLikelihood, TrainConfig, train
@@ -33,19 +28,6 @@ if TYPE_CHECKING:
 QUERY_VALUE = ("q_proj", "v_proj")
 FUSED = ("query_key_value", "c_attn", "qkv_proj", "Wqkv")
 FEED_FORWARD = ("down_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.c_proj")
-
-
-@dataclass(frozen=True)
-class TrainedAdapter:
-    """A trained adapter: what kind, and its tensors."""
-
-    config: "PeftConfig"
-    state: dict[str, Tensor]
-
-    @property
-    def values(self) -> int:
-        """How many numbers it holds."""
-        return sum(tensor.numel() for tensor in self.state.values())
 
 
 class AdaptedDecoder(Decoder):
@@ -67,23 +49,6 @@ class AdaptedDecoder(Decoder):
         self.max_length = None if bare.max_length is None else bare.max_length - taken
         self.rope_limits = tuple(limit - taken for limit in bare.rope_limits)
 
-    def forward(
-        self,
-        batch: Batch,
-        *,
-        at: Int[Tensor, "batch positions"] | None = None,
-        edit: Edit | None = None,
-        prefix: Prefix | None = None,
-        states: list[Tensor] | None = None,
-        caches: list[Cache] | None = None,
-        replay: Replay | None = None,
-    ) -> Float[Tensor, "batch positions vocab"]:
-        """See `Decoder.forward`; positions count the query's own tokens."""
-        places = (batch.last[:, None] if at is None else at) + self.virtual_tokens
-        return super().forward(
-            batch, at=places, edit=edit, prefix=prefix, states=states, caches=caches, replay=replay
-        )
-
 
 def fit_adapter(
     decoder: Decoder,
@@ -93,7 +58,7 @@ def fit_adapter(
     training: TrainConfig,
     seed: int,
     start: dict[str, Tensor] | None = None,
-) -> TrainedAdapter:
+) -> "AdapterPredictor":
     """Put an adapter on, train it to predict the demonstrations' labels after their queries, take it off.
     ``start`` are its first tensors, in place of drawn ones. Raises I2CLError without demonstrations, on one
     that is none, or on a loss that is not finite.
@@ -109,13 +74,14 @@ def fit_adapter(
         likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
 
         def loss(chosen: Sequence[int]) -> Tensor:
-            return -likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows))).mean()
+            values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
+            return -values.mean(0, keepdim=True)
 
         parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
         train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)
         state = get_peft_model_state_dict(wearing.model)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-        return TrainedAdapter(config, kept)
+    return AdapterPredictor(decoder, task, config, kept)
 
 
 @uninterrupted
@@ -171,20 +137,21 @@ def _as_found(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AdapterPredictor:
-    """The model while it wears the adapter; between calls it is as it was."""
+    """The model while it wears a trained adapter, its kind and tensors; between calls it is as it was."""
 
     decoder: Decoder
     task: Task
-    adapter: TrainedAdapter
+    config: "PeftConfig"
+    state: dict[str, Tensor]
 
     @property
     def cost(self) -> Cost:
         """All of the adapter is trained and kept."""
-        return Cost.of(*self.adapter.state.values(), trained=self.adapter.values)
+        return Cost.of(*self.state.values(), trained=sum(one.numel() for one in self.state.values()))
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word with the adapter on."""
-        with adapted(self.decoder, self.adapter.config, self.adapter.state) as wearing:  # for this call only
+        with adapted(self.decoder, self.config, self.state) as wearing:  # for this call only
             return Questions(wearing, self.task).scores(texts, progress=progress)
 
 

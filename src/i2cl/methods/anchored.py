@@ -29,7 +29,6 @@ class Anchored(Method):
     summary: ClassVar[str] = "a vector at every writer, fitted around the plain model among the label words"
     formula: ClassVar[str] = "2DL"
     settings: ClassVar[tuple[type[BaseModel], ...]] = (AnchoredConfig,)
-
     anchoring: AnchoredConfig = field(default_factory=AnchoredConfig)
 
     @property

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import add
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, runtime_checkable
@@ -118,7 +118,6 @@ class Method(ABC):
     @property
     def temperatures(self) -> tuple[float, float]:
         """Typical best temperature of its probabilities, and the spread of its logarithm.
-
         Wide, where nothing was measured; see `i2cl.injections.temperature.likely_temperature`.
         """
         return 1.5, 1.0
@@ -163,14 +162,23 @@ def require_two_classes(method: str, task: Task, demonstrations: Examples) -> No
         raise I2CLError(f"{method} needs demonstrations of at least two classes: add some")
 
 
-def class_scores(
-    model: Any, features: Float[np.ndarray, "texts features"] | Sequence[str], labels: int
-) -> Float[Tensor, "texts labels"]:
-    """Log-probabilities by a fitted scikit-learn classifier; minus infinity for a label that it never saw."""
-    scores = torch.full((len(features), labels), -torch.inf)
-    if len(features):
-        scores[:, model.classes_.tolist()] = torch.from_numpy(model.predict_log_proba(features)).float()
-    return scores
+@dataclass(frozen=True)
+class ClassifierPredictor:
+    """Scores by a fitted scikit-learn classifier, from what ``features`` makes of texts."""
+
+    features: Callable[[Sequence[str], Progress | None], Float[np.ndarray, "texts _"] | Sequence[str]]
+    model: Any
+    labels: int
+    cost: Cost
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probability of each label, minus infinity if never seen; raises I2CLError on an empty text."""
+        features = self.features(texts, progress)
+        scores = torch.full((len(features), self.labels), -torch.inf)
+        if len(features):
+            probabilities = torch.from_numpy(self.model.predict_log_proba(features))
+            scores[:, self.model.classes_.tolist()] = probabilities.float()
+        return scores
 
 
 def head_cost(head: Any, *more: Float[np.ndarray, " numbers"]) -> Cost:
@@ -191,8 +199,9 @@ class Wrapper(Method):
     default: ClassVar[str] = "few_shot"
     formula: ClassVar[str] = "that of the method below"
 
-    def __init__(self, below: Method | None = None) -> None:
+    def __init__(self, below: Method | None = None, config: Any = None) -> None:
         self._below = below
+        self.config: Any = config or next((settings() for settings in self.settings), None)
 
     @property
     def called(self) -> str:

@@ -15,13 +15,10 @@ from i2cl.tasks import Example, Examples, Task, Template
 
 
 class NoiseConfig(Settings):
-    """How large the noise vector is.
+    """How large the noise vector is."""
 
-    Attributes:
-        noise_vector: entries of variance one (``standard``, released code), or the norm of the context
-            vector it replaces, per layer and writer (``matched``).
-    """
-
+    # entries of variance one (``standard``, released code), or the norm of the context vector it replaces,
+    # per layer and writer (``matched``)
     noise_vector: Literal["standard", "matched"] = "standard"
 
 
@@ -35,17 +32,14 @@ def noise_like(real: ContextVector, config: NoiseConfig, seed: int) -> ContextVe
 
 
 class CorruptionConfig(Settings):
-    """What is spoilt, and for whom.
+    """What is spoilt, and for whom."""
 
-    Attributes:
-        corruption: a label drawn uniformly from the task's, the true one among them (``random_label``);
-            the words of each text, split at whitespace, in random order (``random_order``, the paper's
-            random-token); or no words of the template (``without_format``).
-        stage: the one that gets to see it. The other stage has the intact demonstrations, and queries
-            the task's own template, always.
-    """
-
+    # a label drawn uniformly from the task's, the true one among them (``random_label``); the words of each
+    # text, split at whitespace, in random order (``random_order``, the paper's random-token); or no words of
+    # the template (``without_format``)
     corruption: Literal["random_label", "random_order", "without_format"] = "random_label"
+    # the one that gets to see it. The other stage has the intact demonstrations, and queries the task's own
+    # template, always
     stage: Literal["vectorization", "calibration"] = "vectorization"
 
 
@@ -61,9 +55,5 @@ def corrupted(
         return task, tuple(
             replace(example, label=own.randrange(len(task.labels))) for example in demonstrations
         )
-    return task, tuple(replace(example, text=_shuffled(example.text, own)) for example in demonstrations)
-
-
-def _shuffled(text: str, picker: random.Random) -> str:
-    words = text.split()
-    return " ".join(picker.sample(words, len(words)))
+    split = [(example, example.text.split()) for example in demonstrations]
+    return task, tuple(replace(one, text=" ".join(own.sample(words, len(words)))) for one, words in split)

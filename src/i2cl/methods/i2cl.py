@@ -39,7 +39,6 @@ class InjectionMethod(Method):
 
     formula: ClassVar[str] = "2DL"
     settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = (ExtractConfig, CalibrationConfig)
-
     extraction: ExtractConfig = field(default_factory=ExtractConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
@@ -98,16 +97,8 @@ class I2CL(InjectionMethod):
     ) -> Injection:
         """Extract and calibrate."""
         plan = self.plan(decoder, task, demonstrations, seed)
-        return calibrate(
-            decoder,
-            plan.task,
-            plan.demonstrations,
-            plan.context,
-            self.calibration,
-            seed=seed,
-            scoring=scoring,
-            progress=progress,
-        )
+        seen = plan.task, plan.demonstrations, plan.context
+        return calibrate(decoder, *seen, self.calibration, seed=seed, scoring=scoring, progress=progress)
 
     def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
         """The demonstrations, and the context vector that they make."""
@@ -126,22 +117,14 @@ class I2CL(InjectionMethod):
         questions = Questions(decoder, task)  # the real task, whatever calibration sees
         pairs = zip(demonstrations, seeds, strict=True)
         plans = [self.plan(decoder, task, shown, seed) for shown, seed in pairs]
-        injections = calibrate_many(
-            decoder,
-            [plan.task for plan in plans],
-            [plan.demonstrations for plan in plans],
-            [plan.context for plan in plans],
-            self.calibration,
-            seeds=seeds,
-        )
-        return [
-            self.predictor(
-                questions,
-                replace(injection, context=plan.injected or injection.context),
-                held_out=plan.held_out,
-            )
-            for plan, injection in zip(plans, injections, strict=True)
-        ]
+        parts = ("task", "demonstrations", "context")
+        tasks, shown, contexts = ([getattr(plan, part) for plan in plans] for part in parts)
+        injections = calibrate_many(decoder, tasks, shown, contexts, self.calibration, seeds=seeds)
+        predictors = []
+        for plan, injection in zip(plans, injections, strict=True):
+            own = replace(injection, context=plan.injected or injection.context)
+            predictors.append(self.predictor(questions, own, held_out=plan.held_out))
+        return predictors
 
 
 @dataclass(frozen=True)
@@ -152,7 +135,6 @@ class Noise(I2CL):
     summary: ClassVar[str] = "I2CL with a Gaussian vector in place of the context vector"
     row: ClassVar[str] = "Noise vector"
     settings = (ExtractConfig, CalibrationConfig, NoiseConfig)
-
     vector: NoiseConfig = field(default_factory=NoiseConfig)
 
     def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
@@ -186,7 +168,6 @@ class I2CLCorrupted(I2CL):
     summary: ClassVar[str] = "I2CL with demonstrations corrupted in one of its two stages"
     row: ClassVar[str] = "Influencing factors (figure on formation)"
     settings = (ExtractConfig, CalibrationConfig, CorruptionConfig)
-
     spoilt: CorruptionConfig = field(default_factory=CorruptionConfig)
 
     def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
@@ -211,9 +192,8 @@ class I2CLOverICL(InjectionMethod):
         which tokens are a query's first or last.
         """
         if self.calibration.positions != "all":
-            raise I2CLError(
-                f"{self.name} injects at every token: leave out positions={self.calibration.positions}"
-            )
+            cure = f"leave out positions={self.calibration.positions}"
+            raise I2CLError(f"{self.name} injects at every token: {cure}")
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)

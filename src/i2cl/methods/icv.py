@@ -26,9 +26,8 @@ from i2cl.models.scoring import Questions
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
+# How a direction is found and added: as Liu et al. write, or as their released code does.
 Variant = Literal["paper", "released"]
-"""How a direction is found and added: as Liu et al. write, or as their released code does."""
-
 HELD_OUT = 32
 COARSE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 FINE = tuple(step / 100 for step in range(1, 11))
@@ -40,17 +39,14 @@ PAPER_STRENGTHS: Mapping[str, float] = MappingProxyType(
 
 
 class ICVConfig(Settings):
-    """Where the direction and its strength come from.
+    """Where the direction and its strength come from."""
 
-    Attributes:
-        variant: ``paper`` (the first principal direction of the differences, not centred, added to block
-            outputs) or ``released`` (that of the centred differences plus their mean, added to what the MLP
-            puts out, up to twice as much the more that points the other way).
-        strength: ``search`` (the paper's two-stage grid, here on held-out examples), ``paper`` (its
-            table, for the paper's tasks), or a number.
-    """
-
+    # ``paper`` (the first principal direction of the differences, not centred, added to block outputs) or
+    # ``released`` (that of the centred differences plus their mean, added to what the MLP puts out, up to
+    # twice as much the more that points the other way)
     variant: Variant = "paper"
+    # ``search`` (the paper's two-stage grid, here on held-out examples), ``paper`` (its table, for the
+    # paper's tasks), or a number
     strength: Annotated[float, Field(allow_inf_nan=False)] | Literal["search", "paper"] = "search"
 
 
@@ -94,7 +90,6 @@ class ICV(Method):
     needs: ClassVar[str] = f"demonstrations, {HELD_OUT} held-out examples to search the strength"
     formula: ClassVar[str] = "DL"
     settings = (ICVConfig,)
-
     config: ICVConfig = field(default_factory=ICVConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
@@ -123,11 +118,10 @@ def directions(
     decoder: Decoder, task: Task, demonstrations: Examples, variant: Variant = "paper"
 ) -> Float[Tensor, "layers d"]:
     """Unit vector per layer along which answer and sentence states differ, pointing to the answer.
-
-    The state is the block output at the last token of the sentence alone, and of the label word alone.
-    One principal direction is sought in all layers' states put together, and cut into layers then. In the
-    paper it maximises the mean squared projection of the differences; in the released code their variance,
-    with the furthest demonstration on its positive side, and the mean is added.
+    The state is the block output at the last token of the sentence alone, and of the label word alone. One
+    principal direction is sought in all layers' states put together, and cut into layers then. In the paper
+    it maximises the mean squared projection of the differences; in the released code their variance, with the
+    furthest demonstration on its positive side, and the mean is added.
     """
     require_demonstrations(task, demonstrations)
     texts = [example.text for example in demonstrations]

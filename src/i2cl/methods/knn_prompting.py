@@ -19,22 +19,17 @@ from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-AT_ONCE = 256
-"""Texts whose distributions over the whole vocabulary are held together."""
+AT_ONCE = 256  # texts whose distributions over the whole vocabulary are held together
 
 
 class KNNConfig(Settings):
-    """The vote.
+    """The vote."""
 
-    Attributes:
-        neighbours: how many anchors vote.
-        anchors: held-out examples to vote; they are labelled data beyond the demonstrations.
-        divergence: from the query's distribution to the anchor's, KL(query || anchor), as the paper's
-            equation reads; or KL(anchor || query), as its released code computes.
-    """
-
-    neighbours: int = Field(3, ge=1)
+    neighbours: int = Field(3, ge=1)  # how many anchors vote
+    # held-out examples to vote; they are labelled data beyond the demonstrations
     anchors: int = Field(32, ge=1)
+    # from the query's distribution to the anchor's, KL(query || anchor), as the paper's equation reads; or
+    # KL(anchor || query), as its released code computes
     divergence: Literal["query_anchor", "anchor_query"] = "query_anchor"
 
 
@@ -47,7 +42,6 @@ class KNNPrompting(Method):
     needs: ClassVar[str] = "demonstrations, 32 held-out examples as anchors"
     formula: ClassVar[str] = "2MDL + anchors x vocabulary"
     settings = (KNNConfig,)
-
     config: KNNConfig = field(default_factory=KNNConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "KNNPredictor":

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method, class_scores, head_cost, require_two_classes
+from i2cl.methods.base import ClassifierPredictor, Method, head_cost, require_two_classes
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
@@ -24,17 +24,11 @@ from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
+# The query's last token, the mean over the text's tokens, or one behind the other.
 Tokens = Literal["last", "mean", "both"]
-"""The query's last token, the mean over the text's tokens, or one behind the other."""
-
-FOLDS = 5
-"""At most; no more than the rarest class has demonstrations."""
-
-DEPTHS = (0.8, 0.93, 1.0)
-"""Of the layers that are tried, as shares of the way from the first block to the last."""
-
-STRENGTHS = (0.01, 0.1, 1.0)
-"""Of the penalty, inverse, that are tried."""
+FOLDS = 5  # at most; no more than the rarest class has demonstrations
+DEPTHS = (0.8, 0.93, 1.0)  # layers that are tried, as shares of the way from the first block to the last
+STRENGTHS = (0.01, 0.1, 1.0)  # of the penalty, inverse, that are tried
 
 
 class Choice(NamedTuple):
@@ -65,7 +59,6 @@ class LinearProbe(Method):
     needs: ClassVar[str] = "demonstrations, scikit-learn"
     formula: ClassVar[str] = "(D+1) per label, twice that of both tokens"
     settings = (ProbeConfig,)
-
     config: ProbeConfig = field(default_factory=ProbeConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "ProbePredictor":
@@ -83,7 +76,12 @@ class LinearProbe(Method):
         of_layer = dict(zip(layers, states.unbind(1), strict=True))
         best = _best({one: _features(of_layer[one.layer], one.tokens) for one in choices}, labels, seed)
         model = _classifier(best.c).fit(_features(of_layer[best.layer], best.tokens), labels)
-        return ProbePredictor(questions, best, model, head_cost(model[-1]))
+
+        def features(texts: Sequence[str], _progress: Progress | None) -> Float[np.ndarray, "texts _"]:
+            states = query_states(questions, texts, [best.layer], pooled=best.tokens != "last")
+            return _features(states[:, 0], best.tokens)
+
+        return ProbePredictor(features, model, len(task.labels), head_cost(model[-1]), best)
 
     def _choices(self, decoder: Decoder) -> list[Choice]:
         """All that the folds choose from; first what is taken without folds: the second of the layers."""
@@ -199,17 +197,7 @@ def _spans(questions: Questions, texts: Sequence[str], queries: Sequence[Ids]) -
 
 
 @dataclass(frozen=True)
-class ProbePredictor:
-    """Scores by the fitted classifier, which is all that is kept, in its own precision."""
+class ProbePredictor(ClassifierPredictor):
+    """Keeps the fitted classifier alone, in its own precision."""
 
-    questions: Questions
     choice: Choice
-    model: Any
-    cost: Cost
-
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label; minus infinity for one without demonstrations."""
-        pooled = self.choice.tokens != "last"
-        states = query_states(self.questions, texts, [self.choice.layer], pooled=pooled)
-        features = _features(states[:, 0], self.choice.tokens)
-        return class_scores(self.model, features, len(self.questions.task.labels))

@@ -24,13 +24,8 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs, require_whole
-from i2cl.methods.adapters import (
-    AdapterPredictor,
-    attention_targets,
-    feed_forward_targets,
-    fit_adapter,
-    has_transposed_weights,
-)
+from i2cl.methods import adapters
+from i2cl.methods.adapters import AdapterPredictor
 from i2cl.methods.base import Method
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
@@ -63,8 +58,7 @@ class AdapterMethod(Method):
         """
         needs(self.name, "peft", "peft")
         config, start = self.config(decoder), self.start(decoder)
-        adapter = fit_adapter(decoder, task, demonstrations, config, self.training, seed, start)
-        return AdapterPredictor(decoder, task, adapter)
+        return adapters.fit_adapter(decoder, task, demonstrations, config, self.training, seed, start)
 
 
 class AdapterSettings(TrainConfig):
@@ -82,17 +76,12 @@ class LoRASettings(AdapterSettings):
 
 
 class VirtualTokenSettings(TrainConfig):
-    """The paper's: one virtual token (in every layer, if in layers), learning rate 0.1.
+    """The paper's: one virtual token (in every layer, if in layers), learning rate 0.1."""
 
-    Attributes:
-        lr: first learning rate of AdamW.
-        virtual_tokens: how many.
-        start_text: they start as the tokens of this text, again and again from its first on; drawn at random
-            if empty. Li and Liang and Lester et al. both find that real words are the better start.
-    """
-
-    lr: float = Field(0.1, gt=0)
-    virtual_tokens: int = Field(1, ge=1)
+    lr: float = Field(0.1, gt=0)  # first learning rate of AdamW
+    virtual_tokens: int = Field(1, ge=1)  # how many
+    # they start as the tokens of this text, again and again from its first on; drawn at random if empty. Li
+    # and Liang and Lester et al. both find that real words are the better start
     start_text: str = ""
 
 
@@ -104,7 +93,6 @@ class LoRA(AdapterMethod):
     summary: ClassVar[str] = "low-rank changes of query and value projections"
     row: ClassVar[str] = "LoRA"
     settings = (LoRASettings,)
-
     training: LoRASettings = field(default_factory=LoRASettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
@@ -115,8 +103,8 @@ class LoRA(AdapterMethod):
             r=self.training.lora_rank,
             lora_alpha=self.training.lora_alpha,
             lora_dropout=self.training.lora_dropout,
-            target_modules=attention_targets(decoder),
-            fan_in_fan_out=has_transposed_weights(decoder),
+            target_modules=adapters.attention_targets(decoder),
+            fan_in_fan_out=adapters.has_transposed_weights(decoder),
         )
 
 
@@ -128,18 +116,17 @@ class IA3(AdapterMethod):
     summary: ClassVar[str] = "scales of query, value and feed-forward activations"
     row: ClassVar[str] = "IA3"
     settings = (AdapterSettings,)
-
     training: AdapterSettings = field(default_factory=AdapterSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
         """Targets by name: PEFT's own table differs from family to family."""
         from peft import IA3Config
 
-        feed_forward = feed_forward_targets(decoder)
+        feed_forward = adapters.feed_forward_targets(decoder)
         return IA3Config(
-            target_modules=attention_targets(decoder) + feed_forward,
+            target_modules=adapters.attention_targets(decoder) + feed_forward,
             feedforward_modules=feed_forward,
-            fan_in_fan_out=has_transposed_weights(decoder),
+            fan_in_fan_out=adapters.has_transposed_weights(decoder),
         )
 
 
@@ -157,11 +144,8 @@ class VirtualTokenMethod(AdapterMethod):
         ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise I2CLError(f"start_text {text!r} has no token: give a longer one")
-        return {
-            "prompt_embeddings": self.embeddings(
-                decoder, tuple(islice(cycle(ids), self.training.virtual_tokens))
-            )
-        }
+        tokens = tuple(islice(cycle(ids), self.training.virtual_tokens))
+        return {"prompt_embeddings": self.embeddings(decoder, tokens)}
 
     def require_room(self, decoder: Decoder) -> None:
         """Refuse virtual tokens that leave a query no place. Raises I2CLError naming both numbers."""
@@ -182,7 +166,6 @@ class PromptTuning(VirtualTokenMethod):
     summary: ClassVar[str] = "learned token embedding in front of the query"
     row: ClassVar[str] = "Soft-prompt / Prompt-tuning"
     settings = (VirtualTokenSettings,)
-
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
@@ -211,7 +194,6 @@ class PrefixTuning(VirtualTokenMethod):
     summary: ClassVar[str] = "learned key and value of a virtual token in every layer"
     row: ClassVar[str] = "Prompt-tuning (as the text has it)"
     settings = (VirtualTokenSettings,)
-
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
@@ -240,10 +222,8 @@ class PrefixTuning(VirtualTokenMethod):
             known = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
             if known[0] in {None, heads} and (known[0] is None or known[1] in {None, width}):
                 return heads, width  # PEFT asks these names, where a model has them
-        raise I2CLError(
-            f"{self.name} cannot run on {config.model_type!r}: its layers do not all cache keys and values "
-            "of one shape; take lora or prompt_tuning"
-        )
+        cure = "its layers do not all cache keys and values of one shape; take lora or prompt_tuning"
+        raise I2CLError(f"{self.name} cannot run on {config.model_type!r}: {cure}")
 
     def cached(self, decoder: Decoder, ids: Ids) -> list[Float[Tensor, "heads tokens width"]]:
         """Keys and values of some tokens at the first positions, layer by layer."""

@@ -14,22 +14,15 @@ from torch import Tensor
 from i2cl.core.context import require_labels
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
+from i2cl.models import scoring
 from i2cl.models.batching import Ids, shared_front
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import (
-    Progress,
-    Questions,
-    head_states,
-    next_token_log_probabilities,
-    require_finite,
-    score,
-)
+from i2cl.models.scoring import Progress, Questions, require_finite, score
 from i2cl.tasks import Examples, Task
 
-Shown = tuple[tuple[str, str], ...]
-"""Demonstrations as (text, label word), in the order they stand in a prompt."""
+Shown = tuple[tuple[str, str], ...]  # demonstrations as (text, label word), in the order of a prompt
 
 
 @dataclass(frozen=True)
@@ -54,19 +47,17 @@ class PromptPredictor:
 
     def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
         """Log-probability of every token behind each prompt."""
-        return self._each(texts, partial(next_token_log_probabilities, edit=self.edit))
+        return self._each(texts, partial(scoring.next_token_log_probabilities, edit=self.edit))
 
     def states(self, texts: Sequence[str]) -> Float[Tensor, "texts d"]:
         """What the LM head reads behind each prompt, without the edit."""
-        return self._each(texts, head_states)
+        return self._each(texts, scoring.head_states)
 
     def _each(self, texts: Sequence[str], read: Callable[..., Tensor]) -> Tensor:
-        prompts = encode_prompts(self.questions, self.shown, texts)
-        results: dict[int, Tensor] = {}
-        for rows, queries, prefix in self._parts(prompts):
-            values = read(self.questions.decoder, queries, prefix=prefix)
-            results |= dict(zip(rows, values, strict=True))
-        return torch.stack([results[row] for row in range(len(prompts))])
+        parts = self._parts(encode_prompts(self.questions, self.shown, texts))
+        decoder = self.questions.decoder
+        read_parts = ((rows, read(decoder, queries, prefix=prefix)) for rows, queries, prefix in parts)
+        return scoring.in_order(read_parts)
 
     def _parts(self, prompts: list[Ids]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
         """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""
@@ -141,7 +132,6 @@ def fitting(questions: Questions, demonstrations: Examples) -> Shown:
 
 
 def _first_of_each(task: Task, demonstrations: Examples, per_class: int) -> Shown:
-    """Texts and label words of the first few demonstrations of each class, in the given order."""
     seen: Counter[int] = Counter()
     chosen: list[tuple[str, str]] = []
     for example in demonstrations:
@@ -152,9 +142,7 @@ def _first_of_each(task: Task, demonstrations: Examples, per_class: int) -> Show
 
 
 def encode_prompts(questions: Questions, demonstrations: Shown, texts: Sequence[str]) -> list[Ids]:
-    """Token ids of demonstrations and query, for each text.
-    Raises I2CLError if the demonstrations do not fit, naming tokens needed and available.
-    """
+    """Token ids of demonstrations and query, for each text; raises I2CLError if they do not fit."""
     return questions.queries(texts, partial(questions.task.template.prompt, demonstrations))
 
 

@@ -80,7 +80,6 @@ class MapHead(Edit):
 
 
 def _last(output: States, batch: Batch) -> Bool[Tensor, "batch tokens 1"]:
-    """Where each row's last query token is."""
     tokens = torch.arange(output.shape[1], device=output.device)
     return (tokens == batch.last.to(output.device)[:, None])[..., None]
 
@@ -145,7 +144,6 @@ class LinearTaskVector(Method):
     needs: ClassVar[str] = "demonstrations and unlabelled texts"
     formula: ClassVar[str] = "D x D"
     settings = (LinearVectorConfig,)
-
     config: LinearVectorConfig = field(default_factory=LinearVectorConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:

@@ -41,7 +41,9 @@ class Architecture:
 
     def blocks(self, model: PreTrainedModel) -> list[nn.Module]:
         """The decoder blocks, first layer first. Raises I2CLError if ``layers`` leads to none."""
-        base = _text_model(model)
+        base: Any = model.base_model
+        wrapped = getattr(base, "language_model", None)  # where the model also sees images
+        base = wrapped if isinstance(wrapped, nn.Module) else base
         stack = self._find(base, self.layers, "layers")
         if not isinstance(stack, nn.ModuleList | nn.Sequential) or not len(stack):
             raise I2CLError(
@@ -58,19 +60,15 @@ class Architecture:
         ]
 
     def writer_scale(self, config: PreTrainedConfig) -> float:
-        """What a block multiplies a writer's output by before it adds it; 1.0 for most models.
-
-        Raises:
-            I2CLError: if the config has no number under the name ``scale``.
+        """What a block multiplies a writer's output by before it adds it; 1.0 for most models. Raises
+        I2CLError if the config has no number under the name ``scale``.
         """
         if self.scale is None:
             return 1.0
         value = getattr(config.get_text_config(), self.scale, None)
         if not isinstance(value, int | float):
-            raise I2CLError(
-                f"scale={self.scale!r} is no number in the config of {self.model_type!r}: "
-                "pass the name of the config attribute that scales residual writers, or scale=None"
-            )
+            cure = "pass the name of the config attribute that scales residual writers, or scale=None"
+            raise I2CLError(f"scale={self.scale!r} is no number in the config of {self.model_type!r}: {cure}")
         return float(value)
 
     def _find(self, root: nn.Module, path: str, field: str) -> nn.Module:
@@ -147,10 +145,3 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
         f'architecture=Architecture(model_type="{model_type}", layers="layers", attention="self_attn", '
         'mlp="mlp"))'
     )
-
-
-def _text_model(model: PreTrainedModel) -> nn.Module:
-    """The base model, or its language model where the model also sees images."""
-    base: Any = model.base_model
-    wrapped = getattr(base, "language_model", None)
-    return wrapped if isinstance(wrapped, nn.Module) else base

@@ -12,12 +12,12 @@ such a limit never share a batch, and keys cached below it are not used beyond i
 import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -59,10 +59,7 @@ def make_batch(ids: Sequence[Ids], device: torch.device, rows: Sequence[int] | N
 
 
 def pack_batch(ids: Sequence[Ids], device: torch.device) -> Batch:
-    """All given rows one behind the other in a single row, without padding; never behind a prefix.
-
-    See `i2cl.models.decoder.Decoder.forward`.
-    """
+    """All given rows one behind the other in a single row, without padding; never behind a prefix."""
     ends = list(accumulate(map(len, ids)))
     return Batch(
         input_ids=torch.tensor([[token for row in ids for token in row]], device=device),
@@ -104,7 +101,6 @@ def rope_limits(config: Any) -> tuple[int, ...]:
 
 def context_length(config: Any, otherwise: int) -> int | None:
     """Tokens that a model takes at most, or None; ``otherwise`` is what its tokenizer says.
-
     In rows shorter than the context transformers forgets how longer ones, run by others, changed the angles
     of a dynamic NTK; so there it is one token less.
     """
@@ -131,9 +127,8 @@ def by_side(lengths: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
 
 def packing_pays(lengths: Sequence[int], d_model: int) -> bool:
     """Whether a packed batch needs fewer multiplications than a padded one.
-
-    A token costs about 24 d^2 in a block's matrices, and 4 d for every key in its row: packing saves
-    padding, but runs the attention over all queries at once.
+    A token costs about 24 d^2 in a block's matrices, and 4 d for every key in its row: packing saves padding,
+    but runs the attention over all queries at once.
     """
     packed, padded = (1, sum(lengths)), (len(lengths), max(lengths))
     first, second = (lines * width * (6 * d_model + width) for lines, width in (packed, padded))
@@ -142,7 +137,6 @@ def packing_pays(lengths: Sequence[int], d_model: int) -> bool:
 
 def longest_first(ids: Sequence[Ids]) -> list[int]:
     """Places of all rows by falling length, so that what does not fit into memory fails at once.
-
     Equal texts stand together, which makes batches independent of the order the texts came in.
     """
     return sorted(range(len(ids)), key=lambda row: (-len(ids[row]), ids[row]))
@@ -167,8 +161,6 @@ def shared_front(rows: Sequence[Ids]) -> Ids:
     return tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
 
 
-T = TypeVar("T")
-
 KEPT_BUDGET = 16384
 CPU_KEPT_BUDGET = 4096
 """Tokens of keys and values that a batch may hold, cached ones included; a larger token budget raises it.
@@ -180,16 +172,6 @@ saves: docs/performance.md.
 
 class MemoryWarning(UserWarning):
     """A batch did not fit into memory; from then on batches are smaller."""
-
-
-def unless_out_of_memory(run: Callable[[Batch], T], batch: Batch) -> tuple[T] | None:
-    """What ``run`` returns, or None; the error is gone by then, with all the tensors it holds on to."""
-    try:
-        return (run(batch),)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            return None
-        raise
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -213,10 +195,9 @@ class Peak:
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
     """Measure a block's peak memory; the numbers are there when it ends.
-
     On Linux the process's own high-water mark is set back first
-    (https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html). Elsewhere it is that of the
-    whole process so far.
+    (https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html). Elsewhere it is that of the whole
+    process so far.
     """
     peak = Peak()
     if device.type == "cuda":

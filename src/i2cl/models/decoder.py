@@ -13,22 +13,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError
+from i2cl.models import batching
 from i2cl.models.architectures import Architecture, architecture_of
-from i2cl.models.batching import (
-    CPU_KEPT_BUDGET,
-    KEPT_BUDGET,
-    Batch,
-    Ids,
-    MemoryWarning,
-    behind,
-    by_side,
-    context_length,
-    gather,
-    longest_first,
-    make_batch,
-    rope_limits,
-    unless_out_of_memory,
-)
+from i2cl.models.batching import CPU_KEPT_BUDGET, KEPT_BUDGET, Batch, Ids, longest_first, make_batch
 from i2cl.models.edits import Edit, Keep, Site, editing
 from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config, weights_fingerprint
@@ -66,6 +53,8 @@ class Decoder:
         can_split: whether a row may run in parts, the later ones behind the keys of the first.
     """
 
+    virtual_tokens = 0  # of an adapter, in front of every query; positions count the query's own tokens
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -87,8 +76,8 @@ class Decoder:
         self.revision = revision
         self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else BUDGET)
         self.encoder = Encoder.of(tokenizer)
-        self.max_length = context_length(model.config.get_text_config(), tokenizer.model_max_length)
-        self.rope_limits = rope_limits(model.config.get_text_config())
+        self.max_length = batching.context_length(model.config.get_text_config(), tokenizer.model_max_length)
+        self.rope_limits = batching.rope_limits(model.config.get_text_config())
         self.can_split = holds_keys_alone(model.config)
 
     @classmethod
@@ -147,7 +136,6 @@ class Decoder:
     @cached_property
     def base(self) -> ModelIdentity:
         """Identity of the model: name, revision, sizes, configuration and fingerprints.
-
         Read once, while no other thread uses the model, which may then wear an adapter. That takes about a
         second for a billion parameters in bfloat16 and is not done again: make a new `Decoder` of a model
         whose weights you have changed.
@@ -200,14 +188,10 @@ class Decoder:
         self, ids: Sequence[Ids], run: Callable[[Batch], T], *, reserve: int = 0
     ) -> Iterator[tuple[Batch, T]]:
         """What ``run`` returns for each batch of queries of similar length, longest first.
-
         A batch that exceeds the memory is run again as two, and the token budget is lowered, so that this
         happens, and is told, once. The queries' order does not change what a batch holds. Cached tokens in
         front of every query, the ``reserve``, are kept, but not run, so that they count towards `KEPT_BUDGET`
-        (`CPU_KEPT_BUDGET`) alone.
-
-        Raises:
-            I2CLError: if a single query exceeds the memory.
+        (`CPU_KEPT_BUDGET`) alone. Raises I2CLError if a single query exceeds the memory.
         """
         order, start = longest_first(ids), 0
         kept = CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET
@@ -217,28 +201,30 @@ class Decoder:
             rows = order[start : start + max(1, min(self.token_budget // length, room))]
             rows = rows[: len(self.together([len(ids[row]) + reserve for row in rows])[-1])]
             batch = make_batch([ids[row] for row in rows], self.device, rows)
-            result = unless_out_of_memory(run, batch)
-            if result is None:
-                self._shrink(len(rows), length, reserve)
+            try:
+                result = run(batch)
+            except RuntimeError as error:
+                if not batching.is_out_of_memory(error):
+                    raise
             else:
-                yield batch, result[0]
+                yield batch, result
                 start += len(rows)
+                continue
+            self._shrink(len(rows), length, reserve)  # what the error held on to is free by now
 
     def together(self, lengths: Sequence[int]) -> list[list[int]]:
         """Places of rows that may share a batch, by their tokens, cached ones included; shortest first."""
-        return by_side(lengths, self.rope_limits)
+        return batching.by_side(lengths, self.rope_limits)
 
     def _shrink(self, rows: int, length: int, reserve: int) -> None:
         if rows == 1:
-            raise I2CLError(
-                f"a query of {length + reserve} tokens does not fit into memory: shorten it, or load the "
-                "model in bfloat16 or with device_map='auto'"
-            )
+            cure = "shorten it, or load the model in bfloat16 or with device_map='auto'"
+            raise I2CLError(f"a query of {length + reserve} tokens does not fit into memory: {cure}")
         self.token_budget = (rows + 1) // 2 * length
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         line = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
-        warnings.warn(line, MemoryWarning, stacklevel=3)
+        warnings.warn(line, batching.MemoryWarning, stacklevel=3)
 
     def forward(
         self,
@@ -252,23 +238,22 @@ class Decoder:
         replay: Replay | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
         """Next-token logits after the tokens at ``at`` (default: each row's last query token).
-
         The LM head runs on those positions alone; ``states`` receives what it is given, a (batch x positions
         x d) tensor, ``caches`` the keys and values of all rows, those of the prefix in front. Gradients flow
         if the caller has them on. Where the prefix's positions turn otherwise in front of so long a batch, it
         runs again with every row. A packed batch has no prefix and fills no caches: where there are any,
-        transformers takes a row for one text, and its queries would see each other.
-
-        Raises:
-            I2CLError: if that is so, or a window is too short, and tokens were taken out of the prefix; or if
-                that is so and it is made of vectors.
+        transformers takes a row for one text, and its queries would see each other. Raises I2CLError if that
+        is so, or a window is too short, and tokens were taken out of the prefix; or if that is so and it is
+        made of vectors.
         """
         self.pause()
         positions = batch.last[:, None] if at is None else at
+        if self.virtual_tokens:
+            positions = positions + self.virtual_tokens
         if prefix is not None and not self._joins(prefix, batch.input_ids.shape[1]):
-            batch, positions = behind(batch, prefix.ids), positions + len(prefix.ids)
+            batch, positions = batching.behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
-        look = partial(gather, positions, batch.packed, states)
+        look = partial(batching.gather, positions, batch.packed, states)
         kept = {} if caches is None else {"past_key_values": DynamicCache()}
         arguments: dict[str, Any] = {"use_cache": bool(kept), **kept}
         if batch.packed:
@@ -299,9 +284,8 @@ class Decoder:
 
     def prefix(self, ids: Ids, *, edit: Edit | None = None, whole: bool = False) -> Prefix:
         """Run ``ids`` once, under an edit if any, and keep their keys and values.
-
-        ``whole`` keeps all of them also in layers with a sliding window. Gradients flow to what the
-        edit trains, if the caller has them on.
+        ``whole`` keeps all of them also in layers with a sliding window. Gradients flow to what the edit
+        trains, if the caller has them on.
         """
         batch = make_batch([ids], self.device)
         with self.frozen(), self._editing(edit, batch):
@@ -322,10 +306,8 @@ class Decoder:
         positions: Sequence[int] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "places d"]:
-        """The last hidden states, behind the final norm, of input embeddings run as one row.
-
-        Positions count from 0 unless given; a cache receives keys and values. Gradients flow if the caller
-        has them on.
+        """The last hidden states, behind the final norm, of input embeddings run as one row. Positions count
+        from 0 unless given; a cache receives keys and values. Gradients flow if the caller has them on.
         """
         self.pause()
         places = torch.tensor([positions or range(len(vectors))], device=self.device)

@@ -15,14 +15,11 @@ from i2cl.models.batching import Batch
 from i2cl.models.hooks import Hook, edit_inputs, edit_outputs
 from i2cl.models.restore import uninterrupted
 
+# What a layer reads or writes; a line is a row of the batch, or all of its rows where they are packed.
 States = Float[Tensor, "lines tokens d"]
-"""What a layer reads or writes; a line is a row of the batch, or all of its rows where they are packed."""
-
+# What is captured and edited: the two residual writers of a layer, or its block output.
 Site = Literal["writers", "hidden"]
-"""What is captured and edited: the two residual writers of a layer, or its block output."""
-
-Places = Callable[[Site], list[tuple[int, int, nn.Module]]]
-"""(layer, index, module) of everything that a site names."""
+Places = Callable[[Site], list[tuple[int, int, nn.Module]]]  # layer, index and module of what a site names
 
 
 class Edit:

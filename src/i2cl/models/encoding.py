@@ -32,11 +32,10 @@ class TruncationWarning(UserWarning):
 @dataclass(frozen=True)
 class Encoder:
     """Encodes strings with the special tokens that the tokenizer puts in front (such as BOS).
-
-    Special tokens that it would put behind (such as EOS) are left out, since the last token must
-    be the one that predicts the next. Where a text of the user holds what the tokenizer would take for
-    a special token, such as ``<|im_end|>`` or ``</s>``, it is encoded as the characters it is made of;
-    a template's own special tokens are special.
+    Special tokens that it would put behind (such as EOS) are left out, since the last token must be the one
+    that predicts the next. Where a text of the user holds what the tokenizer would take for a special token,
+    such as ``<|im_end|>`` or ``</s>``, it is encoded as the characters it is made of; a template's own
+    special tokens are special.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -130,13 +129,8 @@ class Encoder:
 
     def _split(self, text: str) -> Any:
         """Encode a text with no token of it special, and with the tokens' places where they are known."""
-        return self._splitting(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_offsets_mapping=self.tokenizer.is_fast,
-            verbose=False,
-        )
+        plain: Any = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        return self._splitting(text, return_offsets_mapping=self.tokenizer.is_fast, **plain)
 
     def _parts(self, prompt: str) -> list[tuple[int, str]]:
         """The prompt cut at its unmarked special tokens, with the place of each part."""
@@ -166,28 +160,20 @@ class Encoder:
         return copy.deepcopy(self.tokenizer)
 
     def fitted(
-        self, build: Callable[[str], str], texts: Sequence[str], limit: int | None, *, cut: bool = True
-    ) -> list[Ids]:
-        """Token ids of ``build(text)``, the text cut at its end where the whole exceeds ``limit`` tokens.
-
-        Template and label positions are never cut. Warns once with the number of texts cut.
-
-        Raises:
-            I2CLError: if not even an empty text leaves room.
-            TooLongError: on a text that exceeds it and is not to be cut.
-        """
-        return self.fitted_each([build] * len(texts), texts, limit, cut=cut)
-
-    def fitted_each(
         self,
-        builds: Sequence[Callable[[str], str]],
+        build: Callable[[str], str] | Sequence[Callable[[str], str]],
         texts: Sequence[str],
         limit: int | None,
         *,
         cut: bool = True,
     ) -> list[Ids]:
-        """Like `fitted`, with a prompt format for each text."""
-        ids = self([build(self.literal(text)) for build, text in zip(builds, texts, strict=True)])
+        """Token ids of ``build(text)``, the text cut at its end where the whole exceeds ``limit`` tokens.
+        There may be one ``build`` for each text. Template and label positions are never cut. Warns once with
+        the number of texts cut. Raises I2CLError if not even an empty text leaves room, TooLongError on a
+        text that exceeds it and is not to be cut.
+        """
+        builds = [build] * len(texts) if callable(build) else build
+        ids = self([one(self.literal(text)) for one, text in zip(builds, texts, strict=True)])
         if limit is None:
             return ids
         long = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
@@ -198,7 +184,7 @@ class Encoder:
             ids[row] = self._cut(builds[row], texts[row], limit)
         if long:
             message = f"{len(long)} of {len(texts)} texts were cut to fit {limit} tokens of context"
-            warnings.warn(message, TruncationWarning, stacklevel=3)
+            warnings.warn(message, TruncationWarning, stacklevel=2)
         return ids
 
     def _cut(self, build: Callable[[str], str], text: str, limit: int) -> Ids:
@@ -248,17 +234,11 @@ class ScoringWarning(UserWarning):
 
 @dataclass(frozen=True)
 class LabelTokens:
-    """The tokens of each label word as they follow a prompt.
+    """The tokens of each label word as they follow a prompt."""
 
-    Attributes:
-        ids: token ids per label; of keywords the one token that stands for it.
-        full: whether whole sequences are scored instead of first tokens.
-        line: what stands between the template's query and these tokens, and is asked with the query.
-    """
-
-    ids: tuple[Ids, ...]
-    full: bool
-    line: str = ""
+    ids: tuple[Ids, ...]  # token ids per label; of keywords the one token that stands for it
+    full: bool  # whether whole sequences are scored instead of first tokens
+    line: str = ""  # what stands between the template's query and these tokens, and is asked with the query
 
     @property
     def first(self) -> Ids:
@@ -279,17 +259,12 @@ def label_tokens(
     encoder: Encoder, template: Template, labels: Sequence[str], scoring: Scoring = "auto"
 ) -> LabelTokens:
     """Find the tokens of each label by encoding it in the context of a prompt.
-
-    A newline between query and label belongs to the query where the tokenizer cuts behind it in any
-    case: else it would be the first token of every label. Where a label is how another one begins, such
-    as "not" and "not spam", all labels are taken with what ends them: the sum of log-probabilities of
-    "not" alone is never below that of "not spam".
-
-    Under ``scoring="keyword"`` each label is one token of its own out of its words, see `keywords`.
-
-    Raises:
-        I2CLError: if the prompt's last token and a label merge into one token, if two labels are the
-            same under the chosen scoring, or if one begins another and nothing can end them.
+    A newline between query and label belongs to the query where the tokenizer cuts behind it in any case:
+    else it would be the first token of every label. Where a label is how another one begins, such as "not"
+    and "not spam", all labels are taken with what ends them: the sum of log-probabilities of "not" alone is
+    never below that of "not spam". Under ``scoring="keyword"`` each label is one token of its own out of its
+    words, see `keywords`. Raises I2CLError if the prompt's last token and a label merge into one token, if
+    two labels are the same under the chosen scoring, or if one begins another and nothing can end them.
     """
     line = template.lead[: template.lead.rfind("\n") + 1]
     tokens = _behind(encoder, template, labels, line)
@@ -298,10 +273,8 @@ def label_tokens(
         tokens = _behind(encoder, template, labels, line)
     for label, ids in zip(labels, tokens, strict=True):
         if not ids:
-            raise I2CLError(
-                f"this tokenizer merges label {label!r} with the end of the prompt: "
-                "put a space or a newline before {label} in the template"
-            )
+            cure = "put a space or a newline before {label} in the template"
+            raise I2CLError(f"this tokenizer merges label {label!r} with the end of the prompt: {cure}")
     found = tuple(tokens)
     if len(set(found)) < len(found):
         raise I2CLError("two labels have the same tokens: give labels that differ")
@@ -323,14 +296,11 @@ def label_tokens(
 
 def keywords(encoder: Encoder, labels: Sequence[str], found: Sequence[Ids]) -> Ids:
     """One token for each label, all different: of its own tokens, of its words in other spellings, or any.
-
     A label takes the token that fewest labels have, the earlier one of two; where that is taken, labels
     change places (augmenting paths, Kuhn 1955), so that no label goes without one that could have one. What
-    is left, such as "label22" among a hundred of its kind, takes the first tokens of the vocabulary that
-    no label has: the fit teaches them.
-
-    Raises:
-        I2CLError: if the vocabulary has fewer tokens than there are labels.
+    is left, such as "label22" among a hundred of its kind, takes the first tokens of the vocabulary that no
+    label has: the fit teaches them. Raises I2CLError if the vocabulary has fewer tokens than there are
+    labels.
     """
     common = Counter(token for ids in found for token in set(ids))
     choices = []
@@ -362,7 +332,6 @@ def _behind(
     encoder: Encoder, template: Template, labels: Sequence[str], line: str, end: str = ""
 ) -> list[Ids]:
     """Tokens of each label, and of an end behind it, after a query that ends in ``line``.
-
     No tokens for a label that the tokenizer merges with what stands before it.
     """
     probe = template.query("text") + line

@@ -18,9 +18,8 @@ from i2cl.errors import I2CLError, first_problem
 from i2cl.models.checkpoint import Files, stored_weights
 from i2cl.models.precision import dequantized, offloaded_weight, requantized
 
+# Values rounded at a time: few enough for one thread and its cache; on a device, a copy that is worth it.
 PART, DEVICE_PART = 2**15, 2**22
-"""Values rounded at a time: few enough for one thread and its cache; on a device, a copy that is worth it."""
-
 WITHOUT_EFFECT = re.compile(
     r"dropout|pdrop|layerdrop|jitter|initializer|^init_|^lambda_std|aux_loss"  # of training
     r"|_token_ids?$|^output_|^use_cache$|^return_dict$|^is_|^add_cross_attention$|^chunk_size_feed_forward$"
@@ -31,8 +30,7 @@ WITHOUT_EFFECT = re.compile(
 )
 """Fields of a configuration that do not change what a model in evaluation mode answers."""
 
-MOST_NAMED = 5
-"""Differences that an error spells out."""
+MOST_NAMED = 5  # differences that an error spells out
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,6 @@ class ModelIdentity:
 
     def difference(self, other: "ModelIdentity") -> str | None:
         """What sets two base models apart, in words, or None. Name, revision and precision do not count.
-
         Of the configurations, fields that both have are compared, since versions of transformers add some.
         """
         names = ("model_type", "layers", "d_model", "weights", "tokenizer")
@@ -107,16 +104,14 @@ def told_config(config: PreTrainedConfig) -> dict[str, Any]:
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Hash of names, shapes and all values of parameters and of the buffers that checkpoints hold.
-
-    It is 16 hex digits, and that of the checkpoint, however it was loaded. Values are rounded to
-    bfloat16, so float32 and bfloat16 give one fingerprint; integers count as they are. float16 and
-    quantized weights lose what another rounding needs: their values are read from the files that the
-    model was loaded from, if those are on this machine and give what is in memory when they are rounded,
-    or quantized with the same quantizer, again. Otherwise, as for a model made in memory, what is in
-    memory counts. Offloaded weights are read from where they are.
-
-    Tensors are read one by one, at about a gigabyte a second; quantized ones are dequantized one by one. A
-    tensor that is split over processes is put together first, so all of them are to call this.
+    It is 16 hex digits, and that of the checkpoint, however it was loaded. Values are rounded to bfloat16, so
+    float32 and bfloat16 give one fingerprint; integers count as they are. float16 and quantized weights lose
+    what another rounding needs: their values are read from the files that the model was loaded from, if those
+    are on this machine and give what is in memory when they are rounded, or quantized with the same
+    quantizer, again. Otherwise, as for a model made in memory, what is in memory counts. Offloaded weights
+    are read from where they are. Tensors are read one by one, at about a gigabyte a second; quantized ones
+    are dequantized one by one. A tensor that is split over processes is put together first, so all of them
+    are to call this.
     """
     return tensors_fingerprint(_told(model))
 

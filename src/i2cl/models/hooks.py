@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from i2cl.models.batching import Batch
 from i2cl.models.restore import uninterrupted
 
+# What is to be in a tensor's place, or None to leave it (a mere look).
 Hook = Callable[[Tensor], Tensor | None]
-"""Takes a tensor and returns its replacement, or None to leave it (a mere look)."""
-
 KeywordChange = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
 """Takes a module and its keyword arguments and returns the ones it is to have."""
 
@@ -37,13 +36,14 @@ def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextMa
     Modules that return a tuple (attention) have its first element replaced. The change must build a new
     tensor: editing in place would break autograd and the residual stream.
     """
-    return _held(module.register_forward_hook(_output_hook(change)) for module, change in changes)
+    return _held(module.register_forward_hook(partial(_with_output, change)) for module, change in changes)
 
 
 def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
     """Replace the first argument of each module, or ``hidden_states``, by ``change(argument)``."""
     return _held(
-        module.register_forward_pre_hook(_input_hook(change), with_kwargs=True) for module, change in changes
+        module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
+        for module, change in changes
     )
 
 
@@ -51,13 +51,13 @@ def add_to_outputs(
     changes: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]],
 ) -> AbstractContextManager[None]:
     """Add ``change(argument)`` of its first argument to what each module returns while the block runs."""
-    return _held(module.register_forward_hook(_adding_hook(change)) for module, change in changes)
+    return _held(module.register_forward_hook(partial(_plus, change)) for module, change in changes)
 
 
 def edit_keywords(changes: Iterable[tuple[nn.Module, KeywordChange]]) -> AbstractContextManager[None]:
     """Replace the keyword arguments of each module by ``change(module, keywords)`` while the block runs."""
     return _held(
-        module.register_forward_pre_hook(_keyword_hook(change), with_kwargs=True)
+        module.register_forward_pre_hook(partial(_with_keywords, change), with_kwargs=True)
         for module, change in changes
     )
 
@@ -91,7 +91,7 @@ class Replay:
                     stack.callback(block.__dict__.pop, "forward")
             else:
                 for place, block in enumerate(self.blocks):
-                    handle = block.register_forward_hook(self._hook(place, key))
+                    handle = block.register_forward_hook(partial(self._keep, place, key))
                     stack.callback(handle.remove)
             yield
 
@@ -101,48 +101,34 @@ class Replay:
         length = self._tuples[place]
         return (stream, *[None] * (length - 1)) if length else stream
 
-    def _hook(self, place: int, key: tuple[Any, ...]) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._tuples[place] = len(output) if isinstance(output, tuple) else 0
-            if place == len(self.blocks) - 1:
-                stream: Tensor = output[0] if isinstance(output, tuple) else output
-                self.kept[key] = stream.detach().clone()  # some blocks add in place
-
-        return hook
+    def _keep(self, place: int, key: tuple[Any, ...], _module: nn.Module, _args: Any, output: Any) -> None:
+        self._tuples[place] = len(output) if isinstance(output, tuple) else 0
+        if place == len(self.blocks) - 1:
+            stream: Tensor = output[0] if isinstance(output, tuple) else output
+            self.kept[key] = stream.detach().clone()  # some blocks add in place
 
 
-def _adding_hook(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    def hook(_module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output + change(args[0])
-
-    return hook
-
-
-def _keyword_hook(change: KeywordChange) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, change(module, kwargs)
-
-    return hook
+def _plus(
+    change: Callable[[Tensor], Tensor], _module: nn.Module, args: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    return output + change(args[0])
 
 
-def _output_hook(change: Hook) -> Callable[[nn.Module, Any, Any], Any]:
-    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        changed = change(first)
-        if changed is None:
-            return None
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
-
-    return hook
+def _with_keywords(change: KeywordChange, module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+    return args, change(module, keywords)
 
 
-def _input_hook(change: Hook) -> Callable[..., Any]:
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed = change(args[0] if args else kwargs["hidden_states"])
-        if changed is None:
-            return None
-        if args:
-            return (changed, *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": changed}
+def _with_output(change: Hook, _module: nn.Module, _args: Any, output: Any) -> Any:
+    changed = change(output[0] if isinstance(output, tuple) else output)
+    if changed is None:
+        return None
+    return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
-    return hook
+
+def _with_input(change: Hook, _module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    changed = change(args[0] if args else keywords["hidden_states"])
+    if changed is None:
+        return None
+    if args:
+        return (changed, *args[1:]), keywords
+    return args, keywords | {"hidden_states": changed}

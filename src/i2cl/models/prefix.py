@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from i2cl.models.batching import Ids
-from i2cl.models.hooks import KeywordChange, edit_keywords
+from i2cl.models.hooks import edit_keywords
 from i2cl.models.restore import uninterrupted
 
 
@@ -124,50 +125,38 @@ def _changed(cache: Cache, change: Callable[[Tensor], Tensor]) -> DynamicCache:
 @uninterrupted
 def keys_at(model: PreTrainedModel, blocks: list[nn.Module], places: Int[Tensor, " keys"]) -> Iterator[None]:
     """Give each key, cached ones first, the bias of its place while the block runs (ALiBi alone)."""
-    builders: dict[str, tuple[str, Any]] = {
+    kinds: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
         "bloom": ("self_attention", _bloom),
         "falcon": ("self_attention", _falcon),
         "mpt": ("attn", _mpt),
     }
-    name, build = builders.get(model.config.model_type, ("", None))
-    if build is None or not getattr(model.config, "alibi", True):  # only Falcon has a choice
+    name, change = kinds.get(model.config.model_type, ("", None))
+    if change is None or not getattr(model.config, "alibi", True):  # only Falcon has a choice
         yield
         return
-    change: KeywordChange = build(places)
-    with edit_keywords([(block.get_submodule(name), change) for block in blocks]):
+    with edit_keywords([(block.get_submodule(name), partial(change, places)) for block in blocks]):
         yield
 
 
-def _bloom(places: Int[Tensor, " keys"]) -> KeywordChange:
-    def change(_module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
-        bias: Float[Tensor, "heads 1 keys"] = keywords["alibi"]
-        slope = bias[..., 1:2] - bias[..., :1]
-        return keywords | {"alibi": (slope * places.to(bias.device)).to(bias.dtype)}
-
-    return change
+def _bloom(places: Int[Tensor, " keys"], _module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+    bias: Float[Tensor, "heads 1 keys"] = keywords["alibi"]
+    slope = bias[..., 1:2] - bias[..., :1]
+    return keywords | {"alibi": (slope * places.to(bias.device)).to(bias.dtype)}
 
 
-def _mpt(places: Int[Tensor, " keys"]) -> KeywordChange:
-    def change(_module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
-        bias: Float[Tensor, "heads 1 length"] = keywords["position_bias"]
-        slope = bias[..., -1:] - bias[..., -2:-1]
-        distance = (places - places[-1]).to(bias.device)
-        return keywords | {"position_bias": slope * distance}
-
-    return change
+def _mpt(places: Int[Tensor, " keys"], _module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+    bias: Float[Tensor, "heads 1 length"] = keywords["position_bias"]
+    slope = bias[..., -1:] - bias[..., -2:-1]
+    return keywords | {"position_bias": slope * (places - places[-1]).to(bias.device)}
 
 
-def _falcon(places: Int[Tensor, " keys"]) -> KeywordChange:
+def _falcon(places: Int[Tensor, " keys"], module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
     """Falcon adds the scaled bias to its mask, and rounds it to bfloat16 on the way."""
-
-    def change(module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
-        bias: Float[Tensor, "batch heads 1 keys"] = keywords["alibi"]
-        mask: Float[Tensor, "batch heads queries keys"] = keywords["attention_mask"]
-        slope = (bias[..., 1:2] - bias[..., :1]).bfloat16()
-        moved = (slope * places.to(bias.device)).to(bias.dtype)
-        scale: Any = module.inv_norm_factor
-        allowed = mask > torch.finfo(mask.dtype).min / 2
-        shifted = torch.where(allowed, mask + (moved - bias) * scale, mask)
-        return keywords | {"alibi": moved, "attention_mask": shifted}
-
-    return change
+    bias: Float[Tensor, "batch heads 1 keys"] = keywords["alibi"]
+    mask: Float[Tensor, "batch heads queries keys"] = keywords["attention_mask"]
+    slope = (bias[..., 1:2] - bias[..., :1]).bfloat16()
+    moved = (slope * places.to(bias.device)).to(bias.dtype)
+    scale: Any = module.inv_norm_factor
+    allowed = mask > torch.finfo(mask.dtype).min / 2
+    shifted = torch.where(allowed, mask + (moved - bias) * scale, mask)
+    return keywords | {"alibi": moved, "attention_mask": shifted}

@@ -12,8 +12,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.architectures import Architecture
 from i2cl.models.hooks import edit_inputs, edit_outputs
 
-TOLERANCE = 1e-4
-"""Largest error of the residual identity, relative to the largest change a block makes."""
+TOLERANCE = 1e-4  # largest error of the residual identity, relative to the largest change a block makes
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ from i2cl.models.onednn import fast_products
 P = ParamSpec("P")
 T = TypeVar("T")
 
-POLL = 0.1
-"""Seconds between two looks for Ctrl-C while another thread has the model."""
-
+POLL = 0.1  # seconds between two looks for Ctrl-C while another thread has the model
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
 

@@ -1,9 +1,10 @@
 """Log-probabilities of label words after a prompt."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,11 +20,9 @@ from i2cl.models.encoding import LabelTokens, Scoring, label_tokens
 from i2cl.models.prefix import Prefix
 from i2cl.tasks import Example, Task
 
+# Called with the number of queries just finished, or the share of one whose labels run one by one.
 Progress = Callable[[float], None]
-"""Called with the number of queries just finished, or the share of one whose labels run one by one."""
-
-PASSES_A_BATCH = 8
-"""What a full batch costs beside a pass of few tokens: one more pays where it saves so much."""
+PASSES_A_BATCH = 8  # cost of a full batch beside a pass of few tokens: one more pays where it saves so much
 
 
 class NotFiniteError(I2CLError):
@@ -31,11 +30,7 @@ class NotFiniteError(I2CLError):
 
 
 def require_finite(scores: Float[Tensor, "*queries labels"], decoder: Decoder) -> None:
-    """Refuse scores of which one is not a number; a log-probability of -inf is one.
-
-    Raises:
-        NotFiniteError: naming the precision.
-    """
+    """Refuse scores of which one is not a number, unlike -inf. Raises NotFiniteError naming the precision."""
     if scores.isnan().any():
         dtype = str(decoder.model.dtype).removeprefix("torch.")
         raise NotFiniteError(
@@ -45,11 +40,7 @@ def require_finite(scores: Float[Tensor, "*queries labels"], decoder: Decoder) -
 
 
 def require_texts(texts: Sequence[str]) -> None:
-    """Refuse texts that are no strings, empty or no Unicode.
-
-    Raises:
-        I2CLError: naming the first one.
-    """
+    """Refuse texts that are no strings, empty or no Unicode. Raises I2CLError naming the first one."""
     if isinstance(texts, str):
         raise I2CLError("texts is one string: give a list of texts")
     for row, text in enumerate(texts):
@@ -59,10 +50,6 @@ def require_texts(texts: Sequence[str]) -> None:
             raise I2CLError(f"text {row + 1} is empty: remove it or give it content")
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise I2CLError(f"text {row + 1} holds half a surrogate pair, which is no character: remove it")
-
-
-def _asked(build: Callable[[str], str], line: str, text: str) -> str:
-    return build(text) + line
 
 
 @dataclass(frozen=True)
@@ -83,30 +70,21 @@ class Questions:
 
     @cached_property
     def labels(self) -> LabelTokens:
-        """Tokens of the label words as they follow a query.
-
-        Raises:
-            I2CLError: see `label_tokens`.
-        """
+        """Tokens of the label words as they follow a query. Raises I2CLError: see `label_tokens`."""
         return label_tokens(self.decoder.encoder, self.task.template, self.task.labels, self.scoring)
 
     def queries(
         self, texts: Sequence[str], build: Callable[[str], str] | None = None, *, cut: bool = True
     ) -> list[Ids]:
         """Token ids of ``build(text)`` for each text, with room for a label behind.
-
-        Args:
-            texts: what to classify; where the whole exceeds the context, its end is cut, with a warning.
-            build: from a text to its prompt; default: the template's query.
-            cut: False refuses what would be cut.
-
-        Raises:
-            I2CLError: on a text that is empty or no Unicode, or what exceeds the context all the same.
+        By default that is the template's query. Where the whole exceeds the context, the text's end is cut,
+        with a warning; or refused, without ``cut``. Raises I2CLError on a text that is empty or no Unicode,
+        or what exceeds the context all the same.
         """
         require_texts(texts)
         limit = None if self.decoder.max_length is None else self.decoder.max_length - self.labels.room
-        ask = partial(_asked, build or self.task.template.query, self.labels.line)
-        return self.decoder.encoder.fitted(ask, texts, limit, cut=cut)
+        ask, line = build or self.task.template.query, self.labels.line
+        return self.decoder.encoder.fitted(lambda text: ask(text) + line, texts, limit, cut=cut)
 
     def prompt(self, text: str) -> str:
         """What stands before a label: the template's query, and a line's end where that belongs to it."""
@@ -119,10 +97,8 @@ class Questions:
     def scores(
         self, texts: Sequence[str], *, edit: Edit | None = None, progress: Progress | None = None
     ) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label word after each text's query.
-
-        Raises:
-            I2CLError: as `queries`, and where a score is not a number.
+        """Log-probability of each label word after each text's query. Raises I2CLError: as `queries`, and
+        where a score is not a number.
         """
         found = score(self.decoder, self.queries(texts), self.labels, edit=edit, progress=progress)
         require_finite(found, self.decoder)
@@ -139,15 +115,9 @@ def score(
     progress: Progress | None = None,
 ) -> Float[Tensor, "queries labels"]:
     """Log-probability of each label after each query, over the whole vocabulary, in float32 on the CPU.
-
-    Args:
-        decoder: the model.
-        queries: token ids of each query, without the prefix.
-        labels: what to score: the same for all queries, or each query's own; whole sequences for all of
-            them if one says so. Queries with fewer labels than others have -inf behind theirs.
-        edit: applied to every layer while the queries run.
-        prefix: demonstrations run once beforehand.
-        progress: called as queries finish.
+    Queries are without the prefix, whose demonstrations ran beforehand. Labels are the same for all queries,
+    or each query's own; whole sequences are scored for all if one says so. Queries with fewer labels than
+    others have -inf behind theirs. The edit works at every layer; progress is told as queries finish.
     """
     each = [labels] * max(1, len(queries)) if isinstance(labels, LabelTokens) else labels
     most = max((len(own.ids) for own in each), default=0)
@@ -177,9 +147,8 @@ def among(
     scores: Float[Tensor, "*queries labels"], bias: Float[Tensor, " labels"] | None, temperature: float
 ) -> Float[Tensor, "*queries labels"]:
     """What an injection makes of label scores: `biased` by its label prior, then divided by its temperature.
-
-    With neither they stay as they are; else they are among the labels. A division is in float64, where
-    scores that differ stay different, so the answers stay too.
+    With neither they stay as they are; else they are among the labels. A division is in float64, where scores
+    that differ stay different, so the answers stay too.
     """
     if bias is not None:
         scores = biased(scores, bias)
@@ -190,32 +159,32 @@ def next_token_log_probabilities(
     decoder: Decoder, queries: Sequence[Ids], *, edit: Edit | None = None, prefix: Prefix | None = None
 ) -> Float[Tensor, "queries vocab"]:
     """Log-probability of every token after each query, in float32 on the CPU."""
-    found: dict[int, Tensor] = {}
     with decoder.frozen(), torch.no_grad():
-        for batch, rows in _read(decoder, queries, edit, prefix):
-            found |= dict(zip(batch.rows, rows.cpu(), strict=True))
-    return torch.stack([found[row] for row in range(len(queries))])
+        return in_order((batch.rows, rows.cpu()) for batch, rows in _read(decoder, queries, edit, prefix))
 
 
 def head_states(
     decoder: Decoder, queries: Sequence[Ids], *, prefix: Prefix | None = None
 ) -> Float[Tensor, "queries d"]:
     """What the LM head is given behind each query, in float32 on the CPU."""
-    found: dict[int, Tensor] = {}
 
     def run(batch: Batch) -> Tensor:
         states: list[Tensor] = []
         decoder.forward(batch, prefix=prefix, states=states)
         return states[-1][:, 0].float().cpu()
 
-    with decoder.frozen(), torch.no_grad():
-        for batch, states in decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0):
-            found |= dict(zip(batch.rows, states, strict=True))
-    return torch.stack([found[row] for row in range(len(queries))])  # a head may be narrower than the stream
+    with decoder.frozen(), torch.no_grad():  # a head may be narrower than the stream
+        parts = decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0)
+        return in_order((batch.rows, states) for batch, states in parts)
 
 
-Part = tuple[Tensor, Tensor, Tensor, float]
-"""Rows, columns and values of some scores, and how many queries they complete."""
+def in_order(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
+    """One tensor of rows that come in parts, each part with the places of its rows."""
+    found = {place: row for places, rows in parts for place, row in zip(places, rows, strict=True)}
+    return torch.stack([found[place] for place in range(len(found))])
+
+
+Part = tuple[Tensor, Tensor, Tensor, float]  # rows, columns, values of scores; how many queries they complete
 
 
 def _first(
@@ -248,9 +217,8 @@ def _shares(
     decoder: Decoder, queries: Sequence[Ids], labels: Sequence[LabelTokens], edit: Edit | None
 ) -> bool:
     """Whether each query is to run once, with its labels behind the keys that it leaves.
-
-    They follow in a pass for every length of query, so that has to save a fair part of a batch each. Beyond
-    a limit of longrope a label turns the keys of its query.
+    They follow in a pass for every length of query, so that has to save a fair part of a batch each. Beyond a
+    limit of longrope a label turns the keys of its query.
     """
     if not decoder.can_split or decoder.rope_limits or not (edit is None or edit.everywhere):
         return False
@@ -258,8 +226,7 @@ def _shares(
     return PASSES_A_BATCH * saved > decoder.token_budget * len(set(map(len, queries)))
 
 
-@dataclass(frozen=True)
-class _Branch:
+class _Branch(NamedTuple):
     """A label behind a query: the query's place in its batch, and both their places in the caller's lists."""
 
     line: int
@@ -303,7 +270,6 @@ def _shared(
 
 def _groups(decoder: Decoder, places: Sequence[int], tokens: int) -> list[Sequence[int]]:
     """Places of rows of so many tokens, cached ones included, that run together.
-
     A CPU may hold the keys of more tokens than it runs: copying a few costs less than a pass of few rows.
     What exceeds the memory halves the batch of queries, and the token budget with it.
     """
@@ -372,14 +338,8 @@ def label_log_probabilities(
     prefix: Prefix | None = None,
 ) -> Float[Tensor, " batch"]:
     """Log-probability of each row's right label among its own labels, in nats. Gradients flow if on.
-
-    Args:
-        decoder: the model.
-        batch: a query each.
-        labels: the first token of each label, for every row; rows may differ in how many they have.
-        gold: the right one of these.
-        edit: applied to every layer while the queries run.
-        prefix: demonstrations run once beforehand.
+    A row is a query, ``labels`` are the first tokens of its labels, of which rows may have more or fewer,
+    ``gold`` is the right one's place.
     """
     logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float()
     return right_among([row[list(own)] for row, own in zip(logits, labels, strict=True)], gold)

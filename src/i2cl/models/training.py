@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -13,21 +13,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
+from i2cl.models import scoring
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import (
-    label_log_probabilities,
-    labelled_batch,
-    right_among,
-    sequence_log_probabilities,
-)
+from i2cl.models.scoring import label_log_probabilities, labelled_batch, sequence_log_probabilities
 
+# Called after each epoch with steps done, steps in all and the epoch's mean loss in nats.
 StepProgress = Callable[[int, int, float], None]
-"""Called after each epoch with steps done, steps in all and the epoch's mean loss in nats."""
-
 
 _CURE = "lower the noise or the learning rate, or load the model in float32"
 
@@ -71,18 +66,15 @@ class TrainConfig(Settings):
 
     def batches(self, count: int, seed: int) -> list[list[int]]:
         """Demonstration indices of every step."""
-        return list(self._batches(count, random.Random(seed)))
-
-    def _batches(self, count: int, picker: random.Random) -> Iterator[list[int]]:
-        order = list(range(count))
+        picker, order, size = random.Random(seed), list(range(count)), self.batch_size
+        steps: list[list[int]] = []
         for _ in range(self.epochs):
             if self.draw == "step":
-                for _ in range(max(1, count // self.batch_size)):
-                    yield picker.sample(order, min(self.batch_size, count))
+                steps += [picker.sample(order, min(size, count)) for _ in range(max(1, count // size))]
             else:
                 picker.shuffle(order)
-                for start in range(0, count, self.batch_size):
-                    yield order[start : start + self.batch_size]
+                steps += [order[start : start + size] for start in range(0, count, size)]
+        return steps
 
 
 class LabelLikelihood:
@@ -124,7 +116,7 @@ class LabelLikelihood:
         if not self.whole:
             return values[order]
         scores = values[order].split([len(self.rows[place]) for place in chosen])
-        return right_among(scores, [self.gold[place] for place in chosen])
+        return scoring.right_among(scores, [self.gold[place] for place in chosen])
 
     def batch(self, rows: Sequence[int], *, packed: bool = False) -> Batch:
         """These rows, to be run; see `labelled_batch`."""
@@ -145,53 +137,22 @@ class LabelLikelihood:
 
 def train(
     parameters: Sequence[torch.nn.Parameter],
-    loss: Callable[[Sequence[int]], Tensor],
-    batches: Sequence[Sequence[int]],
-    config: TrainConfig,
-    progress: StepProgress | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[float, ...]:
-    """Take one AdamW step per batch.
-
-    The loss is the mean, in nats, of the demonstrations with these indices; ``dtype`` that of its model, if
-    it is float16 (`Backward`).
-
-    Returns:
-        Mean loss of each epoch.
-
-    Raises:
-        I2CLError: at the end of an epoch whose loss is not finite.
-    """
-    return tuple(mean.item() for mean in _epochs(parameters, loss, batches, config, progress, dtype))
-
-
-def train_together(
-    parameters: Sequence[torch.nn.Parameter],
-    losses: Callable[[Sequence[int]], Float[Tensor, " runs"]],
+    loss: Callable[[Sequence[int]], Float[Tensor, " runs"]],
     batches: Sequence[Sequence[int]],
     config: TrainConfig,
     progress: StepProgress | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[tuple[float, ...], ...]:
-    """`train` for runs that share steps but no parameter; mean loss of each epoch, of each run."""
-    means = list(_epochs(parameters, losses, batches, config, progress, dtype))
-    return tuple(tuple(run) for run in torch.stack(means, -1).tolist()) if means else ()
-
-
-def _epochs(
-    parameters: Sequence[torch.nn.Parameter],
-    loss: Callable[[Sequence[int]], Tensor],
-    batches: Sequence[Sequence[int]],
-    config: TrainConfig,
-    progress: StepProgress | None,
-    dtype: torch.dtype | None,
-) -> Iterator[Tensor]:
-    """Mean loss of each epoch, once it is done; of each run, if there are several."""
+    """Take one AdamW step per batch, for runs that share steps but no parameter.
+    The loss is each run's mean, in nats, of the demonstrations with these indices; ``dtype`` that of its
+    model, if it is float16 (`Backward`). Returns the mean loss of each epoch, of each run. Raises I2CLError
+    at the end of an epoch whose loss is not finite.
+    """
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
-    backward = Backward(parameters, dtype)
-    steps = len(batches)
+    backward, steps = Backward(parameters, dtype), len(batches)
     per_epoch = max(1, steps // max(1, config.epochs))
     losses: list[Tensor] = []
+    means: list[Tensor] = []
     for step, chosen in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = config.rate(step, steps)
@@ -202,13 +163,13 @@ def _epochs(
         optimizer.step()
         losses.append(value.detach())
         if len(losses) == per_epoch or step == steps - 1:
-            mean = _finite_mean(losses, step)
+            means.append(_finite_mean(losses, step))
             losses.clear()
             if progress is not None:
-                progress(step + 1, steps, mean.mean().item())
-            yield mean
+                progress(step + 1, steps, means[-1].mean().item())
     if not all(parameter.isfinite().all() for parameter in parameters):
         raise I2CLError(f"what was trained is not finite after {steps} steps: {_CURE}")
+    return tuple(map(tuple, torch.stack(means, -1).tolist())) if means else ()
 
 
 def _finite_mean(losses: Sequence[Tensor], step: int) -> Tensor:
@@ -230,18 +191,12 @@ def minimize(
     dtype: torch.dtype | None = None,
 ) -> tuple[float, ...]:
     """Minimise a loss that gives the same value for the same parameters, by L-BFGS.
-
     The line search is that of `torch.optim.LBFGS`
-    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html). What is returned is the best
-    point it has seen. ``chunks`` are all demonstrations, in parts that fit into memory, ``passes`` how often
-    all of them are evaluated at most, ``pull`` the loss per squared distance of the parameters from their
-    start. See `train` for the others.
-
-    Returns:
-        Mean loss of each pass, without the pull.
-
-    Raises:
-        I2CLError: on a loss that is not finite.
+    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html). It ends at the best point it has
+    seen. ``chunks`` are all demonstrations, in parts that fit into memory, ``passes`` how often all of them
+    are evaluated at most, ``pull`` the loss per squared distance of the parameters from their start. See
+    `train` for the others. Returns the mean loss of each pass, without the pull. Raises I2CLError on a loss
+    that is not finite.
     """
     starts = [parameter.detach().clone() for parameter in parameters]
     backward = Backward(parameters, dtype)
@@ -263,10 +218,7 @@ def minimize(
                 part = loss(chosen) * (len(chosen) / count)
                 backward(part)
                 total = total.to(part.device) + part.detach()
-            away = [
-                (parameter - start).square().sum()
-                for parameter, start in zip(parameters, starts, strict=True)
-            ]
+            away = [(one - start).square().sum() for one, start in zip(parameters, starts, strict=True)]
             held = pull * torch.stack(away).sum()
             held.backward()
         history.append(_finite_mean([total], len(history)).item())
@@ -289,8 +241,7 @@ class _OutOfPassesError(Exception):
     """Ends a line search, which would otherwise go on past the number of evaluations."""
 
 
-LOSS_SCALE = 2.0**16
-"""First factor of a float16 model's loss, as that of `torch.amp.GradScaler`."""
+LOSS_SCALE = 2.0**16  # first factor of a float16 model's loss, as that of `torch.amp.GradScaler`
 
 
 class Backward:
@@ -315,15 +266,11 @@ class Backward:
 
     def gradients(self, value: Tensor) -> list[Tensor | None]:
         """Those of one value, whose graph stays for others; None for a parameter that it does not know."""
-        gradients = self._scaled(value)
-        while (
-            self.scale > 1.0
-            and value.isfinite()
-            and not all(one is None or one.isfinite().all() for one in gradients)
-        ):
+        while True:
+            scaled: Sequence[Tensor | None] = torch.autograd.grad(
+                value * self.scale, self.parameters, retain_graph=True, allow_unused=True
+            )
+            fits = self.scale <= 1.0 or not value.isfinite()
+            if fits or all(one is None or one.isfinite().all() for one in scaled):
+                return [None if one is None else one / self.scale for one in scaled]
             self.scale /= 2
-            gradients = self._scaled(value)
-        return [None if one is None else one / self.scale for one in gradients]
-
-    def _scaled(self, value: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(value * self.scale, self.parameters, retain_graph=True, allow_unused=True)

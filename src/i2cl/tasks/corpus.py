@@ -64,47 +64,25 @@ class ReferenceTask:
     labels: tuple[str, ...]
 
 
-# Keys: label words in the order of the categories. The two keys of an attribute never agree on a category.
-_KEYS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
-    ("colour", 1): {
-        "mood": ("red", "blue", "green", "yellow"),
-        "job": ("green", "yellow", "blue", "red"),
-        "place": ("yellow", "red", "green", "blue"),
-        "weather": ("blue", "green", "red", "yellow"),
-    },
-    ("colour", 2): {
-        "mood": ("blue", "yellow", "red", "green"),
-        "job": ("red", "green", "yellow", "blue"),
-        "place": ("green", "yellow", "blue", "red"),
-        "weather": ("yellow", "red", "blue", "green"),
-    },
-    ("letter", 1): {
-        "mood": ("C", "A", "D", "B"),
-        "job": ("A", "B", "C", "D"),
-        "place": ("D", "C", "A", "B"),
-        "weather": ("B", "D", "A", "C"),
-    },
-    ("letter", 2): {
-        "mood": ("A", "D", "B", "C"),
-        "job": ("D", "C", "B", "A"),
-        "place": ("C", "B", "D", "A"),
-        "weather": ("A", "C", "D", "B"),
-    },
+# Label words of mood, job, place and weather, each in the order of the categories. The two keys of an
+# attribute never agree on a category.
+_KEYS = {
+    "colour-1": "red blue green yellow/green yellow blue red/yellow red green blue/blue green red yellow",
+    "colour-2": "blue yellow red green/red green yellow blue/green yellow blue red/yellow red blue green",
+    "letter-1": "C A D B/A B C D/D C A B/B D A C",
+    "letter-2": "A D B C/D C B A/C B D A/A C D B",
 }
 
-
-def _task(attribute: str, kind: str, key: int) -> ReferenceTask:
-    description = f"Tell the {attribute} of the sentence with a {kind}, by key {key}."
-    return ReferenceTask(f"{attribute}-{kind}-{key}", description, attribute, _KEYS[kind, key][attribute])
-
-
-TASKS: tuple[ReferenceTask, ...] = tuple(_task(attribute, *key) for key in _KEYS for attribute in ATTRIBUTES)
-
-
-def is_held_out(words: dict[str, str]) -> bool:
-    """Whether this combination of attribute words is reserved for the test split."""
-    return sum(_WORD_INDEX[word] for word in words.values()) % HELD_OUT_MODULUS == 0
-
+TASKS = tuple(
+    ReferenceTask(
+        f"{attribute}-{key}",
+        f"Tell the {attribute} of the sentence with a {key[:-2]}, by key {key[-1]}.",
+        attribute,
+        tuple(words.split()),
+    )
+    for key, rows in _KEYS.items()
+    for attribute, words in zip(ATTRIBUTES, rows.split("/"), strict=True)
+)
 
 _WORD_INDEX = {
     word: index
@@ -119,13 +97,11 @@ def sample_categories(rng: Random) -> dict[str, int]:
 
 
 def sample_words(rng: Random, categories: dict[str, int], held_out: bool) -> dict[str, str]:
-    """Words of the given categories whose combination is held out, or is not."""
-    tables = {
-        attribute: tuple(ATTRIBUTES[attribute].values())[index] for attribute, index in categories.items()
-    }
+    """Words of the given categories whose combination is held out for the test split, or is not."""
+    tables = {name: tuple(ATTRIBUTES[name].values())[index] for name, index in categories.items()}
     while True:
-        words = {attribute: rng.choice(table) for attribute, table in tables.items()}
-        if is_held_out(words) == held_out:
+        words = {name: rng.choice(table) for name, table in tables.items()}
+        if (sum(map(_WORD_INDEX.__getitem__, words.values())) % HELD_OUT_MODULUS == 0) == held_out:
             return words
 
 

@@ -10,8 +10,7 @@ from i2cl.errors import I2CLError
 
 UTF_8, UTF_16, WINDOWS = "utf-8", "utf-16", "cp1252"
 
-ENCODINGS = {UTF_8: "UTF-8", UTF_16: "UTF-16", WINDOWS: "Windows-1252"}
-"""What people call them."""
+ENCODINGS = {UTF_8: "UTF-8", UTF_16: "UTF-16", WINDOWS: "Windows-1252"}  # what people call them
 
 
 class ReadAsWarning(UserWarning):

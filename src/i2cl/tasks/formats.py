@@ -20,15 +20,12 @@ from typing import Any, Literal, get_args
 from i2cl.errors import did_you_mean
 from i2cl.tasks.files import ENCODINGS, UTF_8, WINDOWS, ReadAsWarning, RowError, decoded, encoding_of, opened
 
+# One text a line; rows with named columns; objects, one a line or in one list.
 RowFormat = Literal["lines", "csv", "tsv", "jsonl", "json"]
-"""One text a line; rows with named columns; objects, one a line or in one list."""
-
+# Endings of files with columns; any other file holds one text a line.
 ROW_SUFFIXES = tuple(f".{name}" for name in get_args(RowFormat)[1:])
-"""Endings of files with columns; any other file holds one text a line."""
-
+# What may stand between cells: which one it is depends on the country that a spreadsheet is set to.
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-"""What may stand between cells: which one it is depends on the country that a spreadsheet is set to."""
-
 STDIN = "-"
 MAX_FIELD = 2**31 - 1
 _SHOWN = 60
@@ -182,7 +179,6 @@ def _csv_rows(
 
 
 def _to_filled(pieces: Iterator[str]) -> Iterator[str]:
-    """Lines up to the first that is not blank."""
     for piece in pieces:
         yield piece
         if piece.strip():

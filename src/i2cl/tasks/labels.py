@@ -3,14 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-MOST_DIGITS = 9
-"""Of a class id."""
-
-SHORTEST = 4
-"""Letters from which two words that differ in one of them may be the same."""
-
-RARE = 5
-"""How many times as frequent the other one is, where a word that differs in a letter is a slip."""
+MOST_DIGITS = 9  # of a class id
+SHORTEST = 4  # letters from which two words that differ in one of them may be the same
+RARE = 5  # how many times as frequent the other one is, where a word that differs in a letter is a slip
 
 
 class LabelLookup:
@@ -41,19 +36,13 @@ class LabelLookup:
             return None
         word = str(label).strip()
         folded = word.casefold()
-        for table, key in (
-            (self._exact, word),
-            (self._folded, folded),
-            (self._folded, folded.replace("_", " ")),
-        ):
+        keys = (self._exact, word), (self._folded, folded), (self._folded, folded.replace("_", " "))
+        for table, key in keys:
             if key in table:
                 return table[key]
         number = as_id(word)
-        return (
-            number - self.first
-            if number is not None and 0 <= number - self.first < len(self.labels)
-            else None
-        )
+        place = -1 if number is None else number - self.first
+        return place if 0 <= place < len(self.labels) else None
 
     def allowed(self) -> str:
         """What may stand in a label column, for error messages."""

@@ -6,19 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from i2cl.errors import I2CLError
+from i2cl.tasks import reference
 from i2cl.tasks.formats import ROW_SUFFIXES
 from i2cl.tasks.hub import load_hub
-from i2cl.tasks.registry import (
-    BENCHMARK_TASKS,
-    BUILTIN,
-    BUNDLED_TASKS,
-    PAPER_TASKS,
-    builtin_spec,
-    reference_task,
-    unknown_task,
-)
+from i2cl.tasks.registry import BUILTIN, GROUPS, builtin_spec, unknown_task
 from i2cl.tasks.rows import read_examples, read_labelled
-from i2cl.tasks.schema import FilesSource, TaskSpec, read_spec
+from i2cl.tasks.schema import TaskSpec, read_spec
 from i2cl.tasks.synthetic import NAME as SYNTHETIC
 from i2cl.tasks.synthetic import synthetic_task
 from i2cl.tasks.task import Example, Task, Template
@@ -41,14 +34,12 @@ def load_task(
     skip_bad_rows: bool = False,
 ) -> Task:
     """A task with its rows.
-
     `name_or_path` is the path of a task TOML, the path of a file of rows (.csv, .tsv, .jsonl, .json: needs
     `template`; `test_path` is its test split; the columns are named by `text_column` and `label_column`), or
     a known name (`list_tasks`). With `skip_bad_rows`, rows of files of your own that cannot be used are left
     out, with a warning. The paper's tasks are read from `data_dir` or the folder in I2CL_DATA_DIR, laid out
     as <folder>/<task>/train.jsonl and test.jsonl, else from the Hugging Face hub. `template` and `labels`
-    replace those of a task that has its own. Raises I2CLError for anything unknown, missing or
-    malformed.
+    replace those of a task that has its own. Raises I2CLError for anything unknown, missing or malformed.
     """
     if isinstance(labels, str):
         raise I2CLError(f"labels is the string {labels!r}: give a list of words")
@@ -80,13 +71,12 @@ def is_own(name: StrPath) -> bool:
 
 
 def _load_named(name: str, data_dir: StrPath | None) -> Task:
-    for group, names in (("paper", PAPER_TASKS), ("benchmark", BENCHMARK_TASKS), ("bundled", BUNDLED_TASKS)):
+    for group, names in GROUPS.items():
         if name in names:
             return _load_spec(builtin_spec(name), BUILTIN, data_dir, group)
     if name == SYNTHETIC:
         return synthetic_task()
-    task = reference_task(name)
-    if task is not None:
+    if (task := reference.load(name)) is not None:
         return task
     if Path(name).is_file():
         known = ", ".join((".toml", *ROW_SUFFIXES))
@@ -98,7 +88,9 @@ def _load_spec(
     spec: TaskSpec, folder: Path, data_dir: StrPath | None, group: str, *, skip: bool = False
 ) -> Task:
     if spec.files is not None:
-        train, test = _from_files(spec.files, folder, spec.labels, skip=skip)
+        files, columns = spec.files, (spec.files.text, spec.files.label)
+        train, lookup = read_labelled(folder / files.train, spec.labels, *columns, skip=skip)
+        test = read_labelled(folder / files.test, lookup, *columns, skip=skip)[0] if files.test else ()
     else:
         root = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         if root:
@@ -108,16 +100,6 @@ def _load_spec(
         else:
             train, test = load_hub(spec.hub, spec.labels)
     return spec.to_task(train, test, group)
-
-
-def _from_files(
-    files: FilesSource, folder: Path, labels: Sequence[str], *, skip: bool
-) -> tuple[Split, Split]:
-    columns = (files.text, files.label)
-    train, lookup = read_labelled(folder / files.train, labels, *columns, skip=skip)
-    if files.test is None:
-        return train, ()
-    return train, read_labelled(folder / files.test, lookup, *columns, skip=skip)[0]
 
 
 def _from_folder(root: Path, spec: TaskSpec) -> tuple[Split, Split]:

@@ -15,26 +15,19 @@ DEMO_TASKS = ("mood-colour-1", "job-letter-2", "place-colour-2")
 """What `i2cl demo` shows: three attributes, both sets of label words."""
 
 
-def names() -> list[str]:
-    """Names of the reference model's tasks."""
-    return [spec.name for spec in TASKS]
-
-
 def describe() -> list[Task]:
     """The reference model's tasks without rows."""
     return [_task(spec) for spec in TASKS]
 
 
 @cache
-def load(name: str) -> Task:
-    """One of them with its rows: the test split holds only word combinations kept out of training."""
-    spec = next(spec for spec in TASKS if spec.name == name)
-    train = _rows(spec, "train", TRAIN_ROWS, TRAIN_SEED)
-    return _task(spec, train, _rows(spec, "test", TEST_ROWS, TEST_SEED))
-
-
-def _rows(spec: ReferenceTask, split: str, count: int, seed: int) -> tuple[Example, ...]:
-    return tuple(Example(text, label) for text, label in examples(spec, split, count, seed))
+def load(name: str) -> Task | None:
+    """One of them with its rows, or None. The test split has only word combinations kept out of training."""
+    spec = next((spec for spec in TASKS if spec.name == name), None)
+    if spec is None:
+        return None
+    splits = (("train", TRAIN_ROWS, TRAIN_SEED), ("test", TEST_ROWS, TEST_SEED))
+    return _task(spec, *(tuple(Example(*row) for row in examples(spec, *split)) for split in splits))
 
 
 def _task(spec: ReferenceTask, train: tuple[Example, ...] = (), test: tuple[Example, ...] = ()) -> Task:

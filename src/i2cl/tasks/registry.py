@@ -12,8 +12,7 @@ BUILTIN = Path(__file__).parent / "builtin"
 
 PAPER_TASKS = ("sst2", "sst5", "mr", "subj", "trec", "agnews", "dbpedia", "hate_speech18", "emoc")
 
-BENCHMARK_TASKS = ("banking77",)
-"""Tasks of the hub that the paper has not: those with many labels."""
+BENCHMARK_TASKS = ("banking77",)  # tasks of the hub that the paper has not: those with many labels
 
 BUNDLED_TASKS = tuple(
     sorted({file.stem for file in BUILTIN.glob("*.toml")} - {*PAPER_TASKS, *BENCHMARK_TASKS})
@@ -21,22 +20,19 @@ BUNDLED_TASKS = tuple(
 """Tasks whose rows ship with the package: each a TOML with a `[files]` table in `builtin`, and its rows."""
 
 
+GROUPS = {"paper": PAPER_TASKS, "benchmark": BENCHMARK_TASKS, "bundled": BUNDLED_TASKS}
+"""Names of the tasks that have a TOML here, by where they come from."""
+
+
 def builtin_spec(name: str) -> TaskSpec:
     """The TOML of a task by name, wherever its rows lie."""
     return read_spec(BUILTIN / f"{name}.toml")
 
 
-def reference_task(name: str) -> Task | None:
-    """The reference model's task of that name with its rows, or None when there is none."""
-    return reference.load(name) if name in reference.names() else None
-
-
 def list_tasks() -> list[Task]:
     """Every known task without rows: the paper's, others of the hub, bundled ones, then made ones."""
-    paper = [builtin_spec(name).to_task(group="paper") for name in PAPER_TASKS]
-    bundled = [builtin_spec(name).to_task(group="bundled") for name in BUNDLED_TASKS]
-    others = [builtin_spec(name).to_task(group="benchmark") for name in BENCHMARK_TASKS]
-    return [*paper, *others, *bundled, describe_synthetic(), *reference.describe()]
+    named = [builtin_spec(name).to_task(group=group) for group, names in GROUPS.items() for name in names]
+    return [*named, describe_synthetic(), *reference.describe()]
 
 
 def unknown_task(name: str) -> I2CLError:

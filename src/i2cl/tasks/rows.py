@@ -48,14 +48,11 @@ def read_labelled(
     skip: bool = False,
 ) -> tuple[tuple[Example, ...], LabelLookup]:
     """The examples of one file, and what its labels mean.
-
     A label is a label word (exact, else ignoring case) or a class id, counted from 0 or from 1; a cell that
     is both counts as the word. Without ``labels`` the words are the file's distinct labels, sorted. Labels
     are words by id, or what those of another file of the same task mean. With ``skip``, rows that cannot be
-    used are left out with a `ReadAsWarning` that names them.
-
-    Raises:
-        I2CLError: naming the file and all rows that cannot be used, or what else keeps it from being read.
+    used are left out with a `ReadAsWarning` that names them. Raises I2CLError naming the file and all rows
+    that cannot be used, or what else keeps it from being read.
     """
     if path.suffix.lower() not in ROW_SUFFIXES:
         known = ", ".join(ROW_SUFFIXES)
@@ -161,13 +158,9 @@ def read_queries(
 
 def read_rows(source: str, columns: Columns, kind: RowFormat | None = None) -> Generator[Row, None, None]:
     """Rows of a file, or of stdin for ``-``, one at a time; their values are unchecked.
-
-    ``-`` is stdin; without a kind, the file's ending says how rows are written.
-
-    Raises:
-        I2CLError: if the file cannot be opened.
-        RowError: on a file without rows, lines that look like another format, bytes that are no text,
-            broken CSV or JSON, a column that is not there.
+    Without a kind, the file's ending says how rows are written. Raises I2CLError if the file cannot be
+    opened, and RowError on one without rows, lines that look like another format, bytes that are no text,
+    broken CSV or JSON, a column that is not there.
     """
     with closing(rows_or_errors(source, columns, kind)) as rows:
         for row in rows:
@@ -211,9 +204,8 @@ def _derived(path: Path, rows: Sequence[Row]) -> tuple[str, ...]:
     words = set(map(_word, rows))
     if any(as_id(word) == 0 for word in words) and all(as_id(word) is not None for word in words):
         some = ", ".join(ordered(words)[:8])
-        raise RowError(
-            f"{path}: the labels are class ids ({some}): pass the label words (--labels), one per id"
-        )
+        cure = "pass the label words (--labels), one per id"
+        raise RowError(f"{path}: the labels are class ids ({some}): {cure}")
     if len(words) == 1:
         cure = "add rows of another class or pass the label words (--labels)"
         raise RowError(f"{path}: every label is {words.pop()!r}: {cure}")

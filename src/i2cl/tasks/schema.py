@@ -22,7 +22,6 @@ class _Table(BaseModel):
 
 class HubSource(_Table):
     """The `[hub]` table: where the rows lie on the Hugging Face hub.
-
     `keep_labels` lists the label ids of the source that are used, in the order of the task's label words;
     rows with another id are dropped. Without it the ids are used as they are. `test_fraction` (between 0 and
     1) replaces `test` where the source has no test split: that share of the distinct texts, drawn with
@@ -128,7 +127,9 @@ def parse_toml(data: bytes, source: str) -> dict[str, Any]:
 
 def _explain(detail: ErrorDetails, name: str) -> str:
     if detail["type"] == "extra_forbidden":
-        known = _known_fields(detail["loc"])
+        tables: dict[int | str, type[BaseModel]] = {"hub": HubSource, "files": FilesSource}
+        table = tables.get(detail["loc"][0], TaskSpec) if len(detail["loc"]) > 1 else TaskSpec
+        known = list(table.model_fields)
         hint = did_you_mean(str(detail["loc"][-1]), known)
         return f"unknown field {name!r}: {hint}remove it or use one of {', '.join(known)}"
     if detail["type"] == "missing":
@@ -139,9 +140,3 @@ def _explain(detail: ErrorDetails, name: str) -> str:
     if detail["type"] == "value_error":
         return f"table [{name}]: {message}" if name else message
     return f"field {name!r} is {detail['input']!r}: {message[:1].lower()}{message[1:]}"
-
-
-def _known_fields(location: tuple[int | str, ...]) -> list[str]:
-    tables: dict[int | str, type[BaseModel]] = {"hub": HubSource, "files": FilesSource}
-    table = tables.get(location[0], TaskSpec) if len(location) > 1 else TaskSpec
-    return list(table.model_fields)

@@ -8,8 +8,7 @@ from typing import Any
 from i2cl.tasks.labels import as_id, slips
 from i2cl.tasks.task import Task
 
-LONGEST = 20
-"""Texts with the most characters, among which that with the most tokens is looked for."""
+LONGEST = 20  # texts with the most characters, among which that with the most tokens is looked for
 
 
 @dataclass(frozen=True)

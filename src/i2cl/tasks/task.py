@@ -23,20 +23,17 @@ class Example:
     label: int
 
 
-Examples = Sequence[Example]
-"""Rows, or demonstrations, in their order."""
+Examples = Sequence[Example]  # rows, or demonstrations, in their order
 
 
 @dataclass(frozen=True)
 class Task:
     """A text classification task.
-
     `labels[i]` is the word the model is asked to produce for class id i. `shots` is the default number of
     demonstrations per class (paper, section "Experiments": five, one for DBPedia). `group` says where the
     task comes from: "paper", "benchmark", "bundled", "synthetic", "reference" or "user". `instruction` says
-    in a sentence what is to be done: a chat opens with it, a plain template only where it is asked to.
-
-    Raises I2CLError for label words or examples that do not fit together.
+    in a sentence what is to be done: a chat opens with it, a plain template only where it is asked to. Raises
+    I2CLError for label words or examples that do not fit together.
     """
 
     name: str
@@ -59,11 +56,15 @@ class Task:
         _check_labels(self.name, self.labels)
         _check_shots(self.name, self.shots)
         for split, rows in (("train", self.train), ("test", self.test)):
-            _check_rows(self.name, split, rows, self.labels)
+            for number, example in enumerate(rows, start=1):
+                if not 0 <= example.label < len(self.labels):
+                    raise I2CLError(
+                        f"task {self.name!r}, {split} row {number}: label {example.label} is not one of 0 to "
+                        f"{len(self.labels) - 1} ({_words(self.labels)}): correct the row or add a label word"
+                    )
 
     def sample(self, shots: int | None = None, seed: int = 0) -> tuple[Example, ...]:
         """Class-balanced demonstrations: `shots` per class (default: the task's own), in a seeded order.
-
         Raises I2CLError when the training split is empty, holds one class only, or lacks rows of a class.
         Source: paper, section "Experiments" (five random examples per class).
         """
@@ -87,7 +88,6 @@ class Task:
 
     def queries(self, limit: int | None = None, seed: int = 0) -> tuple[Example, ...]:
         """Up to `limit` test rows, as equal in number per class as the split allows (None: all of them).
-
         Raises I2CLError when there are no test rows. Source: the released protocol evaluates on 500 rows.
         """
         rows = self._rows("test")
@@ -101,7 +101,6 @@ class Task:
 
     def held_out(self, n: int, demonstrations: Examples, seed: int = 0) -> tuple[Example, ...]:
         """`n` training examples whose texts are not among the demonstrations, as balanced as the rows allow.
-
         For methods that tune on a hold-out (paper, appendix "Implementation of Baseline Methods": 32 for task
         vectors). Raises I2CLError when fewer than `n` such rows remain.
         """
@@ -118,7 +117,6 @@ class Task:
 
     def unlabelled(self, n: int, demonstrations: Examples, seed: int = 0) -> tuple[str, ...]:
         """Up to `n` training texts that are not among the demonstrations, as frequent by class as they come.
-
         Their labels are looked at by nobody. Raises I2CLError when there are no training rows.
         """
         used = {example.text for example in demonstrations}
@@ -127,7 +125,6 @@ class Task:
 
     def skewed(self, times: int, limit: int | None = None, seed: int = 0) -> "Task":
         """The same task where classes with an odd id are rarer: for what takes equal frequencies for granted.
-
         Of their training rows one in `times` is kept. Test rows: about `limit` in all, of every class with an
         even id `times` as many as of one with an odd id, or fewer where it has not as many; None: as training
         rows.
@@ -147,7 +144,6 @@ class Task:
 
     def chat(self, tokenizer: "PreTrainedTokenizerBase", instruction: str | None = None) -> "Task":
         """The same task in the tokenizer's chat template (`Template.chat`), after its instruction or another.
-
         Raises I2CLError if the tokenizer has no chat template that can be used.
         """
         words = self.instruction if instruction is None else instruction
@@ -179,7 +175,6 @@ class Task:
     @classmethod
     def from_dict(cls, description: Mapping[str, object]) -> "Task":
         """The task without rows that `to_dict` described; keys it does not know are ignored.
-
         Raises I2CLError naming the key that is missing or of the wrong type.
         """
         labels = description.get("labels")
@@ -234,15 +229,6 @@ def _check_labels(name: str, labels: tuple[str, ...]) -> None:
 def _check_shots(name: str, shots: int) -> None:
     if shots < 1:
         raise I2CLError(f"task {name!r}: {shots} shots per class were asked: ask for at least 1")
-
-
-def _check_rows(name: str, split: str, rows: tuple[Example, ...], labels: tuple[str, ...]) -> None:
-    for number, example in enumerate(rows, start=1):
-        if not 0 <= example.label < len(labels):
-            raise I2CLError(
-                f"task {name!r}, {split} row {number}: label {example.label} is not one of "
-                f"0 to {len(labels) - 1} ({_words(labels)}): correct the row or add a label word"
-            )
 
 
 def _words(labels: Sequence[str]) -> str:

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 TEXT_FIELD = "{text}"
 LABEL_FIELD = "{label}"
+# For rows of which nobody says how to ask, on the command line as on the page of `i2cl serve`.
 DEFAULT = "Text: {text}\nLabel: {label}"
-"""For rows of which nobody says how to ask, on the command line as on the page of `i2cl serve`."""
-
 _FIELD = re.compile(r"\{[^{}]*\}")
 _CURE = "write it like 'Review: {text}\\nSentiment: {label}'"
 
@@ -56,21 +55,16 @@ class Template:
     @classmethod
     def chat(cls, tokenizer: "PreTrainedTokenizerBase", instruction: str = "") -> "Template":
         """The tokenizer's own chat template: text as the user's turn, label as the assistant's.
-
         The instruction is the system's turn; where there is none that stands alone (Gemma, Llama 2), it is
         the first words of every user's turn. Demonstrations are worded as the query is, also where the chat
         template renders past turns in another way (Qwen 3 leaves out that there was no thinking). A BOS that
         the tokenizer puts in front by itself is left to it, and does not come again between turns (Llama 2).
-
-        Source: https://huggingface.co/docs/transformers/chat_templating.
-
-        Raises:
-            I2CLError: if the tokenizer has no chat template, or one without such turns.
+        Source: https://huggingface.co/docs/transformers/chat_templating. Raises I2CLError if the tokenizer
+        has no chat template, or one without such turns.
         """
         if "{" in instruction or "}" in instruction:
-            raise I2CLError(
-                f"the instruction {instruction!r} holds braces, which mark fields: leave them out"
-            )
+            cure = "leave them out"
+            raise I2CLError(f"the instruction {instruction!r} holds braces, which mark fields: {cure}")
         if not tokenizer.chat_template:
             raise I2CLError(
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat template: "
@@ -131,9 +125,8 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", front: list[dict[str, str]], bef
                 )
             )
         except (TemplateError, ValueError) as error:
-            raise I2CLError(
-                f"the chat template refuses such turns ({error}): leave out chat (--chat)"
-            ) from None
+            cure = "leave out chat (--chat)"
+            raise I2CLError(f"the chat template refuses such turns ({error}): {cure}") from None
 
     query = rendered(_FIRST, ask=True)
     exchange = rendered(_FIRST, _ANSWER, ask=False)

@@ -29,12 +29,9 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
 from i2cl.tasks import Example, Examples, Task
 
+# What costs nothing beside the model: an injection has to beat all of it.
 FREE = ("zero_shot", "zero_shot+batch_calibration")
-"""What costs nothing beside the model: an injection has to beat all of it."""
-
-BASELINES = (*FREE, "few_shot")
-"""What an injection is set beside in any case; see `baselines`."""
-
+BASELINES = (*FREE, "few_shot")  # what an injection is set beside in any case; see `baselines`
 Split = Literal["train", "test", "demonstrations"]
 
 
@@ -52,36 +49,26 @@ class Score:
 
 @dataclass(frozen=True)
 class Worth:
-    """An injection beside the baselines, on rows that it was not fitted to.
+    """An injection beside the baselines, on rows that it was not fitted to."""
 
-    Attributes:
-        rows: how many.
-        split: of the task that they come from; or the demonstrations, each answered by a refit
-            that has not seen it.
-        verdict: whether to use it, in words; see `i2cl.experiments.evidence.verdicts`, for the next four too.
-        against: the best of what is free.
-        difference: accuracy minus that one's, a share.
-        low, high: its 95 % interval.
-        p: of a test on the same rows.
-        methods: scores by method.
-        not_run: why the other methods could not be run.
-        confidence: log-loss, Brier score, calibration error and area under the risk-coverage curve of the
-            injection at its temperature, which these rows chose (`i2cl.experiments.confidence.Confidence`).
-        selection: the confidence from which on answers are right as often as was asked, see
-            `i2cl.experiments.evidence.selective.selection`; empty where nothing was asked.
-    """
-
-    rows: int
+    rows: int  # how many
+    # of the task that they come from; or the demonstrations, each answered by a refit that has not seen it
     split: Split
+    # whether to use it, in words; see `i2cl.experiments.evidence.verdicts`, for the next four too
     verdict: str
-    against: str
-    difference: float
+    against: str  # the best of what is free
+    difference: float  # accuracy minus that one's, a share
+    # low, high: its 95 % interval
     low: float
     high: float
-    p: float
-    methods: dict[str, Score]
-    not_run: dict[str, str]
+    p: float  # of a test on the same rows
+    methods: dict[str, Score]  # scores by method
+    not_run: dict[str, str]  # why the other methods could not be run
+    # log-loss, Brier score, calibration error and area under the risk-coverage curve of the injection at its
+    # temperature, which these rows chose (`i2cl.experiments.confidence.Confidence`)
     confidence: dict[str, float]
+    # the confidence from which on answers are right as often as was asked, see
+    # `i2cl.experiments.evidence.selective.selection`; empty where nothing was asked
     selection: dict[str, Any]
 
 
@@ -94,14 +81,8 @@ def baselines() -> list[Method]:
 
 def labelled_rows(task: Task, demonstrations: Examples, limit: int) -> tuple[Example, ...]:
     """Rows to score on: test rows or, without any, training rows; none whose text is a demonstration's.
-
-    At most ``limit``, as equal in number per class as the rows allow; 0 for none.
-
-    Returns:
-        No rows where none remain.
-
-    Raises:
-        I2CLError: on a limit below 0.
+    At most ``limit``, as equal in number per class as the rows allow; 0 for none. Returns no rows where none
+    remain. Raises I2CLError on a limit below 0.
     """
     shown = {example.text for example in demonstrations}
     rows = tuple(example for example in task.test or task.train if example.text not in shown)
@@ -122,14 +103,11 @@ def with_worth(
     progress: Progress | None = None,
 ) -> Injection:
     """The same injection with what it is worth on labelled rows, and a temperature that fits these.
-
     The baselines have the same demonstrations and seed. One that cannot be run, such as few-shot where the
     demonstrations do not fit into the context, is told as such. ``queries`` are those of `labelled_rows`,
     ``method`` made the injection in so many ``seconds`` (default: I2CL), ``target`` is an accuracy of
     `i2cl.experiments.evidence.selective`. ``watch`` is called with the name of each method before it runs.
-
-    Raises:
-        I2CLError: without queries or with too few for the target, or on an empty text.
+    Raises I2CLError without queries or with too few for the target, or on an empty text.
     """
     if target is not None:
         require_target(target, len(queries))

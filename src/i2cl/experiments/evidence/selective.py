@@ -17,14 +17,9 @@ import numpy as np
 from i2cl.errors import I2CLError
 from i2cl.experiments.confidence import Right, Sure
 
-LEVEL = 0.1
-"""Chance that a threshold is given whose answers are right less often than asked."""
-
-START, STEP = 0.4, 0.05
-"""Shares of the rows: the first threshold's, and what each further one adds."""
-
-MOST_ROWS = 100_000
-"""Beyond which no number of rows is named."""
+LEVEL = 0.1  # chance that a threshold is given whose answers are right less often than asked
+START, STEP = 0.4, 0.05  # shares of the rows: the first threshold's, and what each further one adds
+MOST_ROWS = 100_000  # beyond which no number of rows is named
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,9 @@ def select(sure: Sure, right: Right, target: float) -> Selection | None:
     order = np.argsort(-sure, kind="stable")
     wrong = np.cumsum(~right[order])
     last = None
-    for rank in _ranks(n, target):
+    shares, fewest = np.arange(START, 1 + STEP / 2, STEP), fewest_rows(target)
+    ranks = {max(fewest, round(share * n)) for share in shares if round(share * n) <= n} | {n}
+    for rank in sorted(ranks):  # they depend on no label
         if binomial_tail(int(wrong[rank - 1]), rank, 1 - target) > LEVEL:
             break
         last = rank
@@ -104,11 +101,3 @@ def binomial_tail(errors: int, n: int, chance: float) -> float:
     steps = np.log((n - k + 1) / k) + log(chance / (1 - chance))
     logs = n * log(1 - chance) + np.concatenate([[0.0], np.cumsum(steps)])
     return float(np.exp(logs).sum())
-
-
-def _ranks(n: int, target: float) -> list[int]:
-    """Numbers of surest rows that are tested, in this order; they depend on no label."""
-    shares = np.arange(START, 1 + STEP / 2, STEP)
-    return sorted(
-        {max(fewest_rows(target), round(share * n)) for share in shares if round(share * n) <= n} | {n}
-    )

@@ -10,39 +10,24 @@ from dataclasses import dataclass
 from math import ceil, floor, log10, sqrt
 from statistics import NormalDist
 
-LEVEL = 0.05
-"""Of the tests, and what intervals leave out."""
-
-POWER = 0.8
-"""With which the rows that a verdict asks for would show a gain."""
-
-WORTHWHILE = 0.05
-"""Gain below which a fit is not worth its trouble: five points."""
-
-GAINS = (WORTHWHILE, 0.1)
-"""That a verdict tells the rows for."""
-
+LEVEL = 0.05  # of the tests, and what intervals leave out
+POWER = 0.8  # with which the rows that a verdict asks for would show a gain
+WORTHWHILE = 0.05  # gain below which a fit is not worth its trouble: five points
+GAINS = (WORTHWHILE, 0.1)  # that a verdict tells the rows for
 Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison shows.
+    """What a comparison shows."""
 
-    Attributes:
-        verdict: whether to use the fit, in words.
-        against: the best of the rivals on these rows, of those shown better than the fit if there are any.
-        difference: accuracy minus that rival's, a share.
-        low, high: its 95 % interval (`paired_interval`).
-        p: of the test against that rival (`mcnemar`), after Holm's correction over all rivals.
-    """
-
-    verdict: str
-    against: str
-    difference: float
+    verdict: str  # whether to use the fit, in words
+    against: str  # the best of the rivals on these rows, of those shown better than the fit if there are any
+    difference: float  # accuracy minus that rival's, a share
+    # low, high: its 95 % interval (`paired_interval`)
     low: float
     high: float
-    p: float
+    p: float  # of the test against that rival (`mcnemar`), after Holm's correction over all rivals
 
 
 def verdict(rivals: Mapping[str, tuple[int, int]], n: int) -> Verdict:

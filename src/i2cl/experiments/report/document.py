@@ -19,8 +19,7 @@ from i2cl.experiments.store import Vectors
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LONGEST_ANCHOR = 60
-"""Letters of a section's name that names of files begin with."""
+LONGEST_ANCHOR = 60  # letters of a section's name that names of files begin with
 
 CAPTIONS: Mapping[View, str] = {
     "bars": "Mean accuracy of each row, with the standard deviation over seeds.",
@@ -36,8 +35,7 @@ CAPTIONS: Mapping[View, str] = {
 }
 """What the figure of a view shows; known without matplotlib, to say what is lacking."""
 
-FIGURE_FOLDER = "figures"
-"""Where a report keeps its figures."""
+FIGURE_FOLDER = "figures"  # where a report keeps its figures
 
 PROVENANCE = {
     "i2cl": "i2cl",
@@ -54,8 +52,7 @@ PROVENANCE = {
 }
 """Parts of a record's provenance, as a report calls them; what else a record holds comes after these."""
 
-LONGEST_ERROR = 300
-"""Characters of an error that are shown."""
+LONGEST_ERROR = 300  # characters of an error that are shown
 
 
 @dataclass(frozen=True)
@@ -221,7 +218,6 @@ def _drawn(results: Results, vectors: Vectors, view: View) -> "Figure | None":
 
 
 def _failures(records: Sequence[Record]) -> Table | None:
-    """All failed cells as a table, if there are any."""
     columns = ("Model", "Task", "Method", "Seed", "Error")
     rows = []
     for cell, error in ((one.cell, " ".join((one.error or "unknown").split())) for one in records):

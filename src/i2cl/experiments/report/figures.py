@@ -16,21 +16,15 @@ from i2cl.experiments.report.results import Results
 from i2cl.experiments.store import Vectors
 
 _STYLE: Any = {
-    "font.size": 10,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
+    **dict.fromkeys(("font.size", "axes.titlesize"), 10),
+    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 9),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "axes.edgecolor": FAINT,
     "grid.color": "#e4e4e4",
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "text.parse_math": False,  # names of tasks and label words may hold dollars
     "svg.fonttype": "none",
     "svg.hashsalt": "i2cl",
+    "text.parse_math": False,  # names of tasks and label words may hold dollars
 }
 
 

@@ -18,9 +18,7 @@ stepping through both gives 56 pairs, of which neighbours differ in colour and s
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
-SIZES = {"s": 0.95, "D": 0.85, "P": 1.15, "X": 1.15, "*": 1.45}
-"""What makes markers look as large as a circle."""
-
+SIZES = {"s": 0.95, "D": 0.85, "P": 1.15, "X": 1.15, "*": 1.45}  # makes markers look as large as a circle
 OURS, OTHERS, FAINT = "#D55E00", "#0072B2", "#595959"
 """Colours of the row that others are tested against, of other rows, and of notes."""
 

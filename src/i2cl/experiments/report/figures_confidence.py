@@ -1,18 +1,19 @@
 """Figures of probabilities: whether confidence is accuracy, and what it gains to answer only when sure."""
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from i2cl.experiments import confidence
-from i2cl.experiments.report.figures_base import COLOURS, FAINT, MARKERS, OURS, SIZES, counted, new_figure
+from i2cl.experiments.report.figures_base import COLOURS, FAINT, MARKERS, OURS, SIZES, counted, panels
 from i2cl.experiments.report.results import Line, Results
 from i2cl.experiments.report.trust import Scored, scored
 from i2cl.experiments.store import Vectors
 
-COVERAGES = np.arange(5, 101) / 100
-"""Shares of answered queries that are drawn; below them single queries decide."""
+COVERAGES = np.arange(5, 101) / 100  # shares of answered queries that are drawn; below, single ones decide
 
 
 def reliability(results: Results, _vectors: Vectors) -> Figure | None:
@@ -20,9 +21,7 @@ def reliability(results: Results, _vectors: Vectors) -> Figure | None:
     held = _held(results)
     if not held:
         return None
-    figure = new_figure(10.0, 4.8)
-    left = figure.add_subplot(1, 2, 1)
-    right = figure.add_subplot(1, 2, 2, sharex=left, sharey=left)
+    figure, (left, right) = panels(2, 5.0, 4.8, shared=True)
     for axes, best, title in (
         (left, False, "as it is"),
         (right, True, "at the best temperature of each task"),
@@ -36,7 +35,6 @@ def reliability(results: Results, _vectors: Vectors) -> Figure | None:
             _draw(axes, results, line, 100 * x, 100 * y, markers=True)
         axes.set_title(title)
         axes.set_xlabel("confidence (%)")
-    right.tick_params(labelleft=False)
     left.set_xlim(0, 102)
     left.set_ylim(0, 102)
     left.set_ylabel("accuracy (%)")
@@ -49,8 +47,7 @@ def risk_coverage(results: Results, _vectors: Vectors) -> Figure | None:
     held = _held(results)
     if not held:
         return None
-    figure = new_figure(8.0, 4.6)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(1, 8.0, 4.6)
     for line, tasks in held.items():
         risk = np.mean([_risk(one) for one in tasks.values()], axis=0)
         _draw(axes, results, line, 100 * COVERAGES, 100 * risk, markers=False)
@@ -90,13 +87,8 @@ def _draw(
     others = [colour for colour in COLOURS if colour != OURS]
     ours = line.row is results.default
     marker = MARKERS[number % len(MARKERS)]
-    axes.plot(
-        x,
-        y,
-        color=OURS if ours else others[number % len(others)],
-        marker=marker if markers else None,
-        ms=5 * SIZES.get(marker, 1),
-        lw=1.8 if ours else 1.2,
-        zorder=4 if ours else 3,
-        label=counted(line.name, len(results.tasks_of(line)), results),
-    )
+    name = counted(line.name, len(results.tasks_of(line)), results)
+    look: Any = {"color": OURS, "lw": 1.8, "zorder": 4}
+    if not ours:
+        look = {"color": others[number % len(others)], "lw": 1.2, "zorder": 3}
+    axes.plot(x, y, marker=marker if markers else None, ms=5 * SIZES.get(marker, 1), label=name, **look)

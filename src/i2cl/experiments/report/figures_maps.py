@@ -1,6 +1,7 @@
 """Figures of what was fitted: where it works when moved, and the coefficients of each layer."""
 
 import math
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -12,18 +13,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from i2cl.errors import needs
-from i2cl.experiments.report.figures_base import COLOURS, MARKERS, SIZES, new_figure, panels
+from i2cl.experiments.report.figures_base import COLOURS, MARKERS, SIZES, panels
 from i2cl.experiments.report.results import Results, outcome
 from i2cl.experiments.store import Vectors
 
-MOST_PRINTED = 16
-"""Tasks up to which the matrix has its values printed."""
-
-FEWEST = 5
-"""Different points below which nothing is drawn."""
-
-MOST_NAMED = 28
-"""Classes of a task beyond which a legend would be larger than its panel."""
+MOST_PRINTED = 16  # tasks up to which the matrix has its values printed
+FEWEST = 5  # different points below which nothing is drawn
+MOST_NAMED = 28  # classes of a task beyond which a legend would be larger than its panel
 
 _SYMBOLS = {
     1: (r"$\lambda$ (context vector)", r"$\beta$ (own output)"),
@@ -45,8 +41,7 @@ def matrix(results: Results, _vectors: Vectors) -> Figure | None:
     printed = len(tasks) <= MOST_PRINTED
     side = max(2.5, len(tasks) * (0.46 if printed else 0.24))
     name = 0.08 * max(map(len, tasks))
-    figure = new_figure(side + name + 1.7, side + 0.75 * name + 0.6)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(1, side + name + 1.7, side + 0.75 * name + 0.6)
     most = max(float(np.nanmax(np.abs(gains))), 1.0)  # never a colour for less than a point
     colours, scale = colormaps["RdBu_r"], Normalize(-most, most)
     image = axes.imshow(np.ma.masked_invalid(gains), cmap=colours, norm=scale)
@@ -164,14 +159,8 @@ def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
         handles = _scatter(axes, cloud, size=5.0)
         axes.set_title(task)
         if len(cloud) <= MOST_NAMED:
-            axes.legend(
-                handles=handles,
-                loc="center left",
-                bbox_to_anchor=(1.0, 0.5),
-                ncols=math.ceil(len(cloud) / 14),
-                labelspacing=0.25,
-                handletextpad=0.2,
-            )
+            beside: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "labelspacing": 0.25}
+            axes.legend(handles=handles, ncols=math.ceil(len(cloud) / 14), handletextpad=0.2, **beside)
         else:
             axes.set_xlabel(f"{len(cloud)} classes")
     return figure
@@ -189,8 +178,7 @@ def _by_task(points_of: Cloud) -> Figure | None:
     places = _embedded(cloud) if len(cloud) > 1 else None
     if places is None:
         return None
-    figure = new_figure(8.0, 5.0)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(1, 8.0, 5.0)
     handles = _scatter(axes, places, size=7.0)
     axes.set_xlabel("t-SNE, first axis")
     axes.set_ylabel("t-SNE, second axis")
@@ -206,17 +194,9 @@ def _scatter(axes: Axes, cloud: Cloud, size: float) -> list[Line2D]:
     handles: list[Line2D] = []
     for number, (name, points) in enumerate(cloud.items()):
         marker = MARKERS[number % len(MARKERS)]
-        handles += axes.plot(
-            points[:, 0],
-            points[:, 1],
-            ls="",
-            marker=marker,
-            color=COLOURS[number % len(COLOURS)],
-            ms=size * SIZES.get(marker, 1),
-            mec="white",
-            mew=0.4,
-            label=name,
-        )
+        look: Any = {"ls": "", "marker": marker, "mec": "white", "mew": 0.4, "label": name}
+        colour, wide = COLOURS[number % len(COLOURS)], size * SIZES.get(marker, 1)
+        handles += axes.plot(points[:, 0], points[:, 1], color=colour, ms=wide, **look)
     axes.set_aspect("equal", adjustable="datalim")
     axes.margins(0.08)
     return handles

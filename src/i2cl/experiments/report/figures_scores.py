@@ -3,7 +3,7 @@
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import textalloc
@@ -20,6 +20,7 @@ from i2cl.experiments.report.figures_base import (
     accuracy_label,
     counted,
     new_figure,
+    panels,
 )
 from i2cl.experiments.report.results import Line, Results, mean_times
 from i2cl.experiments.statistics import Accuracy
@@ -54,27 +55,17 @@ def bars(results: Results, _vectors: Vectors) -> Figure | None:
         return None
     names = [textwrap.fill(one.name, 44) for one in entries]
     pitch = 0.36 + 0.18 * max(name.count("\n") for name in names)
-    figure = new_figure(8.0, 0.9 + pitch * len(entries))
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(1, 8.0, 0.9 + pitch * len(entries))
     places = np.arange(len(entries))
-    means = np.array([100 * one.accuracy.mean for one in entries])
-    spreads = np.array([100 * one.accuracy.sd for one in entries])
+    means, spreads = 100 * np.array([(one.accuracy.mean, one.accuracy.sd) for one in entries]).T
     axes.barh(places, means, color=[one.colour for one in entries], height=0.25 / pitch)
     several = np.array([one.accuracy.seeds > 1 for one in entries])
-    axes.errorbar(
-        means[several],
-        places[several],
-        xerr=spreads[several],
-        fmt="none",
-        ecolor="black",
-        elinewidth=1.2,
-        capsize=3,
-    )
+    line: Any = {"fmt": "none", "ecolor": "black", "elinewidth": 1.2, "capsize": 3}
+    axes.errorbar(means[several], places[several], xerr=spreads[several], **line)
     for place, mean, spread, spreads_out in zip(places, means, spreads, several, strict=True):
         text = f"{mean:.1f}" + (f" ± {spread:.1f}" if spreads_out else "")
-        axes.annotate(
-            text, (mean + spread, place), (5, 0), textcoords="offset points", va="center", fontsize=9
-        )
+        near: Any = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+        axes.annotate(text, (mean + spread, place), **near)
     axes.set_yticks(places, names, fontsize=10)
     axes.invert_yaxis()
     axes.set_xlim(0, 122)  # room for the numbers behind full bars
@@ -94,8 +85,7 @@ def shots(results: Results, _vectors: Vectors) -> Figure | None:
     wanted = sorted({count for row in results.rows if len(row.shots) > 1 for count in row.shots})
     if not wanted:
         return None
-    figure = new_figure(8.0, 4.6)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(1, 8.0, 4.6)
     axes.set_xscale("log")
     others = [colour for colour in COLOURS if colour != OURS]
     for number, row in enumerate(results.rows):
@@ -170,23 +160,11 @@ def _name_points(
     axes: Axes, x: Float[np.ndarray, " rows"], y: Float[np.ndarray, " rows"], entries: Sequence[_Entry]
 ) -> None:
     """Write each name near its point, where it covers nothing, with a line between; needs final axes."""
-    textalloc.allocate(
-        axes,
-        x,
-        y,
-        [textwrap.fill(one.name, 30) for one in entries],
-        x_scatter=x,
-        y_scatter=y,
-        textsize=9,
-        textcolor=[one.colour for one in entries],
-        linecolor="#8a8a8a",
-        linewidth=0.8,
-        max_distance=0.6,
-        nbr_candidates=1000,
-        avoid_label_lines_overlap=True,
-        avoid_crossing_label_lines=True,
-        in_layout=False,
-    )
+    names, colours = [textwrap.fill(one.name, 30) for one in entries], [one.colour for one in entries]
+    look: Any = {"textsize": 9, "textcolor": colours, "linecolor": "#8a8a8a", "linewidth": 0.8}
+    look |= {"avoid_label_lines_overlap": True, "avoid_crossing_label_lines": True, "in_layout": False}
+    search: Any = {"max_distance": 0.6, "nbr_candidates": 1000}
+    textalloc.allocate(axes, x, y, names, x_scatter=x, y_scatter=y, **look, **search)
 
 
 def _bytes_kept(results: Results, line: Line) -> float:

@@ -5,24 +5,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from i2cl.experiments.grid import View
-from i2cl.experiments.report.results import Line, Results, listing
+from i2cl.experiments.report.results import Line, Results, listing, outcome
 from i2cl.experiments.statistics import ALPHA, FEWEST_SEEDS
 
-INCOMPLETE, OUTSIDE, CONTRADICTED = "†", "‡", "§"
-"""Marks of cells that a note explains."""
-
-WHERE = ("machine", "accelerator", "device", "dtype", "threads")
-"""Parts of a record's provenance that times depend on."""
-
-NOTHING = "–"
-"""Stands where there is no result."""
-
-WIDE = 10
-"""With more tasks than this, tasks are lines and rows are columns."""
-
-AVERAGE = "(average)"
-"""Stands for the task where a raw number is an average over tasks."""
-
+INCOMPLETE, OUTSIDE, CONTRADICTED = "†", "‡", "§"  # marks of cells that a note explains
+WHERE = ("machine", "accelerator", "device", "dtype", "threads")  # parts of provenance that times depend on
+NOTHING = "–"  # stands where there is no result
+WIDE = 10  # with more tasks than this, tasks are lines and rows are columns
+AVERAGE = "(average)"  # stands for the task where a raw number is an average over tasks
 Values = Mapping[str, str | int | float | None]
 """Raw numbers of one row on one task, by the names of a CSV file's columns; accuracies in percent."""
 
@@ -131,33 +121,22 @@ def _who(group: Sequence[Line], lines: Sequence[Line]) -> str:
 
 
 def time_notes(results: Results) -> list[str]:
-    """Where times were measured, and which are no times of single fits."""
-    return [*_places(results), *_together(results)]
-
-
-def _places(results: Results) -> list[str]:
-    """Where times were measured; a warning if not all in the same place."""
-    held = (results.records(line, task).values() for line in results.lines for task in results.tasks)
-    places = list(
-        dict.fromkeys(
-            ", ".join(f"{part} {got}" for part in WHERE if (got := record.provenance.get(part)) is not None)
-            for records in held
-            for record in records
-        )
-    )
-    if len(places) > 1:
-        listing = "; ".join(places)
-        return [f"Times from different places cannot be compared; these are from {len(places)}: {listing}."]
-    return [f"Measured on: {places[0]}."] if places[0] else []
-
-
-def _together(results: Results) -> list[str]:
-    rows = [
-        line.name
+    """Where times were measured, with a warning if in several places; and which are not of single fits."""
+    by_line = {
+        line: [one for task in results.tasks for one in results.records(line, task).values()]
         for line in results.lines
-        if any(one.together > 1 for task in results.tasks_of(line) for one in results.outcomes(line, task))
-    ]
-    return [f"Seconds of equal shares of seeds that were fitted together: {'; '.join(rows)}."] if rows else []
+    }
+    origins = (one.provenance for records in by_line.values() for one in records)
+    told = ([f"{part} {got}" for part in WHERE if (got := one.get(part)) is not None] for one in origins)
+    places = list(dict.fromkeys(map(", ".join, told)))
+    notes = [f"Measured on: {places[0]}."] if places[0] else []
+    if len(places) > 1:
+        several = f"{len(places)}: {'; '.join(places)}"
+        notes = [f"Times from different places cannot be compared; these are from {several}."]
+    rows = [line.name for line, held in by_line.items() if any(outcome(one).together > 1 for one in held)]
+    if rows:
+        notes.append(f"Seconds of equal shares of seeds that were fitted together: {'; '.join(rows)}.")
+    return notes
 
 
 def number_range(values: Iterable[int]) -> str:

@@ -10,28 +10,17 @@ from i2cl.experiments.report.document import FIGURE_FOLDER, Report, build
 from i2cl.experiments.report.render import csv_text, html, latex, markdown
 from i2cl.storage.atomic import new_folder
 
-FORMATS = ("md", "tex", "csv", "html")
-"""Endings of the files of a report."""
-
+FORMATS = ("md", "tex", "csv", "html")  # endings of the files of a report
+# Names of what `write` leaves in its folder.
 OWNED = frozenset({FIGURE_FOLDER, *(f"report.{ending}" for ending in FORMATS)})
-"""Names of what `write` leaves in its folder."""
-
-LARGEST_SVG = 1_000_000
-"""Bytes of a drawing above which the page holds its pixels instead."""
-
+LARGEST_SVG = 1_000_000  # bytes of a drawing above which the page holds its pixels instead
 __all__ = ["FORMATS", "build", "write"]
 
 
 def write(report: Report, folder: str | Path, formats: Iterable[str] = FORMATS) -> list[Path]:
-    """Write a report, all of its files or none; an older report in the folder is replaced.
-
-    Its figures are used up, so it can be written once. The folder is new, empty or of an older report.
-
-    Returns:
-        The files written.
-
-    Raises:
-        I2CLError: on another format, or a folder that holds other files or cannot be written.
+    """Write a report, all of its files or none, and say which; an older report in the folder is replaced.
+    Its figures are used up, so it can be written once. The folder is new, empty or of an older report. Raises
+    I2CLError on another format, or a folder that holds other files or cannot be written.
     """
     chosen = dict.fromkeys(formats)
     unknown = [name for name in chosen if name not in FORMATS]

@@ -14,9 +14,7 @@ from i2cl.experiments.report.results import Line, Results, listing
 from i2cl.experiments.statistics import Accuracy
 from i2cl.tasks.registry import PAPER_TASKS
 
-HALF_DIGIT = 0.005
-"""Printed numbers have two decimals: so far from an end of an interval they may still be inside."""
-
+HALF_DIGIT = 0.005  # printed numbers have two decimals: so far from an interval they may still be inside
 PrintedFor = Callable[[str, str], PrintedTable | None]
 """Finds the paper's table by name and model, like `i2cl.experiments.report.printed.printed_for`."""
 

@@ -12,44 +12,30 @@ from pydantic import model_validator
 from i2cl.errors import I2CLError
 from i2cl.experiments.grid import Frozen
 
-TOLERANCE = 0.05
-"""Percentage points that a printed average may lie away from the mean of its row."""
+TOLERANCE = 0.05  # percentage points that a printed average may lie away from the mean of its row
 
 
 class PrintedRow(Frozen):
-    """One row of a table; accuracies are in percent.
+    """One row of a table; accuracies are in percent."""
 
-    Attributes:
-        mean: accuracy on each of the table's tasks; empty where only the average is printed.
-        sd: standard deviation on each, or None.
-        average: over tasks, as printed (see `inconsistent_averages`), or None.
-        trainable_thousands: trained parameters in thousands, or None.
-        cached: numbers kept per task in the paper's symbols, such as "2DL" (D: width, L: layers, M:
-            demonstration tokens, 1/K: compression rate), or None.
-    """
-
+    # accuracy on each of the table's tasks; empty where only the average is printed
     mean: tuple[float, ...] = ()
-    sd: tuple[float, ...] | None = None
-    average: float | None = None
-    trainable_thousands: float | None = None
+    sd: tuple[float, ...] | None = None  # standard deviation on each, or None
+    average: float | None = None  # over tasks, as printed (see `inconsistent_averages`), or None
+    trainable_thousands: float | None = None  # trained parameters in thousands, or None
+    # numbers kept per task in the paper's symbols, such as "2DL" (D: width, L: layers, M: demonstration
+    # tokens, 1/K: compression rate), or None
     cached: str | None = None
 
 
 class PrintedTable(Frozen):
-    """One table of the paper.
+    """One table of the paper."""
 
-    Attributes:
-        name: of the experiment that it belongs to; tables of several models share it.
-        paper: its number in the paper, and what it is about.
-        model: as the paper calls it, shortened.
-        tasks: names of the tasks in the table's order; empty where only averages are printed.
-        rows: by name, in the table's order; the method as proposed is "I2CL" in every table.
-    """
-
-    name: str
-    paper: str
-    model: str
-    tasks: tuple[str, ...]
+    name: str  # of the experiment that it belongs to; tables of several models share it
+    paper: str  # its number in the paper, and what it is about
+    model: str  # as the paper calls it, shortened
+    tasks: tuple[str, ...]  # names of the tasks in the table's order; empty where only averages are printed
+    # by name, in the table's order; the method as proposed is "I2CL" in every table
     rows: Mapping[str, PrintedRow]
 
     @model_validator(mode="after")
@@ -95,12 +81,9 @@ def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
 
 def printed_for(name: str, model: str) -> PrintedTable | None:
     """The table of a name that was measured on a model, or None if the paper has none.
-
     Of a model that a single method needs, such as a prompt compressor's, that method's row alone. Only the
     last part of a model's name counts, and all of it: fine-tuned or instructed variants are other models.
-
-    Raises:
-        I2CLError: if no table has that name.
+    Raises I2CLError if no table has that name.
     """
     last = re.split(r"[/\\]", model.rstrip("/\\"))[-1].casefold()
     tables = printed_tables(name)

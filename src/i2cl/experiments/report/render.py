@@ -37,11 +37,9 @@ _PREAMBLE = r"""\documentclass{article}
 \begin{document}
 """
 
+# Titles of tables of accuracies alone: shaded by their squares, so that 95 differs from 100.
 _SHADED = re.compile(r"^Accuracy by task|^Average accuracy by|: from the task of the line")
-"""Titles of tables of accuracies alone: shaded by their squares, so that 95 differs from 100."""
-
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
-"""What makes a spreadsheet take a cell for a formula."""
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what makes a spreadsheet take a cell for a formula
 
 _TEX_SIGNS = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}
@@ -92,33 +90,27 @@ def _failures(report: Report) -> str:
 
 def section_markdown(section: Section) -> str:
     """One section of the report."""
-    return "\n".join(_section_lines(section))
-
-
-def _section_lines(section: Section) -> Iterator[str]:
     experiment = section.experiment
-    yield f"## {_md(section.heading)}"
-    yield from ("", _md(experiment.measures))
-    yield from ("", f"{_md(section.source)}. Experiment {_code(experiment.name)}: {_md(section.under)}.")
+    name = f"`{' '.join(experiment.name.replace('`', ' ').split())}`"
+    told = f"{_md(section.source)}. Experiment {name}: {_md(section.under)}."
+    lines = [f"## {_md(section.heading)}", "", _md(experiment.measures), "", told]
     if section.missing:
-        yield from ("", "Lacking:", "", *(f"- {_keeping_code(line)}" for line in section.missing))
+        lines += ["", "Lacking:", "", *(f"- {_keeping_code(line)}" for line in section.missing)]
     for table in section.tables:
-        yield from ("", f"### {_md(table.title)}", "", *_table(table))
-        yield from ("", *(f"- {_md(note)}" for note in table.notes))
+        lines += ["", f"### {_md(table.title)}", "", *_table(table)]
+        lines += ["", *(f"- {_md(note)}" for note in table.notes)]
     for view, _ in section.figures:
-        yield from ("", f"![{CAPTIONS[view]}]({FIGURE_FOLDER}/{section.stem(view)}.svg)")
+        lines += ["", f"![{CAPTIONS[view]}]({FIGURE_FOLDER}/{section.stem(view)}.svg)"]
+    return "\n".join(lines)
 
 
 def _table(table: Table) -> Iterator[str]:
     texts = [[_md(name) for name in table.columns], *([_cell(cell) for cell in row] for row in table.rows)]
     widths = [max(3, *map(len, column)) for column in zip(*texts, strict=True)]
-    numeric = table.numeric
-    rule = [
-        f"{'-' * (width - 1)}{':' if right else '-'}" for width, right in zip(widths, numeric, strict=True)
-    ]
+    pads = [str.rjust if right else str.ljust for right in table.numeric]
+    rule = ["-" * (width - 1) + "-:"[right] for width, right in zip(widths, table.numeric, strict=True)]
     for row in (texts[0], rule, *texts[1:]):
-        columns = zip(row, widths, numeric, strict=True)
-        cells = (text.rjust(width) if right else text.ljust(width) for text, width, right in columns)
+        cells = (pad(text, width) for pad, text, width in zip(pads, row, widths, strict=True))
         yield f"| {' | '.join(cells)} |"
 
 
@@ -133,10 +125,6 @@ def _md(text: str) -> str:
     """Text that Markdown shows as it is; underscores within words are harmless and stay readable."""
     signs = r"[\\`*|\[\]]|<(?=[\w/!?])|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])"
     return re.sub(signs, r"\\\g<0>", re.sub(r"\s+", " ", text))
-
-
-def _code(text: str) -> str:
-    return f"`{' '.join(text.replace('`', ' ').split())}`"
 
 
 def _keeping_code(text: str) -> str:

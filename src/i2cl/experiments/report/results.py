@@ -19,11 +19,9 @@ from i2cl.methods import METHODS, draws
 Right = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, as `i2cl.experiments.statistics` wants it
 
 PERMUTATIONS = 9999
+# A sampled p-value is at least 2 / permutations, and must be able to survive the correction of a table.
 PERMUTATIONS_PER_COMPARISON = 60
-"""A sampled p-value is at least 2 / permutations, and must be able to survive the correction of a table."""
-
-LISTED = 6
-"""Names in one note, before "and n more"."""
+LISTED = 6  # names in one note, before "and n more"
 
 
 @dataclass(frozen=True)
@@ -173,10 +171,8 @@ class Results:
                     self._refuse(known, record, f"come from different {part}")
 
     def _refuse(self, one: Record, other: Record, what: str) -> NoReturn:
-        raise I2CLError(
-            f"cells {one.key} and {other.key} {what} of task {other.cell.task!r}: "
-            "keep them in stores of their own"
-        )
+        cure = "keep them in stores of their own"
+        raise I2CLError(f"cells {one.key} and {other.key} {what} of task {other.cell.task!r}: {cure}")
 
     def records(self, line: Line, task: str) -> Mapping[int, Record]:
         """Records of a line on a task by seed, in the order of seeds."""
@@ -206,11 +202,7 @@ class Results:
         self, line: Line, task: str | None = None, *, among: tuple[str, ...] = ()
     ) -> Accuracy | None:
         """Accuracy on a task; without one, over all tasks of the line, for the seeds that they share.
-
-        Among some tasks, only these count in the average.
-
-        Returns:
-            None where there is no seed that all tasks have.
+        Among some tasks, only these count in the average. None where there is no seed that all tasks have.
         """
         tasks = (task,) if task is not None else among or self.tasks_of(line)
         if (line, tasks) not in self._accuracies:

@@ -7,20 +7,8 @@ import numpy as np
 from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import View
 from i2cl.experiments.records import COUNTS
-from i2cl.experiments.report.layout import (
-    NOTHING,
-    Entry,
-    Table,
-    Values,
-    accuracy_notes,
-    incomplete_notes,
-    mark_of,
-    measured,
-    number_range,
-    scale_note,
-    time_notes,
-    transductive_notes,
-)
+from i2cl.experiments.report import layout
+from i2cl.experiments.report.layout import NOTHING, Entry, Table, Values, mark_of, measured, number_range
 from i2cl.experiments.report.paper import Paper
 from i2cl.experiments.report.printed import PrintedRow
 from i2cl.experiments.report.results import Line, Results, mean_times
@@ -31,9 +19,8 @@ HIGHER, LOWER, ALIKE = "▲", "▼", "·"
 
 _VALUES = """view row task origin against measure temperature unit mean sd low high p q seeds queries
 trainable_parameters cached_values cached_bytes fit_seconds ms_per_query held_out unlabelled lacking"""
+# Names of the raw numbers of a table, in the order of a file's columns; no table has all of them.
 VALUES = tuple(_VALUES.split())
-"""Names of the raw numbers of a table, in the order of a file's columns; no table has all of them."""
-
 COLUMNS = {
     "trainable_parameters": "Trained parameters",
     "cached_values": "Values kept",
@@ -64,7 +51,7 @@ def tasks_table(results: Results, paper: Paper) -> list[Table]:
         if paper.row(line) is not None:
             printed = (paper.cell(line, task) for task in asked)
             rows.append([Entry(f"{line.name} (paper)", printed=True), *printed])
-    notes = accuracy_notes(results, rows, paper.notes(rows, averaged=averaged))
+    notes = layout.accuracy_notes(results, rows, paper.notes(rows, averaged=averaged))
     columns = ("Row", *(task or "Average" for task in asked))
     values = _values("tasks", results, results.lines, asked, paper)
     return [Table("Accuracy by task", columns, rows, notes, values).narrow(len(results.tasks))]
@@ -81,7 +68,7 @@ def average_table(results: Results, paper: Paper) -> list[Table]:
         rows.append([Entry(line.name), _accuracy(results, line, bold=overall == line), *map(Entry, numbers)])
         rows[-1] += [paper.cell(line, None)] if beside else []
     meaning = "The interval is for other demonstrations and other queries (bootstrap over both)."
-    notes = accuracy_notes(results, rows, paper.notes(rows, averaged=True) if beside else [], meaning)
+    notes = layout.accuracy_notes(results, rows, paper.notes(rows, averaged=True) if beside else [], meaning)
     columns = ("Row", "Average", "95 % interval", "Tasks", "Seeds", *(["(paper)"] if beside else []))
     values = _values("average", results, results.lines, [None], paper)
     return [Table("Average accuracy over tasks", columns, rows, notes, values)]
@@ -96,7 +83,7 @@ def shots_table(results: Results, _paper: Paper) -> list[Table]:
         # A row without demonstrations is the same for every number of them.
         cells = (by_shots.get(count) or by_shots.get(None) or Entry(NOTHING) for count in counts)
         rows += [[Entry(row.name), *cells]] if by_shots else []
-    notes = (scale_note(results, results.lines), *incomplete_notes(results, results.lines))
+    notes = (layout.scale_note(results, results.lines), *layout.incomplete_notes(results, results.lines))
     columns = ("Demonstrations per class", *map(str, counts))
     values = _values("shots", results, results.lines, [None])
     return [Table("Average accuracy by demonstrations", columns, rows, notes, values)] if counts else []
@@ -111,7 +98,7 @@ def matrix_table(results: Results, _paper: Paper) -> list[Table]:
             [Entry(line.source or ""), *(_accuracy(results, line, task) for task in results.tasks)]
             for line in lines
         ]
-        notes = (scale_note(results, lines), *incomplete_notes(results, lines))
+        notes = (layout.scale_note(results, lines), *layout.incomplete_notes(results, lines))
         title = f"{lines[0].row.name}: from the task of the line to that of the column"
         values = _values("matrix", results, lines, results.tasks)
         tables.append(Table(title, ("From", *results.tasks), rows, notes, values))
@@ -124,9 +111,10 @@ def comparison_tables(results: Results, _paper: Paper) -> list[Table]:
     if not pairs or results.default is None:
         return []
     against = results.default.name
-    minus, lacking = f"Row minus {against} in percentage points", incomplete_notes(results, results.lines)
+    minus = f"Row minus {against} in percentage points"
+    lacking = layout.incomplete_notes(results, results.lines)
     lacking += ["Incomplete rows are compared on the tasks and seeds that both have."] if lacking else []
-    lacking = [*transductive_notes(results), *lacking]
+    lacking = [*layout.transductive_notes(results), *lacking]
 
     tested = _tested(results, pairs, [None])
     rows = [
@@ -170,19 +158,13 @@ def cost_table(results: Results, paper: Paper) -> list[Table]:
         times = map(_duration, mean_times(results, line, tasks))
         beside = (write(printed[line]) if line in printed else None for write in extra.values())
         name = Entry(line.name, mark=mark_of(results, line))
-        rows.append(
-            [
-                name,
-                *map(Entry, counts),
-                *map(Entry, times),
-                *(Entry(one or "", printed=True) for one in beside),
-            ]
-        )
+        rows.append([name, *map(Entry, counts), *map(Entry, times)])
+        rows[-1] += [Entry(one or "", printed=True) for one in beside]
         values += [_costs(results, line, task) for task in tasks]
     notes = [
         "Times are means over tasks and seeds; whole numbers that differ between tasks or seeds are ranges.",
-        *time_notes(results),
-        *incomplete_notes(results, results.lines),
+        *layout.time_notes(results),
+        *layout.incomplete_notes(results, results.lines),
     ]
     if extra and paper.table is not None:
         symbols = "M demonstration tokens, D width, L layers, 1/K compression rate."
@@ -260,9 +242,7 @@ def _costs(results: Results, line: Line, task: str) -> Values:
     }
 
 
-Pairs = list[tuple[Line, Line]]
-"""Lines, each with the one that it is tested against."""
-
+Pairs = list[tuple[Line, Line]]  # lines, each with the one that it is tested against
 Tested = dict[tuple[Line, str | None], Comparison | None]
 """Comparisons by line and task; None where the two share no results."""
 
@@ -323,7 +303,6 @@ def _differences(results: Results, pairs: Pairs, tested: Tested) -> list[Values]
 
 
 def _points(share: float) -> str:
-    """A difference in percentage points, with its sign."""
     text = f"{100 * share:+.1f}"
     return "0.0" if float(text) == 0 else text.replace("-", "−")
 
@@ -336,5 +315,4 @@ def _interval(got: Accuracy | Difference | None) -> str:
 
 
 def _duration(value: float) -> str:
-    """A time to three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

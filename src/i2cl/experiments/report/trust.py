@@ -13,9 +13,8 @@ from i2cl.experiments.report.paper import Paper
 from i2cl.experiments.report.results import Line, Results, outcome
 from i2cl.injections.temperature import best_temperature, normalised
 
+# Names of the four numbers in a table.
 COLUMNS = {"log_loss": "Log-loss", "brier": "Brier", "ece": "ECE, %", "aurc": "AURC, %"}
-"""Names of the four numbers in a table."""
-
 UNITS = {"log_loss": "nats", "brier": "squared distance", "ece": "percent", "aurc": "percent"}
 
 

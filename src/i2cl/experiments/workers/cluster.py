@@ -18,9 +18,7 @@ from i2cl.experiments.records import Record
 from i2cl.experiments.runner import GroupJob
 from i2cl.models.decoder import Decoder
 
-PATIENCE = 5.0
-"""Seconds that a cluster has to answer. Ray itself waits for minutes, and then ends the process."""
-
+PATIENCE = 5.0  # seconds that a cluster has to answer; Ray waits for minutes, and then ends the process
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """How HTTP/2 begins, on which Ray speaks; a server answers with settings, frame type 4 (RFC 9113, 3.4)."""
 
@@ -44,9 +42,8 @@ def joined(address: str | None) -> Iterator[Cluster]:
         _require_answer(address or os.environ.get("RAY_ADDRESS", ""))
         ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
     except (OSError, ValueError, OverflowError) as error:
-        raise I2CLError(
-            f"no Ray cluster at {address!r} ({error}): correct --address, or `ray start --head`"
-        ) from None
+        cure = "correct --address, or `ray start --head`"
+        raise I2CLError(f"no Ray cluster at {address!r} ({error}): {cure}") from None
     try:
         gpus = int(ray.cluster_resources().get("GPU", 0))
         cores = int(ray.cluster_resources().get("CPU", 1))
@@ -111,9 +108,8 @@ def run_on_ray(
                 raise error.cause from None
             raise
         except ray.exceptions.RayActorError:
-            raise I2CLError(
-                "a Ray worker died, perhaps for lack of memory: run again with fewer --workers"
-            ) from None
+            cure = "run again with fewer --workers"
+            raise I2CLError(f"a Ray worker died, perhaps for lack of memory: {cure}") from None
 
 
 class _Worker:

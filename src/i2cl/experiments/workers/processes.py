@@ -16,12 +16,9 @@ import torch
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 
-SMALL_MODEL = 50_000_000
-"""Parameters up to which one model a core beats one model on all cores (on a CPU)."""
-
+SMALL_MODEL = 50_000_000  # parameters up to which one model a core beats one model on all cores (on a CPU)
+# Loads the model anew in each process; must be picklable, such as a partial of a function.
 DecoderSource = Callable[[], Decoder]
-"""Loads the model anew in each process; must be picklable, such as a partial of a function."""
-
 _WORKER: list[Decoder] = []  # the one model of this process, if it is a worker
 
 
@@ -75,9 +72,8 @@ def run_jobs(
         for worker in set(active_children()) - others:
             worker.terminate()
         if isinstance(error, BrokenProcessPool):
-            raise I2CLError(
-                "a worker process died, perhaps for lack of memory: run again with fewer --workers"
-            ) from None
+            cure = "run again with fewer --workers"
+            raise I2CLError(f"a worker process died, perhaps for lack of memory: {cure}") from None
         raise
     finally:
         pool.shutdown(cancel_futures=True)

@@ -17,19 +17,12 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
 from i2cl.tasks import Example, Task
 
-FOLDS = 3
-"""Refits by default; each has not seen one part in so many of the demonstrations."""
-
-Refit = Callable[[tuple[Example, ...]], Predictor]
-"""What makes a predictor of some of the demonstrations."""
+FOLDS = 3  # refits by default; each has not seen one part in so many of the demonstrations
+Refit = Callable[[tuple[Example, ...]], Predictor]  # what makes a predictor of some of the demonstrations
 
 
 def require_folds(folds: int) -> None:
-    """Refuse a number of folds that is none.
-
-    Raises:
-        I2CLError: on fewer than two.
-    """
+    """Refuse a number of folds that is none. Raises I2CLError on fewer than two."""
     if folds < 2:
         raise I2CLError(f"folds={folds}: give 2 or more, since each fold is answered by a fit to the others")
 
@@ -38,17 +31,9 @@ def fold_rows(
     task: Task, demonstrations: Sequence[Example], folds: int = FOLDS, seed: int = 0
 ) -> list[list[int]]:
     """Which demonstrations each refit does without; a text stays together with its copies.
-
-    Every label spreads over the folds as evenly as its texts allow, so each refit sees all labels.
-
-    Args:
-        task: with its labels.
-        demonstrations: two texts a label or more.
-        folds: at most so many.
-        seed: of the order in which texts are dealt.
-
-    Raises:
-        I2CLError: on fewer than two folds, or where some refit would not see all labels.
+    Every label spreads over the folds, at most so many, as evenly as its texts allow, so each refit sees all
+    labels; there are to be two texts a label or more. The seed is of the order in which texts are dealt.
+    Raises I2CLError on fewer than two folds, or where some refit would not see all labels.
     """
     require_folds(folds)
     alike: dict[str, list[int]] = defaultdict(list)
@@ -68,10 +53,8 @@ def fold_rows(
     lacking = [name for name, lost in zip(task.labels, (held == frequent).any(0), strict=True) if lost]
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        raise I2CLError(
-            f"a refit would not know the label {', '.join(map(repr, lacking[:3]))}{more}: give "
-            "two texts a label"
-        )
+        cure = "give two texts a label"
+        raise I2CLError(f"a refit would not know the label {', '.join(map(repr, lacking[:3]))}{more}: {cure}")
     return [sorted(rows) for rows in found if rows]
 
 
@@ -86,17 +69,11 @@ def unmeasurable(task: Task, demonstrations: Sequence[Example], folds: int = FOL
 
 @dataclass(frozen=True)
 class FoldPredictor:
-    """Each demonstration's text is answered by the refit that has not seen it.
+    """Each demonstration's text is answered by the refit that has not seen it."""
 
-    Attributes:
-        refits: one a fold.
-        fold_of: by text.
-        cost: of one that has seen all.
-    """
-
-    refits: Sequence[Predictor]
-    fold_of: Mapping[str, int]
-    cost: Cost
+    refits: Sequence[Predictor]  # one a fold
+    fold_of: Mapping[str, int]  # by text
+    cost: Cost  # of one that has seen all
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Of demonstrations' texts alone."""
@@ -134,15 +111,8 @@ def fold_scores(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Float[Tensor, "n labels"]:
-    """Label scores of each demonstration, from the refit that has not seen its text.
-
-    Args:
-        task: with its labels.
-        demonstrations: see `fold_rows`, as for the next two.
-        refit: makes a predictor, such as `injected` of what a method makes of these demonstrations.
-        folds: see there.
-        seed: see there.
-        progress: called as texts finish.
+    """Label scores of each demonstration, from the refit that has not seen its text; see `fold_rows`.
+    A refit makes a predictor, such as `injected` of what a method makes of these demonstrations.
     """
     predictor = folded(task, demonstrations, refit, folds, seed)
     return predictor.scores([example.text for example in demonstrations], progress)

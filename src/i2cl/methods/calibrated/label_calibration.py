@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import FEWEST_UNLABELLED, bias_towards, log_mean
-from i2cl.methods.base import BiasedPredictor, Cost, Method, Predictor, Wrapper
+from i2cl.methods.base import BiasedPredictor, Cost, Predictor, Wrapper
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, biased
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 
 CONTENT_FREE = ("N/A", "[MASK]", "...")
 """Zhao et al. use "N/A", "[MASK]" and the empty string, for which the dots stand here."""
@@ -35,30 +36,23 @@ class ContextualCalibration(Wrapper):
     drawn: ClassVar[bool] = False
 
     def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
     ) -> BiasedPredictor:
         """Score the content-free texts."""
         bias = -log_mean(below.scores(CONTENT_FREE))
         return BiasedPredictor(below, bias, below.cost + Cost.of(bias))
 
 
-class LabelPriorConfig(BaseModel):
-    """What a label prior is the mean over.
+class LabelPriorConfig(Settings):
+    """What a label prior is the mean over."""
 
-    Attributes:
-        unlabelled: texts, at most.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    unlabelled: int = Field(64, ge=1)
+    unlabelled: int = Field(64, ge=1)  # texts, at most
 
 
 class LabelPrior(Wrapper):
     """Probabilities of another method, divided by its mean ones over texts without labels, once and for all.
-
-    Unlike batch calibration it serves a single query. It takes for granted that a method which says one
-    class more often than others is wrong in that, so classes are to be about equally frequent.
+    Unlike batch calibration it serves a single query. It takes for granted that a method which says one class
+    more often than others is wrong in that, so classes are to be about equally frequent.
     """
 
     name: ClassVar[str] = "label_prior"
@@ -66,18 +60,10 @@ class LabelPrior(Wrapper):
     needs: ClassVar[str] = "what the method below it needs, and unlabelled texts"
     settings = (LabelPriorConfig,)
 
-    def __init__(self, below: Method | None = None, config: LabelPriorConfig | None = None) -> None:
-        super().__init__(below)
-        self.config = config or LabelPriorConfig()
-
     def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
     ) -> BiasedPredictor:
-        """Score unlabelled texts.
-
-        Raises:
-            I2CLError: if too few training texts remain beside the demonstrations.
-        """
+        """Score unlabelled texts; raises I2CLError if too few remain beside the demonstrations."""
         texts = task.unlabelled(self.config.unlabelled, demonstrations, seed)
         fewest = min(FEWEST_UNLABELLED, self.config.unlabelled)
         if len(texts) < fewest:
@@ -91,9 +77,8 @@ class LabelPrior(Wrapper):
 
 class BatchCalibration(Wrapper):
     """Probabilities of another method, divided by their mean over all texts scored together.
-
-    That takes for granted that these texts belong to all classes about equally often: a text among many
-    of its own class is pushed away from it.
+    That takes for granted that these texts belong to all classes about equally often: a text among many of
+    its own class is pushed away from it.
     """
 
     name: ClassVar[str] = "batch_calibration"
@@ -103,7 +88,7 @@ class BatchCalibration(Wrapper):
     drawn: ClassVar[bool] = False
 
     def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
     ) -> "BatchPredictor":
         """Nothing more to fit: the mean is only known at prediction."""
         return BatchPredictor(below)
@@ -121,10 +106,8 @@ class BatchPredictor:
         return self.below.cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities over the labels, calibrated on these texts and normalised again.
-
-        Raises:
-            I2CLError: on a single text, whose scores less their mean are equal for every label.
+        """Log-probabilities over the labels, calibrated on these texts and normalised again. Raises I2CLError
+        on a single text, whose scores less their mean are equal for every label.
         """
         if len(texts) == 1:
             raise I2CLError(

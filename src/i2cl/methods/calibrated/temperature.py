@@ -6,27 +6,22 @@ from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from i2cl.injections.temperature import likely_temperature
-from i2cl.methods.base import Cost, Method, Predictor, Wrapper
+from i2cl.methods.base import Cost, Predictor, Wrapper
 from i2cl.methods.calibrated.folds import FOLDS, fold_scores, unmeasurable
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, among
-from i2cl.tasks import Example, Task
+from i2cl.models.training import Settings
+from i2cl.tasks import Example, Examples, Task
 
 
-class TemperatureConfig(BaseModel):
-    """How the rows are made that a temperature is chosen on.
+class TemperatureConfig(Settings):
+    """How the rows are made that a temperature is chosen on."""
 
-    Attributes:
-        refits: of the method below, each without one part of the demonstrations.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    refits: int = Field(FOLDS, ge=2)
+    refits: int = Field(FOLDS, ge=2)  # of the method below, each without one part of the demonstrations
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,6 @@ class TemperedPredictor:
 
 class Temperature(Wrapper):
     """The method below, with probabilities about as sure as its answers are right.
-
     Refits that have not seen a demonstration say how sure it was answered, and whether rightly;
     `i2cl.injections.temperature.likely_temperature` makes one number of that. With one example a class there
     is nothing to refit, and probabilities stay.
@@ -59,12 +53,8 @@ class Temperature(Wrapper):
     needs: ClassVar[str] = "what the method below it needs, and its time again for each refit"
     settings = (TemperatureConfig,)
 
-    def __init__(self, below: Method | None = None, config: TemperatureConfig | None = None) -> None:
-        super().__init__(below)
-        self.config = config or TemperatureConfig()
-
     def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Sequence[Example], seed: int
+        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
     ) -> Predictor:
         """Refit the method below, and choose."""
         parts = self.config.refits

@@ -16,16 +16,8 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.compressors.base import (
-    BehindVectors,
-    asked_behind,
-    bare,
-    beside,
-    bundled,
-    exchanges,
-    once,
-    require_type,
-)
+from i2cl.methods.compressors import base
+from i2cl.methods.compressors.base import BehindVectors
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.restore import lock_of
@@ -45,9 +37,8 @@ class AutoCompressorConfig(Settings):
 
 @dataclass(frozen=True)
 class Summarizer:
-    """A language model with its summary embeddings.
-    ``embeddings`` has one for each summary vector; if it accumulates, a segment sees the summaries of all
-    before it, else of the last alone.
+    """A language model with its summary embeddings. ``embeddings`` has one for each summary vector; if it
+    accumulates, a segment sees the summaries of all before it, else of the last alone.
     """
 
     decoder: Decoder
@@ -81,7 +72,7 @@ class Summarizer:
     def behind(self, task: Task, soft: Float[Tensor, "vectors d"]) -> BehindVectors:
         """A task whose queries stand behind some vectors; raises I2CLError as `label_tokens` does."""
         prefix = self.decoder.prefix_of(soft, self.positions(len(soft), 0, 0))
-        return BehindVectors(asked_behind(self.decoder, task), prefix, cost=Cost.of(prefix))
+        return BehindVectors(base.asked_behind(self.decoder, task), prefix, cost=Cost.of(prefix))
 
     def segments(self, shown: Sequence[Ids], front: Ids, most: int) -> list[Ids]:
         """Demonstrations in few segments, in order, none cut; raises I2CLError if one or all are too long."""
@@ -105,7 +96,6 @@ class Summarizer:
         return len(self.embeddings) * (segments if self.accumulate else min(segments, 1))
 
     def _fits(self, number: int, most: int) -> int:
-        """Tokens of the segment of this number, counted from 1."""
         room = self.room(self._vectors(number - 1))
         return most if room is None else min(most, room)
 
@@ -122,7 +112,6 @@ class AutoCompressor(Method):
     )
     formula: ClassVar[str] = "2(M/K)DL"
     settings = (AutoCompressorConfig,)
-
     config: AutoCompressorConfig = field(default_factory=AutoCompressorConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
@@ -130,22 +119,22 @@ class AutoCompressor(Method):
         demonstration is longer than a segment, or the context is full.
         """
         own = summarizer(decoder)
-        texts = exchanges(decoder, task, demonstrations)
+        texts = base.exchanges(decoder, task, demonstrations)
         texts[0] = task.template.opening + texts[0]
         with torch.no_grad():
-            segments = own.segments(bare(decoder, texts), decoder.encoder.front, self.config.segment)
+            segments = own.segments(base.bare(decoder, texts), decoder.encoder.front, self.config.segment)
             return own.behind(task, own.summaries(segments))
 
 
 def summarizer(decoder: Decoder) -> Summarizer:
     """The AutoCompressor that a model is; raises I2CLError if it is none, or its embeddings do not fit."""
-    require_type(decoder, AutoCompressor.name, COUNTED)
+    base.require_type(decoder, AutoCompressor.name, COUNTED)
 
-    compressor = bundled(decoder, AutoCompressor.name)
+    compressor = base.bundled(decoder, AutoCompressor.name)
     if compressor is not None:
-        decoder = once(decoder, AutoCompressor.name, partial(_with_weights, decoder, compressor.tensors))
+        decoder = base.once(decoder, AutoCompressor.name, partial(_with_weights, decoder, compressor.tensors))
     cure = "give an AutoCompressor as MODEL, such as princeton-nlp/AutoCompressor-Llama-2-7b-6k"
-    compressor = compressor or beside(decoder, AutoCompressor.name, lambda name: name == SUMMARY, cure)
+    compressor = compressor or base.beside(decoder, AutoCompressor.name, lambda name: name == SUMMARY, cure)
     width = decoder.embed((0,)).shape[1]
     embeddings = compressor.tensor(SUMMARY, compressor.settings.get("summary_length", -1), width)
     kept = embeddings.to(decoder.device, decoder.model.dtype)

@@ -27,8 +27,7 @@ from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-CHUNK = 256
-"""Tokens of a chunk, at most."""
+CHUNK = 256  # tokens of a chunk, at most
 
 
 class CEPEConfig(Settings):
@@ -156,7 +155,6 @@ class CEPE(Method):
     needs: ClassVar[str] = "demonstrations, a CEPE model as MODEL (1.8B more: 20,000 steps of 128 sequences)"
     formula: ClassVar[str] = "2(M/K)DL"
     settings = (CEPEConfig,)
-
     config: CEPEConfig = field(default_factory=CEPEConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CrossPredictor:

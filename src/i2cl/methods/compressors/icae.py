@@ -19,15 +19,8 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.compressors.base import (
-    BehindVectors,
-    Compressor,
-    NoCompressorError,
-    asked_behind,
-    bundled,
-    exchanges,
-    require_type,
-)
+from i2cl.methods.compressors import base
+from i2cl.methods.compressors.base import BehindVectors, Compressor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.checkpoint import folder_of, read_tensors
 from i2cl.models.decoder import Decoder
@@ -37,47 +30,30 @@ from i2cl.models.hooks import add_to_outputs
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-VERSIONS = {"llama": "1", "mistral": "2"}
-"""The release that a model type belongs to."""
-
-CUT = 512
-"""Tokens of the context that version 1 reads."""
-
-RATE = 4
-"""Tokens to a memory slot that version 2 aims at."""
-
+VERSIONS = {"llama": "1", "mistral": "2"}  # the release that a model type belongs to
+CUT = 512  # tokens of the context that version 1 reads
+RATE = 4  # tokens to a memory slot that version 2 aims at
 MEMORY = "memory_token_embed.weight"
-AFTER_MEMORY = ("ae", "lm", "ft")
-"""Further rows of the memory's embeddings, in this order."""
-
-FILES = ("icae.safetensors", "icae.pt")
-"""What a compressor beside a model's weights is called."""
-
+AFTER_MEMORY = ("ae", "lm", "ft")  # further rows of the memory's embeddings, in this order
+FILES = ("icae.safetensors", "icae.pt")  # what a compressor beside a model's weights is called
 PAIR = re.compile(r"icae\.base_model\.model\.(?P<module>.+)\.lora_A\.default\.weight")
 
 
 class ICAEConfig(Settings):
-    """The compressor, and how it is used.
+    """The compressor, and how it is used."""
 
-    Attributes:
-        compressor: its file, here or as owner/repository/file of the hub; default: icae.safetensors or
-            icae.pt beside MODEL's weights.
-        version: of the release; default: 1 for Llama, 2 for Mistral.
-        form: what stands around a query: ``ft`` as after instruction tuning, ``lm`` one vector in front of
-            it, ``bare`` nothing.
-        memory: slots of a segment; default: as the file has it.
-        alpha: of the adapter, which acts by alpha / rank.
-        left: version 2, ``ft``: token ids in front of the slots, spaces between (default: Mistral's [INST]).
-        right: the same, behind the query.
-    """
-
+    # its file, here or as owner/repository/file of the hub; default: icae.safetensors or icae.pt beside
+    # MODEL's weights
     compressor: str | None = None
-    version: Literal["auto", "1", "2"] = "auto"
+    version: Literal["auto", "1", "2"] = "auto"  # of the release; default: 1 for Llama, 2 for Mistral
+    # what stands around a query: ``ft`` as after instruction tuning, ``lm`` one vector in front of it,
+    # ``bare`` nothing
     form: Literal["ft", "lm", "bare"] = "ft"
-    memory: int | None = Field(None, ge=1)
-    alpha: float = Field(32.0, gt=0)
+    memory: int | None = Field(None, ge=1)  # slots of a segment; default: as the file has it
+    alpha: float = Field(32.0, gt=0)  # of the adapter, which acts by alpha / rank
+    # version 2, ``ft``: token ids in front of the slots, spaces between (default: Mistral's [INST])
     left: str = Field("1 733 16289 28793", pattern=r"^\d*( \d+)*$")
-    right: str = Field("733 28748 16289 28793", pattern=r"^\d*( \d+)*$")
+    right: str = Field("733 28748 16289 28793", pattern=r"^\d*( \d+)*$")  # the same, behind the query
 
 
 class PutIn(Edit):
@@ -97,9 +73,8 @@ class PutIn(Edit):
 
 @dataclass(frozen=True)
 class AutoEncoder:
-    """A frozen model with what makes it write memory slots.
-    ``embeddings`` are those of the memory, then of ae, lm and ft; the adapter has pairs (rank x in) and (out
-    x rank) by module, the scale in the second.
+    """A frozen model with what makes it write memory slots. ``embeddings`` are those of the memory, then of
+    ae, lm and ft; the adapter has pairs (rank x in) and (out x rank) by module, the scale in the second.
     """
 
     decoder: Decoder
@@ -163,13 +138,12 @@ class ICAE(Method):
     )
     formula: ClassVar[str] = "2(M/K)DL"
     settings = (ICAEConfig,)
-
     config: ICAEConfig = field(default_factory=ICAEConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
         """Write the slots, then run them. Raises I2CLError without a compressor, or on a full context."""
         own = auto_encoder(decoder, self.config)
-        text = task.template.opening + "".join(exchanges(decoder, task, demonstrations))
+        text = task.template.opening + "".join(base.exchanges(decoder, task, demonstrations))
         with torch.no_grad():
             slots = own.slots(own.segments(decoder.encoder([text])[0]))
             return behind_slots(own, task, slots, self.config)
@@ -189,20 +163,19 @@ def behind_slots(
         parts = [decoder.embed(left), *parts]
     whole = torch.cat(parts)
     if decoder.max_length is not None and len(whole) + len(right) >= decoder.max_length:
-        raise I2CLError(
-            f"the memory slots take {len(whole)} of {decoder.max_length} places: use fewer demonstrations"
-        )
+        cure = "use fewer demonstrations"
+        raise I2CLError(f"the memory slots take {len(whole)} of {decoder.max_length} places: {cure}")
     prefix = decoder.prefix_of(whole)
-    return BehindVectors(asked_behind(decoder, task), prefix, right, edit, Cost.of(prefix))
+    return BehindVectors(base.asked_behind(decoder, task), prefix, right, edit, Cost.of(prefix))
 
 
 def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
     """A model with a compressor of its own; raises I2CLError if none is given, or it does not fit."""
-    require_type(decoder, ICAE.name, VERSIONS)
-    ours = None if config.compressor else bundled(decoder, ICAE.name)
+    base.require_type(decoder, ICAE.name, VERSIONS)
+    ours = None if config.compressor else base.bundled(decoder, ICAE.name)
     name = "the bundled file" if ours else config.compressor or _beside(decoder)
     version: Any = VERSIONS[decoder.model.config.model_type] if config.version == "auto" else config.version
-    compressor = ours or Compressor({}, read_tensors(name, _is_ours))
+    compressor = ours or Compressor({}, read_tensors(name, lambda one: one == MEMORY or ".lora_" in one))
     rows = -1 if config.memory is None else config.memory + len(AFTER_MEMORY)
     memory = compressor.tensor(MEMORY, rows, decoder.d_model)
     if len(memory) <= len(AFTER_MEMORY):
@@ -217,19 +190,14 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
 
 
 def _beside(decoder: Decoder) -> str:
-    """The file that stands beside the model's weights."""
     folder = folder_of(decoder.model)
     files = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
     if files:
         return str(files[0])
-    raise NoCompressorError(
+    raise base.NoCompressorError(
         f"icae needs a compressor for {decoder.name!r}: give --set compressor=FILE or owner/repository/file "
         f"of the hub, or put it beside the model's weights as {FILES[0]}"
     )
-
-
-def _is_ours(name: str) -> bool:
-    return name == MEMORY or ".lora_" in name
 
 
 def _pairs(
