@@ -108,4 +108,4 @@ def serve(
         else:
             console.say(f"Serving {model} at {address}")
 
-    run_server(app, listener, ready, service.stop)
+    run_server(app, listener, ready, service.batcher.stop)

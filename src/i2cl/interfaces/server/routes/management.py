@@ -1,5 +1,6 @@
 """Routes that list, make and remove tasks, and tell of jobs."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -15,24 +16,16 @@ from i2cl.interfaces.server.routes.requests import jobs_of, require_other_name
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry, require_name
 
-_BODIES: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": schemas.Fit.model_json_schema()},
-            "text/csv": {"schema": {"type": "string"}},
-        },
-    }
-}
-_TAR: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
-_LINES: dict[str, Any] = {
-    "requestBody": {"required": True, "content": {"application/jsonl": {"schema": {"type": "string"}}}}
-}
+
+def _body(schemas_of: Mapping[str, Any]) -> dict[str, Any]:
+    content = {kind: {"schema": schema} for kind, schema in schemas_of.items()}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+_TEXT = {"type": "string"}
+_BODIES = _body({"application/json": schemas.Fit.model_json_schema(), "text/csv": _TEXT})
+_TAR = _body({"application/x-tar": _TEXT | {"format": "binary"}})
+_LINES = _body({"application/jsonl": _TEXT})
 
 
 def router(service: Service) -> APIRouter:
