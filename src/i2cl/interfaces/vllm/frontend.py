@@ -60,10 +60,8 @@ class Served:
 
     def answer(self, edges: Mapping[Edge, float]) -> Answer:
         """The labels' scores from what the engine told of a text."""
-        values = [
-            math.fsum(edges[ids[:place], token] for place, token in enumerate(ids))
-            for ids in self.trie.labels
-        ]
+        told = ([edges[ids[:place], token] for place, token in enumerate(ids)] for ids in self.trie.labels)
+        values = list(map(math.fsum, told))
         bias = None if self.bias is None else torch.tensor(self.bias)
         scores = among(torch.tensor(values), bias, self.temperature)
         return Answer(self.questions.task.labels[int(scores.argmax())], scores)
@@ -118,15 +116,8 @@ class ServedTasks:
     ) -> Served:
         """Check an injection, and find its label tokens.
 
-        Args:
-            name: of the task.
-            injection: to be loaded.
-            config: the engine's ``ModelConfig``.
-            tokenizer: the engine's.
-            force: accept other weights of the same sizes.
-
-        Raises:
-            I2CLError: if it was made on another model, or cannot be served here.
+        ``config``: the engine's ``ModelConfig``; ``tokenizer``: the engine's; ``force``: accept other weights
+        of the same sizes. Raises I2CLError if it was made on another model, or cannot be served here.
         """
         if not name.strip():
             raise I2CLError("a task needs a name: give it one")
@@ -235,14 +226,9 @@ def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
 def load(llm: Any, name: str, injection: Injection, *, force: bool = False) -> None:
     """Add a task to an engine, or replace the one of that name; requests that run end as they began.
 
-    Args:
-        llm: a ``vllm.LLM`` that runs the plugin.
-        name: as requests call it.
-        injection: made on the engine's model.
-        force: accept one made on other weights of the same sizes.
-
-    Raises:
-        I2CLError: if it was made on another model, cannot be served here, or all slots are taken.
+    ``llm``: a ``vllm.LLM`` that runs the plugin; ``name``: as requests call it; ``injection``: made on the
+    engine's model; ``force``: accept one made on other weights of the same sizes. Raises I2CLError if it was
+    made on another model, cannot be served here, or all slots are taken.
     """
     served = TASKS.prepare(name, injection, llm.llm_engine.model_config, llm.get_tokenizer(), force=force)
     llm.collective_rpc(LOAD, args=(served.packed.rows, served.packed.scales))
@@ -266,13 +252,8 @@ def _forget(llm: Any) -> None:
 def classify(llm: Any, texts: Sequence[str], tasks: Sequence[str]) -> list[Answer]:
     """The label of each text under its own task, in shared batches.
 
-    Args:
-        llm: a ``vllm.LLM`` that runs the plugin.
-        texts: what to classify.
-        tasks: the name of each text's task.
-
-    Raises:
-        I2CLError: on an unknown name, an empty text, or lists of different lengths.
+    ``llm``: a ``vllm.LLM`` that runs the plugin; ``tasks``: the name of each text's task. Raises I2CLError on
+    an unknown name, an empty text, or lists of different lengths.
     """
     if len(texts) != len(tasks):
         raise I2CLError(f"{len(texts)} texts, but {len(tasks)} tasks: name a task for every text")

@@ -40,7 +40,7 @@ WRITERS: Mapping[str, Writers] = MappingProxyType(
         "GraniteForCausalLM": Writers("granite", "GraniteForCausalLM"),
         "LlamaForCausalLM": Writers("llama", "LlamaForCausalLM"),
         "MistralForCausalLM": Writers("mistral", "MistralForCausalLM"),
-        "NemotronForCausalLM": Writers("nemotron", "NemotronForCausalLM", mlp="mlp.down_proj"),
+        "NemotronForCausalLM": Writers("nemotron", "NemotronForCausalLM"),
         "OPTForCausalLM": Writers(
             "opt", "OPTForCausalLM", "model.decoder.layers", "self_attn.out_proj", "fc2"
         ),

@@ -52,9 +52,8 @@ class Tables:
         if digest is None:
             return PLAIN
         if digest not in self.places:
-            raise I2CLError(
-                f"the edit {digest} is in no slot of this worker: restart the server and report this"
-            )
+            message = f"the edit {digest} is in no slot of this worker: restart the server and report this"
+            raise I2CLError(message)
         return self.places[digest]
 
     def fill(self, slots: NDArray[np.int32]) -> None:
