@@ -138,26 +138,18 @@ def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) ->
         )
     except ValueError:
         raise I2CLError(f"shard size {max_shard_size!r} is no size: give one such as 500MB or 5GB") from None
-    write_shards(
-        folder,
-        (
-            (file, {stored: folding.tensor(names[stored]).cpu() for stored in chosen})
-            for file, chosen in plan.filename_to_tensors.items()
-        ),
+    shards = (
+        (file, {stored: folding.tensor(names[stored]).cpu() for stored in chosen})
+        for file, chosen in plan.filename_to_tensors.items()
     )
+    write_shards(folder, shards)
 
 
 def write_shards(folder: Path, shards: Iterable[tuple[str, dict[str, Tensor]]]) -> list[str]:
     """Write files of safetensors, one in memory at a time, and their index where they are several.
 
-    Tensors that share memory are written each by itself: safetensors refuses them otherwise.
-
-    Args:
-        folder: where they go.
-        shards: name and tensors of each file.
-
-    Returns:
-        The files' names.
+    Tensors that share memory are written each by itself: safetensors refuses them otherwise. ``shards``: name
+    and tensors of each file. The files' names come back.
     """
     homes: dict[str, str] = {}
     size = 0
@@ -192,13 +184,7 @@ def base_of(source: Decoder | str | Path, opened: Source, folding: Folding) -> M
     """Which model an opened source is."""
     if isinstance(source, Decoder):
         return source.base
-    return ModelIdentity(
-        name=str(source),
-        revision=None,
-        model_type=opened.config.model_type,
-        layers=opened.config.num_hidden_layers,
-        d_model=opened.config.hidden_size,
-        weights=folding.fingerprint(),
-        tokenizer=tokenizer_fingerprint(opened.tokenizer),
-        config=told_config(opened.config),
-    )
+    config = opened.config
+    sizes = config.model_type, config.num_hidden_layers, config.hidden_size
+    prints = folding.fingerprint(), tokenizer_fingerprint(opened.tokenizer)
+    return ModelIdentity(str(source), None, *sizes, *prints, config=told_config(config))

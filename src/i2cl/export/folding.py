@@ -4,7 +4,7 @@ import copy
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -16,26 +16,14 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.families import HOOKED, Linear, family_of
 from i2cl.models.architectures import ARCHITECTURES
+from i2cl.models.checkpoint import Files
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import named_weights, tensors_fingerprint
 from i2cl.models.precision import quantization_of
 
 
-class Tensors(Protocol):
-    """The weights of a model, wherever they are."""
-
-    @property
-    def names(self) -> AbstractSet[str]:
-        """Names as in its state dict."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """One of them. It is not to be changed."""
-        ...
-
-
 class StateDict:
-    """The weights of a model in memory. Raises I2CLError if some are offloaded."""
+    """The weights of a model in memory, not to be changed. Raises I2CLError if some are offloaded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.state: dict[str, Tensor] = model.state_dict()
@@ -50,6 +38,9 @@ class StateDict:
     def read(self, name: str) -> Tensor:
         """One of them, on its device."""
         return self.state[name]
+
+
+Tensors = StateDict | Files  # the weights of a model, wherever they are
 
 
 class Folding:
@@ -130,7 +121,6 @@ class Folding:
         return self.source.read(name)
 
     def _divide_head(self, empty: PreTrainedModel, temperature: float) -> None:
-        """Divide the head's weight, and its bias where it has one."""
         head = next(name for name, one in empty.named_modules() if one is empty.get_output_embeddings())
         if f"{head}.weight" not in self.shapes:
             raise I2CLError(
@@ -144,11 +134,9 @@ class Folding:
         """Fill `constants` and `scales`."""
         values, pairs = injection.context.values.float().cpu(), injection.coefficients.float().cpu()
         shape = (self.config.num_hidden_layers, self.config.hidden_size)
-        if (values.shape[0], values.shape[2]) != shape:
-            mine = (values.shape[0], values.shape[2])
-            raise I2CLError(
-                f"this injection is for (layers, width) {mine}, the model has {shape}: fit it again"
-            )
+        if (mine := (values.shape[0], values.shape[2])) != shape:
+            told = f"this injection is for (layers, width) {mine}, the model has {shape}"
+            raise I2CLError(f"{told}: fit it again")
         paths = (_names(self.family.attention), _names(self.family.mlp))
         for layer in range(len(values)):
             for site, path in enumerate(paths):
@@ -195,7 +183,6 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
 
 
 def _names(linear: Linear) -> tuple[str, ...]:
-    """Names of its weights, and behind them that of its bias."""
     return (f"{linear}.weight", f"{linear}.bias") if isinstance(linear, str) else linear
 
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import ContextVector, ExtractConfig, Writers, extract
@@ -142,16 +140,11 @@ def transfer(
     weights = related(first, anchors, config)
     if not weights:
         return Transferred(first, first, weights)
-    context, start = _average(anchors, weights)
+    chosen, shares = [anchors[index] for index, _ in weights], [weight for _, weight in weights]
+    context = ContextVector.mean([one.context for one in chosen], shares)
+    parts = [weight * one.coefficients for weight, one in zip(shares, chosen, strict=True)]
+    start = torch.stack(parts).sum(0)
     return Transferred(fit(context, start=start, scoring=first.scoring), first, weights)
-
-
-def _average(
-    anchors: Sequence[Injection], weights: AnchorWeights
-) -> tuple[ContextVector, Float[Tensor, "layers sites 2"]]:
-    context = ContextVector.mean([anchors[index].context for index, _ in weights], [w for _, w in weights])
-    coefficients = torch.stack([weight * anchors[index].coefficients for index, weight in weights]).sum(0)
-    return context, coefficients
 
 
 def _require_alike(

@@ -37,9 +37,7 @@ class Output:
         self.resumes = resumes  # whether they survive the end of this process
 
     def write(self, lines: str, rows: int) -> None:
-        """Add the lines of some rows, the header before the first, and pass them on at once. Raises I2CLError
-        if a file cannot be written.
-        """
+        """Add rows' lines, the header before the first, at once. Raises I2CLError if it cannot be written."""
         with _told(self._path):
             self._add(lines if self.rows else self._header + lines)
         self.rows += rows

@@ -59,9 +59,7 @@ class Access:
     hosts: frozenset[str] = frozenset()  # names under which this server is asked for; empty for any
 
     def require_host(self, host: str) -> None:
-        """Refuse a name that is not this server's: a page elsewhere may have bound it to this address. Raises
-        RefusalError: 421.
-        """
+        """Refuse (421) a name that is not ours: a page elsewhere may have bound it to this address."""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if self.hosts and name.lower() not in self.hosts:
             message = "this server is not asked for by that Host: add --allowed-host"

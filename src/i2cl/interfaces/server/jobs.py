@@ -229,9 +229,7 @@ class Jobs:
         return sorted(self._jobs.values(), key=lambda job: -job.created)
 
     def cancel(self, job: Job) -> None:
-        """End a job that waits or runs; of one that has ended, remove what it left. Raises OSError if that
-        cannot be written.
-        """
+        """End a job that waits or runs, remove what one that has ended left. Raises OSError if it cannot."""
         with self._changed:
             if job.ended:
                 gone = job.folder.with_name(f".{job.id}")  # whole or not at all, whatever ends the process

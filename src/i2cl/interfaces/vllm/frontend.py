@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,10 +68,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Bound:
-    """In a request's extra arguments instead of a name: the version of a task that its first part ran with.
-
-    No client can send one.
-    """
+    """In a request's extra arguments, where no client can put one: the version of its first part's task."""
 
     name: str
     digest: str
@@ -205,22 +201,14 @@ def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
     ``config``: the engine's ``ModelConfig``; ``tokenizer``: the engine's. Raises I2CLError if its files
     cannot be found or read.
     """
-    folder = checkpoint_folder(config.model, config.revision)
-    empty = skeleton(config.hf_config)
-    files = Files(Path(folder), empty, "lm_head")
-    names = [name for name, _ in named_weights(empty)]
-    text = config.hf_text_config
-    return ModelIdentity(
-        name=str(config.model),
-        revision=config.revision,
-        model_type=text.model_type,
-        layers=text.num_hidden_layers,
-        d_model=text.hidden_size,
-        weights=tensors_fingerprint((name, files.read(name)) for name in names),
-        tokenizer=tokenizer_fingerprint(tokenizer),
-        dtype=str(config.dtype).removeprefix("torch."),
-        config=told_config(config.hf_config),
-    )
+    empty, text = skeleton(config.hf_config), config.hf_text_config
+    files = Files(checkpoint_folder(config.model, config.revision), empty, "lm_head")
+    weights = tensors_fingerprint((name, files.read(name)) for name, _ in named_weights(empty))
+    sizes = text.model_type, text.num_hidden_layers, text.hidden_size
+    prints = weights, tokenizer_fingerprint(tokenizer)
+    more: dict[str, Any] = {"dtype": str(config.dtype).removeprefix("torch.")}
+    more["config"] = told_config(config.hf_config)
+    return ModelIdentity(str(config.model), config.revision, *sizes, *prints, **more)
 
 
 def load(llm: Any, name: str, injection: Injection, *, force: bool = False) -> None:
@@ -237,9 +225,7 @@ def load(llm: Any, name: str, injection: Injection, *, force: bool = False) -> N
 
 
 def drop(llm: Any, name: str) -> None:
-    """Let no more requests name a task; those that run end as they began. Raises I2CLError if there is none
-    of that name.
-    """
+    """Let no request name a task; those that run end as they began. Raises I2CLError on another name."""
     TASKS.remove(name)
     _forget(llm)
 
