@@ -3,20 +3,19 @@
 from typing import Annotated, Any
 
 import typer
-from typer import Option
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions
+from i2cl.interfaces.cli.options import ModelOptions, opt
 
 
 @options.expanded
 def check(
     model: options.Model,
     *,
-    layers: Annotated[str | None, Option(help="Path of the blocks in the base model.")] = None,
-    attention: Annotated[str | None, Option(help="Path of the attention writer in a block.")] = None,
-    mlp: Annotated[str | None, Option(help="Path of the MLP writer in a block.")] = None,
+    layers: str | None = opt(None, "Path of the blocks in the base model."),
+    attention: str | None = opt(None, "Path of the attention writer in a block."),
+    mlp: str | None = opt(None, "Path of the MLP writer in a block."),
     loading: Annotated[ModelOptions, ("device", "dtype", "revision", "trust_remote_code")],
     json: options.Json = False,
 ) -> None:

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 
 if TYPE_CHECKING:
     from i2cl.experiments.evaluation import NotRun
@@ -27,19 +27,16 @@ def evaluate(
         ),
     ],
     *,
-    method: Annotated[
-        str,
-        Option(
-            help="Methods with commas between, or 'all' that MODEL can run.", rich_help_panel=options.METHOD
-        ),
-    ] = DEFAULT_METHODS,
+    method: str = opt(
+        DEFAULT_METHODS,
+        "Methods with commas between, or 'all' that MODEL can run.",
+        rich_help_panel=options.METHOD,
+    ),
     shots: options.Shots = None,
-    seeds: Annotated[int, Option(min=1, max=10_000, help="How many seeds, counted from --seed.")] = 1,
+    seeds: int = opt(1, "How many seeds, counted from --seed.", min=1, max=10_000),
     seed: options.Seed = 0,
     limit: options.Limit = 500,
-    workers: Annotated[
-        int | None, Option(min=1, help="Processes; default: one a core for a small model on a CPU.")
-    ] = None,
+    workers: int | None = opt(None, "Processes; default: one a core for a small model on a CPU.", min=1),
     recipe: options.Recipe = "paper",
     settings: options.Settings = None,
     rows: TaskOptions,

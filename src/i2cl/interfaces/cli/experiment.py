@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 
 if TYPE_CHECKING:
     from i2cl.experiments.grid import Cell, Experiment, Scale
@@ -61,20 +61,15 @@ def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
 def run(
     names: Annotated[str, Argument(help="Experiments with commas between, 'all', or a TOML file.")],
     *,
-    model: Annotated[str, Option(help=options.MODEL_HELP)] = "reference",
-    store: Annotated[Path | None, Option(help="Folder for results; what is there is not run again.")] = None,
-    quick: Annotated[bool, Option("--quick", help="Fewer seeds, tasks and queries.")] = False,
-    tasks: Annotated[
-        str | None,
-        Option(help="Tasks with commas between; default: the grid's own, or those of the model."),
-    ] = None,
-    seeds: Annotated[
-        int | None, Option(min=1, max=10_000, help="How many seeds, instead of the grid's.")
-    ] = None,
-    limit: Annotated[int | None, Option(min=1, help="Queries per task, instead of the grid's.")] = None,
-    workers: Annotated[
-        int | None, Option(min=1, help="Processes or actors; default: by the model's size.")
-    ] = None,
+    model: str = opt("reference", options.MODEL_HELP),
+    store: Path | None = opt(None, "Folder for results; what is there is not run again."),
+    quick: bool = opt(False, "Fewer seeds, tasks and queries.", "--quick"),
+    tasks: str | None = opt(
+        None, "Tasks with commas between; default: the grid's own, or those of the model."
+    ),
+    seeds: int | None = opt(None, "How many seeds, instead of the grid's.", min=1, max=10_000),
+    limit: int | None = opt(None, "Queries per task, instead of the grid's.", min=1),
+    workers: int | None = opt(None, "Processes or actors; default: by the model's size.", min=1),
     executor: options.Executor = "local",
     address: options.Address = None,
     rows: Annotated[TaskOptions, ("data_dir",)],

