@@ -68,10 +68,8 @@ def export_hf(
     path = Path(output)
     require_writable(path, frozenset())
     if injection.label_bias is not None and golden is None:
-        raise I2CLError(
-            "a label prior is of tokens that the golden values name: leave out --no-golden, or say "
-            "--drop-prior"
-        )
+        cure = "leave out --no-golden, or say --drop-prior"
+        raise I2CLError(f"a label prior is of tokens that the golden values name: {cure}")
     temperature = 1.0
     if fold_temperature:
         injection, temperature = at_temperature(injection), injection.temperature
@@ -98,10 +96,8 @@ def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
     I2CLError if no token's logit holds the prior, or the base has a bias of its own in its place.
     """
     if golden.sequences and golden.label_bias:
-        raise I2CLError(
-            "labels are scored as whole sequences, whose prior no token's logit holds: leave it out with "
-            "--drop-prior (in Python: without_label_prior)"
-        )
+        what = "labels are scored as whole sequences, whose prior no token's logit holds"
+        raise I2CLError(f"{what}: leave it out with --drop-prior (in Python: without_label_prior)")
     made = copy.deepcopy(generation)
     bias = biases_of(made)
     own = golden.sequence_bias

@@ -39,10 +39,8 @@ def convert(source: str | Path, output: str | Path) -> list[Path]:
         try:
             files = write_shards(folder, zip(names, map(_tensors, shards), strict=True))
         except (NotImplementedError, KeyError, RuntimeError) as error:
-            raise I2CLError(
-                f"{str(source)!r} holds tensors that safetensors cannot ({type(error).__name__}): "
-                "give plain, dense weights"
-            ) from None
+            what = f"{str(source)!r} holds tensors that safetensors cannot ({type(error).__name__})"
+            raise I2CLError(f"{what}: give plain, dense weights") from None
         for path in sorted(source.iterdir()):
             if path.is_file() and path.suffix in BESIDE and path.name != PICKLE_INDEX:
                 shutil.copyfile(path, folder / path.name)

@@ -115,9 +115,8 @@ class Folding:
         if name not in self.source.names:
             name = self._source_tied.get(name, name)
         if name not in self.source.names:
-            raise I2CLError(
-                f"the source lacks {name}: it is incomplete, or of an older format (load and save it again)"
-            )
+            cure = "it is incomplete, or of an older format (load and save it again)"
+            raise I2CLError(f"the source lacks {name}: {cure}")
         return self.source.read(name)
 
     def _divide_head(self, empty: PreTrainedModel, temperature: float) -> None:
@@ -203,24 +202,18 @@ def require_unquantized(config: PreTrainedConfig) -> None:
     """Refuse (I2CLError) weights that are no plain numbers: beta would have to be folded into their codes."""
     method = quantization_of(config)
     if method is not None:
-        raise I2CLError(
-            f"a quantized model ({method}) cannot be folded: export from its unquantized checkpoint "
-            "(--model FOLDER), then quantize the export"
-        )
+        cure = "export from its unquantized checkpoint (--model FOLDER), then quantize the export"
+        raise I2CLError(f"a quantized model ({method}) cannot be folded: {cure}")
 
 
 def require_plain(injection: Injection) -> None:
     """Refuse an injection that is no bias of the residual writers. Raises I2CLError with a cure."""
     if injection.context.config.site != "writers":
-        raise I2CLError(
-            "an injection into block outputs (writers 'hidden') is no bias of a writer: fit one with "
-            f"writers 'both', or {HOOKED}"
-        )
+        cure = f"fit one with writers 'both', or {HOOKED}"
+        raise I2CLError(f"an injection into block outputs (writers 'hidden') is no bias of a writer: {cure}")
     if injection.positions != "all":
-        raise I2CLError(
-            f"a bias acts on all tokens, this injection on positions {injection.positions!r}: fit one with "
-            f"positions 'all', or {HOOKED}"
-        )
+        what = f"a bias acts on all tokens, this injection on positions {injection.positions!r}"
+        raise I2CLError(f"{what}: fit one with positions 'all', or {HOOKED}")
 
 
 def require_unbiased(injection: Injection) -> None:

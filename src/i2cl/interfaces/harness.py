@@ -69,15 +69,11 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
         if pretrained is None and chosen is None:
             raise I2CLError("neither a model nor an injection is named: give --model_args injection=FOLDER")
         if chosen is not None and chosen.positions != "all":
-            raise I2CLError(
-                f"the harness injects all tokens, this injection is for positions={chosen.positions!r}: "
-                "fit one at all positions, or use `i2cl eval`"
-            )
+            what = f"the harness injects all tokens, this injection is for positions={chosen.positions!r}"
+            raise I2CLError(f"{what}: fit one at all positions, or use `i2cl eval`")
         if chosen is not None and chosen.label_bias is not None:
-            raise I2CLError(
-                "the harness scores any text and not labels alone, to which a label prior belongs: "
-                "fit one without --unlabelled"
-            )
+            what = "the harness scores any text and not labels alone, to which a label prior belongs"
+            raise I2CLError(f"{what}: fit one without --unlabelled")
         if pretrained is None and chosen is not None:
             pretrained, revision = chosen.base.name, revision or chosen.base.revision
         if isinstance(pretrained, str | Path) and is_gguf(Path(located(str(pretrained)))):

@@ -41,9 +41,8 @@ class Texts:
 
     def __post_init__(self) -> None:
         if self.numbered and NUMBER in self.kept:
-            raise I2CLError(
-                f"--keep {NUMBER} and --row-number would both be called {NUMBER!r}: leave one out"
-            )
+            cure = "leave one out"
+            raise I2CLError(f"--keep {NUMBER} and --row-number would both be called {NUMBER!r}: {cure}")
 
     @property
     def names(self) -> tuple[str, ...]:

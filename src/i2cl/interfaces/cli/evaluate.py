@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
@@ -66,19 +66,9 @@ def evaluate(
         bar.advance()
 
     with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:
-        runs = sweep(
-            source,
-            tasks,
-            chosen,
-            span,
-            shots=shots,
-            limit=limit,
-            workers=workers,
-            skip=method == "all",
-            word=lambda one, decoder: load.worded(one, rows, decoder.tokenizer),
-            watch=bar.run,
-            refused=refused,
-        )
+        given: Any = {"shots": shots, "limit": limit, "workers": workers, "skip": method == "all"}
+        given["word"] = lambda one, decoder: load.worded(one, rows, decoder.tokenizer)
+        runs = sweep(source, tasks, chosen, span, **given, watch=bar.run, refused=refused)
     title = f"{model}: mean ± standard deviation over {seeds} seed(s)"
     show(runs, title, sorted(lacking, key=lambda one: (one.task, one.method, one.seed)), as_json=json)
 
@@ -98,14 +88,10 @@ def show(
         return
     summaries = summarize(runs)
     rows: list[Mapping[str, object]] = [
-        {
-            "task": row.task,
-            "method": row.method,
-            "accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else ""),
-            "fit s": f"{row.fit_seconds:.1f}",
-            "ms/query": f"{row.milliseconds_per_query:.2f}",
-            "cached": row.cached_values,
-        }
+        {"task": row.task, "method": row.method}
+        | {"accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else "")}
+        | {"fit s": f"{row.fit_seconds:.1f}", "ms/query": f"{row.milliseconds_per_query:.2f}"}
+        | {"cached": row.cached_values}
         for row in summaries
     ]
     ran = {(row["task"], row["method"]) for row in rows}

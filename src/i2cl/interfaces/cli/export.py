@@ -78,10 +78,8 @@ def export(
     injection = Injection.from_pretrained(artefact)
     folds, divided = form.temperature == "fold", injection.temperature
     if folds and form.to != "hf":
-        raise I2CLError(
-            f"--temperature fold is for --to hf, {form.to} leaves the head as it is: leave it out and divide "
-            f"log-probabilities among the labels by {divided:g}"
-        )
+        cure = f"leave it out and divide log-probabilities among the labels by {divided:g}"
+        raise I2CLError(f"--temperature fold is for --to hf, {form.to} leaves the head as it is: {cure}")
     bias = (at_temperature(injection) if folds else injection).label_bias
     prior = {} if bias is None else dict(zip(injection.task.labels, bias, strict=True))
     if form.drop_prior:

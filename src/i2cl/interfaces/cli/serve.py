@@ -67,9 +67,8 @@ def serve(
     own = is_loopback(host)
     tokens = read_tokens(access.token_file) if access.token_file is not None else {}
     if not (own or tokens):
-        raise I2CLError(
-            f"--host {host} can be reached from other machines: give a --token-file, or listen on 127.0.0.1"
-        )
+        cure = "give a --token-file, or listen on 127.0.0.1"
+        raise I2CLError(f"--host {host} can be reached from other machines: {cure}")
     names = {"localhost", "127.0.0.1", "[::1]", host} if own else set()
     hosts = frozenset(name.lower() for name in (*(access.allowed_host or ()), *names))
     load.libraries()

@@ -160,16 +160,10 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
 
     injection: Injection = batcher.run(work).result()
     entry = tasks.put(request["name"], injection)
-    return {
-        "name": entry.name,
-        "digest": entry.digest,
-        "labels": list(entry.labels),
-        "demonstrations": len(demonstrations),
-        "history": list(injection.history),
-        "worth": injection.worth or None,
-        "tokens": _tokens(decoder, task, demonstrations),
-        **map_of(injection),
-    }
+    told: dict[str, Any] = {"name": entry.name, "digest": entry.digest, "labels": list(entry.labels)}
+    told |= {"demonstrations": len(demonstrations), "history": list(injection.history)}
+    told |= {"worth": injection.worth or None, "tokens": _tokens(decoder, task, demonstrations)}
+    return told | map_of(injection)
 
 
 def _untimed(injection: Injection) -> Injection:

@@ -91,10 +91,8 @@ def read_tokens(path: Path) -> dict[str, Role]:
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2 or words[0] not in {"read", "admin"} or len(words[1]) < SHORTEST_TOKEN:
-            raise I2CLError(
-                f"--token-file {str(path)!r} line {number} is no role and token: write 'admin TOKEN' or "
-                f"'read TOKEN', with at least {SHORTEST_TOKEN} characters"
-            )
+            cure = f"write 'admin TOKEN' or 'read TOKEN', with at least {SHORTEST_TOKEN} characters"
+            raise I2CLError(f"--token-file {str(path)!r} line {number} is no role and token: {cure}")
         roles[words[1]] = "admin" if words[0] == "admin" else "read"
     if not roles:
         raise I2CLError(f"--token-file {str(path)!r} holds no token: write a line 'admin TOKEN'")
@@ -135,11 +133,8 @@ class Guard:
                 began, status = True, message["status"]
                 headers = [*message.get("headers", ())]
                 present = {name.lower() for name, _ in headers}
-                headers += [
-                    (name.lower().encode(), value.encode())
-                    for name, value in HEADERS.items()
-                    if name.lower().encode() not in present
-                ]
+                ours = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                headers += [(name, value) for name, value in ours if name not in present]
                 message = {**message, "headers": headers}
             await send(message)
 

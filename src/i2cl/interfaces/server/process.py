@@ -31,9 +31,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise I2CLError(
-            f"cannot listen on {host} port {port} ({error}): choose another --host or --port"
-        ) from None
+        cure = "choose another --host or --port"
+        raise I2CLError(f"cannot listen on {host} port {port} ({error}): {cure}") from None
     return listener
 
 

@@ -169,10 +169,8 @@ def require_edited(plain: Float[Tensor, " n"], one: Float[Tensor, " n"], other: 
         fault = f"not all residual writers are edited (two tasks that are one are {apart:.2g} nats apart)"
     else:
         return
-    raise I2CLError(
-        f"i2cl's edit does not act in this vLLM: {fault}; serve without i2cl in VLLM_PLUGINS, and report the "
-        "version and the model"
-    )
+    cure = f"{fault}; serve without i2cl in VLLM_PLUGINS, and report the version and the model"
+    raise I2CLError(f"i2cl's edit does not act in this vLLM: {cure}")
 
 
 def ask(core: Any, prompt: list[int], digest: str | None) -> Float[Tensor, " n"]:
@@ -180,23 +178,13 @@ def ask(core: Any, prompt: list[int], digest: str | None) -> Float[Tensor, " n"]
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
+    extra = None if digest is None else {NAME: NAME, DIGEST: digest}
     params = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        logprob_token_ids=list(range(16)),
-        extra_args=None if digest is None else {NAME: NAME, DIGEST: digest},
+        max_tokens=1, temperature=0.0, logprob_token_ids=list(range(16)), extra_args=extra
     )
-    request = EngineCoreRequest(
-        request_id=f"i2cl-canary-{digest}",
-        prompt_token_ids=prompt,
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    names = ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
+    asked: dict[str, Any] = dict.fromkeys(names) | {"prompt_token_ids": prompt, "arrival_time": 0.0}
+    request = EngineCoreRequest(request_id=f"i2cl-canary-{digest}", sampling_params=params, **asked)
     core.add_request(*core.preprocess_add_request(request))
     for _ in range(MOST_STEPS):
         outputs, _ = core.step_fn()

@@ -265,11 +265,6 @@ def parameters(served: Served, prompt: Prompt) -> Any:
     """``SamplingParams`` that ask for some edges' log-probabilities under a version of a task."""
     from vllm import SamplingParams
 
-    return SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        detokenize=False,
-        logprob_token_ids=list(prompt.tokens),
-        prompt_logprobs=0 if prompt.along else None,
-        extra_args={NAME: Bound(served.name, served.packed.digest)},
-    )
+    told = {"logprob_token_ids": list(prompt.tokens), "prompt_logprobs": 0 if prompt.along else None}
+    extra = {NAME: Bound(served.name, served.packed.digest)}
+    return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra, **told)

@@ -47,10 +47,8 @@ class Packed:
         if injection.context.config.site != "writers":
             raise I2CLError("this injection edits block outputs: vLLM takes those into the residual writers")
         if injection.positions != "all":
-            raise I2CLError(
-                f"this injection acts on positions={injection.positions!r}: in vLLM all tokens of a "
-                "request are injected; fit it with positions=all"
-            )
+            cure = "in vLLM all tokens of a request are injected; fit it with positions=all"
+            raise I2CLError(f"this injection acts on positions={injection.positions!r}: {cure}")
         amount, keep = injection.coefficients.float().unbind(-1)
         return cls.of(amount[..., None] * injection.context.values.float(), keep)
 
