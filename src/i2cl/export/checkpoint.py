@@ -68,10 +68,8 @@ def export_hf(
     path = Path(output)
     require_writable(path, frozenset())
     if injection.label_bias is not None and golden is None:
-        raise I2CLError(
-            "a label prior is of tokens that the golden values name: leave out --no-golden, or say "
-            "--drop-prior"
-        )
+        cure = "leave out --no-golden, or say --drop-prior"
+        raise I2CLError(f"a label prior is of tokens that the golden values name: {cure}")
     temperature = 1.0
     if fold_temperature:
         injection, temperature = at_temperature(injection), injection.temperature
@@ -98,10 +96,8 @@ def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
     I2CLError if no token's logit holds the prior, or the base has a bias of its own in its place.
     """
     if golden.sequences and golden.label_bias:
-        raise I2CLError(
-            "labels are scored as whole sequences, whose prior no token's logit holds: leave it out with "
-            "--drop-prior (in Python: without_label_prior)"
-        )
+        what = "labels are scored as whole sequences, whose prior no token's logit holds"
+        raise I2CLError(f"{what}: leave it out with --drop-prior (in Python: without_label_prior)")
     made = copy.deepcopy(generation)
     bias = biases_of(made)
     own = golden.sequence_bias
@@ -138,26 +134,18 @@ def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) ->
         )
     except ValueError:
         raise I2CLError(f"shard size {max_shard_size!r} is no size: give one such as 500MB or 5GB") from None
-    write_shards(
-        folder,
-        (
-            (file, {stored: folding.tensor(names[stored]).cpu() for stored in chosen})
-            for file, chosen in plan.filename_to_tensors.items()
-        ),
+    shards = (
+        (file, {stored: folding.tensor(names[stored]).cpu() for stored in chosen})
+        for file, chosen in plan.filename_to_tensors.items()
     )
+    write_shards(folder, shards)
 
 
 def write_shards(folder: Path, shards: Iterable[tuple[str, dict[str, Tensor]]]) -> list[str]:
     """Write files of safetensors, one in memory at a time, and their index where they are several.
 
-    Tensors that share memory are written each by itself: safetensors refuses them otherwise.
-
-    Args:
-        folder: where they go.
-        shards: name and tensors of each file.
-
-    Returns:
-        The files' names.
+    Tensors that share memory are written each by itself: safetensors refuses them otherwise. ``shards``: name
+    and tensors of each file. The files' names come back.
     """
     homes: dict[str, str] = {}
     size = 0
@@ -192,13 +180,7 @@ def base_of(source: Decoder | str | Path, opened: Source, folding: Folding) -> M
     """Which model an opened source is."""
     if isinstance(source, Decoder):
         return source.base
-    return ModelIdentity(
-        name=str(source),
-        revision=None,
-        model_type=opened.config.model_type,
-        layers=opened.config.num_hidden_layers,
-        d_model=opened.config.hidden_size,
-        weights=folding.fingerprint(),
-        tokenizer=tokenizer_fingerprint(opened.tokenizer),
-        config=told_config(opened.config),
-    )
+    config = opened.config
+    sizes = config.model_type, config.num_hidden_layers, config.hidden_size
+    prints = folding.fingerprint(), tokenizer_fingerprint(opened.tokenizer)
+    return ModelIdentity(str(source), None, *sizes, *prints, config=told_config(config))

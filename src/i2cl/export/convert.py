@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -38,10 +39,8 @@ def convert(source: str | Path, output: str | Path) -> list[Path]:
         try:
             files = write_shards(folder, zip(names, map(_tensors, shards), strict=True))
         except (NotImplementedError, KeyError, RuntimeError) as error:
-            raise I2CLError(
-                f"{str(source)!r} holds tensors that safetensors cannot ({type(error).__name__}): "
-                "give plain, dense weights"
-            ) from None
+            what = f"{str(source)!r} holds tensors that safetensors cannot ({type(error).__name__})"
+            raise I2CLError(f"{what}: give plain, dense weights") from None
         for path in sorted(source.iterdir()):
             if path.is_file() and path.suffix in BESIDE and path.name != PICKLE_INDEX:
                 shutil.copyfile(path, folder / path.name)
@@ -49,29 +48,25 @@ def convert(source: str | Path, output: str | Path) -> list[Path]:
 
 
 def _shards(source: Path) -> list[Path]:
-    """The files of pickled weights, in their order."""
     if not source.is_dir():
         raise I2CLError(f"{str(source)!r} is no folder: download the model, and give its folder")
     index = source / PICKLE_INDEX
     names = {PICKLES}
     if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        with suppress(ValueError, KeyError, AttributeError, TypeError, RecursionError):
             names = set()
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if not names or not all(isinstance(name, str) for name in names):
             raise I2CLError(f"{str(index)!r} is damaged: download or copy it again")
     paths = [source / name for name in sorted(names)]
     for path in paths:
         if not path.is_file() or path.parent != source:
-            raise I2CLError(
-                f"{str(source)!r} holds no {path.name}: give a folder with all of {PICKLES}'s parts"
-            )
+            cure = f"give a folder with all of {PICKLES}'s parts"
+            raise I2CLError(f"{str(source)!r} holds no {path.name}: {cure}")
     return paths
 
 
 def _tensors(shard: Path) -> dict[str, Tensor]:
-    """One file's tensors, by name."""
     tensors = {key: one for key, one in unpickled(shard).items() if isinstance(one, Tensor)}
     if not tensors:
         raise I2CLError(f"{str(shard)!r} holds no tensors by name: give a checkpoint of a model")

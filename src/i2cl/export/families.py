@@ -16,8 +16,6 @@ from transformers import AutoConfig, PreTrainedConfig
 from i2cl.errors import I2CLError
 
 HOOKED = "predict with hooks instead (`i2cl predict`)"
-
-
 # Path from a block to a linear map; or the names of its weights, and behind them that of its bias.
 Linear = str | tuple[str, ...]
 
@@ -27,8 +25,7 @@ class Piece:
     """One tensor of the source and what becomes of it."""
 
     source: str  # its name there
-    # applied to it, in its own dtype; None leaves it as it is
-    change: Callable[[Tensor], Tensor] | None = None
+    change: Callable[[Tensor], Tensor] | None = None  # applied to it, in its own dtype; None leaves it
 
 
 def same(name: str, _config: PreTrainedConfig) -> Piece:
@@ -230,21 +227,18 @@ def _converted(source: PreTrainedConfig, target: str) -> PreTrainedConfig:
     return AutoConfig.for_model(target, **fields)
 
 
-# The last linear maps of the residual writers, also of model types that no weights can fold.
-
-_UNBIASED = """apertus bitnet cwm diffllama glm hunyuan_v1_dense ministral3 olmo stablelm vaultgemma
-youtu"""
-_EXPERTS = ("self_attn.o_proj", "")
+_UNBIASED = "apertus bitnet cwm diffllama glm hunyuan_v1_dense ministral3 olmo stablelm vaultgemma youtu"
 
 
-# Paths from a block to the last linear maps of attention and MLP; "" where there is none. Read-only.
 def _module(path: Linear) -> str:
     return path if isinstance(path, str) else ""  # experts' weights are no modules
 
 
+# Paths from a block to the last linear maps of attention and MLP, also of model types that no weights can
+# fold; "" where there is none. Read-only.
 LAST_MAPS: Mapping[str, tuple[str, str]] = MappingProxyType(
     dict.fromkeys(_UNBIASED.split(), _LLAMA)
-    | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _EXPERTS)
+    | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), ("self_attn.o_proj", ""))
     | {"mpt": ("attn.out_proj", "ffn.down_proj"), "nanochat": ("self_attn.o_proj", "mlp.fc2")}
     | {name: (_module(row.attention), _module(row.mlp)) for name, row in FAMILIES.items()}
 )

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -16,26 +16,14 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.families import HOOKED, Linear, family_of
 from i2cl.models.architectures import ARCHITECTURES
+from i2cl.models.checkpoint import Files
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import named_weights, tensors_fingerprint
 from i2cl.models.precision import quantization_of
 
 
-class Tensors(Protocol):
-    """The weights of a model, wherever they are."""
-
-    @property
-    def names(self) -> AbstractSet[str]:
-        """Names as in its state dict."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """One of them. It is not to be changed."""
-        ...
-
-
 class StateDict:
-    """The weights of a model in memory. Raises I2CLError if some are offloaded."""
+    """The weights of a model in memory, not to be changed. Raises I2CLError if some are offloaded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.state: dict[str, Tensor] = model.state_dict()
@@ -50,6 +38,9 @@ class StateDict:
     def read(self, name: str) -> Tensor:
         """One of them, on its device."""
         return self.state[name]
+
+
+Tensors = StateDict | Files  # the weights of a model, wherever they are
 
 
 class Folding:
@@ -124,13 +115,11 @@ class Folding:
         if name not in self.source.names:
             name = self._source_tied.get(name, name)
         if name not in self.source.names:
-            raise I2CLError(
-                f"the source lacks {name}: it is incomplete, or of an older format (load and save it again)"
-            )
+            cure = "it is incomplete, or of an older format (load and save it again)"
+            raise I2CLError(f"the source lacks {name}: {cure}")
         return self.source.read(name)
 
     def _divide_head(self, empty: PreTrainedModel, temperature: float) -> None:
-        """Divide the head's weight, and its bias where it has one."""
         head = next(name for name, one in empty.named_modules() if one is empty.get_output_embeddings())
         if f"{head}.weight" not in self.shapes:
             raise I2CLError(
@@ -144,11 +133,9 @@ class Folding:
         """Fill `constants` and `scales`."""
         values, pairs = injection.context.values.float().cpu(), injection.coefficients.float().cpu()
         shape = (self.config.num_hidden_layers, self.config.hidden_size)
-        if (values.shape[0], values.shape[2]) != shape:
-            mine = (values.shape[0], values.shape[2])
-            raise I2CLError(
-                f"this injection is for (layers, width) {mine}, the model has {shape}: fit it again"
-            )
+        if (mine := (values.shape[0], values.shape[2])) != shape:
+            told = f"this injection is for (layers, width) {mine}, the model has {shape}"
+            raise I2CLError(f"{told}: fit it again")
         paths = (_names(self.family.attention), _names(self.family.mlp))
         for layer in range(len(values)):
             for site, path in enumerate(paths):
@@ -195,7 +182,6 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
 
 
 def _names(linear: Linear) -> tuple[str, ...]:
-    """Names of its weights, and behind them that of its bias."""
     return (f"{linear}.weight", f"{linear}.bias") if isinstance(linear, str) else linear
 
 
@@ -216,24 +202,18 @@ def require_unquantized(config: PreTrainedConfig) -> None:
     """Refuse (I2CLError) weights that are no plain numbers: beta would have to be folded into their codes."""
     method = quantization_of(config)
     if method is not None:
-        raise I2CLError(
-            f"a quantized model ({method}) cannot be folded: export from its unquantized checkpoint "
-            "(--model FOLDER), then quantize the export"
-        )
+        cure = "export from its unquantized checkpoint (--model FOLDER), then quantize the export"
+        raise I2CLError(f"a quantized model ({method}) cannot be folded: {cure}")
 
 
 def require_plain(injection: Injection) -> None:
     """Refuse an injection that is no bias of the residual writers. Raises I2CLError with a cure."""
     if injection.context.config.site != "writers":
-        raise I2CLError(
-            "an injection into block outputs (writers 'hidden') is no bias of a writer: fit one with "
-            f"writers 'both', or {HOOKED}"
-        )
+        cure = f"fit one with writers 'both', or {HOOKED}"
+        raise I2CLError(f"an injection into block outputs (writers 'hidden') is no bias of a writer: {cure}")
     if injection.positions != "all":
-        raise I2CLError(
-            f"a bias acts on all tokens, this injection on positions {injection.positions!r}: fit one with "
-            f"positions 'all', or {HOOKED}"
-        )
+        what = f"a bias acts on all tokens, this injection on positions {injection.positions!r}"
+        raise I2CLError(f"{what}: fit one with positions 'all', or {HOOKED}")
 
 
 def require_unbiased(injection: Injection) -> None:

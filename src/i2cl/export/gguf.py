@@ -84,7 +84,8 @@ def export_gguf(
         writer = package.GGUFWriter(fresh, CLASS)
         try:
             _write_names(writer, injection, strips=vocabulary is not None and vocabulary.strips)
-            writer.add_file_type(package.LlamaFileType[weights.file_type])
+            kind = TYPES[weights.dtype]
+            writer.add_file_type(package.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
             weights.write_config(writer)
             if vocabulary is None:
                 writer.add_tokenizer_model("none")
@@ -101,15 +102,8 @@ def export_gguf(
 
 
 class Weights:
-    """The tensors of a GGUF file, in its order, each made when it is written.
-
-    Attributes:
-        names: in the folded model, by their name in the file.
-        rotary: divisors of the rotary frequencies, None where they are those of the base.
-        scaling: what cosine and sine are multiplied by.
-
-    Raises:
-        I2CLError: if llama.cpp's Llama lacks something that the folded model does.
+    """The tensors of a GGUF file, in its order, each made when it is written. Raises I2CLError if llama.cpp's
+    Llama lacks something that the folded model does.
     """
 
     def __init__(self, package: Any, folding: Folding, dtype: torch.dtype) -> None:
@@ -121,20 +115,15 @@ class Weights:
         self.dtype = dtype  # of matrices
         self._package = package
         self.head: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # divisors of the frequencies, None for those of the base; what cosine and sine are multiplied by
         self.rotary, self.scaling = _rotary(config, self.head)
         table = package.get_tensor_name_map(package.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-        self.names = {
+        self.names = {  # in the folded model, by their name in the file
             table.get_name(name, try_suffixes=(".weight", ".bias")): name
             for name in folding.shapes
             # a bias of zeros came with the switches of the class
             if not name.endswith(".bias") or name in folding.constants or folding.tensor(name).any()
         }
-
-    @property
-    def file_type(self) -> str:
-        """Name of ``gguf.LlamaFileType``."""
-        kind = TYPES[self.dtype]
-        return "ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"
 
     def bias_norms(self) -> dict[str, float]:
         """L2 norm of every bias that holds a constant, by its name in the file."""
@@ -146,7 +135,10 @@ class Weights:
         config: Any = self.folding.config
         writer.add_logit_scale(1.0)
         writer.add_vocab_size(config.vocab_size)
-        writer.add_context_length(_length(config))
+        rope = config.rope_parameters  # the context is that of frequencies of short texts
+        long = rope["rope_type"] == "longrope"
+        length = rope["original_max_position_embeddings"] if long else config.max_position_embeddings
+        writer.add_context_length(int(length))
         writer.add_embedding_length(config.hidden_size)
         writer.add_block_count(config.num_hidden_layers)
         writer.add_feed_forward_length(config.intermediate_size)
@@ -156,23 +148,19 @@ class Weights:
         writer.add_value_length(self.head)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_rope_dimension_count(self.head)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_rope_freq_base(rope["rope_theta"])
         if self.scaling != 1.0:
             writer.add_rope_scaling_attn_factors(self.scaling)
 
     def write(self, writer: Any) -> None:
-        """Finish the file: its head, and then the tensors one by one. Raises I2CLError if a value is too
-        large for the dtype.
-        """
+        """Finish the file: its head, then tensor by tensor. Raises I2CLError on a value beyond the dtype."""
         shapes = {name: self.folding.shapes[old] for name, old in self.names.items()}
         if self.rotary is not None:
             shapes[ROTARY] = self.rotary.shape
         for name, shape in shapes.items():
             dtype = self._dtype(shape)
-            kind = self._package.GGMLQuantizationType[TYPES[dtype]]
-            writer.add_tensor_info(
-                name, tuple(shape), np.dtype(np.float32), shape.numel() * dtype.itemsize, kind
-            )
+            kind, size = self._package.GGMLQuantizationType[TYPES[dtype]], shape.numel() * dtype.itemsize
+            writer.add_tensor_info(name, tuple(shape), np.dtype(np.float32), size, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -190,9 +178,8 @@ class Weights:
         return neighbours(tensor, self.head) if ".q_proj." in old or ".k_proj." in old else tensor
 
     def _dtype(self, shape: torch.Size) -> torch.dtype:
-        return (
-            self.dtype if len(shape) > 1 else torch.float32
-        )  # llama.cpp adds and multiplies these in float32
+        # llama.cpp adds and multiplies vectors in float32
+        return self.dtype if len(shape) > 1 else torch.float32
 
 
 def neighbours(rows: Float[Tensor, "rows ..."], head: int) -> Float[Tensor, "rows ..."]:
@@ -202,15 +189,14 @@ def neighbours(rows: Float[Tensor, "rows ..."], head: int) -> Float[Tensor, "row
 
 
 def _require_llama(config: PreTrainedConfig, source: str) -> None:
-    what = None
     if config.model_type != "llama":
         what = f"folds into a {config.model_type!r}, and only a 'llama' is written as GGUF"
     elif config.hidden_act not in {"silu", "swish"}:
-        what = (
-            f"has the activation {config.hidden_act!r}, llama.cpp's classes with all biases have silu alone"
-        )
-    if what is not None:
-        raise I2CLError(f"a {source!r} model {what}: export it with --to hf")
+        only = "llama.cpp's classes with all biases have silu alone"
+        what = f"has the activation {config.hidden_act!r}, {only}"
+    else:
+        return
+    raise I2CLError(f"a {source!r} model {what}: export it with --to hf")
 
 
 def _rotary(config: Any, head: int) -> tuple[Float[Tensor, " pairs"] | None, float]:
@@ -219,24 +205,14 @@ def _rotary(config: Any, head: int) -> tuple[Float[Tensor, " pairs"] | None, flo
     plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, head, 2).double() / head)
     scaled = made.inv_freq.double().cpu()
     if scaled.shape != plain.shape:
-        raise I2CLError(
-            "it rotates part of each head, which llama.cpp's Llama does not: export it with --to hf"
-        )
+        what = "it rotates part of each head, which llama.cpp's Llama does not"
+        raise I2CLError(f"{what}: export it with --to hf")
     factors = plain / scaled
     return (None if (factors - 1).abs().max() < 1e-5 else factors.float()), float(made.attention_scaling)
 
 
-def _length(config: Any) -> int:
-    """Tokens up to which the frequencies are those of short texts."""
-    rope = config.rope_parameters
-    if rope["rope_type"] == "longrope":
-        return int(rope["original_max_position_embeddings"])
-    return int(config.max_position_embeddings)
-
-
 def _as_numpy(tensor: Tensor) -> "np.ndarray[Any, Any]":
-    """The same bytes; numpy knows no bfloat16."""
-    flat = tensor.contiguous()
+    flat = tensor.contiguous()  # numpy knows no bfloat16
     return flat.view(torch.int16).numpy() if flat.dtype == torch.bfloat16 else flat.numpy()
 
 

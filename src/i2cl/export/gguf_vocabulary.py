@@ -43,11 +43,9 @@ class Vocabulary:
     tokens: list[str]  # by id
     kinds: list[str]  # of each token: a name of ``gguf.TokenType``
     merges: list[str] = field(default_factory=list)  # of gpt2, best first
-    # of llama, of each token: what merges first has the highest
-    scores: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # of llama, of each token: what merges first has most
     space_prefix: bool = False  # whether a space is put before a text
-    # whether blanks behind added tokens are dropped, as Phi-3 does; llama.cpp knows it by name
-    strips: bool = False
+    strips: bool = False  # whether blanks behind added tokens are dropped; llama.cpp knows Phi-3 by name
     front: int | None = None  # id of the token that is put before a text, if any
     special: dict[str, int] = field(default_factory=dict)  # ids by role: bos, eos, unk, pad
     chat_template: str | None = None  # as the tokenizer has it
@@ -62,19 +60,16 @@ class Vocabulary:
             raise _refusal("the tokenizer has no tokenizer.json")
         state = json.loads(backend.to_str())
         model = state["model"]
-        odd = [
-            name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)
-        ]
+        names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        odd = [name for name in names if model.get(name)]
         if model["type"] != "BPE" or odd:
             raise _refusal(f"the tokenizer is {model['type']}{' with ' + odd[0] if odd else ''}")
         tokens, kinds = _tokens(state, size)
         shared = {"tokens": tokens, "kinds": kinds, "strips": _strips(state), **_specials(tokenizer)}
         pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
         if model["byte_fallback"]:
-            prefix = _sentencepiece(state)
-            return cls(
-                "llama", "default", scores=_scores(tokens, kinds, pairs), space_prefix=prefix, **shared
-            )
+            shared |= {"space_prefix": _sentencepiece(state), "scores": _scores(tokens, kinds, pairs)}
+            return cls("llama", "default", **shared)
         pre = _byte_level(state)
         return cls("gpt2", pre, merges=[" ".join(pair) for pair in pairs], **shared)
 
@@ -123,14 +118,12 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[str]]:
 def _strips(state: dict[str, Any]) -> bool:
     """Whether added tokens drop the blanks behind them as Phi-3's do; False where none drops any."""
     added = state["added_tokens"]
-    behind = {token["content"] for token in added if token["rstrip"]}
+    texts, behind = {one["content"] for one in added}, {one["content"] for one in added if one["rstrip"]}
     if any(token["lstrip"] or token["single_word"] for token in added):
         raise _refusal("the tokenizer has added tokens that depend on what stands before them")
-    if behind and behind != {token["content"] for token in added} - _UNSTRIPPED:
+    if behind and behind != texts - _UNSTRIPPED:
         raise _refusal("the tokenizer drops blanks behind some of its added tokens")
-    if behind and not (_UNSTRIPPED | {"</s>"}) <= state["model"]["vocab"].keys() | {
-        token["content"] for token in added
-    }:
+    if behind and not (_UNSTRIPPED | {"</s>"}) <= state["model"]["vocab"].keys() | texts:
         raise _refusal("the tokenizer drops blanks behind its added tokens, which are not those of Phi-3")
     return bool(behind)
 
@@ -150,14 +143,12 @@ def _specials(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer of tokenizer.json."""
     if part is None:
         return []
     return list(part[name]) if part["type"] == "Sequence" else [part]
 
 
 def _byte_level(state: dict[str, Any]) -> str:
-    """llama.cpp's name of a byte-level pre-tokenizer."""
     others = [step["type"] for step in _steps(state["normalizer"], "normalizers") if step["type"] != "NFC"]
     if others:
         raise _refusal(f"the tokenizer normalises with {others[0]}")
@@ -169,7 +160,6 @@ def _byte_level(state: dict[str, Any]) -> str:
 
 
 def _described(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The keys of `_PRE_TOKENIZERS`."""
     for step in steps:
         kind = step["type"]
         if kind == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
@@ -225,7 +215,6 @@ def _scores(tokens: Sequence[str], kinds: Sequence[str], merges: Sequence[tuple[
     for token in known:
         for pair in ((token[:cut], token[cut:]) for cut in range(1, len(token))):
             if pair[0] in known and pair[1] in known and pair not in pairs:
-                raise _refusal(
-                    f"the tokenizer does not merge {pair[0]!r} and {pair[1]!r}, as SentencePiece would"
-                )
+                what = f"the tokenizer does not merge {pair[0]!r} and {pair[1]!r}"
+                raise _refusal(f"{what}, as SentencePiece would")
     return [-float(places.get(token, len(places))) for token in tokens]

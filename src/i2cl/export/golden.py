@@ -129,13 +129,9 @@ class Golden(pydantic.BaseModel):
     def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
         """The same, with what only the folded checkpoint knows (see the attributes)."""
         name = str(dtype).removeprefix("torch.")
-        update = {
-            "model_type": model_type,
-            "dtype": name,
-            "tolerance": TOLERANCES.get(name, max(TOLERANCES.values())),
-            "biases": biases,
-        }
-        return self.model_copy(update=update)
+        update = {"model_type": model_type, "dtype": name, "biases": biases}
+        tolerance = TOLERANCES.get(name, max(TOLERANCES.values()))
+        return self.model_copy(update=update | {"tolerance": tolerance})
 
     @property
     def targets(self) -> list[list[int]]:
@@ -216,19 +212,14 @@ class Golden(pydantic.BaseModel):
         elif self.compared and not searches(generation, self.beams, self.spoken):
             what = "the beam search over whole labels"
         if what:
-            raise I2CLError(
-                f"the generation config of {where!r} lacks {what}: copy "
-                "generation_config.json, or export it again"
-            )
+            cure = "copy generation_config.json, or export it again"
+            raise I2CLError(f"the generation config of {where!r} lacks {what}: {cure}")
 
     def best(self, values: Sequence[float | None]) -> str:
         """The most probable label of some log-probabilities, with the prior; ``-`` where none was told."""
         bias = self.label_bias or [0.0] * len(self.labels)
-        scores = [
-            (value + more, label)
-            for value, more, label in zip(values, bias, self.labels, strict=True)
-            if value is not None
-        ]
+        each = zip(values, bias, self.labels, strict=True)
+        scores = [(value + more, label) for value, more, label in each if value is not None]
         return max(scores, key=itemgetter(0))[1] if scores else "-"
 
     def write(self, folder: Path) -> None:
@@ -250,14 +241,12 @@ class Golden(pydantic.BaseModel):
                 path /= GOLDEN
                 text = path.read_text(encoding="utf-8") if path.is_file() else None
             if text is None:
-                raise I2CLError(
-                    f"{str(export)!r} has no {GOLDEN}: give a folder or a GGUF file made by `i2cl export`"
-                )
+                cure = "give a folder or a GGUF file made by `i2cl export`"
+                raise I2CLError(f"{str(export)!r} has no {GOLDEN}: {cure}")
             golden = cls.model_validate_json(text)
         except (pydantic.ValidationError, UnicodeDecodeError) as error:
-            raise I2CLError(
-                f"{str(path)!r} cannot be read ({first_problem(error)}): export it again"
-            ) from None
+            what = f"{str(path)!r} cannot be read ({first_problem(error)})"
+            raise I2CLError(f"{what}: export it again") from None
         if golden.format_version > FORMAT_VERSION:
             raise I2CLError(f"{str(path)!r} is of a newer version: upgrade i2cl")
         return golden
@@ -280,10 +269,8 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
     questions = Questions(decoder, task, injection.scoring)
     labels, queries = questions.labels, questions.queries(TEXTS)
     texts = [questions.prompt(text) for text in TEXTS]
-    uncut = [
-        text if ids == whole else None
-        for text, ids, whole in zip(texts, queries, decoder.encoder(texts), strict=True)
-    ]
+    each = zip(texts, queries, decoder.encoder(texts), strict=True)
+    uncut = [text if ids == whole else None for text, ids, whole in each]
     first = list(labels.first)
     sequences = labels.ids if labels.full else ()
     scores: list[list[float]] = [[] for _ in queries]
@@ -293,6 +280,7 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
     end = end_of(decoder)
     tail = shared_end(decoder.encoder([questions.prompt(text) for text in (*TEXTS, *ENDS)]))
     behind = [text_behind(decoder, queries[0], ids) for ids in labels.ids]
+    spoken = [ids if ids[-1] != end else ids[:-1] for ids in labels.ids]  # without what ends a text
     described = injection.description()
     base = described["base_model"]
     made = Golden(
@@ -307,10 +295,7 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
         prompt=questions.prompt(TEXT_FIELD),
         tail=list(tail),
         spoken=[list(ids) for ids in labels.ids],
-        words=[
-            text if ids[-1] != end else text_behind(decoder, queries[0], ids[:-1])
-            for text, ids in zip(behind, labels.ids, strict=True)
-        ],
+        words=[text_behind(decoder, queries[0], ids) for ids in spoken],
         end=end,
         beams=beams_for(labels.ids, tail) if sequences else 0,
     )

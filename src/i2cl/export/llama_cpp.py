@@ -5,8 +5,8 @@ llama-cpp-python binds it: https://llama-cpp-python.readthedocs.io/en/latest/api
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -24,31 +24,17 @@ from i2cl.export.verify import Verification, answer_of, compare
 class LlamaCpp:
     """A GGUF file that llama.cpp has loaded, on the CPU, with keys and values in float32.
 
-    A context manager, which frees it at the end.
-
-    Args:
-        path: the file.
-        length: the most tokens of a text.
-
-    Raises:
-        I2CLError: if llama.cpp refuses it, or llama-cpp-python is not installed.
+    A context manager, which frees it at the end. ``length``: the most tokens of a text. Raises I2CLError if
+    llama.cpp refuses it, or llama-cpp-python is not installed.
     """
 
     def __init__(self, path: str | Path, length: int) -> None:
         self._library = import_package("llama_cpp")
         reader(Path(path))  # llama.cpp ends the process on some damaged files
-        precise: int = self._library.GGML_TYPE_F32
+        options = dict.fromkeys(("n_ctx", "n_batch", "n_ubatch"), length) | {"n_gpu_layers": 0}
+        options |= dict.fromkeys(("type_k", "type_v"), self._library.GGML_TYPE_F32)
         try:
-            self._model: Any = self._library.Llama(
-                str(path),
-                n_ctx=length,
-                n_batch=length,
-                n_ubatch=length,
-                n_gpu_layers=0,
-                type_k=precise,
-                type_v=precise,
-                verbose=False,
-            )
+            self._model: Any = self._library.Llama(str(path), verbose=False, **options)
         except (ValueError, RuntimeError) as error:
             raise I2CLError(f"llama.cpp does not load {str(path)!r} ({error}): export it again") from None
         self.has_tokenizer = self._model.metadata.get("tokenizer.ggml.model") != "none"
@@ -56,9 +42,7 @@ class LlamaCpp:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._model.close()
 
     def tokens(self, text: str) -> list[int]:
@@ -114,19 +98,9 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
     there = {tensor.name for tensor in reader(Path(path)).tensors if tensor.data.any()}
     room = max(map(len, golden.sequences or golden.spoken)) + 1
     with LlamaCpp(path, room + max(len(prompt.ids) for prompt in golden.prompts)) as model:
-        answers = [
-            answer_of(
-                golden,
-                prompt,
-                model.logits,
-                lambda prompt: model.said(prompt, golden),
-                compared=bool(golden.sequences),
-            )
-            for prompt in golden.prompts
-        ]
-        others = tuple(
-            prompt.query
-            for prompt in golden.prompts
-            if prompt.query is not None and model.has_tokenizer and model.tokens(prompt.query) != prompt.ids
-        )
+        said, whole = partial(model.said, golden=golden), bool(golden.sequences)
+        answers = [answer_of(golden, one, model.logits, said, compared=whole) for one in golden.prompts]
+        asked = golden.prompts if model.has_tokenizer else ()
+        texts = [(one.query, one.ids) for one in asked if one.query is not None]
+        others = tuple(text for text, ids in texts if model.tokens(text) != ids)
     return replace(compare(golden, answers, tolerance, golden.lost(there)), retokenized=others)

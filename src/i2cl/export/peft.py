@@ -8,7 +8,7 @@ Sources: https://huggingface.co/docs/peft/package_reference/lora and .../package
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,14 +45,10 @@ _ADD = "--set formula=add"
 
 @dataclass
 class Change:
-    """What becomes of one linear map.
+    """What becomes of one linear map."""
 
-    Attributes:
-        scale: beta.
-        constant: ``lambda * v`` in float32, of its own writer and of one that has no bias for it.
-    """
-
-    scale: float = 1.0
+    scale: float = 1.0  # beta
+    # ``lambda * v`` in float32, of its own writer and of one that has no bias for it
     constant: Float[Tensor, " d"] | None = None
 
 
@@ -163,71 +159,43 @@ def _lora(empty: Any, changes: Mapping[str, Change]) -> Adapter:
     with installed():
         from peft import LoraConfig
     transposed = any(not isinstance(empty.get_submodule(name), nn.Linear) for name in changes)
-    config = LoraConfig(
-        r=1,
-        lora_alpha=1,
-        lora_bias=True,
-        fan_in_fan_out=transposed,  # GPT-2's Conv1D
-        target_modules=_targets(changes),
-        task_type="CAUSAL_LM",
-    )
-
-    def value(change: Change, part: str, shape: torch.Size) -> Tensor:
-        held = change.constant if part == "lora_B.bias" else None
-        return torch.zeros(shape) if held is None else held
-
-    return Adapter("LoRA", config, *_filled(config, empty, changes, value, "lora_B.bias"))
+    own: dict[str, Any] = {"lora_bias": True, "fan_in_fan_out": transposed}  # of GPT-2's Conv1D
+    config = LoraConfig(r=1, lora_alpha=1, **own, **_shared(changes))
+    return Adapter("LoRA", config, *_filled(config, empty, changes, "lora_B.bias"))
 
 
 def _glora(empty: Any, changes: Mapping[str, Change]) -> Adapter:
     with installed():
         from peft import GloraConfig
-    config = GloraConfig(
-        config_A_B="constant",
-        config_C="none",
-        config_D_E="vector",
-        target_modules=_targets(changes),
-        task_type="CAUSAL_LM",
-    )
-
-    def value(change: Change, part: str, shape: torch.Size) -> Tensor:
-        if part in {"glora_A.X", "glora_D.X"}:
-            return torch.full(shape, change.scale - 1)
-        held = change.constant if part == "glora_E.X" else None
-        return torch.zeros(shape) if held is None else held
-
-    return Adapter("GLoRA", config, *_filled(config, empty, changes, value, "glora_E.X"))
+    own: dict[str, Any] = {"config_A_B": "constant", "config_C": "none", "config_D_E": "vector"}
+    config = GloraConfig(**own, **_shared(changes))
+    return Adapter("GLoRA", config, *_filled(config, empty, changes, "glora_E.X"))
 
 
-def _targets(changes: Mapping[str, Change]) -> list[str]:
-    return sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in changes})  # the same in all layers
+def _shared(changes: Mapping[str, Change]) -> dict[str, Any]:
+    """What both tuners' configs say; maps have the same names in all layers."""
+    targets = sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in changes})
+    return {"target_modules": targets, "task_type": "CAUSAL_LM"}
 
 
 def _filled(
-    config: "PeftConfig",
-    empty: Any,
-    changes: Mapping[str, Change],
-    value: Callable[[Change, str, torch.Size], Tensor],
-    constant: str,
+    config: "PeftConfig", empty: Any, changes: Mapping[str, Change], constant: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The tuner's own tensors on an empty model, each as a rule says, and which of them hold constants."""
+    """The tuner's own tensors on an empty model, and which of them hold constants."""
     from peft import get_peft_model, get_peft_model_state_dict
 
     with quiet():
         names = get_peft_model_state_dict(get_peft_model(empty, config), save_embedding_layers=False)
     tensors, constants = {}, []
     for name, like in names.items():
-        module, part = _split(name)
-        tensors[name] = value(changes[module], part, like.shape).contiguous()
+        module, part = re.split(r"\.(?=g?lora_)", name.removeprefix(_PREFIX), maxsplit=1)
+        change = changes[module]
+        value = torch.full(like.shape, change.scale - 1 if part in {"glora_A.X", "glora_D.X"} else 0.0)
         if part == constant:
             constants.append(name)
+            value = value if change.constant is None else change.constant
+        tensors[name] = value.contiguous()
     return tensors, tuple(constants)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """The module and the tuner's part of it, from what PEFT calls a tensor."""
-    module, part = re.split(r"\.(?=g?lora_)", name.removeprefix(_PREFIX), maxsplit=1)
-    return module, part
 
 
 @contextmanager

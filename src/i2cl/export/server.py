@@ -79,13 +79,8 @@ class _Server:
     timeout: float
 
     def complete(self, prompt: list[int] | str | None, **options: Any) -> Any:
-        body: dict[str, Any] = {
-            "model": self.name,
-            "prompt": prompt,
-            "max_tokens": 1,
-            "logprobs": self.logprobs,
-            "temperature": 0,
-        }
+        body: dict[str, Any] = {"model": self.name, "prompt": prompt, "max_tokens": 1}
+        body |= {"logprobs": self.logprobs, "temperature": 0}
         if self.task is not None:
             body["vllm_xargs"] = {"i2cl": self.task}
         return _call(f"{self.root}/completions", body | options, self.timeout)
@@ -138,9 +133,8 @@ def _answer(golden: Golden, reply: Any) -> Answer:
         values = _told(reply["choices"][0]["logprobs"])
         floor = min(values.values())
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        raise I2CLError(
-            "the server tells no log-probabilities: start it so that completions answer logprobs"
-        ) from None
+        cure = "start it so that completions answer logprobs"
+        raise I2CLError(f"the server tells no log-probabilities: {cure}") from None
     labels = []
     for token, text in zip(golden.label_ids, golden.label_texts, strict=True):
         keys: tuple[int | str, ...] = (token, f"token_id:{token}", text)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from transformers import (
@@ -34,9 +35,7 @@ class Source:
 
 
 def from_memory(decoder: Decoder) -> Source:
-    """A model that is loaded. Raises I2CLError if its writers are not those of the table, it is quantized, or
-    parts are offloaded.
-    """
+    """A loaded model. Raises I2CLError if it is quantized, in part offloaded, or has writers of its own."""
     require_known(decoder)
     model = decoder.model
     require_unquantized(model.config)
@@ -57,12 +56,10 @@ def from_files(name: str, revision: str | None = None) -> Source:
     except (OSError, ValueError) as error:
         raise I2CLError(f"cannot read the model {name!r}: {str(error).splitlines()[0]}") from None
     require_unquantized(config)
-    generation = None
-    if (folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder)
+    there = (folder / "generation_config.json").is_file()
+    generation = GenerationConfig.from_pretrained(folder) if there else None
     head = family_of(config).head
-    files = Files(folder, skeleton(config), head)
-    return Source(config, files, tokenizer, generation)
+    return Source(config, Files(folder, skeleton(config), head), tokenizer, generation)
 
 
 def checkpoint_folder(name: str, revision: str | None = None) -> Path:
@@ -70,14 +67,11 @@ def checkpoint_folder(name: str, revision: str | None = None) -> Path:
     folder = Path(located(name))
     if not folder.is_dir():
         try:
-            snapshot = snapshot_download(
-                name, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED
-            )
-            folder = Path(snapshot)
+            patterns: dict[str, Any] = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+            folder = Path(snapshot_download(name, revision=revision, **patterns))
         except (OSError, ValueError) as error:
-            raise I2CLError(
-                f"no model at {name!r}: no such folder, and the hub says {type(error).__name__}"
-            ) from None
+            why = f"no such folder, and the hub says {type(error).__name__}"
+            raise I2CLError(f"no model at {name!r}: {why}") from None
     if not (folder / "config.json").is_file():
         raise I2CLError(f"{name!r} is no model folder: it has no config.json")
     return folder

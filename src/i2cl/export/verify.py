@@ -109,6 +109,7 @@ class Verification:
 
     def rows(self) -> list[dict[str, object]]:
         """A line for each prompt."""
+        each = zip(self.golden.prompts, self.answers, self.differences, strict=True)
         return [
             {
                 "prompt": shorten(prompt.text.splitlines()[0], SHOWN, placeholder=" ..."),
@@ -117,9 +118,7 @@ class Verification:
                 "greedy": answer.said or "no label",
                 "difference": f"{difference:.1e}",
             }
-            for prompt, answer, difference in zip(
-                self.golden.prompts, self.answers, self.differences, strict=True
-            )
+            for prompt, answer, difference in each
         ]
 
     def _found(self, answer: Answer) -> str:
@@ -161,12 +160,8 @@ def verify(
 
     def said(prompt: GoldenPrompt) -> str:
         batch = torch.tensor([prompt.ids], device=loaded.device)
-        made = loaded.generate(
-            input_ids=batch,
-            attention_mask=torch.ones_like(batch),
-            do_sample=False,
-            max_new_tokens=golden.longest,
-        )
+        asked = {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
+        made = loaded.generate(**asked, do_sample=False, max_new_tokens=golden.longest)
         return golden.said(made[0, len(prompt.ids) :].tolist())
 
     answers = [answer_of(golden, prompt, logits, said) for prompt in golden.prompts]
@@ -243,20 +238,16 @@ def compare(
 
 
 def _as_if_dropped(outcome: Verification) -> str | None:
-    pairs = [
-        (prompt, answer)
-        for prompt, answer in zip(outcome.golden.prompts, outcome.answers, strict=True)
-        if prompt.dropped
-    ]
+    both = zip(outcome.golden.prompts, outcome.answers, strict=True)
+    pairs = [(prompt, answer) for prompt, answer in both if prompt.dropped]
     distances = {
         name: max(_label_difference(prompt.dropped[name], answer) for prompt, answer in pairs)
         for name in outcome.golden.prompts[0].dropped
     }
-    name = min(distances, key=lambda name: distances[name])
+    name = min(distances, key=distances.__getitem__)
     distance = max(_label_difference(prompt.labels, answer) for prompt, answer in pairs)
-    if CLOSER * distances[name] < distance:
-        return f"the target answers as if the biases of {name} were dropped"
-    return None
+    told = f"the target answers as if the biases of {name} were dropped"
+    return told if CLOSER * distances[name] < distance else None
 
 
 def _difference(prompt: GoldenPrompt, answer: Answer) -> float:

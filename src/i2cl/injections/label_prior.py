@@ -93,10 +93,8 @@ def require_shares(prior: Sequence[float], labels: Sequence[str]) -> Float[Tenso
     """Shares that sum to 1. Raises I2CLError unless one above 0 a label, with a sum of 1 to `ROUNDED`."""
     named = f"the prior {', '.join(f'{share:g}' for share in prior)}"
     if len(prior) != len(labels):
-        words = ", ".join(labels)
-        raise I2CLError(
-            f"{named} has {len(prior)} shares for {len(labels)} labels: give one each for {words}"
-        )
+        cure = f"give one each for {', '.join(labels)}"
+        raise I2CLError(f"{named} has {len(prior)} shares for {len(labels)} labels: {cure}")
     if not all(share > 0 for share in prior):
         raise I2CLError(f"{named} has a share that is not above 0: give every label one above 0")
     if not math.isclose(sum(prior), 1, abs_tol=ROUNDED):

@@ -37,12 +37,8 @@ class Loaded:
     @property
     def kind(self) -> tuple[Site, bool, Positions, int]:
         """Tasks of one kind can share a batch."""
-        return (
-            self.site,
-            self.questions.labels.full,
-            self.positions,
-            self.seed if self.positions == "random" else 0,
-        )
+        seed = self.seed if self.positions == "random" else 0
+        return self.site, self.questions.labels.full, self.positions, seed
 
     def queries(self, texts: Sequence[str], *, cut: bool = True) -> "list[TaskQuery]":
         """Texts as they will be asked, each a row of any batch.
@@ -143,14 +139,12 @@ class InjectionPool:
     def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
         """The most probable label word of each text. Raises I2CLError as `scores`."""
         queries = self._queries(texts, task_ids)
-        scores = self.answers(queries)
-        each = zip(queries, scores, strict=True)
+        each = zip(queries, self.answers(queries), strict=True)
         return [one.task.questions.task.labels[int(row.argmax())] for one, row in each]
 
     def task(self, name: str) -> Loaded:
         """A task as it is loaded now. Raises I2CLError if there is none of that name."""
-        task = self._loaded.get(name)
-        if task is None:
+        if (task := self._loaded.get(name)) is None:
             raise self._unknown(name)
         return task
 
@@ -166,13 +160,8 @@ class InjectionPool:
             by_kind[one.task.kind].append(row)
         for rows in by_kind.values():
             chosen = [queries[row].task for row in rows]
-            values = score(
-                self.decoder,
-                [queries[row].ids for row in rows],
-                [one.questions.labels for one in chosen],
-                edit=_edit(chosen),
-                progress=progress,
-            )
+            asked, labels = [queries[row].ids for row in rows], [one.questions.labels for one in chosen]
+            values = score(self.decoder, asked, labels, edit=_edit(chosen), progress=progress)
             require_finite(values, self.decoder)
             for row, task, line in zip(rows, chosen, values, strict=True):
                 own = line[: len(task.questions.labels.ids)]
@@ -218,15 +207,9 @@ def predict(
 
 
 def _edit(rows: Sequence[Loaded]) -> RowsEdit:
-    tasks = {id(task): task for task in rows}
-    place = {key: number for number, key in enumerate(tasks)}
-    scaled = torch.stack([task.scaled for task in tasks.values()])
+    tasks = list({id(task): task for task in rows}.values())
+    place = {id(task): number for number, task in enumerate(tasks)}
+    scaled, keep = torch.stack([task.scaled for task in tasks]), torch.stack([task.keep for task in tasks])
+    places = torch.tensor([place[id(task)] for task in rows], device=scaled.device)
     site, _, positions, seed = rows[0].kind
-    return RowsEdit(
-        scaled,
-        torch.stack([task.keep for task in tasks.values()]),
-        torch.tensor([place[id(task)] for task in rows], device=scaled.device),
-        site=site,
-        positions=positions,
-        seed=seed,
-    )
+    return RowsEdit(scaled, keep, places, site=site, positions=positions, seed=seed)

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import ContextVector, ExtractConfig, Writers, extract
@@ -66,10 +64,8 @@ def similarity(one: Injection, other: Injection) -> float:
     """
     shapes = tuple(one.coefficients.shape), tuple(other.coefficients.shape)
     if shapes[0] != shapes[1]:
-        raise I2CLError(
-            f"coefficients of shapes {shapes[0]} and {shapes[1]} cannot be compared: "
-            "fit both on one model with the same writers"
-        )
+        cure = "fit both on one model with the same writers"
+        raise I2CLError(f"coefficients of shapes {shapes[0]} and {shapes[1]} cannot be compared: {cure}")
     rows = [injection.coefficients.flatten().double() for injection in (one, other)]
     return float(torch.nn.functional.cosine_similarity(rows[0], rows[1], dim=0))
 
@@ -128,10 +124,8 @@ def transfer(
     """
     calibration = calibration or CalibrationConfig()
     if calibration.formula != "linear":
-        raise I2CLError(
-            f"transfer starts from linear coefficients, but formula={calibration.formula!r}: "
-            "use formula='linear'"
-        )
+        what = f"transfer starts from linear coefficients, but formula={calibration.formula!r}"
+        raise I2CLError(f"{what}: use formula='linear'")
     extraction = first.context.config if first else extraction or ExtractConfig()
     _require_alike(anchors, decoder, extraction.writers, calibration.positions)  # before any work
     fit = partial(calibrate, decoder, task, demonstrations, config=calibration, seed=seed, progress=progress)
@@ -142,16 +136,11 @@ def transfer(
     weights = related(first, anchors, config)
     if not weights:
         return Transferred(first, first, weights)
-    context, start = _average(anchors, weights)
+    chosen, shares = [anchors[index] for index, _ in weights], [weight for _, weight in weights]
+    context = ContextVector.mean([one.context for one in chosen], shares)
+    parts = [weight * one.coefficients for weight, one in zip(shares, chosen, strict=True)]
+    start = torch.stack(parts).sum(0)
     return Transferred(fit(context, start=start, scoring=first.scoring), first, weights)
-
-
-def _average(
-    anchors: Sequence[Injection], weights: AnchorWeights
-) -> tuple[ContextVector, Float[Tensor, "layers sites 2"]]:
-    context = ContextVector.mean([anchors[index].context for index, _ in weights], [w for _, w in weights])
-    coefficients = torch.stack([weight * anchors[index].coefficients for index, weight in weights]).sum(0)
-    return context, coefficients
 
 
 def _require_alike(
@@ -162,9 +151,8 @@ def _require_alike(
         _require_base(what, anchor, base)
         mine, theirs = (anchor.context.config.writers, anchor.positions), (writers, positions)
         if mine != theirs:
-            raise I2CLError(
-                f"{what} has (writers, positions) {mine}, the new task {theirs}: fit both with the same ones"
-            )
+            cure = "fit both with the same ones"
+            raise I2CLError(f"{what} has (writers, positions) {mine}, the new task {theirs}: {cure}")
 
 
 def _require_first(first: Injection, task: Task, decoder: Decoder, positions: Positions) -> None:
@@ -173,9 +161,8 @@ def _require_first(first: Injection, task: Task, decoder: Decoder, positions: Po
     if (first.task.labels, first.task.template) != (task.labels, task.template):
         raise I2CLError(f"{what} has other labels or another template than task {task.name!r}: leave it out")
     if first.positions != positions:
-        raise I2CLError(
-            f"{what} has positions={first.positions!r}, the calibration {positions!r}: give both the same"
-        )
+        cure = "give both the same"
+        raise I2CLError(f"{what} has positions={first.positions!r}, the calibration {positions!r}: {cure}")
 
 
 def _require_base(what: str, injection: Injection, base: Decoder | ModelIdentity) -> None:
@@ -184,7 +171,5 @@ def _require_base(what: str, injection: Injection, base: Decoder | ModelIdentity
     if injection.settings.get("method") == "anchored":  # whose coefficients are 1 for every task
         raise I2CLError(f"{what} is anchored, so its coefficients tell no tasks apart: fit it with i2cl")
     if difference:
-        raise I2CLError(
-            f"{what} was made on {injection.base.name!r}, not {base.name!r} ({difference}): "
-            "fit it again on this model"
-        )
+        why = f"{what} was made on {injection.base.name!r}, not {base.name!r} ({difference})"
+        raise I2CLError(f"{why}: fit it again on this model")

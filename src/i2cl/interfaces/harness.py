@@ -69,15 +69,11 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
         if pretrained is None and chosen is None:
             raise I2CLError("neither a model nor an injection is named: give --model_args injection=FOLDER")
         if chosen is not None and chosen.positions != "all":
-            raise I2CLError(
-                f"the harness injects all tokens, this injection is for positions={chosen.positions!r}: "
-                "fit one at all positions, or use `i2cl eval`"
-            )
+            what = f"the harness injects all tokens, this injection is for positions={chosen.positions!r}"
+            raise I2CLError(f"{what}: fit one at all positions, or use `i2cl eval`")
         if chosen is not None and chosen.label_bias is not None:
-            raise I2CLError(
-                "the harness scores any text and not labels alone, to which a label prior belongs: "
-                "fit one without --unlabelled"
-            )
+            what = "the harness scores any text and not labels alone, to which a label prior belongs"
+            raise I2CLError(f"{what}: fit one without --unlabelled")
         if pretrained is None and chosen is not None:
             pretrained, revision = chosen.base.name, revision or chosen.base.revision
         if isinstance(pretrained, str | Path) and is_gguf(Path(located(str(pretrained)))):
@@ -89,7 +85,9 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
                 super().__init__(pretrained.model, tokenizer=pretrained.tokenizer, **options)
         else:
             source = located(str(pretrained))
-            super().__init__(source, revision=revision or "main", **_defaults() | options)
+            own: dict[str, Any] = {"use_safetensors": True, "revision": revision or "main"}
+            own |= {} if torch.accelerator.is_available() else {"device": "cpu"}  # it would insist on CUDA
+            super().__init__(source, **own | options)
             self._decoder = Decoder(self.model, self._plain_tokenizer, name=str(pretrained))
         self._temperature = 1.0 if chosen is None else chosen.temperature
         self._changes: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
@@ -129,12 +127,6 @@ def _everywhere(edit: LinearEdit, layer: int, index: int) -> Callable[[Tensor], 
         return edit.injected(layer, index, lines).view(output.shape)
 
     return change
-
-
-def _defaults() -> dict[str, Any]:
-    """Safetensors alone, and the CPU where there is nothing better: the harness would insist on CUDA."""
-    safe: dict[str, Any] = {"use_safetensors": True}
-    return safe if torch.accelerator.is_available() else safe | {"device": "cpu"}
 
 
 def main() -> None:

@@ -43,13 +43,11 @@ def unpacked(archive: Path, name: str) -> Path:
                             opened.extractall(fresh, members)
                     return folder
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, FileNotFoundError) as error:
-        raise I2CLError(
-            f"{str(archive)!r} is no zip archive, or damaged ({error}): install or copy it again"
-        ) from None
+        what = f"{str(archive)!r} is no zip archive, or damaged ({error})"
+        raise I2CLError(f"{what}: install or copy it again") from None
 
 
 def _checked(archive: Path, members: Iterable[zipfile.ZipInfo]) -> list[zipfile.ZipInfo]:
-    """The files among the members."""
     files = [member for member in members if not member.is_dir()]
     for member in files:
         path = PurePosixPath(member.filename)

@@ -33,6 +33,7 @@ SCORED = {
 }
 
 SHOWN = ("name", "labels", "template", "separator", "opening")  # what a card tells of a task
+SET = ("extraction", "calibration", "positions", "scoring", "seed")  # and of its fit
 
 TEMPLATE = """---
 {{ card_data }}
@@ -142,15 +143,11 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         python=_python(name, shown, base["revision"]),
         console=_fenced(f"i2cl predict {name} texts.txt", "console"),
         local=shown != base["name"],
-        task=_json(
-            {key: task[key] for key in ("name", "labels", "template", "separator", "opening") if key in task}
-        ),
+        task=_json({key: task[key] for key in SHOWN if key in task}),
         base_model=_json({key: base[key] for key in base if key != "config"} | {"name": shown}),
         demonstrations=description["demonstrations"],
         loss=_loss(description["loss"]) + _changed_scores(description),
-        settings=_json(
-            {key: description[key] for key in ("extraction", "calibration", "positions", "scoring", "seed")}
-        ),
+        settings=_json({key: description[key] for key in SET}),
         results=_results(description),
         again=_again(description),
     )
@@ -260,17 +257,14 @@ def _results(description: Mapping[str, Any]) -> str:
     metrics, worth = description.get("metrics", {}), description.get("worth", {})
     if not metrics and not worth:
         return "Not measured (`i2cl fit` does where labelled rows remain)."
-    figures = ", ".join(
-        f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics
-    )
+    known = [(called, metrics[key]) for key, (_, called) in METRICS.items() if key in metrics]
+    figures = ", ".join(f"{called} {value:.3f}" for called, value in known)
     rows = f" on {metrics['n']} {SCORED[worth.get('split', 'test')]}" if "n" in metrics else ""
-    return "\n\n".join(
-        [*([f"{figures}{rows}."] if figures else []), *(_worth(description, worth) if worth else ())]
-    )
+    parts = [f"{figures}{rows}."] if figures else []
+    return "\n\n".join([*parts, *(_worth(description, worth) if worth else ())])
 
 
 def _worth(description: Mapping[str, Any], worth: Mapping[str, Any]) -> Iterator[str]:
-    """Verdict and table."""
     yield f"Whether it pays: {worth['verdict']}."
     yield f"Accuracy on {worth['rows']} {SCORED[worth['split']]}:"
     ms = "milliseconds_per_query"  # which a server that does other work meanwhile does not measure
@@ -294,8 +288,7 @@ def _worth(description: Mapping[str, Any], worth: Mapping[str, Any]) -> Iterator
 
 
 def _again(description: Mapping[str, Any]) -> str:
-    command = description.get("command")
-    if command:
+    if command := description.get("command"):
         return _fenced(command, "console")
     seed = description["seed"]
     call = "`i2cl.anchor`" if _is_anchored(description) else "`i2cl.extract` and `i2cl.calibrate`"
@@ -307,7 +300,6 @@ def _is_anchored(description: Mapping[str, Any]) -> bool:
 
 
 def _md(text: str) -> str:
-    """Text in one line that Markdown shows as it is."""
     return re.sub(r"[\\`*_|\[\]<&]", r"\\\g<0>", " ".join(text.split()))
 
 

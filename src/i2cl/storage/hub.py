@@ -26,7 +26,6 @@ _HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
 _FAILURES = (OSError, ValueError, _HTTP_ERROR)
 CONFIG = "config.json"  # name of the file that every model has
 SECONDS = 10  # that the hub has to answer
-
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -45,9 +44,7 @@ def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
 
 
 def download_file(name: str) -> Path:
-    """One file of a repository, as owner/repository/file. Raises I2CLError if there is no such file, or the
-    hub cannot be reached.
-    """
+    """One file, as owner/repository/file. Raises I2CLError if there is none, or the hub does not answer."""
     owner, repository, file = (*name.split("/", 2), "", "")[:3]
     try:
         return Path(hf_hub_download(f"{owner}/{repository}", file))
@@ -67,21 +64,12 @@ def upload(
     commit_message: str | None = None,
     revision: str | None = None,
 ) -> str:
-    """Put a folder's files into a model repository, which is made if it is not there.
+    """Put all of a folder's files into a model repository, made if it is not there: the commit's address.
 
-    Args:
-        folder: its files are uploaded, all of them.
-        repo_id: such as ``"user/name"``; without a user, that of the token.
-        private: of a repository that is made now; one that is there keeps its visibility.
-        token: default: that of the login, or HF_TOKEN.
-        commit_message: default: the hub's own.
-        revision: branch, made if it is not there; default: main.
-
-    Returns:
-        The commit's address.
-
-    Raises:
-        I2CLError: if nobody is logged in, the name is no valid one, or the hub refuses or cannot be reached.
+    ``repo_id``: such as ``"user/name"``; without a user, that of the token; ``private``: of a repository that
+    is made now; ``token``: default: that of the login, or HF_TOKEN; ``commit_message``: default: the hub's
+    own; ``revision``: branch, made if it is not there; default: main. Raises I2CLError if nobody is logged
+    in, the name is no valid one, or the hub refuses or cannot be reached.
     """
     if token is None and get_token() is None:
         raise I2CLError(f"cannot push to {repo_id!r}: you are not logged in: {_LOGIN}")
@@ -90,9 +78,8 @@ def upload(
         name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(name, branch=revision, exist_ok=True)
-        done = api.upload_folder(
-            repo_id=name, folder_path=folder, commit_message=commit_message, revision=revision
-        )
+        where: dict[str, Any] = {"repo_id": name, "folder_path": folder, "revision": revision}
+        done = api.upload_folder(**where, commit_message=commit_message)
     except _FAILURES as error:
         raise I2CLError(f"cannot push to {repo_id!r}: {_reason(error)}") from None
     return str(done.commit_url)
@@ -106,9 +93,8 @@ def _reason(error: Exception) -> str:
     if status == 403:
         return f"the token may not write there: take one with write access and {_LOGIN}"
     lines = str(error).strip().splitlines() or [""]
-    return (
-        f"the hub says {type(error).__name__} ({lines[0].rstrip('.')}): correct the name, or try again later"
-    )
+    said = f"the hub says {type(error).__name__} ({lines[0].rstrip('.')})"
+    return f"{said}: correct the name, or try again later"
 
 
 def require_reachable(

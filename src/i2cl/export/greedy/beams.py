@@ -19,11 +19,8 @@ def beams_for(labels: Sequence[Sequence[int]], tail: Sequence[int]) -> int:
     """How many beams compare whole labels in transformers' `generate`: one for each; 0 where none do.
 
     A label has to be over with its last token, which ends a beam, so that token stands nowhere else in a
-    label. And the bias has to know where a prompt ends.
-
-    Args:
-        labels: tokens of each, of which none begins another.
-        tail: tokens that end every prompt.
+    label. And the bias has to know where a prompt ends. ``labels``: tokens of each, of which none begins
+    another; ``tail``: tokens that end every prompt.
     """
     last = {ids[-1] for ids in labels}
     inside = any(token in last for ids in labels for token in ids[:-1])
@@ -36,11 +33,8 @@ def compared_sequences(labels: Sequence[Sequence[int]], tail: Sequence[int]) -> 
 
     Beam search adds it to log-probabilities. Each beginning of a label is lifted above all other text, and
     whole labels all by the same sum, so what is left between them is their log-probabilities. With a beam
-    for each label, and without a length penalty, none is lost on the way.
-
-    Args:
-        labels: tokens of each, for which `beams_for` finds beams.
-        tail: tokens that end every prompt.
+    for each label, and without a length penalty, none is lost on the way. ``labels``: tokens of each, for
+    which `beams_for` finds beams; ``tail``: tokens that end every prompt.
     """
     longest = max(map(len, labels))
     wanted = {(*tail, *ids[: place + 1]): FORCE for ids in labels for place in range(len(ids) - 1)}
@@ -53,11 +47,8 @@ def search_whole(
 ) -> None:
     """Make `generate` under a generation config compare whole labels: their last tokens end an answer.
 
-    Args:
-        generation: to be changed.
-        beams: see `beams_for`.
-        labels: tokens of each.
-        end: of a text, which pads where the config names nothing: else the first of the ends does.
+    ``beams``: see `beams_for`; ``labels``: tokens of each; ``end``: of a text, which pads where the config
+    names nothing: else the first of the ends does.
     """
     ends = listed(generation.eos_token_id)
     generation.num_beams, generation.length_penalty, generation.early_stopping = beams, 0.0, False

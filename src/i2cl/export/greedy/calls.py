@@ -27,27 +27,15 @@ LIBRARIES = {"hf": "transformers", "peft": "peft", "gguf": "gguf"}
 
 @dataclass(frozen=True)
 class Call:
-    """How one program is asked.
+    """How one program is asked."""
 
-    Attributes:
-        program: its name.
-        language: of the code.
-        code: the call as it is typed.
-    """
-
-    program: str
-    language: str
-    code: str
+    program: str  # its name
+    language: str  # of the code
+    code: str  # the call as it is typed
 
 
 def calls_of(golden: Golden, name: str, kind: Kind) -> list[Call]:
-    """How the programs that run an export are asked for one label.
-
-    Args:
-        golden: of the export.
-        name: of its folder or file.
-        kind: what it is.
-    """
+    """How the programs that run an export are asked for one label; ``name``: of its folder or file."""
     prompt = golden.prompt.replace(TEXT_FIELD, TEXTS[0])
     if kind == "gguf":
         code = (_llama_cpp_whole if golden.sequences else _llama_cpp)(golden, name, prompt)
@@ -176,9 +164,8 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
         "Only these prompts, letter by letter, are what the task was fitted for (`{text}` is the text):"
     )
     parts.append(_fenced("text", golden.prompt))
-    parts += [
-        f"{call.program}:\n\n{_fenced(call.language, call.code)}" for call in calls_of(golden, name, kind)
-    ]
+    calls = calls_of(golden, name, kind)
+    parts += [f"{call.program}:\n\n{_fenced(call.language, call.code)}" for call in calls]
     if kind == "gguf":
         parts.append(
             "The injection lies in biases of llama.cpp's class `granite`, which transformers refuses to load "

@@ -28,20 +28,15 @@ def enough(right: Sequence[bool]) -> bool:
 
 
 def label_of(tokens: Sequence[int], targets: Sequence[Sequence[int]]) -> int | None:
-    """The label whose tokens begin an answer; None where none do."""
-    found = (
-        place for place, target in enumerate(targets) if list(tokens[: len(target)]) == list(target)
-    )  # of which none begins another
-    return next(found, None)
+    """The label whose tokens begin an answer, as those of one at most do; None where none do."""
+    each = enumerate(targets)
+    return next((at for at, target in each if list(tokens[: len(target)]) == list(target)), None)
 
 
 def label_in(text: str, words: Sequence[str], *, whole: bool) -> int | None:
     """The label that begins an answer's text, blanks in front aside; None where none does.
 
-    Args:
-        text: the answer.
-        words: of each label.
-        whole: the text may go on behind a word; False where it is one token, which has to be the word.
+    ``whole``: the text may go on behind a word; False where it is one token, which has to be the word.
     """
     told = text.lstrip()
     if not whole:
@@ -77,11 +72,8 @@ def forced_sequences(
     one: so a label is said to its end where a token of it also begins another label. Of labels that share
     a beginning the model's own logits choose.
 
-    Args:
-        labels: tokens of each, of which none begins another.
-        prior: added to each label's first token; empty without one.
-        tail: tokens that end every prompt.
-        end: of a text; None where the model has none.
+    ``labels``: tokens of each, of which none begins another; ``prior``: added to each label's first token;
+    ``tail``: tokens that end every prompt; ``end``: of a text; None where the model has none.
     """
     wanted: dict[tuple[int, ...], float] = {}
     for place, ids in enumerate(labels):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from i2cl.errors import I2CLError
 from i2cl.storage.atomic import synced, write_errors
@@ -25,33 +25,19 @@ Finish = Callable[[Path, Path], str]
 
 
 class Output:
-    """Where predictions go.
-
-    Attributes:
-        kept: rows of an earlier run.
-        rows: rows that are there, those kept included.
-    """
+    """Where predictions go."""
 
     def __init__(
-        self,
-        add: Callable[[str], None],
-        header: str,
-        path: Path | None = None,
-        kept: int = 0,
-        *,
-        resumes: bool = False,
+        self, add: Callable[[str], None], header: str, path: Path | None, kept: int = 0, *, resumes: bool
     ) -> None:
-        self._add = add
-        self._header = header
-        self._path = path
-        self.kept = self.rows = kept
+        self._add, self._header, self._path = add, header, path
+        self.kept = kept  # rows of an earlier run
+        self.rows = kept  # rows that are there
         self.note = ""  # what somebody should know of the file that was made
         self.resumes = resumes  # whether they survive the end of this process
 
     def write(self, lines: str, rows: int) -> None:
-        """Add the lines of some rows, the header before the first, and pass them on at once. Raises I2CLError
-        if a file cannot be written.
-        """
+        """Add rows' lines, the header before the first, at once. Raises I2CLError if it cannot be written."""
         with _told(self._path):
             self._add(lines if self.rows else self._header + lines)
         self.rows += rows
@@ -87,13 +73,17 @@ def written(
         I2CLError: if the file cannot be written, another process is writing it, or rows are there that were
             made with other settings.
     """
+    shown = partial(print, end="", flush=True)
     if path is None:
-        yield Output(partial(_pass_on, sys.stdout), header)
+        yield Output(partial(shown, file=sys.stdout), header, path, resumes=False)
     elif path.exists() and not path.is_file():
         with _told(path):
             handle = path.open("w", encoding="utf-8")
-        with _closing(handle, path):
-            yield Output(partial(_pass_on, handle), header, path)
+        try:
+            yield Output(partial(shown, file=handle), header, path, resumes=False)
+        finally:
+            with _told(path):  # what a full disk refused is tried once more
+                handle.close()
     else:
         path = Path(os.path.realpath(path))
         with ExitStack() as stack:
@@ -121,9 +111,8 @@ def _growing(
             if not _has_rows(rows_file):
                 _discard(rows_file, note)
             raise
-    output = Output(
-        lambda lines: journal.append(lines.encode()), header, path, journal.kept, resumes=chunk > 0
-    )
+    kept, resumes = journal.kept, chunk > 0
+    output = Output(lambda lines: journal.append(lines.encode()), header, path, kept, resumes=resumes)
     try:
         with file:
             yield output
@@ -177,22 +166,8 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_name(f".{path.name}{ending}")
 
 
-def _pass_on(handle: IO[str], lines: str) -> None:
-    handle.write(lines)
-    handle.flush()
-
-
 def _told(path: Path | None) -> AbstractContextManager[None]:
     return write_errors("stdout" if path is None else repr(str(path)))
-
-
-@contextmanager
-def _closing(handle: IO[str], path: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        with _told(path):  # what a full disk refused is tried once more
-            handle.close()
 
 
 def _discard(rows_file: Path, note: Path) -> None:
@@ -212,11 +187,9 @@ def _require_same(rows_file: Path, note: Path, settings: dict[str, Any]) -> None
     try:
         before = json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        before = {}
-    if not isinstance(before, dict):
-        before = {}
-    others = [name for name in settings if name not in before or before[name] != settings[name]]
-    if others:
+        before = None
+    known = before if isinstance(before, dict) else {}
+    if others := [name for name in settings if name not in known or known[name] != settings[name]]:
         raise I2CLError(
             f"{rows_file.name} beside the output holds rows made with another {', '.join(others)} "
             f"(see {note.name}): repeat that command, or discard them with --restart"

@@ -41,9 +41,8 @@ class Texts:
 
     def __post_init__(self) -> None:
         if self.numbered and NUMBER in self.kept:
-            raise I2CLError(
-                f"--keep {NUMBER} and --row-number would both be called {NUMBER!r}: leave one out"
-            )
+            cure = "leave one out"
+            raise I2CLError(f"--keep {NUMBER} and --row-number would both be called {NUMBER!r}: {cure}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,13 +90,8 @@ ScoredStream = Generator[Scored, None, None]
 
 def digest(injection: Injection) -> str:
     """SHA-256 of all that an injection's answers depend on."""
-    said: list[object] = [
-        injection.task.to_dict(),
-        asdict(injection.base),
-        injection.positions,
-        injection.scoring,
-    ]
-    said += [injection.context.config.site, injection.seed, injection.label_bias]
+    said: list[object] = [injection.task.to_dict(), asdict(injection.base), injection.positions]
+    said += [injection.scoring, injection.context.config.site, injection.seed, injection.label_bias]
     said += [injection.temperature] if injection.temperature != 1 else []  # other digests are as before
     sha = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for tensor in (injection.context.values, injection.coefficients):
@@ -137,14 +131,9 @@ def predict_on_ray(
         context.execution_options.preserve_order = True
         context.target_max_block_size = 1  # so that every chunk, which is one row, travels on its own
         start: Any = ray.data.from_items([{"texts": ""}])  # whose types leave no room for callable classes
-        results = start.flat_map(
-            _read, fn_args=(texts,), num_cpus=0
-        ).map(  # or it would wait for a core of the workers
-            _Worker,
-            fn_constructor_args=(source,),
-            compute=ray.data.ActorPoolStrategy(size=workers or cluster.workers),
-            **cluster.share,
-        )
+        chunks = start.flat_map(_read, fn_args=(texts,), num_cpus=0)  # or it would wait for a worker's core
+        actors = ray.data.ActorPoolStrategy(size=workers or cluster.workers)
+        results = chunks.map(_Worker, fn_constructor_args=(source,), compute=actors, **cluster.share)
         for result in results.iter_rows():
             yield _received(result)
 
@@ -186,13 +175,8 @@ class _Worker:
             except I2CLError as raised:
                 error, of_rows = str(raised), isinstance(raised, RowError)
         messages = json.loads(row["told"]) + json.loads(_ours(caught))
-        return {
-            "lines": lines,
-            "rows": len(texts),
-            "warnings": json.dumps(messages),
-            "error": error,
-            "of_rows": of_rows,
-        }
+        told = {"warnings": json.dumps(messages), "error": error, "of_rows": of_rows}
+        return {"lines": lines, "rows": len(texts), **told}
 
 
 def _received(result: dict[str, Any]) -> Scored:

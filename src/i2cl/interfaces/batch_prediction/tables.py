@@ -42,9 +42,8 @@ def output_format(path: Path | None, named: OutputFormat | None, *, as_json: boo
     meant = named or (ENDINGS.get(path.suffix.lower()) if path is not None else None)
     if as_json and meant not in {None, "jsonl"}:
         said = "--output-format" if named else f"the ending of {str(path)!r}"
-        raise I2CLError(
-            f"--json means JSON Lines, and {said} means {meant}: leave out --json, or name --output-format"
-        )
+        cure = "leave out --json, or name --output-format"
+        raise I2CLError(f"--json means JSON Lines, and {said} means {meant}: {cure}")
     if meant == "parquet":
         if path is None or (path.exists() and not path.is_file()):
             raise I2CLError("Parquet is written to a file: name one with -o, or take another --output-format")
@@ -80,9 +79,8 @@ class Table:
 
         ``rows``: a probability per label each; ``kept``: values of the columns that are kept; default: none.
         """
-        return "".join(
-            self._row(list(values), row) for row, values in zip(rows, kept or [()] * len(rows), strict=True)
-        )
+        pairs = zip(rows, kept or [()] * len(rows), strict=True)
+        return "".join(self._row(list(values), row) for row, values in pairs)
 
     def finish(self, waiting: Path, new: Path) -> str:
         """Write the rows that waited, and say what somebody should know of them."""
@@ -98,10 +96,8 @@ class Table:
         if self.kind != "jsonl":
             return self._line([*kept, best, *(f"{value:.6f}" for value in row)])
         record: dict[str, Any] = {"input": dict(zip(self.names, kept, strict=True))} if self.names else {}
-        record["label"] = best
-        record["probabilities"] = {
-            label: round(value, 6) for label, value in zip(self.labels, row, strict=True)
-        }
+        pairs = zip(self.labels, row, strict=True)
+        record |= {"label": best, "probabilities": {label: round(value, 6) for label, value in pairs}}
         return json.dumps(record, ensure_ascii=False) + "\n"
 
     def _line(self, cells: Iterable[object]) -> str:
@@ -117,12 +113,8 @@ class Table:
                 texts = row[: len(self.names) + 1]
                 formulas += sum(_is_formula(cell) for cell in texts)
                 file.write(_csv_line([*texts, *(f"{value:.6f}" for value in row[len(texts) :])]))
-        if not formulas:
-            return ""
-        return (
-            f"cells that begin with =, +, - or @: {formulas}. A spreadsheet takes them for formulas: "
-            "import them as text if others wrote them"
-        )
+        what = f"cells that begin with =, +, - or @: {formulas}. A spreadsheet takes them for formulas"
+        return f"{what}: import them as text if others wrote them" if formulas else ""
 
     def _parquet(self, rows: Iterator[list[Any]], new: Path) -> str:
         arrow: Any = import_module("pyarrow")

@@ -2,9 +2,11 @@
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
+from typer import Option
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import (
@@ -56,19 +58,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command()(demo.demo)
-app.command()(fit.fit)
-app.command()(predict.predict)
-app.command(name="eval")(evaluate.evaluate)
+_COMMANDS: tuple[Callable[..., None], ...] = (demo.demo, fit.fit, predict.predict, evaluate.evaluate)
+_COMMANDS += (report.report, export.export, convert.convert, verify.verify, push.push, serve.serve)
+_COMMANDS += (check.check, ls.ls)
+for _callback in _COMMANDS:
+    app.command("eval" if _callback is evaluate.evaluate else None)(_callback)
 app.add_typer(experiment.app, name="experiment")
-app.command()(report.report)
-app.command()(export.export)
-app.command()(convert.convert)
-app.command()(verify.verify)
-app.command()(push.push)
-app.command()(serve.serve)
-app.command()(check.check)
-app.command()(ls.ls)
 for _prefix, _group in (("", app), ("experiment ", experiment.app)):
     for _command in _group.registered_commands:
         _name = str(_command.name or getattr(_command.callback, "__name__", ""))
@@ -77,7 +72,7 @@ for _prefix, _group in (("", app), ("experiment ", experiment.app)):
 
 @app.callback(invoke_without_command=True)
 def top(
-    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")
+    context: typer.Context, version: bool = Option(False, "--version", help="Print the version.")
 ) -> None:
     """Show help where no command is given."""
     if version:
@@ -101,30 +96,24 @@ def _run(arguments: list[str]) -> int:
     left = "no file was written"
     try:
         with console.plain_warnings():
-            code = app(arguments, prog_name=NAME, standalone_mode=False) or 0
+            code = int(app(arguments, prog_name=NAME, standalone_mode=False) or 0)
+        if code != INTERRUPTED:
+            return code
     except I2CLError as error:
-        console.print_error(str(error))
-        return 2
+        code, told = 2, str(error)
     except OSError as error:  # where no command expects one: there is no temporary folder, say
         what = f"use {str(error.filename)!r}" if error.filename else "go on"
-        console.print_error(
-            f"cannot {what} ({system_cause(error)}): free space or choose another place or name"
-        )
-        return 2
+        cure = "free space or choose another place or name"
+        code, told = 2, f"cannot {what} ({system_cause(error)}): {cure}"
     except _UsageError as error:
-        command = error.ctx.command_path if error.ctx else NAME
         what = error.format_message().rstrip(".") or "no command is given"
-        console.print_error(f"{what}: see {command} --help")
-        return 2
+        code, told = 2, f"{what}: see {error.ctx.command_path if error.ctx else NAME} --help"
     except (typer.Abort, KeyboardInterrupt) as error:
         code, left = INTERRUPTED, str(error) or left
     except RuntimeError as error:  # a batch too large is halved; this cannot be
         if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
             raise
-        console.print_error(
-            "out of memory: take a smaller model, --dtype bfloat16, or fewer or shorter texts"
-        )
-        return 2
-    if code == INTERRUPTED:
-        console.print_error(f"interrupted: {left}")
-    return int(code)
+        cure = "take a smaller model, --dtype bfloat16, or fewer or shorter texts"
+        code, told = 2, f"out of memory: {cure}"
+    console.print_error(f"interrupted: {left}" if code == INTERRUPTED else told)
+    return code

@@ -1,21 +1,21 @@
 """`i2cl check`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions
+from i2cl.interfaces.cli.options import ModelOptions, opt
 
 
 @options.expanded
 def check(
     model: options.Model,
     *,
-    layers: Annotated[str | None, typer.Option(help="Path of the blocks in the base model.")] = None,
-    attention: Annotated[str | None, typer.Option(help="Path of the attention writer in a block.")] = None,
-    mlp: Annotated[str | None, typer.Option(help="Path of the MLP writer in a block.")] = None,
+    layers: str | None = opt(None, "Path of the blocks in the base model."),
+    attention: str | None = opt(None, "Path of the attention writer in a block."),
+    mlp: str | None = opt(None, "Path of the MLP writer in a block."),
     loading: Annotated[ModelOptions, ("device", "dtype", "revision", "trust_remote_code")],
     json: options.Json = False,
 ) -> None:
@@ -32,17 +32,10 @@ def check(
         given = Architecture(model_type="custom", layers=layers, attention=attention, mlp=mlp)
     decoder = load.decoder(model, loading, given)
     identity = decoder.residual_identity
-    record = {
-        "model": model,
-        "model_type": decoder.model.config.model_type,
-        "layers": decoder.layers,
-        "d_model": decoder.d_model,
-        "context": decoder.max_length,
-        "attention": decoder.architecture.attention,
-        "mlp": decoder.architecture.mlp,
-        "worst_error": identity.worst,
-        "passed": identity.passed,
-    }
+    record: dict[str, Any] = {"model": model, "model_type": decoder.model.config.model_type}
+    record |= {"layers": decoder.layers, "d_model": decoder.d_model, "context": decoder.max_length}
+    record |= {"attention": decoder.architecture.attention, "mlp": decoder.architecture.mlp}
+    record |= {"worst_error": identity.worst, "passed": identity.passed}
     if json:
         console.print_json(record)
     else:

@@ -29,7 +29,6 @@ SPEED_PERIOD = 3600.0  # seconds that time left is estimated from: an epoch of a
 
 # Of several processes that hold one model together, the first alone speaks and writes.
 FIRST = os.environ.get("RANK", "0") == "0"
-
 ESCAPED = "i2cl.escaped"  # name of the way in which streams treat what they cannot show
 
 out = Console(highlight=False, quiet=not FIRST)
@@ -116,12 +115,10 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _line(texts: Sequence[str]) -> int:
-    """Characters of the longest line."""
     return max(len(line) for text in texts for line in (text.splitlines() or [""]))
 
 
 def _word(texts: Sequence[str]) -> int:
-    """Characters of the longest word."""
     return max((len(word) for text in texts for word in text.split()), default=0)
 
 
@@ -133,10 +130,8 @@ def progress(total: float | None, what: str, *, shown: bool = True) -> Iterator[
     writes to stdout, which a bar would capture.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    off = not (shown and err.is_terminal)
-    with Progress(
-        *columns, console=err, transient=True, disable=off, speed_estimate_period=SPEED_PERIOD
-    ) as bars:
+    options: Any = {"transient": True, "disable": not (shown and err.is_terminal)}
+    with Progress(*columns, console=err, speed_estimate_period=SPEED_PERIOD, **options) as bars:
         bar = Bar(bars, bars.add_task(_plain(what), total=total), what)
         _BARS.append(bar)
         try:
@@ -209,5 +204,4 @@ def plain_warnings() -> Iterator[None]:
 
 
 def _plain(text: str) -> str:
-    """Square brackets are text here and no markup."""
-    return text.replace("[", "\\[")
+    return text.replace("[", "\\[")  # square brackets are text here and no markup

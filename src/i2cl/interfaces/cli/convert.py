@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from i2cl.interfaces.cli import console, load, options
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder of a model whose weights are pickles (.bin).")],
-    output: Annotated[Path, typer.Argument(help="Folder for the same in safetensors, new or empty.")],
+    source: Annotated[Path, Argument(help="Folder of a model whose weights are pickles (.bin).")],
+    output: Annotated[Path, Argument(help="Folder for the same in safetensors, new or empty.")],
     json: options.Json = False,
 ) -> None:
     """Rewrite a model's pickled weights as safetensors.

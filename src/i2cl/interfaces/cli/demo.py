@@ -1,13 +1,10 @@
 """`i2cl demo`: presets of `i2cl eval`."""
 
 from functools import partial
-from typing import Annotated
-
-import typer
 
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.evaluate import show
-from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 
 BUNDLED = "zero_shot,few_shot_uncached,few_shot,i2cl,anchored"
 REAL = "zero_shot,zero_shot+label_prior,few_shot,few_shot+label_prior,i2cl,anchored,anchored+label_prior"
@@ -15,14 +12,11 @@ WITHOUT_LLM = "sentence_embeddings"  # shown beside them where its encoder is in
 FAST = {"optimizer": "lbfgs", "passes": 20}  # I2CL's recipe on the real model: about the work of `anchored`
 
 
+@options.expanded
 def demo(
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Queries per task; default: 100, of the real model 60.")
-    ] = None,
+    limit: int | None = opt(None, "Queries per task; default: 100, of the real model 60.", min=1),
     seed: options.Seed = 0,
-    real: Annotated[
-        bool, typer.Option("--real", help="SmolLM2 on support tickets, some minutes, instead.")
-    ] = False,
+    real: bool = opt(False, "SmolLM2 on support tickets, some minutes, instead.", "--real"),
     json: options.Json = False,
 ) -> None:
     """Show that the software works: five methods on the bundled model, offline.

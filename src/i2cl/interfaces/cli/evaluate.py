@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 
 if TYPE_CHECKING:
-    from i2cl.experiments.confidence import Confidence
     from i2cl.experiments.evaluation import NotRun
     from i2cl.experiments.records import Run
 
@@ -23,24 +22,21 @@ def evaluate(
     model: options.Model,
     task: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="Tasks with commas between, a file, or 'all': the reference model's own, else the paper's."
         ),
     ],
     *,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="Methods with commas between, or 'all' that MODEL can run.", rich_help_panel=options.METHOD
-        ),
-    ] = DEFAULT_METHODS,
+    method: str = opt(
+        DEFAULT_METHODS,
+        "Methods with commas between, or 'all' that MODEL can run.",
+        rich_help_panel=options.METHOD,
+    ),
     shots: options.Shots = None,
-    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="How many seeds, counted from --seed.")] = 1,
+    seeds: int = opt(1, "How many seeds, counted from --seed.", min=1, max=10_000),
     seed: options.Seed = 0,
     limit: options.Limit = 500,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default: one a core for a small model on a CPU.")
-    ] = None,
+    workers: int | None = opt(None, "Processes; default: one a core for a small model on a CPU.", min=1),
     recipe: options.Recipe = "paper",
     settings: options.Settings = None,
     rows: TaskOptions,
@@ -70,28 +66,11 @@ def evaluate(
         bar.advance()
 
     with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:
-        runs = sweep(
-            source,
-            tasks,
-            chosen,
-            span,
-            shots=shots,
-            limit=limit,
-            workers=workers,
-            skip=method == "all",
-            word=lambda one, decoder: load.worded(one, rows, decoder.tokenizer),
-            watch=bar.run,
-            refused=refused,
-        )
+        given: Any = {"shots": shots, "limit": limit, "workers": workers, "skip": method == "all"}
+        given["word"] = lambda one, decoder: load.worded(one, rows, decoder.tokenizer)
+        runs = sweep(source, tasks, chosen, span, **given, watch=bar.run, refused=refused)
     title = f"{model}: mean ± standard deviation over {seeds} seed(s)"
     show(runs, title, sorted(lacking, key=lambda one: (one.task, one.method, one.seed)), as_json=json)
-
-
-def _numbers(trust: "Confidence | None") -> dict[str, str]:
-    """Columns of confidence."""
-    from i2cl.experiments.confidence import NAMES
-
-    return {name: "-" if trust is None else f"{getattr(trust, name):.3f}" for name in NAMES}
 
 
 def show(
@@ -101,6 +80,7 @@ def show(
 
     A brief one says nothing of confidence.
     """
+    from i2cl.experiments.confidence import NAMES
     from i2cl.experiments.evaluation import summarize
 
     if as_json:
@@ -108,14 +88,10 @@ def show(
         return
     summaries = summarize(runs)
     rows: list[Mapping[str, object]] = [
-        {
-            "task": row.task,
-            "method": row.method,
-            "accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else ""),
-            "fit s": f"{row.fit_seconds:.1f}",
-            "ms/query": f"{row.milliseconds_per_query:.2f}",
-            "cached": row.cached_values,
-        }
+        {"task": row.task, "method": row.method}
+        | {"accuracy": f"{row.accuracy:.3f}" + (f" ± {row.accuracy_sd:.3f}" if row.seeds > 1 else "")}
+        | {"fit s": f"{row.fit_seconds:.1f}", "ms/query": f"{row.milliseconds_per_query:.2f}"}
+        | {"cached": row.cached_values}
         for row in summaries
     ]
     ran = {(row["task"], row["method"]) for row in rows}
@@ -125,7 +101,11 @@ def show(
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     console.print_table(title, sorted(rows, key=lambda row: tasks.index(row["task"])))
     if not brief and runs:
-        trust = [{"task": one.task, "method": one.method} | _numbers(one.confidence) for one in summaries]
+        trust = [
+            {"task": one.task, "method": one.method}
+            | {name: f"{getattr(one.confidence, name):.3f}" if one.confidence else "-" for name in NAMES}
+            for one in summaries
+        ]
         console.print_table("How far its probabilities can be trusted", trust)
     for task, method, why in dict.fromkeys((one.task, one.method, one.why) for one in lacking):
         seeds = [str(one.seed) for one in lacking if (one.task, one.method, one.why) == (task, method, why)]

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 
 if TYPE_CHECKING:
     from i2cl.experiments.grid import Cell, Experiment, Scale
@@ -23,7 +24,7 @@ app = typer.Typer(
     help="Tables and figures of the paper, or your own grids: list, run, pack.", no_args_is_help=True
 )
 
-NewFolder = Annotated[Path, typer.Argument(help="New folder.")]
+NewFolder = Annotated[Path, Argument(help="New folder.")]
 
 
 @app.command()
@@ -34,16 +35,10 @@ def ls(json: options.Json = False) -> None:
     """
     from i2cl.experiments.library import BROUGHT, load_experiment
 
-    found = [load_experiment(name) for name in BROUGHT]
     rows = [
-        {
-            "name": one.name,
-            "paper": one.paper,
-            "cells_per_task": _cells_of(one, one.full),
-            "quick_cells_per_task": _cells_of(one, one.quick),
-            "measures": one.measures,
-        }
-        for one in found
+        {"name": one.name, "paper": one.paper, "cells_per_task": _cells_of(one, one.full)}
+        | {"quick_cells_per_task": _cells_of(one, one.quick), "measures": one.measures}
+        for one in map(load_experiment, BROUGHT)
     ]
     if json:
         console.print_json(rows)
@@ -64,24 +59,17 @@ def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
 @app.command()
 @options.expanded
 def run(
-    names: Annotated[str, typer.Argument(help="Experiments with commas between, 'all', or a TOML file.")],
+    names: Annotated[str, Argument(help="Experiments with commas between, 'all', or a TOML file.")],
     *,
-    model: Annotated[str, typer.Option(help=options.MODEL_HELP)] = "reference",
-    store: Annotated[
-        Path | None, typer.Option(help="Folder for results; what is there is not run again.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds, tasks and queries.")] = False,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="Tasks with commas between; default: the grid's own, or those of the model."),
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="How many seeds, instead of the grid's.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Queries per task, instead of the grid's.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes or actors; default: by the model's size.")
-    ] = None,
+    model: str = opt("reference", options.MODEL_HELP),
+    store: Path | None = opt(None, "Folder for results; what is there is not run again."),
+    quick: bool = opt(False, "Fewer seeds, tasks and queries.", "--quick"),
+    tasks: str | None = opt(
+        None, "Tasks with commas between; default: the grid's own, or those of the model."
+    ),
+    seeds: int | None = opt(None, "How many seeds, instead of the grid's.", min=1, max=10_000),
+    limit: int | None = opt(None, "Queries per task, instead of the grid's.", min=1),
+    workers: int | None = opt(None, "Processes or actors; default: by the model's size.", min=1),
     executor: options.Executor = "local",
     address: options.Address = None,
     rows: Annotated[TaskOptions, ("data_dir",)],
@@ -118,8 +106,8 @@ def run(
         except KeyboardInterrupt:
             if not opened.records:
                 raise
-            kept_now = f"{len(opened.records)} cells are kept: the same command goes on with them"
-            raise typer.Abort(kept_now) from None
+            message = f"{len(opened.records)} cells are kept: the same command goes on with them"
+            raise typer.Abort(message) from None
         failures = [opened.records[cell.key] for cell in lacking if not opened.done(cell.key)]
     kept = len({cell.key for cell in cells}) - len(lacking)
     if json:
@@ -151,10 +139,11 @@ def _cells(
     timed: set[str] = set()
     chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
     require_methods(chosen)
+    changes = {name: value for name, value in {"seeds": seeds, "limit": limit}.items() if value is not None}
+    named: dict[str, Any] = {"tasks": None} if only else {}  # who names tasks wants them all
     for one in limited(chosen, only) if only else chosen:
-        scale = _scaled(one.quick if quick else one.full, seeds, limit)
-        asked = scale.model_copy(update={"tasks": None}) if only else scale  # who names tasks wants them all
-        own = list(one.cells(base, tasks, asked))
+        scale = one.quick if quick else one.full
+        own = list(one.cells(base, tasks, scale.model_copy(update=named | changes)))
         cells += own
         timed |= {cell.key for cell in own if one.timed}
     return cells, timed
@@ -167,11 +156,6 @@ def _tell(folder: Path, summary: str, failures: "Sequence[Record]", names: str) 
         console.say(f"failed: {cell.task} {cell.method} seed {cell.seed}: {record.error}")
     which = [] if names == "all" else ["--experiments", names]
     console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
-
-
-def _scaled(scale: "Scale", seeds: int | None, limit: int | None) -> "Scale":
-    changes = {"seeds": seeds, "limit": limit}
-    return scale.model_copy(update={name: value for name, value in changes.items() if value is not None})
 
 
 def _execute(

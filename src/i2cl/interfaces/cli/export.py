@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument
 
 from i2cl.errors import I2CLError, needs
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions
+from i2cl.interfaces.cli.options import ModelOptions, opt
 
 if TYPE_CHECKING:
     from i2cl.export import Golden
@@ -19,35 +19,21 @@ if TYPE_CHECKING:
 class FormatOptions:
     """What is written."""
 
-    PANEL: ClassVar[str] = "Options"
-
-    to: Annotated[
-        Literal["hf", "peft", "gguf"],
-        typer.Option(help="A plain transformers checkpoint, a PEFT adapter, or a file for llama.cpp."),
-    ] = "hf"
-    drop_prior: Annotated[
-        bool,
-        typer.Option(
-            "--drop-prior", help="Leave out the label prior, which only hf can hold, and say what to add."
-        ),
-    ] = False
-    temperature: Annotated[
-        Literal["fold"] | None,
-        typer.Option(help="hf: divide the head by the injection's temperature; other text is flatter too."),
-    ] = None
-    golden: Annotated[bool, typer.Option(help="Store what `i2cl verify` compares with; loads the model.")] = (
-        True
+    to: Literal["hf", "peft", "gguf"] = opt(
+        "hf", "A plain transformers checkpoint, a PEFT adapter, or a file for llama.cpp."
     )
-    max_shard_size: Annotated[
-        str | None, typer.Option(help="hf: size of a file, such as 500MB; default: 5GB.")
-    ] = None
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="gguf: of the matrices; default: as in the base model."),
-    ] = None
-    tokenizer: Annotated[
-        bool, typer.Option(help="gguf: carry the tokenizer; without it the file takes token ids alone.")
-    ] = True
+    drop_prior: bool = opt(
+        False, "Leave out the label prior, which only hf can hold, and say what to add.", "--drop-prior"
+    )
+    temperature: Literal["fold"] | None = opt(
+        None, "hf: divide the head by the injection's temperature; other text is flatter too."
+    )
+    golden: bool = opt(True, "Store what `i2cl verify` compares with; loads the model.")
+    max_shard_size: str | None = opt(None, "hf: size of a file, such as 500MB; default: 5GB.")
+    dtype: Literal["float32", "float16", "bfloat16"] | None = opt(
+        None, "gguf: of the matrices; default: as in the base model."
+    )
+    tokenizer: bool = opt(True, "gguf: carry the tokenizer; without it the file takes token ids alone.")
 
     def of_format(self, output: Path) -> dict[str, Any]:
         """Arguments of one format alone. Raises I2CLError on options of another."""
@@ -70,7 +56,7 @@ class FormatOptions:
 @options.expanded
 def export(
     artefact: options.Artefact,
-    output: Annotated[Path, typer.Argument(help="Folder for the export, new or empty; or a new file.")],
+    output: Annotated[Path, Argument(help="Folder for the export, new or empty; or a new file.")],
     *,
     model: options.BaseName = None,
     force: options.Force = False,
@@ -92,10 +78,8 @@ def export(
     injection = Injection.from_pretrained(artefact)
     folds, divided = form.temperature == "fold", injection.temperature
     if folds and form.to != "hf":
-        raise I2CLError(
-            f"--temperature fold is for --to hf, {form.to} leaves the head as it is: leave it out and divide "
-            f"log-probabilities among the labels by {divided:g}"
-        )
+        cure = f"leave it out and divide log-probabilities among the labels by {divided:g}"
+        raise I2CLError(f"--temperature fold is for --to hf, {form.to} leaves the head as it is: {cure}")
     bias = (at_temperature(injection) if folds else injection).label_bias
     prior = {} if bias is None else dict(zip(injection.task.labels, bias, strict=True))
     if form.drop_prior:

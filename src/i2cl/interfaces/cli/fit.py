@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
+from typer import Option
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, data, load, options
-from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 from i2cl.storage.atomic import public_name, require_writable
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from i2cl.tasks import Example, Task
 
 PATIENCE = 120.0  # seconds of calibration left from which on a faster recipe is named
-
 ACCURACY = "accuracy (95 %)"
 _NAMES = ("model", "task")  # arguments that may be paths beside those that always are
 
@@ -30,18 +30,14 @@ _NAMES = ("model", "task")  # arguments that may be paths beside those that alwa
 class DrawOptions:
     """Which rows become demonstrations."""
 
-    PANEL: ClassVar[str] = "Options"
-
     shots: options.FitShots = None
     seed: options.Seed = 0
-    keep_back: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Of classes of your file with 10 rows or more, one row in so many is kept back to score on, "
-            "0 for none; default: 5 without --shots and --test.",
-        ),
-    ] = None
+    keep_back: int | None = opt(
+        None,
+        "Of classes of your file with 10 rows or more, one row in so many is kept back to score on, "
+        "0 for none; default: 5 without --shots and --test.",
+        min=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -50,60 +46,45 @@ class MethodOptions:
 
     PANEL: ClassVar[str] = options.METHOD
 
-    method: Annotated[
-        Literal["anchored", "i2cl"] | None,
-        typer.Option(
-            help="A vector at every writer, fitted around the plain model among the labels; or the paper's "
-            "method; default: anchored, or i2cl where a recipe or an option of its own is given."
-        ),
-    ] = None
+    method: Literal["anchored", "i2cl"] | None = opt(
+        None,
+        "A vector at every writer, fitted around the plain model among the labels; or the paper's "
+        "method; default: anchored, or i2cl where a recipe or an option of its own is given.",
+    )
     recipe: options.OwnRecipe = None
     settings: options.Settings = None
-    unlabelled: Annotated[
-        Path | None,
-        typer.Option(
-            help="Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
-            "set right on; 32 or more."
-        ),
-    ] = None
-    prior: Annotated[
-        str | None,
-        typer.Option(
-            help="Shares of the labels in those texts, in the labels' order, commas between; default: equal."
-        ),
-    ] = None
+    unlabelled: Path | None = opt(
+        None,
+        "Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
+        "set right on; 32 or more.",
+    )
+    prior: str | None = opt(
+        None, "Shares of the labels in those texts, in the labels' order, commas between; default: equal."
+    )
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
     """What is scored after the fit, and how."""
 
-    PANEL: ClassVar[str] = "Options"
-
-    evaluate: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Score the fit beside zero-shot, few-shot and, where they are installed, sentence "
-            "embeddings, on at most so many test rows or, without any, "
-            "training rows that are no demonstrations; 0: not at all.",
-        ),
-    ] = 160
-    folds: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Where no such rows are left, refit so often, each time without one part of the examples, "
-            "and score that part; 0: do not.",
-        ),
-    ] = 3
-    target_accuracy: Annotated[
-        float | None,
-        typer.Option(
-            help="Find the confidence from which on answers are right so often, such as 0.95, on labelled "
-            "rows that the fit does not use (at most --evaluate of them)."
-        ),
-    ] = None
+    evaluate: int = opt(
+        160,
+        "Score the fit beside zero-shot, few-shot and, where they are installed, sentence "
+        "embeddings, on at most so many test rows or, without any, "
+        "training rows that are no demonstrations; 0: not at all.",
+        min=0,
+    )
+    folds: int = opt(
+        3,
+        "Where no such rows are left, refit so often, each time without one part of the examples, "
+        "and score that part; 0: do not.",
+        min=0,
+    )
+    target_accuracy: float | None = opt(
+        None,
+        "Find the confidence from which on answers are right so often, such as 0.95, on labelled "
+        "rows that the fit does not use (at most --evaluate of them).",
+    )
 
 
 @options.expanded
@@ -111,7 +92,7 @@ def fit(
     context: typer.Context,
     model: options.Model,
     task: options.TaskName,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the artefact.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the artefact.")],
     *,
     drawing: DrawOptions,
     way: MethodOptions,
@@ -169,13 +150,10 @@ def fit(
         unknown = unmeasurable(loaded, demonstrations, scoring.folds, seed) if scoring.folds else lacking
     if scoring.evaluate and not unknown:
         timed: Any = {"method": chosen, "seconds": seconds, "target": scoring.target_accuracy}
-        injection = _measured(
-            injection, decoder, loaded, demonstrations, queries, make, scoring.folds, **timed
-        )
-    command = command_line(
-        context, shots=drawn.shots, keep_back=drawn.keep_back or None, seed=seed, method=chosen.name
-    )
-    injection = replace(injection, command=command)
+        what = injection, decoder, loaded, demonstrations, queries
+        injection = _measured(*what, make, scoring.folds, **timed)
+    known = {"shots": drawn.shots, "keep_back": drawn.keep_back or None, "seed": seed, "method": chosen.name}
+    injection = replace(injection, command=command_line(context, **known))
     if console.FIRST:
         injection.save_pretrained(output)
     rest = block.record() if block is not None else None
@@ -202,7 +180,6 @@ def _fitted(
 def _queries(
     task: "Task", demonstrations: "Sequence[Example]", limit: int, target: float | None
 ) -> "Sequence[Example]":
-    """Rows to score on."""
     from i2cl.experiments.evidence.baselines import labelled_rows
     from i2cl.experiments.evidence.selective import require_target
 
@@ -299,25 +276,14 @@ def _show_fit(
     history, count = injection.history, injection.context.demonstrations
     first, last = (history[0], history[-1]) if history else (None, None)
     if json:
-        record = {
-            "output": str(output),
-            "model": model,
-            "method": method,
-            "task": injection.task.name,
-            "labels": list(injection.task.labels),
-            "demonstrations": count,
-            "rows": rows,
-            "first_loss": first,
-            "last_loss": last,
-            "fit_seconds": seconds,
-            "cached_values": injection.context.values.numel(),
-            "coefficients": injection.coefficients.numel(),
-            "label_bias": injection.label_bias,
-            "temperature": injection.temperature,
-            "metrics": injection.metrics,
-            "worth": injection.worth or None,
-        }
-        console.print_json(record)
+        record: dict[str, Any] = {"output": str(output), "model": model, "method": method}
+        record |= {"task": injection.task.name, "labels": list(injection.task.labels)}
+        record |= {"demonstrations": count, "rows": rows, "first_loss": first, "last_loss": last}
+        record["fit_seconds"] = seconds
+        record["cached_values"] = injection.context.values.numel()
+        record["coefficients"] = injection.coefficients.numel()
+        record |= {"label_bias": injection.label_bias, "temperature": injection.temperature}
+        console.print_json(record | {"metrics": injection.metrics, "worth": injection.worth or None})
         return
     summary = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
     what = f"{injection.task.name} by {method}, {count} demonstrations"

@@ -31,18 +31,9 @@ def decoder(name: str, options: ModelOptions, architecture: "Architecture | None
     from i2cl.models.decoder import Decoder
 
     quiet()
+    given: dict[str, Any] = vars(options) | {"device_map": _device_map(options.device_map)}
     with console.waiting(f"loading {name}"):
-        loaded = Decoder.from_pretrained(
-            name,
-            device=options.device,
-            dtype=options.dtype,
-            device_map=_device_map(options.device_map),
-            offload_folder=options.offload_folder,
-            quantization=options.quantization,
-            revision=options.revision,
-            trust_remote_code=options.trust_remote_code,
-            architecture=architecture,
-        )
+        loaded = Decoder.from_pretrained(name, architecture=architecture, **given)
     if is_small(loaded):
         torch.set_num_threads(1)
     return loaded
@@ -61,9 +52,8 @@ def _device_map(typed: str | None) -> str | dict[str, Any] | None:
     try:
         places = json.loads(typed)
     except (ValueError, RecursionError) as error:
-        raise I2CLError(
-            f'--device-map {typed!r} is no JSON ({error}): write it like \'{{"": "cpu"}}\''
-        ) from None
+        cure = 'write it like \'{"": "cpu"}\''
+        raise I2CLError(f"--device-map {typed!r} is no JSON ({error}): {cure}") from None
     if not isinstance(places, dict) or not all(isinstance(place, str | int) for place in places.values()):
         raise I2CLError(f"--device-map {typed!r} is no map: give every module a device, cpu or disk")
     return places
@@ -85,9 +75,8 @@ def artefact_decoder(injection: "Injection", model: str | None, options: ModelOp
     try:
         return decoder(name, options)
     except I2CLError as error:
-        raise I2CLError(
-            f"{error} (the injection was made on {name!r}; --model names another place)"
-        ) from None
+        told = f"{error} (the injection was made on {name!r}; --model names another place)"
+        raise I2CLError(told) from None
 
 
 def quiet() -> None:

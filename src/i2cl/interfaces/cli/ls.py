@@ -1,38 +1,30 @@
 """`i2cl ls`."""
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument
 
 from i2cl.interfaces.cli import console, options
 
 
 def ls(
-    what: Annotated[Literal["tasks", "architectures", "methods"], typer.Argument(help="What to list.")],
+    what: Annotated[Literal["tasks", "architectures", "methods"], Argument(help="What to list.")],
     json: options.Json = False,
 ) -> None:
     """List what is known: tasks, model types (architectures) or methods.
 
     Methods come with their options, which `--set NAME=VALUE` sets.
     """
-    listings: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
-        "tasks": _tasks,
-        "architectures": _architectures,
-        "methods": _methods,
-    }
-    rows = listings[what]()
+    rows = {"tasks": _tasks, "architectures": _architectures, "methods": _methods}[what]()
     if json:
         console.print_json(rows)
     elif what == "methods":
         _show_methods(rows)
     else:
-        console.print_table("", [{name: _cell(value) for name, value in row.items()} for row in rows])
-
-
-def _cell(value: object) -> object:
-    return ", ".join(value) if isinstance(value, list) else value
+        joined = [{**row, "labels": ", ".join(row["labels"])} if "labels" in row else row for row in rows]
+        console.print_table("", joined)
 
 
 def _show_methods(rows: list[Mapping[str, Any]]) -> None:
@@ -48,21 +40,15 @@ def _show_methods(rows: list[Mapping[str, Any]]) -> None:
             console.say(f"    --set as for {listed[options]}")
         elif options:
             listed[options] = row["name"]
-            shown = textwrap.fill(f"--set {options}", 100, initial_indent="    ", subsequent_indent=" " * 10)
-            console.say(shown)
+            console.say(textwrap.fill(f"    --set {options}", 100, subsequent_indent=" " * 10))
 
 
 def _tasks() -> list[Mapping[str, Any]]:
     from i2cl.tasks import list_tasks
 
     return [
-        {
-            "name": task.name,
-            "group": task.group,
-            "shots": task.shots,
-            "labels": list(task.labels),
-            "what": task.description or task.title,
-        }
+        {"name": task.name, "group": task.group, "shots": task.shots, "labels": list(task.labels)}
+        | {"what": task.description or task.title}
         for task in list_tasks()
     ]
 
@@ -80,11 +66,8 @@ def _methods() -> list[Mapping[str, Any]]:
     from i2cl.methods import METHODS
 
     return [
-        {
-            "name": name,
-            "what": method.summary,
-            "needs": method.needs,
-            "cached": method.formula,
+        {"name": name, "what": method.summary, "needs": method.needs, "cached": method.formula}
+        | {
             "paper_row": method.row,
             "options": {
                 option: {"default": words.split("|")[0], "choices": words.split("|") if "|" in words else []}

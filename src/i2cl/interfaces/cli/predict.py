@@ -5,9 +5,10 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument
 
 from i2cl.errors import I2CLError
 from i2cl.injections.confidence import require_confidence
@@ -15,7 +16,7 @@ from i2cl.interfaces.batch_prediction.outputs import Output, require_other, sour
 from i2cl.interfaces.batch_prediction.tables import OutputFormat, Table
 from i2cl.interfaces.batch_prediction.tables import output_format as chosen_format
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions
+from i2cl.interfaces.cli.options import ModelOptions, opt
 from i2cl.tasks.formats import RowFormat
 from i2cl.version import __version__
 
@@ -28,53 +29,34 @@ if TYPE_CHECKING:
 class FormatOptions:
     """How texts are read and answers are written."""
 
-    PANEL: ClassVar[str] = "Options"
-
-    input_format: Annotated[
-        RowFormat | None, typer.Option(help="Of FILE; default: by its ending, else lines.")
-    ] = None
-    output_format: Annotated[
-        OutputFormat | None, typer.Option(help="Default: by OUT's ending, else tsv; with --json jsonl.")
-    ] = None
+    input_format: RowFormat | None = opt(None, "Of FILE; default: by its ending, else lines.")
+    output_format: OutputFormat | None = opt(None, "Default: by OUT's ending, else tsv; with --json jsonl.")
     text_column: options.TextColumn = "text"
-    keep: Annotated[
-        str | None,
-        typer.Option(help="Columns of FILE to repeat before the answer, commas between; of lines: text."),
-    ] = None
-    row_number: Annotated[
-        bool, typer.Option("--row-number", help="Begin with the number of the row, from 1.")
-    ] = False
-    min_confidence: Annotated[
-        float | None, typer.Option(help="Leave the label empty where its probability is below this.")
-    ] = None
+    keep: str | None = opt(
+        None, "Columns of FILE to repeat before the answer, commas between; of lines: text."
+    )
+    row_number: bool = opt(False, "Begin with the number of the row, from 1.", "--row-number")
+    min_confidence: float | None = opt(None, "Leave the label empty where its probability is below this.")
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """Where the texts are scored, and how many at a time."""
 
-    PANEL: ClassVar[str] = "Options"
-
-    chunk: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Rows scored at a time.")] = 512
-    restart: Annotated[bool, typer.Option("--restart", help="Discard what a killed run left.")] = False
+    chunk: int = opt(512, "Rows scored at a time.", min=1, max=2**31 - 1)
+    restart: bool = opt(False, "Discard what a killed run left.", "--restart")
     executor: options.Executor = "local"
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Actors on Ray; default: one a GPU, or a core without any.")
-    ] = None
+    workers: int | None = opt(None, "Actors on Ray; default: one a GPU, or a core without any.", min=1)
     address: options.Address = None
 
 
 @options.expanded
 def predict(
     artefact: options.Artefact,
-    source: Annotated[
-        str, typer.Argument(help="Texts one a line, or CSV, TSV, JSONL, JSON; - reads stdin.")
-    ] = "-",
+    source: Annotated[str, Argument(help="Texts one a line, or CSV, TSV, JSONL, JSON; - reads stdin.")] = "-",
     *,
     model: options.BaseName = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write here, and not to stdout.")
-    ] = None,
+    output: Path | None = opt(None, "Write here, and not to stdout.", "--output", "-o"),
     form: FormatOptions,
     force: options.Force = False,
     run: RunOptions,
@@ -102,20 +84,11 @@ def predict(
     loading = load.of_artefact(loading, injection, model)
     kept = tuple(dict.fromkeys(load.split(form.keep))) if form.keep else ()
     texts = Texts(source, form.input_format, form.text_column, run.chunk, kept=kept, numbered=form.row_number)
-    settings = {
-        "i2cl": __version__,
-        "artefact": digest(injection),
-        "model": [model, loading.revision],
-        "dtype": loading.dtype,
-        "quantization": loading.quantization,
-        "source": source_state(source),
-        "input_format": form.input_format,
-        "output_format": kind,
-        "text_column": form.text_column,
-        "keep": texts.names,
-        "chunk": run.chunk,
-        "min_confidence": form.min_confidence,
-    }
+    settings: dict[str, Any] = {"i2cl": __version__, "artefact": digest(injection)}
+    settings |= {"model": [model, loading.revision], "dtype": loading.dtype}
+    settings |= {"quantization": loading.quantization, "source": source_state(source)}
+    settings |= {"input_format": form.input_format, "output_format": kind, "text_column": form.text_column}
+    settings |= {"keep": texts.names, "chunk": run.chunk, "min_confidence": form.min_confidence}
     to_file = output is not None and (output.is_file() or not output.exists())
     waits = to_file and kind in {"csv", "parquet"}
     table = Table(injection.task.labels, kind, texts.names, waits=waits, least=form.min_confidence)
@@ -126,10 +99,9 @@ def predict(
         if out.kept:
             console.note(f"{out.kept} rows of an earlier run are kept")
         texts = replace(texts, skip=out.kept)
-        if run.executor == "ray":
-            scored = predict_on_ray(load_scorer, texts, run.address, run.workers)
-        else:
-            scored = predict_here(load_scorer, texts)
+        ray = run.executor == "ray"
+        there = (run.address, run.workers)
+        scored = predict_on_ray(load_scorer, texts, *there) if ray else predict_here(load_scorer, texts)
         _write(scored, out, shown=output is not None)
     if output is not None:
         before = f", {out.kept} of them from an earlier run" if out.kept else ""
@@ -155,7 +127,6 @@ def _write(scored: "ScoredStream", out: Output, *, shown: bool) -> None:
 def _scorer(
     injection: "Injection", model: str | None, loading: ModelOptions, table: Table, *, force: bool
 ) -> "Scorer":
-    """Load the model."""
     from i2cl.interfaces.batch_prediction.prediction import Scorer
 
     decoder = load.artefact_decoder(injection, model, loading)

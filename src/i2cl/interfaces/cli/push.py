@@ -3,18 +3,18 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
 
 
 def push(
-    artefact: Annotated[Path, typer.Argument(help="Folder made by `i2cl fit`.")],
-    repository: Annotated[str, typer.Argument(help="Such as user/name; made if it is not there.")],
-    private: Annotated[bool, typer.Option("--private", help="Of a repository that is made now.")] = False,
-    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
-    branch: Annotated[str | None, typer.Option(help="Made if it is not there; default: main.")] = None,
+    artefact: Annotated[Path, Argument(help="Folder made by `i2cl fit`.")],
+    repository: Annotated[str, Argument(help="Such as user/name; made if it is not there.")],
+    private: Annotated[bool, Option("--private", help="Of a repository that is made now.")] = False,
+    message: Annotated[str | None, Option(help="Of the commit.")] = None,
+    branch: Annotated[str | None, Option(help="Made if it is not there; default: main.")] = None,
     json: options.Json = False,
 ) -> None:
     """Upload a task and its model card to the Hugging Face hub.

@@ -1,27 +1,20 @@
 """`i2cl report`."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
+from i2cl.interfaces.cli.options import opt
 
 
+@options.expanded
 def report(
     store: options.StoreFolder,
-    names: Annotated[
-        str, typer.Option("--experiments", help="With commas between, TOML files, or all.")
-    ] = "all",
-    against: Annotated[
-        str | None, typer.Option(help="Row that the others are tested against, instead of the grid's.")
-    ] = None,
-    tasks: Annotated[str | None, typer.Option(help="These alone, with commas between.")] = None,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="New folder; default: STORE/report.")
-    ] = None,
-    formats: Annotated[str, typer.Option(help="Some of md,tex,csv,html.")] = "md,tex,csv,html",
+    names: str = opt("all", "With commas between, TOML files, or all.", "--experiments"),
+    against: str | None = opt(None, "Row that the others are tested against, instead of the grid's."),
+    tasks: str | None = opt(None, "These alone, with commas between."),
+    out: Path | None = opt(None, "New folder; default: STORE/report.", "-o", "--out"),
+    formats: str = opt("md,tex,csv,html", "Some of md,tex,csv,html."),
     json: options.Json = False,
 ) -> None:
     """Make tables and figures of a store, with intervals and tests.

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import typer
+from typer import Option
 
 from i2cl.errors import I2CLError, needs
 from i2cl.interfaces.cli import console, load, options
-from i2cl.interfaces.cli.options import ModelOptions
+from i2cl.interfaces.cli.options import ModelOptions, opt
 
 
 @dataclass(frozen=True)
@@ -17,27 +17,21 @@ class AccessOptions:
 
     PANEL: ClassVar[str] = "Access"
 
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Lines 'admin TOKEN' and 'read TOKEN'; needed unless only this machine can connect."
-        ),
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name that requests may be addressed to, repeatable; default: this machine's own on "
-            "loopback, else any."
-        ),
-    ] = None
-    allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="Site whose pages may ask, such as https://example.org, repeatable."),
-    ] = None
-    read_only: Annotated[bool, typer.Option("--read-only", help="Fit, upload and remove nothing.")] = False
-    page: Annotated[bool, typer.Option("--page/--no-page", help="Show a page for people at /.")] = True
+    host: str = opt("127.0.0.1", "Address to listen on.")
+    port: int = opt(8000, "0: any that is free.", min=0, max=65535)
+    token_file: Path | None = opt(
+        None, "Lines 'admin TOKEN' and 'read TOKEN'; needed unless only this machine can connect."
+    )
+    allowed_host: list[str] | None = opt(
+        None,
+        "Name that requests may be addressed to, repeatable; default: this machine's own on "
+        "loopback, else any.",
+    )
+    allow_origin: list[str] | None = opt(
+        None, "Site whose pages may ask, such as https://example.org, repeatable."
+    )
+    read_only: bool = opt(False, "Fit, upload and remove nothing.", "--read-only")
+    page: bool = opt(True, "Show a page for people at /.", "--page/--no-page")
 
 
 @dataclass(frozen=True)
@@ -46,22 +40,17 @@ class LimitOptions:
 
     PANEL: ClassVar[str] = "Limits"
 
-    max_waiting_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens of requests that may wait; more are refused. Default: 16 full batches."
-        ),
-    ] = None
-    max_resident_tasks: Annotated[int, typer.Option(min=1, help="Tasks on the model's device at once.")] = (
-        1000
+    max_waiting_tokens: int | None = opt(
+        None, "Tokens of requests that may wait; more are refused. Default: 16 full batches.", min=1
     )
+    max_resident_tasks: int = opt(1000, "Tasks on the model's device at once.", min=1)
 
 
 @options.expanded
 def serve(
     model: options.Model,
     *,
-    tasks: Annotated[Path, typer.Option(help="Folder of tasks, made if it is not there.")],
+    tasks: Annotated[Path, Option(help="Folder of tasks, made if it is not there.")],
     access: AccessOptions,
     limits: LimitOptions,
     loading: ModelOptions,
@@ -78,9 +67,8 @@ def serve(
     own = is_loopback(host)
     tokens = read_tokens(access.token_file) if access.token_file is not None else {}
     if not (own or tokens):
-        raise I2CLError(
-            f"--host {host} can be reached from other machines: give a --token-file, or listen on 127.0.0.1"
-        )
+        cure = "give a --token-file, or listen on 127.0.0.1"
+        raise I2CLError(f"--host {host} can be reached from other machines: {cure}")
     names = {"localhost", "127.0.0.1", "[::1]", host} if own else set()
     hosts = frozenset(name.lower() for name in (*(access.allowed_host or ()), *names))
     load.libraries()
@@ -108,4 +96,4 @@ def serve(
         else:
             console.say(f"Serving {model} at {address}")
 
-    run_server(app, listener, ready, service.stop)
+    run_server(app, listener, ready, service.batcher.stop)

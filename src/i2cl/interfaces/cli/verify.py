@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.export import sent_with
-from i2cl.interfaces.cli.options import ModelOptions
+from i2cl.interfaces.cli.options import ModelOptions, opt
 
 if TYPE_CHECKING:
     from i2cl.export import Verification
@@ -19,26 +20,14 @@ SHOWN = 6  # prompts in the table, at most
 
 @options.expanded
 def verify(
-    folder: Annotated[Path, typer.Argument(help="Folder or GGUF file made by `i2cl export`.")],
+    folder: Annotated[Path, Argument(help="Folder or GGUF file made by `i2cl export`.")],
     *,
-    url: Annotated[
-        str | None, typer.Option(help="Ask this completions server and not transformers or llama.cpp.")
-    ] = None,
-    model_name: Annotated[
-        str | None, typer.Option(help="What the server calls the model; default: the first it lists.")
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="Task of a server with the vLLM plugin to answer under.")
-    ] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to ask the server about; default: 20.")
-    ] = None,
-    tolerance: Annotated[
-        float | None, typer.Option(min=0, help="Largest relative difference; default: by dtype.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Base model of a PEFT adapter; default: the one it was made on.")
-    ] = None,
+    url: str | None = opt(None, "Ask this completions server and not transformers or llama.cpp."),
+    model_name: str | None = opt(None, "What the server calls the model; default: the first it lists."),
+    task: str | None = opt(None, "Task of a server with the vLLM plugin to answer under."),
+    logprobs: int | None = opt(None, "Tokens to ask the server about; default: 20.", min=1),
+    tolerance: float | None = opt(None, "Largest relative difference; default: by dtype.", min=0),
+    model: str | None = opt(None, "Base model of a PEFT adapter; default: the one it was made on."),
     loading: Annotated[ModelOptions, ("device",)],
     json: options.Json = False,
 ) -> None:
@@ -91,17 +80,11 @@ def _ask(
 def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -> None:
     """What was found; ``tokens`` is the label prior as a server has to be sent it."""
     if json:
-        record = {
-            "passed": outcome.passed,
-            "worst": outcome.worst,
-            "tolerance": outcome.tolerance,
-            "dropped": outcome.dropped,
-            "retokenized": outcome.retokenized,
-            "unchecked": outcome.unchecked,
-            "greedy": {"right": sum(outcome.greedy), "of": len(outcome.greedy)},
-            "prompts": outcome.rows(),
-        } | ({"logit_bias": tokens} if tokens else {})
-        console.print_json(record)
+        names = ("passed", "worst", "tolerance", "dropped", "retokenized", "unchecked")
+        record: dict[str, Any] = {name: getattr(outcome, name) for name in names}
+        record["greedy"] = {"right": sum(outcome.greedy), "of": len(outcome.greedy)}
+        record["prompts"] = outcome.rows()
+        console.print_json(record | ({"logit_bias": tokens} if tokens else {}))
         return
     rows = sorted(outcome.rows(), key=_right)  # wrong ones first
     console.print_table("", rows[:SHOWN])
@@ -113,10 +96,8 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
     if tokens and outcome.golden.label_bias:
         console.say(f"Labels are named with the label prior, which the server adds with {sent_with(tokens)}.")
     _say_greedy(outcome)
-    if outcome.unchecked:
-        console.say(f"{outcome.unchecked[0].upper()}{outcome.unchecked[1:]}.")
-    if outcome.dropped:
-        console.say(f"{outcome.dropped[0].upper()}{outcome.dropped[1:]}.")
+    for told in filter(None, (outcome.unchecked, outcome.dropped)):
+        console.say(f"{told[0].upper()}{told[1:]}.")
     if outcome.retokenized:
         first = outcome.retokenized[0].splitlines()[0]
         console.say(

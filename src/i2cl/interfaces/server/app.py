@@ -24,9 +24,7 @@ PAGE = Path(__file__).with_name("page")
 PAGE_FILES = {"/": "index.html", **{f"/{name}": name for name in ("page.css", "page.js", "example.csv")}}
 MOST_BODY = 4 * 2**20  # bytes of a body of texts, or of examples
 MOST_FILE = 256 * 2**20  # bytes of a file of texts
-
 METHODS = ("DELETE", "GET", "POST", "PUT")
-
 REFUSED = (400, 401, 403, 404, 408, 409, 413, 415, 421, 422, 429, 500, 503, 504, 507)
 
 
@@ -143,11 +141,9 @@ def _refusals(app: FastAPI, service: Service) -> None:
         problem = max(error.errors(), key=lambda one: len(one["loc"]))  # the text rather than the list of it
         parts = [str(part) for part in problem["loc"] if part not in {"body", "str"}]
         place = ".".join(part for part in parts if not part.startswith(("constrained-", "list[")))
-        message = problem["msg"].removeprefix("Value error, ")
+        message = f"{place or 'the body'} cannot be used, {problem['msg'].removeprefix('Value error, ')}"
         cure = "see /openapi.json for what this address takes"
-        return told(
-            RefusalError(422, "bad_request", f"{place or 'the body'} cannot be used, {message}: {cure}")
-        )
+        return told(RefusalError(422, "bad_request", f"{message}: {cure}"))
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)  # noqa: S101
@@ -155,10 +151,8 @@ def _refusals(app: FastAPI, service: Service) -> None:
         if error.status_code == 405:  # Starlette names the methods of one route of several
             path = request.url.path
             headers["Allow"] = ", ".join(name for name in METHODS if _takes(app, name, path))
-        what = {404: "no such address", 405: "no such method here"}.get(
-            error.status_code, "it cannot be read"
-        )
-        code = {404: "not_found", 405: "method"}.get(error.status_code, "bad_request")
+        known = {404: ("not_found", "no such address"), 405: ("method", "no such method here")}
+        code, what = known.get(error.status_code, ("bad_request", "it cannot be read"))
         message = f"{what}: /openapi.json lists addresses and what they take"
         return told(RefusalError(error.status_code, code, message, headers=headers))
 

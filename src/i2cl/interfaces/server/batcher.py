@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.injections.pool import InjectionPool, TaskQuery
-from i2cl.interfaces.server.refusals import RefusalError, failed, no_memory, stopping, too_late
+from i2cl.interfaces.server.refusals import RefusalError, busy, failed, no_memory, stopping, too_late
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.scoring import NotFiniteError
 
@@ -34,13 +34,6 @@ class FitStoppedError(Exception):
     """Ends a fit that was cancelled, or that is in the way of the server's end."""
 
 
-class Observer(Protocol):
-    """What wants to know of batches."""
-
-    def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:
-        """A batch has run; ``waited``: seconds of each of its requests until their first row began."""
-
-
 Outcome = Float[Tensor, " labels"] | RefusalError  # of one row
 
 
@@ -52,8 +45,7 @@ class Ticket:
     deadline: float  # on `time.monotonic`, before which they have to begin
     large: bool  # whether they run in slices
     since: float = field(default_factory=time.monotonic)
-    # log-probabilities of each row's labels, in the order of the rows; of a row of a file that cannot run,
-    # why
+    # log-probabilities of each row's labels, in the rows' order; of a row of a file that cannot run, why
     done: "Future[list[Outcome]]" = field(default_factory=Future)
     begun: int = 0
     found: "list[Outcome]" = field(default_factory=list)
@@ -72,7 +64,8 @@ class Ticket:
 class Batcher:
     """Answers rows of many tasks, in batches that mix them."""
 
-    def __init__(self, pool: InjectionPool, bound: int, observer: Observer | None = None) -> None:
+    def __init__(self, pool: InjectionPool, bound: int, observer: Any = None) -> None:
+        """Start; ``observer`` has `i2cl.interfaces.server.metrics.Metrics.batch`."""
         self.pool = pool  # scores them
         self.bound = bound  # tokens of requests that may wait or run at once
         self.waiting = 0  # tokens of requests that wait or run now
@@ -103,20 +96,12 @@ class Batcher:
         if self.stops:
             raise stopping()
         if tokens > self.bound:
-            raise RefusalError(
-                413,
-                "request_too_long",
-                f"the request takes {tokens} tokens and {self.bound} may wait at once: send fewer texts at a "
-                "time, or a file to /v1/batches",
-            )
+            what = f"the request takes {tokens} tokens and {self.bound} may wait at once"
+            cure = "send fewer texts at a time, or a file to /v1/batches"
+            raise RefusalError(413, "request_too_long", f"{what}: {cure}")
         if self.waiting and self.waiting + tokens >= self.bound:
             seconds = max(1, round(self.waiting / self._rate)) if self._rate else 1
-            raise RefusalError(
-                429,
-                "busy",
-                f"{self.waiting} tokens wait already: send it again in {seconds} s",
-                headers={"Retry-After": str(seconds)},
-            )
+            raise busy(429, f"{self.waiting} tokens wait already", seconds)
 
     def submit(self, rows: Sequence[TaskQuery], deadline: float) -> Ticket:
         """Let a request wait for its turn.
@@ -217,31 +202,11 @@ class Batcher:
                 self._turn()
 
     def _turn(self) -> None:
-        """A batch of small requests or, in turn, a slice of a large one."""
-        if self._large and (self._owed or not self._single):
-            self._owed = False
-            self._one(self._large)
-        else:
-            self._owed = True
-            self._one(self._single)
-
-    def _do(self, work: Callable[[], Any], future: "Future[Any]") -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        self._fits, self._resumed = True, time.monotonic()
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - who waits for it is told
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-        finally:
-            self._fits = False
-
-    def _one(self, heap: list[tuple[float, int, Ticket]]) -> None:
-        """Run a batch of what waits there, if anything does."""
+        """Run a batch of small requests or, in turn, a slice of a large one, if any waits."""
+        large = bool(self._large and (self._owed or not self._single))
+        self._owed = not large
         with self._changed:
-            chosen = self._taken(heap)
+            chosen = self._taken(self._large if large else self._single)
         if not chosen:
             return
         started = time.monotonic()
@@ -259,6 +224,19 @@ class Batcher:
             tasks = len({id(row.task) for row in rows})
             waited = [started - ticket.since for ticket, part in chosen if ticket.begun == len(part)]
             self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
+
+    def _do(self, work: Callable[[], Any], future: "Future[Any]") -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        self._fits, self._resumed = True, time.monotonic()
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - who waits for it is told
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        finally:
+            self._fits = False
 
     def _taken(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[Ticket, Sequence[TaskQuery]]]:
         """Rows of a batch, by deadline; what is late or cancelled goes."""
@@ -298,19 +276,16 @@ class Batcher:
                 return self._answered(rows[:half]) + self._answered(rows[half:])
             if isinstance(error, NotFiniteError):
                 return [RefusalError(500, "not_finite", str(error))]
-            short = isinstance(error, I2CLError) or (
-                isinstance(error, RuntimeError) and is_out_of_memory(error)
-            )
-            return [no_memory(error) if short else failed(error)]
+            full = isinstance(error, RuntimeError) and is_out_of_memory(error)
+            return [no_memory(error) if full or isinstance(error, I2CLError) else failed(error)]
 
     def _keep(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:
         if ticket.done.done():
             return
         if ticket.counted:
-            for answer in answers:
-                if isinstance(answer, RefusalError):
-                    self._fail(ticket, answer)
-                    return
+            if refusal := next((one for one in answers if isinstance(one, RefusalError)), None):
+                self._fail(ticket, refusal)
+                return
             self.waiting -= sum(row.tokens for row in ticket.rows[len(ticket.found) :][: len(answers)])
         ticket.found += answers
         if len(ticket.found) == len(ticket.rows):

@@ -29,12 +29,7 @@ UNKNOWN = "unknown"
 
 
 class ServerError(I2CLError):
-    """What the server refused.
-
-    Attributes:
-        status: of HTTP; 0 where it cannot be reached.
-        code: the server's word for it.
-    """
+    """What the server refused: its ``status`` of HTTP, 0 where it cannot be reached, and its ``code``."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -58,12 +53,9 @@ class Client:
     ) -> None:
         """Say where the server is; it is not asked yet.
 
-        Args:
-            url: such as ``http://127.0.0.1:8000``.
-            token: of the server's token file.
-            retries: how often a request is sent again that was refused for now, or that a server lost,
-                unless it begins a fit or a file's job or removes something.
-            timeout: seconds for which an answer is waited for.
+        ``url``: such as ``http://127.0.0.1:8000``; ``token``: of the server's token file; ``retries``: how
+        often a request is sent again that was refused for now, or that a server lost, unless it begins a fit
+        or a file's job or removes something; ``timeout``: seconds for which an answer is waited for.
         """
         self._url = urlsplit(url.rstrip("/"))
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -77,29 +69,19 @@ class Client:
         body: dict[str, Any] = {"model": task, "input": list(texts)}
         body |= {} if min_confidence is None else {"min_confidence": min_confidence}
         reply, headers = self._asked("POST", "/v1/classify", body)
-        return [
-            Prediction(
-                one["label"], dict(zip(reply["labels"], one["probs"], strict=True)), headers["x-task-digest"]
-            )
-            for one in reply["data"]
-        ]
+        labels, digest = reply["labels"], headers["x-task-digest"]
+        each = [(one["label"], dict(zip(labels, one["probs"], strict=True))) for one in reply["data"]]
+        return [Prediction(label, probabilities, digest) for label, probabilities in each]
 
     def tasks(self) -> list[dict[str, Any]]:
         """Every task: ``id``, ``digest``, ``created``, ``labels``."""
-        entries: list[dict[str, Any]] = self._asked("GET", "/v1/tasks")[0]["data"]
-        return entries
+        return list(self._asked("GET", "/v1/tasks")[0]["data"])
 
     def fit(self, name: str, examples: Sequence[Mapping[str, str]], template: str, **options: Any) -> str:
-        """Begin a fit, and return its job's id.
+        """Begin a fit, and return its job's id. Raises ServerError, naming rows that cannot be used.
 
-        Args:
-            name: of the task.
-            examples: each with its ``text`` and ``label``.
-            template: with ``{text}`` and ``{label}``.
-            options: other fields of the request, see /openapi.json.
-
-        Raises:
-            ServerError: naming rows that cannot be used.
+        ``name``: of the task; ``examples``: each with its ``text`` and ``label``; ``template``: with
+        ``{text}`` and ``{label}``; ``options``: other fields of the request, see /openapi.json.
         """
         body = {"name": name, "examples": [dict(row) for row in examples], "template": template, **options}
         return str(self._asked("POST", "/v1/tasks", body)[0]["id"])
@@ -110,11 +92,8 @@ class Client:
         with tarfile.open(fileobj=packed, mode="w") as tar:
             for file in ("injection.json", "injection.safetensors"):
                 tar.add(Path(folder) / file, arcname=file)
-        return str(
-            self._asked("PUT", f"/v1/tasks/{quote(name)}", packed.getvalue(), "application/x-tar")[0][
-                "digest"
-            ]
-        )
+        path, body = f"/v1/tasks/{quote(name)}", packed.getvalue()
+        return str(self._asked("PUT", path, body, "application/x-tar")[0]["digest"])
 
     def delete(self, name: str) -> None:
         """Remove a task. Raises ServerError if there is none."""
@@ -135,13 +114,11 @@ class Client:
 
     def jobs(self) -> list[dict[str, Any]]:
         """Fits and files, the newest first."""
-        entries: list[dict[str, Any]] = self._asked("GET", "/v1/jobs")[0]["data"]
-        return entries
+        return list(self._asked("GET", "/v1/jobs")[0]["data"])
 
     def job(self, job: str) -> dict[str, Any]:
         """Where a job stands."""
-        record: dict[str, Any] = self._asked("GET", f"/v1/jobs/{quote(job)}")[0]
-        return record
+        return dict(self._asked("GET", f"/v1/jobs/{quote(job)}")[0])
 
     def cancel(self, job: str) -> None:
         """End a job, or remove one that has ended."""
@@ -153,9 +130,8 @@ class Client:
             time.sleep(look)
         last: dict[str, Any] = record["last"]
         if record["status"] != "done":
-            error = last.get(
-                "error", {"code": "cancelled", "message": f"job {job} was cancelled: begin it anew"}
-            )
+            cancelled = {"code": "cancelled", "message": f"job {job} was cancelled: begin it anew"}
+            error = last.get("error", cancelled)
             raise ServerError(0, error["code"], error["message"])
         return last
 
@@ -180,16 +156,18 @@ class Client:
             except (OSError, http.client.HTTPException) as error:
                 self._drop()
                 if last or (sent and not twice):
-                    raise self._lost(error, "" if twice else ", and what it has done") from None
+                    cure = "check that it serves" + ("" if twice else ", and what it has done")
+                    message = f"no answer from {self._url.geturl()} ({error}): {cure}"
+                    raise ServerError(0, "unreachable", message) from None
                 time.sleep(min(2.0, 0.1 * 2**attempt))
                 continue
             fields = {name.lower(): value for name, value in reply.getheaders()}
             refused = _refused(reply.status, found) if reply.status >= 400 else None
-            if refused is not None and not last and _again(method, path, refused):
+            if refused is not None:
+                if last or not _again(method, path, refused):
+                    raise refused
                 time.sleep(_pause(fields.get("retry-after", "")))
                 continue
-            if refused is not None:
-                raise refused
             is_json = fields.get("content-type", "").partition(";")[0] == "application/json"
             return (json.loads(found) if is_json else found), fields
         raise AssertionError  # the last attempt returns or raises
@@ -206,10 +184,6 @@ class Client:
         if (connection := getattr(self._own, "connection", None)) is not None:
             connection.close()
         self._own.connection = None
-
-    def _lost(self, error: Exception, also: str = "") -> ServerError:
-        message = f"no answer from {self._url.geturl()} ({error}): check that it serves{also}"
-        return ServerError(0, "unreachable", message)
 
 
 class AsyncClient:

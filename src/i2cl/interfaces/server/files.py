@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import IO, Any
 
 import pydantic
@@ -90,7 +89,9 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     """
     digests, rows, out = job.told["digests"], job.told["rows"], job.folder / OUTPUT
     with Journal.opened(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:
-        done, failures = journal.kept, _failures(out)
+        done = journal.kept
+        with out.open("rb") as written:
+            failures = sum("error" in json.loads(line) for line in written)
         deque(islice(lines, done), maxlen=0)
         while chunk := [json.loads(line) for line in islice(lines, CHUNK)]:
             job.require_wanted()
@@ -104,11 +105,6 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
             failures += sum("error" in one for one in records)
             job.show("rows", done=done, rows=rows, failed=failures)
     return {"rows": rows, "failed": failures}
-
-
-def _failures(out: Path) -> int:
-    with out.open("rb") as lines:
-        return sum("error" in json.loads(line) for line in lines)
 
 
 def _answers(
@@ -128,12 +124,7 @@ def _answers(
         if isinstance(scores, RefusalError):
             answers[at] = scores.body()
             continue
-        labels = row.task.questions.task.labels
-        probs = scores.softmax(-1).tolist()
-        answers[at] = {
-            "digest": digests[chunk[at]["model"]],
-            "label": labels[probs.index(max(probs))],
-            "labels": labels,
-            "probs": probs,
-        }
+        labels, probs = row.task.questions.task.labels, scores.softmax(-1).tolist()
+        answers[at] = {"digest": digests[chunk[at]["model"]], "label": labels[probs.index(max(probs))]}
+        answers[at] |= {"labels": labels, "probs": probs}
     return answers

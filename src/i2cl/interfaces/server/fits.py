@@ -2,8 +2,9 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +73,10 @@ class SharedDecoder(Decoder):
 def read_task(decoder: Decoder, request: Mapping[str, Any], folder: Path) -> tuple[Task, tuple[Example, ...]]:
     """A task with its rows, and its demonstrations, if it can be fitted.
 
-    Args:
-        decoder: the model.
-        request: fields of a request for a fit, see `i2cl.interfaces.server.routes.schemas.Fit`.
-        folder: holds ``input.json`` or ``input.csv``, and ``input.test.json`` where there are test rows.
-
-    Raises:
-        RefusalError: 422 naming every row that cannot be used, 413 on a text that exceeds the context.
-        I2CLError: on labels, a template or options that cannot be used.
+    ``request``: fields of a request for a fit, see `i2cl.interfaces.server.routes.schemas.Fit`; ``folder``:
+    holds ``input.json`` or ``input.csv``, and ``input.test.json`` where there are test rows. Raises
+    RefusalError: 422 naming every row that cannot be used, 413 on a text that exceeds the context; I2CLError
+    on labels, a template or options that cannot be used.
     """
     try:
         task = _read(request, folder)
@@ -105,9 +102,9 @@ def read_task(decoder: Decoder, request: Mapping[str, Any], folder: Path) -> tup
 def survey_of(decoder: Decoder, task: Task) -> dict[str, Any]:
     """What the training rows are, for JSON; texts with several labels: the first few, shortened."""
     survey = Survey.of(task)
-    several = [(text[:SNIPPET], list(words)) for text, words in survey.contradictions[:SEVERAL]]
+    several = survey.contradictions[:SEVERAL]
     return survey.record() | {
-        "contradictions": [{"text": text, "labels": words} for text, words in several],
+        "contradictions": [{"text": text[:SNIPPET], "labels": list(words)} for text, words in several],
         "contradicting": len(survey.contradictions),
         "longest_tokens": max(map(len, decoder.encoder(list(survey.longest)))),
         "most_tokens": decoder.max_length,
@@ -115,19 +112,16 @@ def survey_of(decoder: Decoder, task: Task) -> dict[str, Any]:
 
 
 def _read(request: Mapping[str, Any], folder: Path) -> Task:
-    path = next(folder / name for name in ("input.json", "input.csv") if (folder / name).is_file())
-    test = folder / "input.test.json"
-    tests = [test] if test.is_file() else []
-    shape = Template(request["template"])
-    if request.get("labels") is not None:
-        Task(
-            request["name"], tuple(request["labels"]), shape
-        )  # what is wrong with these is not told of each row
+    path, *tests = (
+        folder / name for name in ("input.json", "input.csv", "input.test.json") if (folder / name).is_file()
+    )
+    shape, labels = Template(request["template"]), request.get("labels")
+    if labels is not None:
+        Task(request["name"], tuple(labels), shape)  # what is wrong with these is not told of each row
     for file in (path, *tests):
-        if refused := [_short(why, folder) for why in refused_rows(file, request.get("labels"))]:
+        if refused := [_short(why, folder) for why in refused_rows(file, labels)]:
             raise RefusalError(422, "bad_rows", refused[0], rows=refused)
-    labels, test_path = request.get("labels"), test if tests else None
-    return load_task(path, template=shape, labels=labels, test_path=test_path)
+    return load_task(path, template=shape, labels=labels, test_path=tests[0] if tests else None)
 
 
 def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
@@ -143,9 +137,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
 
     def work() -> Injection:
         started = time.perf_counter()
-        method = _method(request)
-
-        shown = 0.0
+        method, shown = _method(request), 0.0
 
         def step(done: int, of: int, loss: float) -> None:
             nonlocal shown
@@ -162,25 +154,16 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
         if queries:
             return _untimed(with_worth(injection, decoder, task, demonstrations, queries, **watched))
         if request["evaluate"] and not unmeasurable(task, demonstrations, seed=request["seed"]):
-
-            def make(rest: Sequence[Example]) -> Injection:
-                return method.injection(decoder, task, rest, request["seed"])
-
+            make = partial(method.injection, decoder, task, seed=request["seed"])
             return _untimed(with_folds(injection, decoder, task, demonstrations, make, **watched))
         return injection
 
     injection: Injection = batcher.run(work).result()
     entry = tasks.put(request["name"], injection)
-    return {
-        "name": entry.name,
-        "digest": entry.digest,
-        "labels": list(entry.labels),
-        "demonstrations": len(demonstrations),
-        "history": list(injection.history),
-        "worth": injection.worth or None,
-        "tokens": _tokens(decoder, task, demonstrations),
-        **map_of(injection),
-    }
+    told: dict[str, Any] = {"name": entry.name, "digest": entry.digest, "labels": list(entry.labels)}
+    told |= {"demonstrations": len(demonstrations), "history": list(injection.history)}
+    told |= {"worth": injection.worth or None, "tokens": _tokens(decoder, task, demonstrations)}
+    return told | map_of(injection)
 
 
 def _untimed(injection: Injection) -> Injection:
@@ -209,12 +192,8 @@ def _map_of(edit: Edit | None) -> dict[str, Any]:
         pairs = torch.stack([torch.ones_like(keep), keep], dim=-1)
     else:
         return {}
-    sizes = scaled.square().mean(-1).sqrt()
-    return {"coefficients": _rounded(pairs), "sizes": _rounded(sizes)}
-
-
-def _rounded(values: torch.Tensor) -> Any:
-    return (values.double() * 1e5).round().div(1e5).tolist()
+    told = {"coefficients": pairs, "sizes": scaled.square().mean(-1).sqrt()}
+    return {name: (values.double() * 1e5).round().div(1e5).tolist() for name, values in told.items()}
 
 
 def _method(request: Mapping[str, Any]) -> Injector:

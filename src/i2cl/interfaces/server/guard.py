@@ -16,7 +16,7 @@ from typing import IO, Any, Literal
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server.metrics import Metrics
-from i2cl.interfaces.server.refusals import RefusalError, failed
+from i2cl.interfaces.server.refusals import RefusalError, busy, failed
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -30,7 +30,6 @@ BODY_SECONDS = 30.0  # for which a body may come in, and longer by `BODY_RATE`
 BODY_RATE = 2**18  # bytes that give a body another second once they are there
 IN_MEMORY = 2**20  # bytes of a body beyond which it lies on the disk
 MOST_HELD = 2**29  # bytes of all bodies at once; those of up to `SMALL` are taken in any case
-
 SMALL = 2**16
 MOST_RUNNING = 512  # requests at once, those aside that need no token
 
@@ -60,14 +59,11 @@ class Access:
     hosts: frozenset[str] = frozenset()  # names under which this server is asked for; empty for any
 
     def require_host(self, host: str) -> None:
-        """Refuse a name that is not this server's: a page elsewhere may have bound it to this address. Raises
-        RefusalError: 421.
-        """
+        """Refuse (421) a name that is not ours: a page elsewhere may have bound it to this address."""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if self.hosts and name.lower() not in self.hosts:
-            raise RefusalError(
-                421, "unknown_host", "this server is not asked for by that Host: add --allowed-host"
-            )
+            message = "this server is not asked for by that Host: add --allowed-host"
+            raise RefusalError(421, "unknown_host", message)
 
     def role(self, header: str) -> Role | None:
         """That of a bearer token, in a time that does not depend on it."""
@@ -95,10 +91,8 @@ def read_tokens(path: Path) -> dict[str, Role]:
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2 or words[0] not in {"read", "admin"} or len(words[1]) < SHORTEST_TOKEN:
-            raise I2CLError(
-                f"--token-file {str(path)!r} line {number} is no role and token: write 'admin TOKEN' or "
-                f"'read TOKEN', with at least {SHORTEST_TOKEN} characters"
-            )
+            cure = f"write 'admin TOKEN' or 'read TOKEN', with at least {SHORTEST_TOKEN} characters"
+            raise I2CLError(f"--token-file {str(path)!r} line {number} is no role and token: {cure}")
         roles[words[1]] = "admin" if words[0] == "admin" else "read"
     if not roles:
         raise I2CLError(f"--token-file {str(path)!r} holds no token: write a line 'admin TOKEN'")
@@ -131,8 +125,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began = False
-        status = 500
+        began, status = False, 500
 
         async def sent(message: Message) -> None:
             nonlocal began, status
@@ -140,11 +133,8 @@ class Guard:
                 began, status = True, message["status"]
                 headers = [*message.get("headers", ())]
                 present = {name.lower() for name, _ in headers}
-                headers += [
-                    (name.lower().encode(), value.encode())
-                    for name, value in HEADERS.items()
-                    if name.lower().encode() not in present
-                ]
+                ours = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                headers += [(name, value) for name, value in ours if name not in present]
                 message = {**message, "headers": headers}
             await send(message)
 
@@ -165,8 +155,7 @@ class Guard:
         finally:
             ends.close()
             self.running -= 1
-            route = getattr(scope.get("route"), "path", "other")
-            self.metrics.request(route, status)
+            self.metrics.request(getattr(scope.get("route"), "path", "other"), status)
 
     async def _admitted(self, scope: Scope, receive: Any, ends: ExitStack) -> Any:
         """The request's body, to be received once more by the program inside."""
@@ -176,7 +165,7 @@ class Guard:
         method, path = scope["method"], scope["path"]
         self.access.require_host(headers.get("host", ""))
         if self.running > MOST_RUNNING and path not in OPEN:
-            raise _busy(503, f"{MOST_RUNNING} requests are here already")
+            raise busy(503, f"{MOST_RUNNING} requests are here already")
         if self.access.tokens and path not in OPEN:
             header = headers.get("authorization", "")
             role = self.access.role(header)
@@ -193,9 +182,8 @@ class Guard:
             return receive
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in allowed:
-            raise RefusalError(
-                415, "content_type", f"the body is no {' or '.join(allowed)}: say so in Content-Type"
-            )
+            message = f"the body is no {' or '.join(allowed)}: say so in Content-Type"
+            raise RefusalError(415, "content_type", message)
         body = ends.enter_context(SpooledTemporaryFile(IN_MEMORY))  # noqa: SIM115 - closes with ends
         await self._fill(body, receive, headers.get("content-length", ""), self.limit(method, path), ends)
         body.seek(0)
@@ -229,7 +217,7 @@ class Guard:
                     if size > limit:
                         raise long
                     if size > SMALL and self.held > MOST_HELD:
-                        raise _busy(429, f"bodies of {MOST_HELD} bytes are here already")
+                        raise busy(429, f"bodies of {MOST_HELD} bytes are here already")
                     body.write(part)
                     if not message.get("more_body"):
                         return
@@ -253,7 +241,3 @@ class Guard:
 
 def _changes(method: str, path: str) -> bool:
     return method not in {"GET", "HEAD", "OPTIONS"} and path.startswith("/v1/tasks")
-
-
-def _busy(status: int, why: str) -> RefusalError:
-    return RefusalError(status, "busy", f"{why}: send it again in 5 s", headers={"Retry-After": "5"})

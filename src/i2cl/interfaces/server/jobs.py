@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +39,6 @@ MOST_QUEUED = 100  # jobs of a kind that may wait
 MOST_OWN = 10  # of those, the ones of a token that only reads
 MOST_KEPT = 1000  # jobs whose end is told of; the oldest of more are removed when the server starts
 MOST_SHOWN = 100  # events of a job that are in memory alone
-
 CANCELLED = "cancelled"
 
 _log = logging.getLogger("i2cl.server")
@@ -110,7 +110,10 @@ class Job:
         """Add an event that need not outlive this process, nor the many that come after it."""
         shown = [one["at"] for one in self.events if one["event"] not in TOLD]
         gone = shown[: max(0, len(shown) + 1 - MOST_SHOWN)]
-        kept = [_without_map(one) for one in self.events if one["at"] not in gone]
+        kept = [one for one in self.events if one["at"] not in gone]
+        for place, one in enumerate(kept):
+            if one["event"] not in TOLD:
+                kept[place] = {name: one[name] for name in one if name not in {"coefficients", "sizes"}}
         self.events = [*kept, {"event": event, "at": self._now(), **what}]
 
     @property
@@ -131,12 +134,6 @@ class Job:
         first = {"id": self.id, "object": "job", "kind": self.kind, "created": int(self.created)}
         shown = {name: value for name, value in self.told.items() if name in {"name", "rows", "tasks"}}
         return {**first, "status": self.status, **shown, "last": self.events[-1]}
-
-
-def _without_map(event: dict[str, Any]) -> dict[str, Any]:
-    if event["event"] in TOLD:
-        return event
-    return {name: value for name, value in event.items() if name not in {"coefficients", "sizes"}}
 
 
 # Does a job and returns what its end tells; begins where an earlier run of it stood.
@@ -162,10 +159,8 @@ class Jobs:
         for left in root.glob(".*"):  # by a kill
             shutil.rmtree(left, ignore_errors=True)
         self._read()
-        self._threads = [
-            threading.Thread(target=self._loop, args=(kind,), name=f"{kind} jobs", daemon=True)
-            for kind in workers
-        ]
+        thread = partial(threading.Thread, target=self._loop, daemon=True)
+        self._threads = [thread(args=(kind,), name=f"{kind} jobs") for kind in workers]
 
     def start(self) -> None:
         """Begin to work."""
@@ -206,11 +201,8 @@ class Jobs:
         with self.scratch() as scratch:
             fresh = scratch / "job"
             fresh.mkdir()
-            for name, content in {
-                **files,
-                "job.json": head.model_dump_json().encode(),
-                "events.jsonl": json.dumps(queued).encode() + b"\n",
-            }.items():
+            own = {"job.json": head.model_dump_json(), "events.jsonl": json.dumps(queued) + "\n"}
+            for name, content in {**files, **{name: text.encode() for name, text in own.items()}}.items():
                 if isinstance(content, Path):
                     content.rename(fresh / name)
                 else:
@@ -228,8 +220,7 @@ class Jobs:
 
     def get(self, identity: str) -> Job:
         """A job by its id. Raises RefusalError: 404 if there is none."""
-        job = self._jobs.get(identity)
-        if job is None:
+        if (job := self._jobs.get(identity)) is None:
             raise unknown_job(identity)
         return job
 
@@ -238,9 +229,7 @@ class Jobs:
         return sorted(self._jobs.values(), key=lambda job: -job.created)
 
     def cancel(self, job: Job) -> None:
-        """End a job that waits or runs; of one that has ended, remove what it left. Raises OSError if that
-        cannot be written.
-        """
+        """End a job that waits or runs, remove what one that has ended left. Raises OSError if it cannot."""
         with self._changed:
             if job.ended:
                 gone = job.folder.with_name(f".{job.id}")  # whole or not at all, whatever ends the process

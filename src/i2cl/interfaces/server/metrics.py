@@ -18,9 +18,8 @@ class Metrics:
         self._rows = Histogram("i2cl_batch_rows", "Rows of a batch", buckets=_SIZES, registry=own)
         self._tasks = Histogram("i2cl_batch_tasks", "Tasks of a batch", buckets=_SIZES, registry=own)
         self._running = Histogram("i2cl_running_seconds", "Of a batch", buckets=_SECONDS, registry=own)
-        self._waiting = Histogram(
-            "i2cl_waiting_seconds", "Of a request until its rows begin", buckets=_SECONDS, registry=own
-        )
+        until = "Of a request until its rows begin"
+        self._waiting = Histogram("i2cl_waiting_seconds", until, buckets=_SECONDS, registry=own)
 
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """Tell a figure as it is when it is asked for."""
@@ -35,7 +34,7 @@ class Metrics:
         self._refusals.labels(reason).inc()
 
     def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:
-        """See `i2cl.interfaces.server.batcher.Observer`."""
+        """A batch has run; ``waited``: seconds of each of its requests until their first row began."""
         self._rows.observe(rows)
         self._tasks.observe(tasks)
         self._running.observe(seconds)

@@ -14,32 +14,25 @@ from i2cl.errors import I2CLError
 
 DRAIN_SECONDS = 30  # for which what runs may still be answered after SIGTERM
 BACKLOG = 2048  # connections that may wait to be taken
-
-
 # For which a connection stays open that brings no whole header, or that takes nothing of its answer: longer
 # than proxies and clients keep one.
 IDLE_SECONDS = 75
-
-
 MOST_CONNECTIONS = 800  # at once; of more, those go that were without a request for longest
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; port 0 takes a free one. Raises I2CLError if that address cannot be had."""
-    listener = socket.socket(
-        socket.AF_INET6 if ":" in host else socket.AF_INET,
-        socket.SOCK_STREAM,
-        socket.IPPROTO_TCP,  # asyncio switches Nagle's delay of 40 ms off where it is told that this is TCP
-    )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio switches Nagle's delay of 40 ms off where it is told that this is TCP
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise I2CLError(
-            f"cannot listen on {host} port {port} ({error}): choose another --host or --port"
-        ) from None
+        cure = "choose another --host or --port"
+        raise I2CLError(f"cannot listen on {host} port {port} ({error}): {cure}") from None
     return listener
 
 

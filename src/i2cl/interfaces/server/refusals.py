@@ -16,13 +16,8 @@ LONG = 2000
 
 
 class RefusalError(I2CLError):
-    """A request that is not done, and why.
-
-    Attributes:
-        status: of HTTP.
-        code: one word, for programs.
-        headers: of the answer.
-        rows: what is wrong with rows, one by one, where that is known.
+    """A request that is not done, and why: a ``status`` of HTTP, a ``code`` of one word for programs,
+    ``headers`` of the answer, and what is wrong with ``rows``, one by one, where that is known.
     """
 
     def __init__(
@@ -75,27 +70,26 @@ def read_only() -> RefusalError:
 
 def too_late() -> RefusalError:
     """Its time was over before it ran."""
-    return RefusalError(
-        504, "deadline", "the time of this request was over before it ran: send it again later"
-    )
+    message = "the time of this request was over before it ran: send it again later"
+    return RefusalError(504, "deadline", message)
 
 
 def stopping() -> RefusalError:
     """No new work is taken."""
-    return RefusalError(
-        503,
-        "stopping",
-        "this server stops and takes nothing new: send it again",
-        headers={"Retry-After": "5"},
-    )
+    message = "this server stops and takes nothing new: send it again"
+    return RefusalError(503, "stopping", message, headers={"Retry-After": "5"})
+
+
+def busy(status: int, why: str, seconds: int = 5) -> RefusalError:
+    """There is no room now, and may be soon."""
+    headers = {"Retry-After": str(seconds)}
+    return RefusalError(status, "busy", f"{why}: send it again in {seconds} s", headers=headers)
 
 
 def no_memory(error: Exception) -> RefusalError:
     """Not even one row alone fits."""
-    message = (
-        str(error) if isinstance(error, I2CLError) else "the model is out of memory: send it again later"
-    )
-    return RefusalError(503, "out_of_memory", message, headers={"Retry-After": "5"})
+    said = str(error) if isinstance(error, I2CLError) else "the model is out of memory: send it again later"
+    return RefusalError(503, "out_of_memory", said, headers={"Retry-After": "5"})
 
 
 def failed(error: Exception) -> RefusalError:

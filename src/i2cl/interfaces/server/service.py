@@ -55,24 +55,17 @@ class Service:
     ) -> None:
         """Open a folder of tasks for a model, and take up the jobs that are there.
 
-        Args:
-            decoder: the model.
-            folder: see `i2cl.interfaces.server.task_store` and `i2cl.interfaces.server.jobs`.
-            read_only: write nothing, fit nothing.
-            most_waiting: tokens of requests that may wait.
-            most_resident: tasks on the device at once.
-
-        Raises:
-            I2CLError: if the folder cannot be used, or another process writes to it.
+        ``folder``: see `i2cl.interfaces.server.task_store` and `i2cl.interfaces.server.jobs`; ``read_only``:
+        write and fit nothing; ``most_waiting``: tokens of requests that may wait; ``most_resident``: tasks on
+        the device at once. Raises I2CLError if the folder cannot be used, or another process writes to it.
         """
         self.decoder, self.base = decoder, decoder.name
         self.metrics = Metrics()  # figures of all of it
         self._held = ExitStack()
         if not read_only:
             folder.mkdir(parents=True, exist_ok=True)
-            busy = (
-                f"another process serves {str(folder)!r}: stop it, choose another folder, or add --read-only"
-            )
+            cure = "stop it, choose another folder, or add --read-only"
+            busy = f"another process serves {str(folder)!r}: {cure}"
             self._held.enter_context(only_writer(folder / ".lock", busy))
         pool = InjectionPool(decoder)
         # the folder of tasks
@@ -88,12 +81,9 @@ class Service:
                 "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
             }
             self.jobs = jobs = Jobs(folder / "jobs", workers)
-            self.tasks.needed = lambda: {
-                digest
-                for job in jobs.all()
-                if not job.ended
-                for digest in job.told.get("digests", {}).values()
-            }
+            self.tasks.needed = lambda: set().union(
+                *(job.told.get("digests", {}).values() for job in jobs.all() if not job.ended)
+            )
             self.tasks.keeps_all |= not jobs.whole
             self.tasks.sweep()
             jobs.start()
@@ -117,18 +107,10 @@ class Service:
 
         Whatever the number of tasks that are loaded and replaced meanwhile, one version answers all texts.
 
-        Args:
-            name: of the task.
-            texts: to be classified.
-            timeout: seconds before which the first of them has to begin.
-            gone: returns when nobody waits for the answer any more.
-
-        Returns:
-            None if that is so; then what has not run does not.
-
-        Raises:
-            RefusalError: 413 on too many texts; see `TaskStore.queries` and `Batcher.submit`.
-            I2CLError: on an empty text.
+        ``name``: of the task; ``timeout``: seconds before which the first text has to begin; ``gone``:
+        returns when nobody waits for the answer any more: then what has not run does not, and the answer is
+        None. Raises RefusalError: 413 on too many texts, see `TaskStore.queries` and `Batcher.submit`;
+        I2CLError on an empty text.
         """
         require_number(texts, "send fewer, or a file to /v1/batches")
         deadline = time.monotonic() + timeout
@@ -136,10 +118,9 @@ class Service:
         entry, rows = await asyncio.to_thread(self.tasks.queries, name, texts)
         ticket = self.batcher.submit(rows, deadline)
         waits: asyncio.Future[Any] = asyncio.wrap_future(ticket.done)
-        watch = asyncio.ensure_future(gone()) if gone is not None else None
+        watches = [asyncio.ensure_future(gone())] if gone is not None else []
         try:
-            others = [] if watch is None else [watch]
-            await asyncio.wait([waits, *others], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([waits, *watches], return_when=asyncio.FIRST_COMPLETED)
             if not waits.done():
                 return None
             if waits.cancelled():
@@ -147,7 +128,7 @@ class Service:
             scores = waits.result()
         finally:
             self.batcher.cancel(ticket)
-            if watch is not None:
+            for watch in watches:
                 watch.cancel()
         return Answer(entry, [row.softmax(-1).tolist() for row in scores], [len(row.ids) for row in rows])
 
@@ -178,12 +159,8 @@ class Service:
             raise reasons.get(outcome.code, outcome)
         return await self.parsed(self.tasks.put, name, injection)
 
-    def stop(self) -> None:
-        """Take nothing new, answer what waits, leave jobs to the next start."""
-        self.batcher.stop()
-
     def close(self) -> None:
-        """`stop`, and wait for the end."""
+        """Take nothing new, answer what waits, leave jobs to the next start, and wait for the end."""
         self.batcher.close()
         if self.jobs is not None:
             self.jobs.close()
@@ -198,11 +175,8 @@ async def answer_request(
     and on the name of the base model.
     """
     if name == service.base:
-        raise RefusalError(
-            400,
-            "base_model",
-            f"{name!r} is the base model, which has no labels: name a task of GET /v1/models",
-        )
+        message = f"{name!r} is the base model, which has no labels: name a task of GET /v1/models"
+        raise RefusalError(400, "base_model", message)
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

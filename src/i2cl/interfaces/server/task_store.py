@@ -48,16 +48,11 @@ class TaskStore:
     """Named artefacts on the disk, and those of them that are loaded."""
 
     def __init__(self, root: Path, pool: InjectionPool, *, most_resident: int, read_only: bool) -> None:
-        """Open a folder, or make it.
+        """Open a folder, or make it; one process may write to it at a time.
 
-        Args:
-            root: the folder; one process may write to it at a time.
-            pool: of the model, and empty.
-            most_resident: tasks on the model's device at once.
-            read_only: never write; names are those that another process has given by now.
-
-        Raises:
-            I2CLError: if it cannot be written, or is not there and must not be.
+        ``pool``: of the model, and empty; ``most_resident``: tasks on the model's device at once;
+        ``read_only``: never write; names are those that another process has given by now. Raises I2CLError if
+        it cannot be written, or is not there and must not be.
         """
         self.pool = pool  # those that are loaded, by digest
         self.read_only = read_only  # whether nothing may be changed
@@ -131,13 +126,11 @@ class TaskStore:
         """An artefact, held against its digest. Raises RefusalError: 404 if it is gone, 500 if damaged."""
         folder = self._artefacts / digest
         if not folder.is_dir():
-            raise RefusalError(
-                404, "unknown_task", "this version of the task is gone: fit or upload it again"
-            )
+            message = "this version of the task is gone: fit or upload it again"
+            raise RefusalError(404, "unknown_task", message)
         if content_digest(folder) != digest:
-            raise RefusalError(
-                500, "damaged", f"version {digest} is damaged on the server's disk: upload it again"
-            )
+            message = f"version {digest} is damaged on the server's disk: upload it again"
+            raise RefusalError(500, "damaged", message)
         return Injection.from_pretrained(folder)
 
     def queries(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[TaskQuery]]:
@@ -268,9 +261,6 @@ def require_name(name: str) -> None:
         or HALF_PAIR.search(name)
         or not name.isprintable()
     ):
-        raise RefusalError(
-            422,
-            "bad_name",
-            f"a task cannot be called {name!a}: give 1 to {LONGEST_NAME} characters that can be printed, "
-            "without spaces around them, and nothing like '../'",
-        )
+        cure = f"give 1 to {LONGEST_NAME} characters that can be printed, without spaces around them"
+        message = f"a task cannot be called {name!a}: {cure}, and nothing like '../'"
+        raise RefusalError(422, "bad_name", message)

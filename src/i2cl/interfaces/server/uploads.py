@@ -20,7 +20,6 @@ ROOM = 16 * 2**20  # bytes of an artefact beside its vectors: description, card,
 MOST_TOLD = 2**20  # bytes of a description, which takes thirty times as many while it is read
 MOST_HEADER = 2**16  # bytes in which the file of tensors says what it holds
 MOST_MEMBERS = 32  # of a tar, with what it tells of files beside them
-
 MOST_LABELS = 2048
 
 

@@ -96,23 +96,11 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         device: str | None = None,
         dtype: str | None = None,
     ) -> None:
-        self.model = model
-        self.template = template
-        self.chat = chat
-        self.instruction = instruction
-        self.labels = labels
-        self.shots = shots
-        self.method = method
-        self.recipe = recipe
-        self.settings = settings
-        self.unlabelled = unlabelled
-        self.min_confidence = min_confidence
-        self.scoring = scoring
-        self.random_state = random_state
-        self.evaluate = evaluate
-        self.folds = folds
-        self.device = device
-        self.dtype = dtype
+        self.model, self.template, self.chat, self.instruction = model, template, chat, instruction
+        self.labels, self.shots, self.method, self.recipe = labels, shots, method, recipe
+        self.settings, self.unlabelled, self.min_confidence = settings, unlabelled, min_confidence
+        self.scoring, self.random_state, self.evaluate, self.folds = scoring, random_state, evaluate, folds
+        self.device, self.dtype = device, dtype
 
     def fit(self, X: Any, y: Any) -> "I2CLClassifier":
         """Extract a context vector from labelled texts and calibrate it (paper, section "Methodology").
@@ -146,9 +134,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
         def make(rest: Sequence[Example]) -> Injection:
             injection = method.injection(decoder, task, rest, seed, scoring=self.scoring)
-            return (
-                with_label_prior(injection, decoder, texts_of) if self.unlabelled is not None else injection
-            )
+            plain = self.unlabelled is None
+            return injection if plain else with_label_prior(injection, decoder, texts_of)
 
         injection = make(shown)
         timed: Any = {"method": method, "seconds": time.perf_counter() - started}
@@ -183,9 +170,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         classes = self.classes_.tolist()
         none = "" if isinstance(classes[0], str) else -1
         if none in classes:
-            raise I2CLError(
-                f"{none!r} is a class and what min_confidence answers: fit with another name for it"
-            )
+            told = f"{none!r} is a class and what min_confidence answers"
+            raise I2CLError(f"{told}: fit with another name for it")
         unsure = np.exp(normalised(scores)).max(-1) < self.min_confidence
         return np.where(unsure, none, found)
 
@@ -263,9 +249,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     def _scores(self, X: Any) -> Float[np.ndarray, "n classes"]:
         check_is_fitted(self)
         texts = as_texts(X)
-        decoder = self._decoder()
-        scores: Float[np.ndarray, "n classes"] = self.injection_.scores(decoder, texts).double().numpy()
-        return scores
+        return self.injection_.scores(self._decoder(), texts).double().numpy()
 
     def _checked(self) -> int | None:
         """Shots, once all parameters are of a kind that can be used."""
@@ -320,7 +304,6 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     def __sklearn_tags__(self) -> Any:
         """One text a row, and no numbers."""
         tags = super().__sklearn_tags__()
-        tags.input_tags.one_d_array = True
-        tags.input_tags.two_d_array = False
-        tags.input_tags.string = True
+        own = tags.input_tags
+        own.one_d_array, own.two_d_array, own.string = True, False, True
         return tags

@@ -19,24 +19,20 @@ def as_texts(rows: Any, what: str = "X") -> list[str]:
     if isinstance(rows, str):
         raise I2CLError(f"{what} is one string: give a list of texts")
     if hasattr(rows, "toarray"):
-        raise I2CLError(
-            f"{what} is a sparse matrix: give the texts themselves, as no vectorizer has seen them"
-        )
+        cure = "give the texts themselves, as no vectorizer has seen them"
+        raise I2CLError(f"{what} is a sparse matrix: {cure}")
     column = rows if isinstance(rows, list | tuple) else np.asarray(rows)
     dimensions = np.ndim(column) if isinstance(column, np.ndarray) else 1
     if dimensions != 1:
-        raise I2CLError(
-            f"{what} has {dimensions} dimensions, one text a row is needed: give one column, such as "
-            "frame['text'], or join the columns of each row into one text"
-        )
+        cure = "give one column, such as frame['text'], or join the columns of each row into one text"
+        raise I2CLError(f"{what} has {dimensions} dimensions, one text a row is needed: {cure}")
     texts = list(column)
     if not texts:
         raise I2CLError(f"{what} holds no texts (0 samples), a minimum of 1 is required: give some")
     for row, text in enumerate(texts):
         if not isinstance(text, str):
-            raise I2CLError(
-                f"text {row + 1} of {what} is a {type(text).__name__} and no string: give one text a row"
-            )
+            cure = "give one text a row"
+            raise I2CLError(f"text {row + 1} of {what} is a {type(text).__name__} and no string: {cure}")
     require_texts(texts)
     return [str(text) for text in texts]  # numpy's strings are a class of their own
 
@@ -71,10 +67,8 @@ def label_words(classes: Shaped[np.ndarray, " classes"], labels: Mapping[Any, st
     values = classes.tolist()
     if labels is None:
         if not all(isinstance(value, str) for value in values):
-            raise I2CLError(
-                f"classes such as {values[0]!r} are no words that a model can say: pass labels, such as "
-                f"labels={{{values[0]!r}: 'word', ...}}"
-            )
+            cure = f"pass labels, such as labels={{{values[0]!r}: 'word', ...}}"
+            raise I2CLError(f"classes such as {values[0]!r} are no words that a model can say: {cure}")
         return tuple(values)
     if not isinstance(labels, Mapping):
         raise I2CLError(f"labels is a {type(labels).__name__}: give a dict from each class to its word")

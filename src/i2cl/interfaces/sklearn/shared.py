@@ -36,9 +36,8 @@ def find_decoder(source: ModelSource, *, dtype: str | None, device: str | None) 
         raise I2CLError(f"{error} (set_params(model=...) gives it another place or a Decoder)") from None
     difference = base.difference(decoder.base) if base else None
     if difference:
-        raise I2CLError(
-            f"{name!r} is not the model it was ({difference}): fit again, or set_params(model=...)"
-        )
+        cure = "fit again, or set_params(model=...)"
+        raise I2CLError(f"{name!r} is not the model it was ({difference}): {cure}")
     return decoder
 
 

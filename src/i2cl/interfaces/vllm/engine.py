@@ -19,7 +19,6 @@ LOAD, DROP, WRITE = "i2cl_load", "i2cl_drop", "i2cl_write"
 
 # Of the change that the canary's tasks make: how far their answers may be apart, since they are rounded.
 SHARE = 0.05
-
 MOST_STEPS = 1000
 
 
@@ -74,11 +73,9 @@ def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
         packed = Packed(*args)
         slot, fresh = ledger.load(packed.digest)
         if fresh:
+            given = slot, packed.digest, packed.rows, packed.scales
             try:
-                results = original(
-                    core, WRITE, timeout, (slot, packed.digest, packed.rows, packed.scales), None
-                )
-                _require_written(results)
+                _require_written(original(core, WRITE, timeout, given, None))
             except BaseException:
                 ledger.unbook(packed.digest)
                 raise
@@ -88,8 +85,7 @@ def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _require_written(results: list[str | None]) -> None:
-    faults = [fault for fault in results if fault is not None]
-    if faults:
+    if faults := [fault for fault in results if fault is not None]:
         raise I2CLError(f"{len(faults)} of {len(results)} workers could not write this task, {faults[0]}")
 
 
@@ -173,10 +169,8 @@ def require_edited(plain: Float[Tensor, " n"], one: Float[Tensor, " n"], other: 
         fault = f"not all residual writers are edited (two tasks that are one are {apart:.2g} nats apart)"
     else:
         return
-    raise I2CLError(
-        f"i2cl's edit does not act in this vLLM: {fault}; serve without i2cl in VLLM_PLUGINS, and report the "
-        "version and the model"
-    )
+    cure = f"{fault}; serve without i2cl in VLLM_PLUGINS, and report the version and the model"
+    raise I2CLError(f"i2cl's edit does not act in this vLLM: {cure}")
 
 
 def ask(core: Any, prompt: list[int], digest: str | None) -> Float[Tensor, " n"]:
@@ -184,23 +178,13 @@ def ask(core: Any, prompt: list[int], digest: str | None) -> Float[Tensor, " n"]
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
+    extra = None if digest is None else {NAME: NAME, DIGEST: digest}
     params = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        logprob_token_ids=list(range(16)),
-        extra_args=None if digest is None else {NAME: NAME, DIGEST: digest},
+        max_tokens=1, temperature=0.0, logprob_token_ids=list(range(16)), extra_args=extra
     )
-    request = EngineCoreRequest(
-        request_id=f"i2cl-canary-{digest}",
-        prompt_token_ids=prompt,
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    names = ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
+    asked: dict[str, Any] = dict.fromkeys(names) | {"prompt_token_ids": prompt, "arrival_time": 0.0}
+    request = EngineCoreRequest(request_id=f"i2cl-canary-{digest}", sampling_params=params, **asked)
     core.add_request(*core.preprocess_add_request(request))
     for _ in range(MOST_STEPS):
         outputs, _ = core.step_fn()

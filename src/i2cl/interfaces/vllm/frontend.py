@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,10 +59,8 @@ class Served:
 
     def answer(self, edges: Mapping[Edge, float]) -> Answer:
         """The labels' scores from what the engine told of a text."""
-        values = [
-            math.fsum(edges[ids[:place], token] for place, token in enumerate(ids))
-            for ids in self.trie.labels
-        ]
+        told = ([edges[ids[:place], token] for place, token in enumerate(ids)] for ids in self.trie.labels)
+        values = list(map(math.fsum, told))
         bias = None if self.bias is None else torch.tensor(self.bias)
         scores = among(torch.tensor(values), bias, self.temperature)
         return Answer(self.questions.task.labels[int(scores.argmax())], scores)
@@ -71,10 +68,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Bound:
-    """In a request's extra arguments instead of a name: the version of a task that its first part ran with.
-
-    No client can send one.
-    """
+    """In a request's extra arguments, where no client can put one: the version of its first part's task."""
 
     name: str
     digest: str
@@ -118,15 +112,8 @@ class ServedTasks:
     ) -> Served:
         """Check an injection, and find its label tokens.
 
-        Args:
-            name: of the task.
-            injection: to be loaded.
-            config: the engine's ``ModelConfig``.
-            tokenizer: the engine's.
-            force: accept other weights of the same sizes.
-
-        Raises:
-            I2CLError: if it was made on another model, or cannot be served here.
+        ``config``: the engine's ``ModelConfig``; ``tokenizer``: the engine's; ``force``: accept other weights
+        of the same sizes. Raises I2CLError if it was made on another model, or cannot be served here.
         """
         if not name.strip():
             raise I2CLError("a task needs a name: give it one")
@@ -214,35 +201,22 @@ def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
     ``config``: the engine's ``ModelConfig``; ``tokenizer``: the engine's. Raises I2CLError if its files
     cannot be found or read.
     """
-    folder = checkpoint_folder(config.model, config.revision)
-    empty = skeleton(config.hf_config)
-    files = Files(Path(folder), empty, "lm_head")
-    names = [name for name, _ in named_weights(empty)]
-    text = config.hf_text_config
-    return ModelIdentity(
-        name=str(config.model),
-        revision=config.revision,
-        model_type=text.model_type,
-        layers=text.num_hidden_layers,
-        d_model=text.hidden_size,
-        weights=tensors_fingerprint((name, files.read(name)) for name in names),
-        tokenizer=tokenizer_fingerprint(tokenizer),
-        dtype=str(config.dtype).removeprefix("torch."),
-        config=told_config(config.hf_config),
-    )
+    empty, text = skeleton(config.hf_config), config.hf_text_config
+    files = Files(checkpoint_folder(config.model, config.revision), empty, "lm_head")
+    weights = tensors_fingerprint((name, files.read(name)) for name, _ in named_weights(empty))
+    sizes = text.model_type, text.num_hidden_layers, text.hidden_size
+    prints = weights, tokenizer_fingerprint(tokenizer)
+    more: dict[str, Any] = {"dtype": str(config.dtype).removeprefix("torch.")}
+    more["config"] = told_config(config.hf_config)
+    return ModelIdentity(str(config.model), config.revision, *sizes, *prints, **more)
 
 
 def load(llm: Any, name: str, injection: Injection, *, force: bool = False) -> None:
     """Add a task to an engine, or replace the one of that name; requests that run end as they began.
 
-    Args:
-        llm: a ``vllm.LLM`` that runs the plugin.
-        name: as requests call it.
-        injection: made on the engine's model.
-        force: accept one made on other weights of the same sizes.
-
-    Raises:
-        I2CLError: if it was made on another model, cannot be served here, or all slots are taken.
+    ``llm``: a ``vllm.LLM`` that runs the plugin; ``name``: as requests call it; ``injection``: made on the
+    engine's model; ``force``: accept one made on other weights of the same sizes. Raises I2CLError if it was
+    made on another model, cannot be served here, or all slots are taken.
     """
     served = TASKS.prepare(name, injection, llm.llm_engine.model_config, llm.get_tokenizer(), force=force)
     llm.collective_rpc(LOAD, args=(served.packed.rows, served.packed.scales))
@@ -251,9 +225,7 @@ def load(llm: Any, name: str, injection: Injection, *, force: bool = False) -> N
 
 
 def drop(llm: Any, name: str) -> None:
-    """Let no more requests name a task; those that run end as they began. Raises I2CLError if there is none
-    of that name.
-    """
+    """Let no request name a task; those that run end as they began. Raises I2CLError on another name."""
     TASKS.remove(name)
     _forget(llm)
 
@@ -266,13 +238,8 @@ def _forget(llm: Any) -> None:
 def classify(llm: Any, texts: Sequence[str], tasks: Sequence[str]) -> list[Answer]:
     """The label of each text under its own task, in shared batches.
 
-    Args:
-        llm: a ``vllm.LLM`` that runs the plugin.
-        texts: what to classify.
-        tasks: the name of each text's task.
-
-    Raises:
-        I2CLError: on an unknown name, an empty text, or lists of different lengths.
+    ``llm``: a ``vllm.LLM`` that runs the plugin; ``tasks``: the name of each text's task. Raises I2CLError on
+    an unknown name, an empty text, or lists of different lengths.
     """
     if len(texts) != len(tasks):
         raise I2CLError(f"{len(texts)} texts, but {len(tasks)} tasks: name a task for every text")
@@ -298,11 +265,6 @@ def parameters(served: Served, prompt: Prompt) -> Any:
     """``SamplingParams`` that ask for some edges' log-probabilities under a version of a task."""
     from vllm import SamplingParams
 
-    return SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        detokenize=False,
-        logprob_token_ids=list(prompt.tokens),
-        prompt_logprobs=0 if prompt.along else None,
-        extra_args={NAME: Bound(served.name, served.packed.digest)},
-    )
+    told = {"logprob_token_ids": list(prompt.tokens), "prompt_logprobs": 0 if prompt.along else None}
+    extra = {NAME: Bound(served.name, served.packed.digest)}
+    return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra, **told)

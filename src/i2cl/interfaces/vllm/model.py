@@ -41,10 +41,8 @@ def found_writers(model: Any, architecture: str) -> list[nn.Module]:
     writers = [block.get_submodule(path) for block in blocks for path in (row.attention, row.mlp)]
     for writer in writers:
         if not writer.reduce_results or writer.skip_bias_add:
-            raise I2CLError(
-                f"a {type(writer).__name__} of {architecture} puts out a part of a sum: serve it with "
-                "InjectionPool, or folded"
-            )
+            cure = "serve it with InjectionPool, or folded"
+            raise I2CLError(f"a {type(writer).__name__} of {architecture} puts out a part of a sum: {cure}")
     return writers
 
 

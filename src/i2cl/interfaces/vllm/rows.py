@@ -9,20 +9,8 @@ from i2cl.interfaces.vllm.slots import PLAIN, digest_of, token_slots
 from i2cl.interfaces.vllm.tables import Tables
 
 
-def fill_v1(runner: Any, size: int) -> None:
-    """Model runner V1, before a forward pass of a real batch.
-
-    ``runner``: a ``GPUModelRunner``; ``size``: tokens of the batch, with padding.
-    """
-    tables: Tables = runner.model.i2cl_tables
-    batch = runner.input_batch
-    count = batch.num_reqs
-    slots = [tables.place(digest_of(runner.requests[one].sampling_params)) for one in batch.req_ids[:count]]
-    tables.fill(token_slots(slots, runner.query_start_loc.np[: count + 1], size))
-
-
 def forward_v1(original: Any) -> Any:
-    """The runner's ``_model_forward`` with the slots filled first."""
+    """``_model_forward`` of model runner V1, a ``GPUModelRunner``, with the slots of a real batch filled."""
 
     def forward(
         runner: Any,
@@ -33,8 +21,10 @@ def forward_v1(original: Any) -> Any:
         **more: Any,
     ) -> Any:
         if hasattr(runner.model, "i2cl_tables"):  # vLLM's wrappers for graphs pass it on
-            given = input_ids if input_ids is not None else inputs_embeds
-            fill_v1(runner, len(given))
+            tables, given = runner.model.i2cl_tables, inputs_embeds if input_ids is None else input_ids
+            names = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
+            slots = [tables.place(digest_of(runner.requests[name].sampling_params)) for name in names]
+            tables.fill(token_slots(slots, runner.query_start_loc.np[: len(names) + 1], len(given)))
         return original(runner, input_ids, positions, intermediate_tensors, inputs_embeds, **more)
 
     return forward

@@ -7,7 +7,7 @@ import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from threading import RLock
 from typing import Any
 from weakref import WeakSet
@@ -47,10 +47,8 @@ class Packed:
         if injection.context.config.site != "writers":
             raise I2CLError("this injection edits block outputs: vLLM takes those into the residual writers")
         if injection.positions != "all":
-            raise I2CLError(
-                f"this injection acts on positions={injection.positions!r}: in vLLM all tokens of a "
-                "request are injected; fit it with positions=all"
-            )
+            cure = "in vLLM all tokens of a request are injected; fit it with positions=all"
+            raise I2CLError(f"this injection acts on positions={injection.positions!r}: {cure}")
         amount, keep = injection.coefficients.float().unbind(-1)
         return cls.of(amount[..., None] * injection.context.values.float(), keep)
 
@@ -61,10 +59,8 @@ class Packed:
 
     def tensors(self, d: int) -> tuple[Float[Tensor, "writers d"], Float[Tensor, " writers"]]:
         """Unpack it for a model of width ``d``."""
-        rows, scales = (
-            torch.frombuffer(bytearray(one), dtype=torch.float32) for one in (self.rows, self.scales)
-        )
-        return rows.view(-1, d), scales
+        read = partial(torch.frombuffer, dtype=torch.float32)
+        return read(bytearray(self.rows)).view(-1, d), read(bytearray(self.scales))
 
 
 def digest_of(params: Any) -> str | None:
@@ -95,10 +91,7 @@ class Ledger:
 
     A dropped task keeps its slot until another task needs that, and no request that was admitted with it,
     running or waiting, is left. Requests are known by weak references, so none can be forgotten here.
-    Methods may be called from several threads.
-
-    Args:
-        slots: how many there are beside that of plain requests.
+    Methods may be called from several threads. ``slots``: how many there are beside that of plain requests.
     """
 
     def __init__(self, slots: int) -> None:
@@ -110,14 +103,7 @@ class Ledger:
         self._lock = RLock()
 
     def load(self, digest: str) -> tuple[int, bool]:
-        """Give an edit a slot.
-
-        Returns:
-            The slot, and whether the edit has to be written there.
-
-        Raises:
-            I2CLError: if all slots are taken.
-        """
+        """A slot for an edit, and whether it has to be written there. Raises I2CLError if all are taken."""
         with self._lock:
             if digest in self._places:
                 self._dropped.pop(digest, None)

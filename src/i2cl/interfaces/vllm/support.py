@@ -40,7 +40,7 @@ WRITERS: Mapping[str, Writers] = MappingProxyType(
         "GraniteForCausalLM": Writers("granite", "GraniteForCausalLM"),
         "LlamaForCausalLM": Writers("llama", "LlamaForCausalLM"),
         "MistralForCausalLM": Writers("mistral", "MistralForCausalLM"),
-        "NemotronForCausalLM": Writers("nemotron", "NemotronForCausalLM", mlp="mlp.down_proj"),
+        "NemotronForCausalLM": Writers("nemotron", "NemotronForCausalLM"),
         "OPTForCausalLM": Writers(
             "opt", "OPTForCausalLM", "model.decoder.layers", "self_attn.out_proj", "fc2"
         ),
@@ -59,10 +59,8 @@ def require_version(version: str) -> None:
     minor = ".".join(version.split(".")[:2])
     if minor not in TESTED and os.environ.get(ANY) != "1":
         known = ", ".join(f"{one}.*" for one in TESTED)
-        raise I2CLError(
-            f"vLLM {version} was not tested with i2cl {__version__} (tested: {known}): install one of these, "
-            f"or set {ANY}=1 to go on, and see that the start does not fail"
-        )
+        cure = f"install one of these, or set {ANY}=1 to go on, and see that the start does not fail"
+        raise I2CLError(f"vLLM {version} was not tested with i2cl {__version__} (tested: {known}): {cure}")
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -75,9 +73,8 @@ def settings_of(config: Any) -> dict[str, Any]:
     slots = given.get("slots", SLOTS) if isinstance(given, dict) else None
     known = isinstance(given, dict) and given.keys() <= {"slots", "version"}
     if not known or not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
-        raise I2CLError(
-            f"additional_config={whole!r} is none that i2cl reads: write {{'i2cl': {{'slots': 64}}}}"
-        )
+        cure = "{'slots': 64}}"
+        raise I2CLError(f"additional_config={whole!r} is none that i2cl reads: write {{'i2cl': {cure}")
     return {"slots": slots, "version": __version__}
 
 
@@ -112,7 +109,5 @@ def require_supported(config: Any) -> None:
     }
     for reason, wrong in faults.items():
         if wrong:
-            raise I2CLError(
-                f"i2cl cannot inject into {model.architecture} as it is started: {reason}; "
-                "without i2cl in VLLM_PLUGINS vLLM runs as ever"
-            )
+            cure = f"{reason}; without i2cl in VLLM_PLUGINS vLLM runs as ever"
+            raise I2CLError(f"i2cl cannot inject into {model.architecture} as it is started: {cure}")

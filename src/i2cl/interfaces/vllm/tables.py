@@ -31,9 +31,7 @@ class Tables:
             writer.register_forward_hook(edit_hook)
 
     def write(self, slot: int, digest: str, packed: Packed) -> None:
-        """Put an edit into a slot that no running request has. Raises I2CLError if it has another number of
-        writers than the model.
-        """
+        """Fill a slot that no running request has. Raises I2CLError on another number of writers."""
         first: Any = self.writers[0]
         rows, scales = packed.tensors(first.i2cl_rows.shape[1])
         if not len(rows) == len(scales) == len(self.writers):
@@ -52,9 +50,8 @@ class Tables:
         if digest is None:
             return PLAIN
         if digest not in self.places:
-            raise I2CLError(
-                f"the edit {digest} is in no slot of this worker: restart the server and report this"
-            )
+            message = f"the edit {digest} is in no slot of this worker: restart the server and report this"
+            raise I2CLError(message)
         return self.places[digest]
 
     def fill(self, slots: NDArray[np.int32]) -> None:

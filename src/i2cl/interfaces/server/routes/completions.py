@@ -31,20 +31,17 @@ def router(service: Service) -> APIRouter:
         ]
         most = min(20, 20 if body.top_logprobs is None else body.top_logprobs)
         tokens = sum(answer.tokens)
+        message = {"role": "assistant", "content": ranked[0]["token"], "refusal": None}
+        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "stop"}
+        told = [{**ranked[0], "top_logprobs": ranked[:most]}]
+        choice["logprobs"] = {"content": told, "refusal": None}
         return {
             "id": new_id("chatcmpl"),
             "object": "chat.completion",
             "created": int(time.time()),
             "model": body.model,
             "system_fingerprint": answer.entry.digest[:16],
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": ranked[0]["token"], "refusal": None},
-                    "finish_reason": "stop",
-                    "logprobs": {"content": [{**ranked[0], "top_logprobs": ranked[:most]}], "refusal": None},
-                }
-            ],
+            "choices": [choice],
             "usage": {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1},
         }
 
@@ -52,16 +49,14 @@ def router(service: Service) -> APIRouter:
 
 
 def _require_label_alone(body: schemas.Chat) -> None:
-    faults = {
+    faults: dict[str, tuple[str, Any]] = {
         "a label does not come piece by piece": ("leave stream out", body.stream),
         "a text has one label": ("leave n out", body.n not in {None, 1}),
         "tools asks for more than the label": ("leave tools out", body.tools),
         "response_format asks for more than the label": ("leave response_format out", body.response_format),
-        "a task has a prompt of its own": (
-            "send one message, the user's, with the text",
-            [message.role for message in body.messages] != ["user"],
-        ),
     }
+    alone = [message.role for message in body.messages] == ["user"]
+    faults["a task has a prompt of its own"] = ("send one message, the user's, with the text", not alone)
     for why, (cure, wrong) in faults.items():
         if wrong:
             message = f"{why}, and a label is all that is answered: {cure}"

@@ -1,5 +1,6 @@
 """Routes that list, make and remove tasks, and tell of jobs."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -15,24 +16,16 @@ from i2cl.interfaces.server.routes.requests import jobs_of, require_other_name
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry, require_name
 
-_BODIES: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": schemas.Fit.model_json_schema()},
-            "text/csv": {"schema": {"type": "string"}},
-        },
-    }
-}
-_TAR: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
-_LINES: dict[str, Any] = {
-    "requestBody": {"required": True, "content": {"application/jsonl": {"schema": {"type": "string"}}}}
-}
+
+def _body(schemas_of: Mapping[str, Any]) -> dict[str, Any]:
+    content = {kind: {"schema": schema} for kind, schema in schemas_of.items()}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+_TEXT = {"type": "string"}
+_BODIES = _body({"application/json": schemas.Fit.model_json_schema(), "text/csv": _TEXT})
+_TAR = _body({"application/x-tar": _TEXT | {"format": "binary"}})
+_LINES = _body({"application/jsonl": _TEXT})
 
 
 def router(service: Service) -> APIRouter:
@@ -68,17 +61,12 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
     def task(name: str) -> dict[str, Any]:
         entry = tasks.entry(name)
         injection = tasks.injection(entry.digest)
-        return _task(entry) | {
-            "template": injection.task.template.format,
-            "demonstrations": injection.context.demonstrations,
-            "settings": injection.settings,
-            "history": list(injection.history),
-            "metrics": injection.metrics,
-            "worth": injection.worth or None,
-            "label_bias": injection.label_bias,
-            "temperature": injection.temperature,
-            **fits.map_of(injection),
-        }
+        template, count = injection.task.template.format, injection.context.demonstrations
+        record = _task(entry) | {"template": template, "demonstrations": count}
+        record |= {"settings": injection.settings, "history": list(injection.history)}
+        record |= {"metrics": injection.metrics, "worth": injection.worth or None}
+        record |= {"label_bias": injection.label_bias, "temperature": injection.temperature}
+        return record | fits.map_of(injection)
 
     @routes.put("/v1/tasks/{name:path}", summary="Upload an artefact's folder", openapi_extra=_TAR)
     async def put(name: str, request: Request) -> dict[str, Any]:
@@ -137,9 +125,8 @@ def _of_jobs(routes: APIRouter, service: Service) -> None:
         if job.kind != "batch":
             raise RefusalError(404, "unknown_job", f"job {identity!r} is no file: GET /v1/jobs/{identity}")
         if job.status != "done":
-            raise RefusalError(
-                409, "not_done", f"job {identity!r} is {job.status}: see /v1/jobs/{identity}/events"
-            )
+            message = f"job {identity!r} is {job.status}: see /v1/jobs/{identity}/events"
+            raise RefusalError(409, "not_done", message)
         return FileResponse(job.folder / files.OUTPUT, media_type="application/jsonl")
 
 
@@ -157,13 +144,8 @@ def _own(service: Service, request: Request, identity: str) -> Job:
 
 
 def _task(entry: Entry) -> dict[str, Any]:
-    return {
-        "id": entry.name,
-        "object": "task",
-        "digest": entry.digest,
-        "created": entry.created,
-        "labels": list(entry.labels),
-    }
+    known = {"id": entry.name, "object": "task", "digest": entry.digest, "created": entry.created}
+    return known | {"labels": list(entry.labels)}
 
 
 def _model(entry: Entry, base: str) -> dict[str, Any]:

@@ -31,9 +31,9 @@ def fit(service: Service, request: Request, body: bytes) -> Response:
         given = _parsed(body)
         fit = _valid(schemas.Fit, given)
         options = schemas.FitOptions(**fit.model_dump(exclude={"examples", "test"}))
-        inputs = {"input.json": _json(given["examples"])}
+        inputs = {"input.json": json.dumps(given["examples"]).encode()}
         if fit.test:
-            inputs["input.test.json"] = _json(given["test"])
+            inputs["input.test.json"] = json.dumps(given["test"]).encode()
     require_name(options.name)
     require_other_name(service, options.name)
     fields = options.model_dump(exclude={"check"})
@@ -82,9 +82,8 @@ def _parsed(body: bytes) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RefusalError(
-            422, "bad_request", f"the body is no JSON ({type(error).__name__}): correct it"
-        ) from None
+        message = f"the body is no JSON ({type(error).__name__}): correct it"
+        raise RefusalError(422, "bad_request", message) from None
 
 
 def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
@@ -93,7 +92,3 @@ def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
     except pydantic.ValidationError as error:
         message = f"{first_problem(error)}: see /openapi.json for what this address takes"
         raise RefusalError(422, "bad_request", message.encode(errors="backslashreplace").decode()) from None
-
-
-def _json(rows: Any) -> bytes:
-    return json.dumps(rows).encode()

@@ -13,7 +13,6 @@ from i2cl.interfaces.server.refusals import RefusalError
 
 Text = Annotated[str, Field(min_length=1)]
 MOST_TEXTS = 2048  # of a request; more are a 413 that says so, as in the vLLM plugin
-
 Texts = Annotated[list[Text], Field(min_length=1, json_schema_extra={"maxItems": MOST_TEXTS})]
 Name = Annotated[str, Field(min_length=1, max_length=128, description="Of a task.")]
 
