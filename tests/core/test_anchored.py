@@ -173,7 +173,7 @@ def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full, 
 
 @FULL
 def test_labels_of_several_tokens_that_do_not_compete_keep_their_derivatives():
-    fit = problem(made(), task(full=True))
+    fit = problem(made("llama"), task(full=True))
     point, _ = fit.point(torch.zeros(fit.scale.numel()))
     u = 0.05 * torch.randn(fit.scale.numel(), generator=torch.Generator().manual_seed(0))
     anew, scores = fit.point(u)
