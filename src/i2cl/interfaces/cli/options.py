@@ -62,9 +62,9 @@ Address = Annotated[str | None, Option(help="Ray cluster; default: one started h
 TextColumn = Annotated[str, Option(help="Column or key that holds the text.")]
 
 
-def opt(default: Any, told: str, *names: str, **more: Any) -> Any:
+def opt(default: Any, text: str, *names: str, **more: Any) -> Any:
     """The default of an option, with its help, its own names, and what else `typer.Option` takes."""
-    return field(default=default, metadata={"option": Option(*names, help=told, **more)})
+    return field(default=default, metadata={"option": Option(*names, help=text, **more)})
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ def settings_of(config: Any) -> dict[str, Any]:
     slots = given.get("slots", SLOTS) if isinstance(given, dict) else None
     known = isinstance(given, dict) and given.keys() <= {"slots", "version"}
     if not known or not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
-        cure = "{'slots': 64}}"
-        raise I2CLError(f"additional_config={whole!r} is none that i2cl reads: write {{'i2cl': {cure}")
+        cure = "write {'i2cl': {'slots': 64}}"
+        raise I2CLError(f"additional_config={whole!r} is none that i2cl reads: {cure}")
     return {"slots": slots, "version": __version__}
 
 
