@@ -1,40 +1,56 @@
 """How often the call that `export` prints gives the library's answer, text after text.
 
-    python benchmarks/printed_calls.py ARTEFACT EXPORT --queries 60
+    python benchmarks/printed_calls.py ARTEFACT EXPORT transformers|vLLM|llama.cpp --queries 60
 
-EXPORT is a checkpoint that a server of vLLM at http://localhost:8000 runs under that path (the call takes the
-package openai), or a GGUF file (llama-cpp-python).
+EXPORT is a checkpoint, for vLLM one that its server at http://localhost:8000 runs under that path (calls take
+curl, or the package openai), or a GGUF file (llama-cpp-python).
 """
 
 import argparse
+import json
+import subprocess
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from i2cl import Decoder, Injection, load_task
 from i2cl.export import Golden
-from i2cl.export.greedy.calls import calls_of
+from i2cl.export.greedy.calls import Call, calls_of
 from i2cl.export.greedy.texts import TEXTS
 from i2cl.tasks.template import TEXT_FIELD
 
 
-def said(code: str, prompt: str, texts: list[str]) -> list[str]:
-    """What a printed call says of each text; what stands above its prompt runs once.
+def said(call: Call, prompt: str, texts: list[str]) -> list[str]:
+    """What a printed call says of each text; what it takes to load a model runs once.
 
     Args:
-        code: a call in Python, of the first of `TEXTS`.
+        call: of the first of `TEXTS`.
         prompt: of the export, with `TEXT_FIELD` in the text's place.
         texts: to be asked in that one's place.
     """
-    start, names, found = code.index("prompt = "), {}, []
-    first = repr(prompt.replace(TEXT_FIELD, TEXTS[0]))
-    exec(compile(code[:start], "<call>", "exec"), names)  # noqa: S102 - as a reader would
-    for text in texts:
-        asked = code[start:].replace(first, repr(prompt.replace(TEXT_FIELD, text)))
-        with redirect_stdout(StringIO()) as told:
-            exec(compile(asked, "<call>", "exec"), names)  # noqa: S102
-        found.append(told.getvalue().strip())
-    return found
+    first = prompt.replace(TEXT_FIELD, TEXTS[0])
+    prompts = [prompt.replace(TEXT_FIELD, text) for text in texts]
+    if call.language == "console":
+        # A prompt stands there as JSON within single quotes.
+        codes = [call.code.replace(quoted(first), quoted(own)) for own in prompts]
+        answers = [subprocess.run(["bash", "-c", code], capture_output=True, check=True) for code in codes]  # noqa: S607
+        return [json.loads(answer.stdout)["choices"][0]["text"].strip() for answer in answers]
+    lines = call.code.splitlines()
+    start = 1 + max((at for at, line in enumerate(lines) if line.startswith("model = ")), default=-1)
+    names: dict[str, Any] = {}
+    exec("\n".join(lines[:start]), names)  # noqa: S102 - as a reader would
+    answers = []
+    for own in prompts:
+        with redirect_stdout(StringIO()) as printed:
+            exec("\n".join(lines[start:]).replace(repr(first), repr(own)), names)  # noqa: S102
+        answers.append(printed.getvalue().strip())
+    return answers
+
+
+def quoted(prompt: str) -> str:
+    """A prompt as it stands in the shell's command."""
+    return json.dumps(prompt, ensure_ascii=False).replace("'", "'\"'\"'")
 
 
 def main() -> None:
@@ -42,17 +58,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("artefact")
     parser.add_argument("export")
+    parser.add_argument("program", choices=("transformers", "vLLM", "llama.cpp"))
     parser.add_argument("--queries", type=int, default=60)
     given = parser.parse_args()
     injection = Injection.from_pretrained(given.artefact)
     rows = load_task(injection.task.name).queries(given.queries)
-    wanted = injection.predict(Decoder.from_pretrained(injection.base.name), [row.text for row in rows])
-    program, kind = ("vLLM", "hf") if Path(given.export).is_dir() else ("llama.cpp", "gguf")
+    texts = [row.text for row in rows]
+    wanted = injection.predict(Decoder.from_pretrained(injection.base.name), texts)
     golden = Golden.from_export(given.export)
-    calls = {call.program: call.code for call in calls_of(golden, given.export, kind)}
-    found = said(calls[program], golden.prompt, [row.text for row in rows])
-    right = sum(one == other for one, other in zip(found, wanted, strict=True))
-    print(f"{program}: the library's answer to {right} of {len(rows)} queries")
+    calls = calls_of(golden, given.export, "hf" if Path(given.export).is_dir() else "gguf")
+    answers = said(next(call for call in calls if call.program == given.program), golden.prompt, texts)
+    spoken = dict(zip(golden.labels, map(str.strip, golden.label_texts), strict=True))  # first tokens
+    right = sum(one in (label, spoken[label]) for one, label in zip(answers, wanted, strict=True))
+    print(f"{given.program}: the library's answer to {right} of {len(rows)} queries")
 
 
 if __name__ == "__main__":
