@@ -31,8 +31,10 @@ def fold_rows(
     task: Task, demonstrations: Sequence[Example], folds: int = FOLDS, seed: int = 0
 ) -> list[list[int]]:
     """Which demonstrations each refit does without; a text stays together with its copies.
-    Every label spreads over the folds, at most so many, as evenly as its texts allow, so each refit sees all
-    labels; there are to be two texts a label or more. The seed is of the order in which texts are dealt.
+    Every label spreads over the folds as evenly as its texts allow, so each refit sees all labels; there are
+    to be two texts a label or more. There are at most so many folds, and no more than most labels have texts:
+    else a refit lacks texts of the very labels that it is asked about, and not of others. The seed is of the
+    order in which texts are dealt.
     Raises I2CLError on fewer than two folds, or where some refit would not see all labels.
     """
     require_folds(folds)
@@ -40,9 +42,10 @@ def fold_rows(
     for row, example in enumerate(demonstrations):
         alike[example.text].append(row)
     groups = list(alike.values())
-    found: list[list[int]] = [[] for _ in range(min(folds, len(groups)))]
-    held = np.zeros((len(found), len(task.labels)), dtype=int)
     frequent = np.bincount([example.label for example in demonstrations], minlength=len(task.labels))
+    usual = max(2, int(np.median(frequent)))
+    found: list[list[int]] = [[] for _ in range(min(folds, len(groups), usual))]
+    held = np.zeros((len(found), len(task.labels)), dtype=int)
     order = [groups[at] for at in np.random.default_rng(seed).permutation(len(groups))]
     for rows in sorted(order, key=lambda rows: min(frequent[demonstrations[row].label] for row in rows)):
         own = sorted({demonstrations[row].label for row in rows}, key=lambda label: frequent[label])
