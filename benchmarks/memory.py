@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from i2cl import Decoder, Example, anchor, load_task
 from i2cl.core.anchored import AnchoredConfig
-from i2cl.core.problem import MOST_COLUMNS, columns_kept
+from i2cl.core.problem import KERNELS, MOST_COLUMNS, columns_kept
 from i2cl.core.tangent import SLICE
 from i2cl.experiments.draw import AGAIN, BACKWARD, FORWARD
 from i2cl.models.batching import peak_memory
@@ -28,9 +28,6 @@ from i2cl.models.batching import peak_memory
 GB = 1e9
 RESIDENT = 1.5
 """Memory that a CPU's allocator holds over that of the tensors that live, as `--check` measures it."""
-
-KERNELS = 5
-"""Square matrices of double precision that the solver of a step holds at once."""
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,11 @@ WRONG = {
     "seed is a word": ([*FIT, "--seed", "x"], "--seed"),
     "a seed beyond 32 bits": ([*FIT, "--seed", str(2**32)], "--seed"),
     "unknown recipe": ([*FIT, "--recipe", "guess"], "--recipe"),
+    "no memory": (
+        ["fit", "reference", "mood-colour-1", "--memory", "1e-9", "-o", "{new}"],
+        "more memory (--memory)",
+    ),
+    "memory of another method": ([*FIT, "--memory", "1"], "has the option"),
     "a prior of no texts": ([*FIT, "--prior", "0.5,0.5"], "with --unlabelled"),
     "a prior in words": ([*UNLABELLED, "--prior", "half,half"], "write it like 0.5,0.3,0.2"),
     "a prior of three": ([*UNLABELLED, "--prior", "0.5,0.3,0.2"], "3 shares for 2 labels"),

@@ -83,6 +83,8 @@ class AnchoredConfig(BaseModel):
         say_label: end with one more vector at the last writer that makes the model say a label by itself, and
             leaves the answer among the labels as it is (`i2cl.core.label_mass`). Only where labels are told
             apart by single tokens: of whole sequences every token would need a vector of its own.
+        memory: gigabytes beyond the model that derivatives may take; default: a quarter of what is free.
+            Where not every label fits, the least probable ones share a column. Not stored.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -94,6 +96,7 @@ class AnchoredConfig(BaseModel):
     trust: float = Field(0.25, ge=0, lt=1)
     settled: float = Field(0.1, ge=0)
     say_label: bool = True
+    memory: float | None = Field(None, gt=0, exclude=True)
 
 
 def anchor(
@@ -120,8 +123,8 @@ def anchor(
         progress: called after each step with steps done, steps at most and the mean loss in nats.
 
     Raises:
-        I2CLError: without demonstrations or with too many, on a decoder whose blocks add something else than
-            their writers put out, or on scores that are not finite.
+        I2CLError: without demonstrations, with too many, or too many for the memory, on a decoder whose
+            blocks add something else than their writers put out, or on scores that are not finite.
     """
     config = config or AnchoredConfig()
     require_demonstrations(task, demonstrations)
@@ -136,7 +139,8 @@ def anchor(
             f"{len(demonstrations)} examples times {len(task.labels)} labels are more whole sequences than "
             f"the {MOST_SEQUENCES} that anchored calibration takes: leave out scoring='full'"
         )
-    problem = Problem(questions, tuple(demonstrations), config.writers)
+    memory = None if config.memory is None else int(config.memory * 1e9)
+    problem = Problem(questions, tuple(demonstrations), config.writers, memory)
     with decoder.frozen():
         u, tau, history = solved(problem, config, progress)
     if not u.any() and config.steps and config.reach:

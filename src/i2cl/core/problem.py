@@ -4,6 +4,7 @@ Beyond the paper: what anchored calibration minimises a loss of. A vector of its
 gives the derivatives of all rows by one backward pass a column.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from i2cl.core.context import ExtractConfig, Writers
 from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.tangent import Tangent, balanced, columns, directions, rivals_of
 from i2cl.errors import I2CLError
-from i2cl.models.batching import Batch
+from i2cl.models.batching import Batch, MemoryWarning, free_memory
 from i2cl.models.scoring import Questions, labelled_batch, score, sequence_log_probabilities
 from i2cl.models.training import Backward
 from i2cl.tasks import Example
@@ -28,9 +29,22 @@ FEWEST = 2
 """Columns of a demonstration: the label that competes most, and all others together."""
 
 
+HELD = 1.5
+"""Memory that derivatives take at most, times their own size."""
+
+KERNELS = 5
+"""Square matrices in double precision that the solver of a step holds at once."""
+
+
 def columns_kept(demonstrations: int, labels: int) -> int:
     """How many columns each demonstration keeps: one for every label but its own where they are few."""
     return min(labels - 1, max(FEWEST, MOST_COLUMNS // max(1, demonstrations)))
+
+
+def memory_taken(demonstrations: int, columns: int, parameters: int) -> int:
+    """Bytes beyond the model that derivatives of so many parameters and their kernel take at most."""
+    rows = demonstrations * columns
+    return int(HELD * 4 * rows * parameters) + KERNELS * 8 * rows**2
 
 
 @dataclass(eq=False)
@@ -41,12 +55,15 @@ class Problem:
         questions: the task asked of the model.
         demonstrations: labelled examples.
         writers: which sites have a vector.
+        memory: bytes that derivatives and kernel may take; None: a quarter of what is free.
+        columns: of each demonstration; of whole sequences one for every label but its own.
         scale: units of theta at each site; `first` sets it.
     """
 
     questions: Questions
     demonstrations: tuple[Example, ...]
     writers: Writers
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         decoder = self.questions.decoder
@@ -57,6 +74,7 @@ class Problem:
         if self.writers in ("mha", "mlp"):
             active[:, 1 if self.writers == "mha" else 0] = 0
         self.scale = active.expand(-1, -1, decoder.d_model)
+        self.columns = self._columns_that_fit()
 
     @property
     def ends_free(self) -> bool:
@@ -64,11 +82,27 @@ class Problem:
         single = not self.questions.labels.full
         return single and self.site == "writers" and bool(self.scale[-1, -1].any())
 
-    @property
-    def columns(self) -> int:
-        """Of each demonstration; of whole sequences one for every label but its own."""
-        labels = len(self.questions.labels.ids)
-        return labels - 1 if self.questions.labels.full else columns_kept(len(self.queries), labels)
+    def _columns_that_fit(self) -> int:
+        labels, whole, count = len(self.questions.labels.ids), self.questions.labels.full, len(self.queries)
+        wanted = labels - 1 if whole else columns_kept(count, labels)
+        fewest = wanted if whole else min(FEWEST, wanted)
+        free = free_memory()
+        room = self.memory if self.memory is not None else free // 4 if free else None
+        if room is None:
+            return wanted
+
+        def taken(columns: int) -> int:
+            return memory_taken(count, columns, self.scale.numel())
+
+        kept = max((columns for columns in range(fewest, wanted + 1) if taken(columns) <= room), default=0)
+        if not kept:
+            sizes = f"{taken(fewest) / 1e9:.3g} GB, more than the {room / 1e9:.3g} GB that they may"
+            cure = "give fewer of each class (--shots) or more memory (--memory)"
+            raise I2CLError(f"derivatives of {count} examples take {sizes}: {cure}")
+        if kept < wanted:
+            share = f"{kept} derivatives of an example are kept in place of {wanted}"
+            warnings.warn(f"{share}: more memory (--memory) holds all", MemoryWarning, stacklevel=2)
+        return kept
 
     def theta(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sites d"]:
         """The vectors at a place in units of their scale."""

@@ -213,6 +213,15 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
     peak.bytes = resident_peak()
 
 
+def free_memory() -> int:
+    """Bytes of the machine's memory that a program can still have; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # macOS and Windows have no such file
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
+
+
 def resident_peak() -> int:
     """Most bytes that this process has had resident; 0 where the system does not tell."""
     status = Path("/proc/self/status")

@@ -53,6 +53,11 @@ class MethodOptions:
     )
     recipe: options.OwnRecipe = None
     settings: options.Settings = None
+    memory: float | None = opt(
+        None,
+        "Gigabytes beyond the model that the derivatives of anchored calibration may take; default: a "
+        "quarter of what is free.",
+    )
     unlabelled: Path | None = opt(
         None,
         "Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
@@ -61,6 +66,12 @@ class MethodOptions:
     prior: str | None = opt(
         None, "Shares of the labels in those texts, in the labels' order, commas between; default: equal."
     )
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """Options of the method, by name."""
+        memory = {} if self.memory is None else {"memory": str(self.memory)}
+        return load.options(self.settings) | memory
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ def fit(
     require_writable(output, own_files(output))
     if scoring.folds:
         require_folds(scoring.folds)
-    chosen = calibrating_method(way.method, load.options(way.settings), way.recipe)
+    chosen = calibrating_method(way.method, way.chosen, way.recipe)
     loaded = load.task(task, rows)
     own = is_own(task)
     choice: Any = {"keep_back": keep_back, "scored": scoring.evaluate > 0 and not loaded.test}
