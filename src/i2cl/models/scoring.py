@@ -22,7 +22,7 @@ from i2cl.tasks import Example, Task
 
 # Called with the number of queries just finished, or the share of one whose labels run one by one.
 Progress = Callable[[float], None]
-PASSES_A_BATCH = 8  # cost of a full batch beside a pass of few tokens: one more pays where it saves so much
+PASSES_A_BATCH = 8
 
 
 class NotFiniteError(I2CLError):
@@ -254,7 +254,8 @@ def _shared(
             if len(branch.ids) > 1:
                 alike[len(queries[branch.row])].append(place)
         for length, places in alike.items():
-            for group in _groups(decoder, places, length + max(len(branches[place].ids) for place in places)):
+            lengths = [len(branches[place].ids) for place in places]
+            for group in _groups(decoder, places, lengths, length):
                 own = [branches[place] for place in group]
                 behind = Prefix.of_rows(caches[0], [branch.line for branch in own], length)
                 targets = [branch.ids[1:] for branch in own]
@@ -268,14 +269,29 @@ def _shared(
         yield rows, columns, values.cpu(), len(batch.rows)
 
 
-def _groups(decoder: Decoder, places: Sequence[int], tokens: int) -> list[Sequence[int]]:
-    """Places of rows of so many tokens, cached ones included, that run together.
-    A CPU may hold the keys of more tokens than it runs: copying a few costs less than a pass of few rows.
-    What exceeds the memory halves the batch of queries, and the token budget with it.
+def _groups(
+    decoder: Decoder, places: Sequence[int], lengths: Sequence[int], cached: int
+) -> Iterator[Sequence[int]]:
+    """Places of labels of these lengths, behind so many cached tokens each, that run together.
+    Shorter labels go with longer ones as long as their padding costs less than a pass of their own. A CPU may
+    hold the keys of more tokens than it runs: copying a few costs less than a pass of few rows. What exceeds
+    the memory halves the batch of queries, and the token budget with it.
     """
     room = decoder.token_budget * (CPU_KEPT_BUDGET // CPU_BUDGET if decoder.device.type == "cpu" else 1)
-    size = max(1, room // tokens)
-    return [places[start : start + size] for start in range(0, len(places), size)]
+    alike = defaultdict(list)
+    for place, length in zip(places, lengths, strict=True):
+        alike[length].append(place)
+    groups: list[tuple[int, list[int]]] = []  # the longest label's length, and places
+    padding = 0
+    for length in sorted(alike, reverse=True):
+        padding += len(alike[length]) * (groups[-1][0] - length) if groups else 0
+        if not groups or PASSES_A_BATCH * padding > decoder.token_budget:
+            groups.append((length, []))
+            padding = 0
+        groups[-1][1].extend(alike[length])
+    for longest, group in groups:
+        size = max(1, room // (cached + longest))
+        yield from (group[start : start + size] for start in range(0, len(group), size))
 
 
 def _whole(
