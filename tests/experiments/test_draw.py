@@ -7,7 +7,7 @@ import pytest
 
 from i2cl import I2CLError
 from i2cl.core.anchored import MOST_DEMONSTRATIONS
-from i2cl.core.problem import MOST_COLUMNS, columns_kept
+from i2cl.core.problem import MOST_COLUMNS, SHORTLIST
 from i2cl.experiments import draw as module
 from i2cl.experiments.draw import MOST_SHOTS, draw, fitting, up_to
 from i2cl.methods import make_methods
@@ -129,5 +129,6 @@ def test_a_fit_of_many_labels_takes_as_long_as_the_columns_that_it_keeps(decoder
     assert len(rows) * 19 > MOST_COLUMNS
     pace = replace(module._Pace.of(decoder, task, 4), seconds_a_token=1.0)
     tokens = tokens_of(pace, rows)
-    once = module.FORWARD + module.BACKWARD * columns_kept(len(rows), 20)
-    assert pace.seconds(rows) == pytest.approx(tokens * (2 * once + 4 + module.FORWARD))
+    once = module.FORWARD + module.BACKWARD * SHORTLIST / module.SHARED
+    choice = 20 / module.SHARED
+    assert pace.seconds(rows) == pytest.approx(tokens * (choice + 2 * once + 4 + module.FORWARD))

@@ -6,7 +6,7 @@ from math import ceil
 from statistics import median_low
 
 from i2cl.core.anchored import require_few
-from i2cl.core.problem import MOST_COLUMNS, columns_kept
+from i2cl.core.problem import MOST_COLUMNS, SHORTLIST, columns_kept
 from i2cl.errors import I2CLError
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
@@ -151,8 +151,11 @@ class _Pace:
         """
         tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
         labels = len(self.questions.task.labels)
-        whole = self.questions.labels.full and len(shown) * labels <= MOST_COLUMNS
-        columns = (labels - 1) / SHARED if whole else columns_kept(len(shown), labels)
+        columns, choice = columns_kept(len(shown), labels), 0.0
+        if self.questions.labels.full:
+            crowded = len(shown) * labels > MOST_COLUMNS
+            columns = (min(SHORTLIST, labels - 1) if crowded else labels - 1) / SHARED
+            choice = labels / SHARED if crowded else 0.0
         once = FORWARD + BACKWARD * columns
-        passes = once * (1 + AGAIN * (self.steps > 1)) + self.steps + FORWARD
+        passes = choice + once * (1 + AGAIN * (self.steps > 1)) + self.steps + FORWARD
         return self.seconds_a_token * tokens * passes
