@@ -1,5 +1,6 @@
 """The calls that make programs say a label, as they are printed; and what llama.cpp says."""
 
+import importlib
 import json
 import shlex
 import sys
@@ -18,11 +19,9 @@ from export.test_export_server import serving
 from export.test_greedy import exported, speaking
 from export.test_whole_labels import Echo
 from i2cl.core.injection import Injection
-from i2cl.export import Golden, export_gguf, gguf, golden, make_golden, verify_gguf
-from i2cl.export.greedy import calls
-from i2cl.export.greedy.calls import calls_of
-from i2cl.export.greedy.labels import biases_of, grammar_of, label_in
-from i2cl.export.greedy.texts import TEXTS
+from i2cl.export import Golden, calls, export_gguf, gguf, golden, make_golden, verify_gguf
+from i2cl.export.calls import calls_of
+from i2cl.export.greedy import TEXTS, biases_of, grammar_of, label_in
 from i2cl.export.llama_cpp import LlamaCpp
 
 pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
@@ -162,7 +161,7 @@ def test_the_call_of_llama_cpp_runs_as_printed(tmp_path, monkeypatch, capsys, ta
     record = json.loads(capsys.readouterr().out)
     assert record["grammar"] == Golden.from_export("out.gguf").grammar
     code = record["calls"]["llama.cpp"]
-    assert code in gguf.import_package("gguf").GGUFReader("out.gguf").get_field("i2cl.usage").contents()
+    assert code in importlib.import_module("gguf").GGUFReader("out.gguf").get_field("i2cl.usage").contents()
     said = ran(code).strip()
     assert said in task.labels
     made = Golden.from_export("out.gguf")

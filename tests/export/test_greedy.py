@@ -12,9 +12,16 @@ from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for
 from export.test_export_server import expected, serving
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_hf, fold, golden, make_golden, verify
-from i2cl.export.greedy.beams import beams_for, compared_sequences, search_whole, searches
-from i2cl.export.greedy.labels import FORCE, forced_sequences, shared_end
-from i2cl.export.greedy.texts import TEXTS
+from i2cl.export.greedy import (
+    FORCE,
+    TEXTS,
+    beams_for,
+    compared_sequences,
+    forced_sequences,
+    search_whole,
+    searches,
+    shared_end,
+)
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Template
 

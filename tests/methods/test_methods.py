@@ -25,7 +25,7 @@ from i2cl.core.context import ContextVector
 from i2cl.core.recipe import RECIPES
 from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.base import Wrapper
-from i2cl.methods.controls import NoiseConfig, noise_like
+from i2cl.methods.i2cl import NoiseConfig, noise_like
 from tiny import tiny_model, tiny_tokenizer
 
 KEY_VALUE_WIDTH = {"llama": 16, "qwen2": 16, "gpt2": 32, "gptj": 32, "gpt_neox": 32}

@@ -20,7 +20,7 @@ from i2cl.models.edits import Site
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
-from i2cl.tasks.sampling import group_by_label
+from i2cl.tasks.task import group_by_label
 
 Writers = Literal["both", "mha", "mlp", "hidden"]
 

@@ -13,7 +13,7 @@ from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, score
 from i2cl.tasks import Example, Examples, Task
-from i2cl.tasks.sampling import group_by_label, sample_per_class, seeded
+from i2cl.tasks.task import group_by_label, sample_per_class, seeded
 
 MOST_SHOTS = 20  # demonstrations of a class that are taken unasked
 PATIENCE = 300.0  # seconds that a fit may take unasked

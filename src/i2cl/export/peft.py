@@ -24,11 +24,11 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, needs
+from i2cl.export.calls import write_readme
 from i2cl.export.checkpoint import with_bias
 from i2cl.export.families import FAMILIES, HOOKED, LAST_MAPS, REFUSED, family_of
 from i2cl.export.folding import require_known, require_plain, require_unbiased, skeleton
 from i2cl.export.golden import make_golden
-from i2cl.export.greedy.calls import write_readme
 from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import load_model_and_tokenizer

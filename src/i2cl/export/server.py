@@ -13,8 +13,8 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from i2cl.errors import I2CLError
+from i2cl.export.calls import sent_to_servers
 from i2cl.export.golden import Golden, GoldenPrompt
-from i2cl.export.greedy.calls import sent_to_servers
 from i2cl.export.verify import Answer, by_whole_labels
 
 TOLERANCE = 0.05  # servers run in lower precision

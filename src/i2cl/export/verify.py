@@ -15,7 +15,7 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.export.golden import Golden, GoldenPrompt
-from i2cl.export.greedy.labels import enough
+from i2cl.export.greedy import enough
 from i2cl.export.peft import generation_of, is_adapter, load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
 

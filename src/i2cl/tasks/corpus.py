@@ -7,12 +7,23 @@ held-out combination never occur in training.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from random import Random
+
+from i2cl.tasks.task import Example, Task, Template
 
 TEMPLATE = "{text}\nAnswer: {label}"
 SEPARATOR = "\n"
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_MODULUS = 5
+
+TRAIN_ROWS = 2000
+TEST_ROWS = 1000
+TRAIN_SEED = 1
+TEST_SEED = 2
+
+DEMO_TASKS = ("mood-colour-1", "job-letter-2", "place-colour-2")
+"""What `i2cl demo` shows: three attributes, both sets of label words."""
 
 ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
     "mood": {
@@ -149,3 +160,30 @@ def document(rng: Random, task: ReferenceTask, shots: int, named: bool, bare: bo
     head = task.name + SEPARATOR if named else ""
     lines = [fill(task, *sample_example(rng, task, bare=bare)) for _ in range(shots + 1)]
     return head + "".join(lines) + END_OF_TEXT
+
+
+def describe() -> list[Task]:
+    """The reference model's tasks without rows."""
+    return [_task(spec) for spec in TASKS]
+
+
+@cache
+def load(name: str) -> Task | None:
+    """One of them with its rows, or None. The test split has only word combinations kept out of training."""
+    spec = next((spec for spec in TASKS if spec.name == name), None)
+    if spec is None:
+        return None
+    splits = (("train", TRAIN_ROWS, TRAIN_SEED), ("test", TEST_ROWS, TEST_SEED))
+    return _task(spec, *(tuple(Example(*row) for row in examples(spec, *split)) for split in splits))
+
+
+def _task(spec: ReferenceTask, train: tuple[Example, ...] = (), test: tuple[Example, ...] = ()) -> Task:
+    return Task(
+        name=spec.name,
+        labels=spec.labels,
+        template=Template(TEMPLATE, SEPARATOR),
+        train=train,
+        test=test,
+        description=spec.description,
+        group="reference",
+    )

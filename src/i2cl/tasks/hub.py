@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 
 from i2cl.errors import I2CLError, needs
 from i2cl.tasks.labels import LabelLookup
-from i2cl.tasks.sampling import group_by_label, sample_per_class, seeded
 from i2cl.tasks.schema import HubSource
-from i2cl.tasks.task import Example
+from i2cl.tasks.task import Example, group_by_label, sample_per_class, seeded
 
 if TYPE_CHECKING:
     from datasets import Dataset

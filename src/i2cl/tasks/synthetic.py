@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-from i2cl.tasks.sampling import seeded
-from i2cl.tasks.task import Example, Task
+from i2cl.tasks.task import Example, Task, seeded
 from i2cl.tasks.template import Template
 
 NAME = "synthetic"

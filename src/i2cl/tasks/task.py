@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import TYPE_CHECKING
 
 from i2cl.errors import I2CLError, require_whole
-from i2cl.tasks.sampling import even_quotas, group_by_label, sample_per_class, seeded
 from i2cl.tasks.template import Template
 
 if TYPE_CHECKING:
@@ -24,6 +24,46 @@ class Example:
 
 
 Examples = Sequence[Example]  # rows, or demonstrations, in their order
+
+
+def seeded(seed: int | str) -> Random:
+    """A generator of its own for this seed, the same in every process."""
+    return Random(seed)
+
+
+def group_by_label(rows: Examples, classes: int) -> list[list[Example]]:
+    """Rows of each class id 0..classes-1, in their order."""
+    groups: list[list[Example]] = [[] for _ in range(classes)]
+    for row in rows:
+        groups[row.label].append(row)
+    return groups
+
+
+def even_quotas(sizes: Sequence[int], total: int, rng: Random) -> list[int]:
+    """Rows to take from groups of these sizes: `total` in all (or every row), as equal as the sizes allow.
+    What does not divide evenly goes to randomly chosen groups, one row each.
+    """
+    quotas = [0] * len(sizes)
+    left = min(total, sum(sizes))
+    while left:
+        open_groups = [index for index, size in enumerate(sizes) if quotas[index] < size]
+        share = left // len(open_groups)
+        if share == 0:
+            for index in rng.sample(open_groups, left):
+                quotas[index] += 1
+            break
+        for index in open_groups:
+            taken = min(share, sizes[index] - quotas[index])
+            quotas[index] += taken
+            left -= taken
+    return quotas
+
+
+def sample_per_class(groups: Sequence[Examples], quotas: Sequence[int], rng: Random) -> tuple[Example, ...]:
+    """`quotas[c]` different rows of every class c, in shuffled order."""
+    chosen = [row for group, quota in zip(groups, quotas, strict=True) for row in rng.sample(group, quota)]
+    rng.shuffle(chosen)
+    return tuple(chosen)
 
 
 @dataclass(frozen=True)

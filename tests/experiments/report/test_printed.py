@@ -26,7 +26,7 @@ from i2cl.experiments.report.printed import (
     printed_tables,
     recomputed_average,
 )
-from i2cl.tasks.registry import PAPER_TASKS
+from i2cl.tasks.loaders import PAPER_TASKS
 from i2cl.tasks.synthetic import NAME as SYNTHETIC
 
 GPTJ = "EleutherAI/gpt-j-6b"

@@ -12,7 +12,7 @@ from i2cl.experiments.report.printed import (
 )
 from i2cl.experiments.report.results import Line, Results, listing
 from i2cl.experiments.statistics import Accuracy
-from i2cl.tasks.registry import PAPER_TASKS
+from i2cl.tasks.loaders import PAPER_TASKS
 
 HALF_DIGIT = 0.005  # printed numbers have two decimals: so far from an interval they may still be inside
 PrintedFor = Callable[[str, str], PrintedTable | None]

@@ -28,8 +28,8 @@ from i2cl.models.edits import Edit
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task, Template, load_task
 from i2cl.tasks.rows import refused_rows
-from i2cl.tasks.sampling import group_by_label
 from i2cl.tasks.survey import Survey
+from i2cl.tasks.task import group_by_label
 
 SHOTS = 5  # demonstrations a class where nobody says how many and each class has as many
 SEVERAL = 5  # texts with several labels that are shown

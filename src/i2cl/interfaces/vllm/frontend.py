@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, did_you_mean
+from i2cl.export.checkpoint import checkpoint_folder
 from i2cl.export.folding import skeleton
-from i2cl.export.sources import checkpoint_folder
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.prompts import Edge, Prompt, Reach, Trie
 from i2cl.interfaces.vllm.slots import DIGEST, Packed

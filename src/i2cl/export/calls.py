@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from i2cl.export.golden import Golden
-from i2cl.export.greedy.labels import forced_tokens
-from i2cl.export.greedy.texts import TEXTS
+from i2cl.export.greedy import TEXTS, forced_tokens
 from i2cl.storage.card import CARD, export_card
 from i2cl.tasks.template import TEXT_FIELD
 
