@@ -354,12 +354,7 @@ def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [
-        ("linear_probe", "probe_c"),
-        ("anchored", "tolerance"),
-        ("icv", "strength"),
-        ("linear_task_vector", "ridge"),
-    ],
+    [("linear_probe", "probe_c"), ("anchored", "tolerance"), ("icv", "strength")],
 )
 @pytest.mark.parametrize("value", ["inf", float("inf")])
 def test_an_option_that_json_cannot_hold_is_refused(name, option, value):

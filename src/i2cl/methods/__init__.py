@@ -19,11 +19,11 @@ from i2cl.methods.knn_prompting import KNNPrompting
 from i2cl.methods.label_anchor import LabelAnchor
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
-from i2cl.methods.task_vector import LinearTaskVector, TaskVector
+from i2cl.methods.task_vector import TaskVector
 from i2cl.methods.tfidf import Tfidf
 
 _ALL: tuple[type[Method], ...] = (
-    *(ZeroShot, FewShot, FewShotUncached, Noise, LabelAnchor, TaskVector, LinearTaskVector, ICV),
+    *(ZeroShot, FewShot, FewShotUncached, Noise, LabelAnchor, TaskVector, ICV),
     *(I2CL, I2CLUnseen, I2CLCorrupted, I2CLOverICL, Anchored, PromptTuning, PrefixTuning, LoRA, IA3),
     *(LinearProbe, Tfidf, SentenceEmbeddings, SetFit),
     *(ContextualCalibration, BatchCalibration, LabelPrior, Temperature),

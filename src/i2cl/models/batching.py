@@ -82,15 +82,12 @@ def behind(batch: Batch, front: Ids) -> Batch:
 
 
 def gather(
-    positions: Int[Tensor, "batch positions"], packed: bool, states: list[Tensor] | None, hidden: Tensor
+    positions: Int[Tensor, "batch positions"], packed: bool, hidden: Tensor
 ) -> Float[Tensor, "batch positions d"]:
     """The hidden states (lines x tokens x d) that the LM head is to see."""
     index = positions.to(hidden.device)
     wide = index[..., None].expand(-1, -1, hidden.shape[-1])
-    found = hidden[0, index] if packed else hidden.gather(1, wide)
-    if states is not None:
-        states.append(found)
-    return found
+    return hidden[0, index] if packed else hidden.gather(1, wide)
 
 
 def rope_limits(config: Any) -> tuple[int, ...]:

@@ -163,21 +163,6 @@ def next_token_log_probabilities(
         return in_order((batch.rows, rows.cpu()) for batch, rows in _read(decoder, queries, edit, prefix))
 
 
-def head_states(
-    decoder: Decoder, queries: Sequence[Ids], *, prefix: Prefix | None = None
-) -> Float[Tensor, "queries d"]:
-    """What the LM head is given behind each query, in float32 on the CPU."""
-
-    def run(batch: Batch) -> Tensor:
-        states: list[Tensor] = []
-        decoder.forward(batch, prefix=prefix, states=states)
-        return states[-1][:, 0].float().cpu()
-
-    with decoder.frozen(), torch.no_grad():  # a head may be narrower than the stream
-        parts = decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0)
-        return in_order((batch.rows, states) for batch, states in parts)
-
-
 def in_order(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
     """One tensor of rows that come in parts, each part with the places of its rows."""
     found = {place: row for places, rows in parts for place, row in zip(places, rows, strict=True)}
