@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, first_line
 from i2cl.export.calls import write_readme
 from i2cl.export.families import family_of
 from i2cl.export.folding import (
@@ -79,7 +79,7 @@ def from_files(name: str, revision: str | None = None) -> Source:
         config = AutoConfig.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise I2CLError(f"cannot read the model {name!r}: {str(error).splitlines()[0]}") from None
+        raise I2CLError(f"cannot read the model {name!r}: {first_line(error)}") from None
     require_unquantized(config)
     there = (folder / "generation_config.json").is_file()
     generation = GenerationConfig.from_pretrained(folder) if there else None

@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, first_line, needs
 from i2cl.export.calls import write_readme
 from i2cl.export.checkpoint import with_bias
 from i2cl.export.families import FAMILIES, HOOKED, LAST_MAPS, REFUSED, family_of
@@ -302,5 +302,5 @@ def load_adapter(
         with quiet():
             return PeftModel.from_pretrained(base, str(path)).eval(), state
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        line = str(error).strip().splitlines()[0].rstrip(":")
-        raise I2CLError(f"the adapter {str(path)!r} does not fit {name!r} ({line}): give its base") from None
+        what = f"the adapter {str(path)!r} does not fit {name!r} ({first_line(error)})"
+        raise I2CLError(f"{what}: give its base") from None

@@ -29,7 +29,7 @@ from jaxtyping import Float
 from pydantic import Field
 from safetensors import SafetensorError
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, first_line, needs
 from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
@@ -202,7 +202,7 @@ def load_encoder(name: str, device: str) -> Any:
             model_kwargs={"use_safetensors": True, "dtype": torch.float32},
         )
     except (OSError, ValueError, ImportError, LookupError, TypeError, SafetensorError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        why = first_line(error)[:300]
         cure = f"give {MINILM!r}, a folder of sentence-transformers with safetensors in it, or a hub id"
         raise I2CLError(f"cannot load the encoder {name!r} ({why}): {cure}") from None
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, first_line, needs
 from i2cl.tasks.labels import LabelLookup
 from i2cl.tasks.schema import HubSource
 from i2cl.tasks.task import Example, group_by_label, sample_per_class, seeded
@@ -57,9 +57,9 @@ def _download(source: HubSource, split: str) -> "Dataset":
     try:
         return load_dataset(source.dataset, source.config, split=split, revision=source.revision)
     except Exception as error:  # errors of its HTTP and file libraries come through, with no common class
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise I2CLError(
-            f"cannot load {source.dataset} ({split}) from the hub ({type(error).__name__}: {reason}): "
+            f"cannot load {source.dataset} ({split}) from the hub ({reason}): "
             f"check the connection, or {_INSTEAD}"
         ) from error
 

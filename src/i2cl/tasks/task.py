@@ -194,6 +194,14 @@ class Task:
         words = self.instruction if instruction is None else instruction
         return replace(self, template=self.template.instructed(words))
 
+    def worded(self, tokenizer: "PreTrainedTokenizerBase", *, chat: bool, instruction: str | None) -> "Task":
+        """The same task as a `chat`; else `instructed`, where an instruction is given. Raises I2CLError: see
+        `chat`.
+        """
+        if chat:
+            return self.chat(tokenizer, instruction)
+        return self if instruction is None else self.instructed(instruction)
+
     def without_data(self) -> "Task":
         """The same task with empty splits."""
         return replace(self, train=(), test=())

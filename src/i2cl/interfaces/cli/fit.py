@@ -124,7 +124,7 @@ def fit(
     drawn = draw(loaded, chosen, shots, seed, own=own, **choice)  # sizes are checked before the model is read
     texts, shares = _prior_of(way.unlabelled, way.prior, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
-    loaded = load.worded(loaded, rows, decoder.tokenizer)
+    loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     if drawn is None:
         with console.waiting("timing the model"):
             drawn = fitting(decoder, loaded, chosen.rounds, seed, **choice)

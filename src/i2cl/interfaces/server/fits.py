@@ -85,10 +85,8 @@ def read_task(decoder: Decoder, request: Mapping[str, Any], folder: Path) -> tup
     except I2CLError as error:
         raise RefusalError(422, "bad_input", _short(str(error), folder)) from None
     task = replace(task, name=request["name"], title=request["name"])
-    if request.get("chat"):
-        task = task.chat(decoder.tokenizer, request.get("instruction"))
-    elif request.get("instruction"):
-        task = task.instructed(request["instruction"])
+    words = request.get("instruction") or None
+    task = task.worded(decoder.tokenizer, chat=bool(request.get("chat")), instruction=words)
     fewest = min(map(len, group_by_label(task.train, len(task.labels))))
     demonstrations = task.sample(request.get("shots") or max(1, min(SHOTS, fewest)), request["seed"])
     if isinstance(_method(request), Anchored):

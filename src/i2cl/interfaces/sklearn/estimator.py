@@ -125,10 +125,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         # The baselines score labels as they demand, so another scoring would not be set beside its like.
         queries = labelled_rows(task, shown, self.evaluate) if self.scoring == "auto" else ()
         decoder = self._decoder()
-        if self.chat:
-            task = task.chat(decoder.tokenizer, self.instruction)
-        elif self.instruction:
-            task = task.instructed(self.instruction)
+        task = task.worded(decoder.tokenizer, chat=self.chat, instruction=self.instruction or None)
         started = time.perf_counter()
         texts_of = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
 
