@@ -8,7 +8,7 @@ from i2cl.experiments.grid import View
 from i2cl.experiments.report.results import Line, Results, listing, outcome
 from i2cl.experiments.statistics import ALPHA, FEWEST_SEEDS
 
-INCOMPLETE, OUTSIDE, CONTRADICTED = "†", "‡", "§"  # marks of cells that a note explains
+INCOMPLETE, OUTSIDE = "†", "‡"  # marks of cells that a note explains
 WHERE = ("machine", "accelerator", "device", "dtype", "threads")  # parts of provenance that times depend on
 NOTHING = "–"  # stands where there is no result
 WIDE = 10  # with more tasks than this, tasks are lines and rows are columns
