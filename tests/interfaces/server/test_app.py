@@ -170,7 +170,7 @@ def test_a_deadline_that_has_passed(client, service, monkeypatch):
     [
         (CLASSIFY, ONE),
         ("/models/films", {"inputs": TEXT}),
-        (CHAT, SAID | {"seed": 5.0}),  # JSON's 5.0 is a whole number
+        (CHAT, SAID | {"n": 1.0, "any": 1}),  # JSON's 5.0 is a whole number
     ],
 )
 def test_each_way_of_asking_takes_a_deadline(client, monkeypatch, path, body):
