@@ -81,9 +81,10 @@ def draw(
         require_few(up_to(task, 1, seed))
         return None
     else:
-        kept = (KEPT_BACK if scored and shots is None else 0) if keep_back is None else keep_back
+        if keep_back is None:
+            keep_back = KEPT_BACK if scored and shots is None else 0
         count = shots or task.shots
-        choice = Draw(up_to(task, count, seed, kept), count, len(task.train), kept)
+        choice = Draw(up_to(task, count, seed, keep_back), count, len(task.train), keep_back)
     if anchored:
         require_few(choice.demonstrations)
     return choice
@@ -95,15 +96,16 @@ def fitting(
     """As many demonstrations as anchored calibration takes in `PATIENCE`: `USUAL` to `MOST_SHOTS` of a class.
     Fewer than `USUAL` are taken where more would be too many for it, never to save time.
     """
-    kept = (KEPT_BACK if scored else 0) if keep_back is None else keep_back
+    if keep_back is None:
+        keep_back = KEPT_BACK if scored else 0
     pace = _Pace.of(decoder, task, steps)
 
     def takes(shots: int) -> bool:
-        shown = up_to(task, shots, seed, kept)
+        shown = up_to(task, shots, seed, keep_back)
         return _few(shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
 
     shots = next(one for one in CHOICES if one == 1 or takes(one))
-    shown = up_to(task, shots, seed, kept)
+    shown = up_to(task, shots, seed, keep_back)
     shots = min(shots, max(len(group) for group in group_by_label(shown, len(task.labels))))
     largest = max(len(group) for group in group_by_label(task.train, len(task.labels)))
     more = None
@@ -112,7 +114,7 @@ def fitting(
         if larger <= 2 * MOST_SHOTS and len(larger_draw) > len(shown) and _few(larger_draw):
             more = larger, len(larger_draw), pace.seconds(larger_draw)
             break
-    return Draw(shown, shots, len(task.train), kept, pace.seconds(shown), more)
+    return Draw(shown, shots, len(task.train), keep_back, pace.seconds(shown), more)
 
 
 def _few(shown: Examples) -> bool:

@@ -105,8 +105,10 @@ def _paths(config: PreTrainedConfig, injection: Injection) -> tuple[str, str]:
     for site, path in enumerate(LAST_MAPS[kind]):
         alone = bool((scales[:, site] == 1).all()) and not added[:, site].any()
         if not path and not alone:
-            cure = f", fit with --set writers=mha{'' if (scales == 1).all() else f' {_ADD}'}"
-            cure = cure if LAST_MAPS[kind][0] else ""
+            cure = ""
+            if LAST_MAPS[kind][0]:
+                cure = ", fit with --set writers=mha"
+                cure += "" if (scales == 1).all() else f" {_ADD}"
             raise _refusal(config, f"its experts are no linear layer{cure}")
         paths.append("" if alone else path)
     if not any(paths):

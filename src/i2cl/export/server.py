@@ -130,7 +130,7 @@ class _RefusedError(I2CLError):
 
 def _answer(golden: Golden, reply: Any) -> Answer:
     try:
-        values = _told(reply["choices"][0]["logprobs"])
+        values = _first_token(reply["choices"][0]["logprobs"])
         floor = min(values.values())
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         cure = "start it so that completions answer logprobs"
@@ -161,7 +161,7 @@ def _whole(golden: Golden, prompt: GoldenPrompt, answer: Answer, echoes: list[An
     return tuple(sums)
 
 
-def _told(logprobs: Any) -> dict[int | str, float]:
+def _first_token(logprobs: Any) -> dict[int | str, float]:
     """Log-probabilities of the first new token, by text (OpenAI, vLLM) or by id (llama.cpp)."""
     if "content" in logprobs:
         return {entry["id"]: float(entry["logprob"]) for entry in logprobs["content"][0]["top_logprobs"]}

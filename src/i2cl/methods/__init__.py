@@ -66,9 +66,12 @@ def calibrating_method(
         raise I2CLError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
     if name == Anchored.name and recipe is not None:
         raise I2CLError("a recipe is I2CL's: leave the recipe out, or take the method i2cl")
-    own = recipe is not None or (options or {}).keys() & (set(I2CL.options()) - set(Anchored.options()))
-    found = make_methods([name or (I2CL if own else Anchored).name], options, RECIPES[recipe or "paper"])[0]
-    return cast("Injector", found)
+    if name is None:
+        of_i2cl_alone = set(I2CL.options()) - set(Anchored.options())
+        wanted = recipe is not None or not of_i2cl_alone.isdisjoint(options or {})
+        name = I2CL.name if wanted else Anchored.name
+    (method,) = make_methods([name], options, RECIPES[recipe or "paper"])
+    return cast("Injector", method)
 
 
 def draws(name: str) -> bool:

@@ -104,7 +104,8 @@ def context_length(config: Any, otherwise: int) -> int | None:
     for field in ("max_position_embeddings", "max_seq_len"):
         length = getattr(config, field, None)
         if isinstance(length, int) and length > 0:
-            return length - any("dynamic" in str(one.get("rope_type")) for one in _ropes(config))
+            dynamic = any("dynamic" in str(one.get("rope_type")) for one in _ropes(config))
+            return length - 1 if dynamic else length
     return otherwise if otherwise < 10**9 else None
 
 

@@ -117,9 +117,9 @@ def _from_folder_or_hub(
 ) -> tuple[Any, dict[str, Any], Any]:
     if not Path(source).exists():
         require_reachable(source, common["revision"], NAMES)
-    with _told(f"the tokenizer of {name!r}"):
+    with _load_errors(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
-    with _told(f"the model {name!r}"):
+    with _load_errors(f"the model {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **loading, **common)
     return *loaded, tokenizer
 
@@ -228,7 +228,7 @@ def _placement(
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _load_errors(what: str) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:

@@ -45,7 +45,8 @@ def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
 
 def download_file(name: str) -> Path:
     """One file, as owner/repository/file. Raises I2CLError if there is none, or the hub does not answer."""
-    owner, repository, file = (*name.split("/", 2), "", "")[:3]
+    owner, _, rest = name.partition("/")
+    repository, _, file = rest.partition("/")
     try:
         return Path(hf_hub_download(f"{owner}/{repository}", file))
     except _FAILURES as error:

@@ -96,11 +96,23 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         device: str | None = None,
         dtype: str | None = None,
     ) -> None:
-        self.model, self.template, self.chat, self.instruction = model, template, chat, instruction
-        self.labels, self.shots, self.method, self.recipe = labels, shots, method, recipe
-        self.settings, self.unlabelled, self.min_confidence = settings, unlabelled, min_confidence
-        self.scoring, self.random_state, self.evaluate, self.folds = scoring, random_state, evaluate, folds
-        self.device, self.dtype = device, dtype
+        self.model = model
+        self.template = template
+        self.chat = chat
+        self.instruction = instruction
+        self.labels = labels
+        self.shots = shots
+        self.method = method
+        self.recipe = recipe
+        self.settings = settings
+        self.unlabelled = unlabelled
+        self.min_confidence = min_confidence
+        self.scoring = scoring
+        self.random_state = random_state
+        self.evaluate = evaluate
+        self.folds = folds
+        self.device = device
+        self.dtype = dtype
 
     def fit(self, X: Any, y: Any) -> "I2CLClassifier":
         """Extract a context vector from labelled texts and calibrate it (paper, section "Methodology").
