@@ -39,11 +39,11 @@ def calls_of(golden: Golden, name: str, kind: Kind) -> list[Call]:
     if kind == "gguf":
         code = (_llama_cpp_whole if golden.sequences else _llama_cpp)(golden, name, prompt)
         return [Call("llama.cpp", "python", code)]
-    found = [Call("transformers", "python", _transformers(golden, name, prompt, kind))]
+    calls = [Call("transformers", "python", _transformers(golden, name, prompt, kind))]
     if kind == "hf":
         whole = Call("vLLM", "python", _vllm_whole(golden, name, prompt)) if golden.sequences else None
-        found.append(whole or Call("vLLM", "console", _vllm(golden, name, prompt)))
-    return found
+        calls.append(whole or Call("vLLM", "console", _vllm(golden, name, prompt)))
+    return calls
 
 
 def _transformers(golden: Golden, name: str, prompt: str, kind: Kind) -> str:
@@ -149,10 +149,10 @@ def sent_to_servers(golden: Golden) -> dict[str, Any]:
 def usage(golden: Golden, name: str, kind: Kind) -> str:
     """How an export is asked, in Markdown."""
     right = golden.greedy or []
-    told = f"answers {sum(right)} of {len(right)} golden prompts with the expected label"
-    parts = [f"Plain greedy decoding {told}."]
+    share = f"answers {sum(right)} of {len(right)} golden prompts with the expected label"
+    parts = [f"Plain greedy decoding {share}."]
     if golden.forced:
-        parts = [f"Plain greedy decoding {told}: make it say one of the labels, as these calls do."]
+        parts = [f"Plain greedy decoding {share}: make it say one of the labels, as these calls do."]
     if golden.compared and kind != "gguf":
         parts.append(
             "transformers compares whole labels: generation_config.json holds a beam for each, no length "

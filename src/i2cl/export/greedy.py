@@ -51,9 +51,9 @@ ENDS = ("a", "a.", "a\n", "a ", "1", 'a"', "\u00e9")
 def end_of(decoder: Decoder) -> int | None:
     """The token that generation ends with, the first where there are more."""
     generation = decoder.model.generation_config
-    told = None if generation is None else generation.eos_token_id
-    found = listed(decoder.tokenizer.eos_token_id if told is None else told)
-    return found[0] if found else None
+    stop = None if generation is None else generation.eos_token_id
+    stops = listed(decoder.tokenizer.eos_token_id if stop is None else stop)
+    return stops[0] if stops else None
 
 
 def listed(tokens: Any) -> list[int]:
@@ -95,13 +95,13 @@ def label_in(text: str, words: Sequence[str], *, whole: bool) -> int | None:
 
     ``whole``: the text may go on behind a word; False where it is one token, which has to be the word.
     """
-    told = text.lstrip()
+    answer = text.lstrip()
     if not whole:
-        return next((place for place, word in enumerate(words) if word.strip() == told.strip()), None)
+        return next((place for place, word in enumerate(words) if word.strip() == answer.strip()), None)
     fitting = [
         (len(word.lstrip()), place)
         for place, word in enumerate(words)
-        if told.startswith(word.lstrip()) and not _goes_on(word, told[len(word.lstrip()) :])
+        if answer.startswith(word.lstrip()) and not _goes_on(word, answer[len(word.lstrip()) :])
     ]
     return max(fitting)[1] if fitting else None
 
@@ -156,10 +156,10 @@ def forced_tokens(labels: Sequence[Sequence[int]], prior: Sequence[float]) -> di
     By itself it makes a program say one of some labels of one token each; a grammar says how longer ones
     go on.
     """
-    found = {token: FORCE for ids in labels for token in ids}
+    bias = {token: FORCE for ids in labels for token in ids}
     if prior:
-        found |= {ids[0]: FORCE + more - max(prior) for ids, more in zip(labels, prior, strict=True)}
-    return found
+        bias |= {ids[0]: FORCE + more - max(prior) for ids, more in zip(labels, prior, strict=True)}
+    return bias
 
 
 def grammar_of(words: Sequence[str]) -> str:

@@ -88,9 +88,9 @@ class _Server:
     def answers(self, *, as_text: bool = False) -> list[Answer]:
         """To all prompts. Greedy decoding is asked where whole labels cannot be compared."""
         golden, answers = self.golden, []
-        asked = [prompt.query if as_text else prompt.ids for prompt in golden.prompts]
+        queries = [prompt.query if as_text else prompt.ids for prompt in golden.prompts]
         labels: Any = golden.sequence_texts if as_text else golden.sequences
-        for prompt, query in zip(golden.prompts, asked, strict=True):
+        for prompt, query in zip(golden.prompts, queries, strict=True):
             first = self.complete(query)
             answer = _answer(golden, first)
             if labels:
@@ -101,7 +101,7 @@ class _Server:
             return answers
         if all(answer.whole for answer in answers):
             return [by_whole_labels(golden, answer) for answer in answers]
-        pairs = zip(answers, asked, strict=True)  # what fits for some prompts may do so by chance
+        pairs = zip(answers, queries, strict=True)  # what fits for some prompts may do so by chance
         return [replace(answer, whole=(), said=self.said(query)) for answer, query in pairs]
 
     def whole(self, prompt: GoldenPrompt, query: Any, labels: Any, answer: Answer) -> tuple[float, ...]:

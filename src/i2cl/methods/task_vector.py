@@ -96,8 +96,8 @@ def layer_scores(
         return torch.stack(list(each))
     edit, layers = ReplaceEach(states), len(states)
     with torch.no_grad():
-        found = [
+        scores = [
             score(decoder, [query[-1:]] * layers, labels, edit=edit, prefix=decoder.prefix(query[:-1]))
             for query in queries
         ]
-    return torch.stack(found, dim=1)
+    return torch.stack(scores, dim=1)

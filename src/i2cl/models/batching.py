@@ -92,8 +92,8 @@ def gather(
 
 def rope_limits(config: Any) -> tuple[int, ...]:
     """Row lengths beyond which a model turns every position by other angles (longrope), rising."""
-    found = [one for one in _ropes(config) if one.get("rope_type") == "longrope"]
-    return tuple(sorted({int(one["original_max_position_embeddings"]) for one in found}))
+    ropes = [one for one in _ropes(config) if one.get("rope_type") == "longrope"]
+    return tuple(sorted({int(one["original_max_position_embeddings"]) for one in ropes}))
 
 
 def context_length(config: Any, otherwise: int) -> int | None:

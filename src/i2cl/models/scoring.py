@@ -165,8 +165,8 @@ def next_token_log_probabilities(
 
 def in_order(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
     """One tensor of rows that come in parts, each part with the places of its rows."""
-    found = {place: row for places, rows in parts for place, row in zip(places, rows, strict=True)}
-    return torch.stack([found[place] for place in range(len(found))])
+    row_of = {place: row for places, rows in parts for place, row in zip(places, rows, strict=True)}
+    return torch.stack([row_of[place] for place in range(len(row_of))])
 
 
 Part = tuple[Tensor, Tensor, Tensor, float]  # rows, columns, values of scores; how many queries they complete

@@ -218,9 +218,9 @@ def _changed_scores(description: Mapping[str, Any]) -> str:
         tempered += f"{description['temperature']:g}; this changes no answer."
     if "label_bias" not in description:
         return tempered
-    said = tempered + "\n\n`label_bias` is added to the log-probabilities among the labels."
+    text = tempered + "\n\n`label_bias` is added to the log-probabilities among the labels."
     prior = description["calibration"].get("label_prior")
-    return f"{said} {_md(prior_words(description['task']['labels'], prior))}" if prior else said
+    return f"{text} {_md(prior_words(description['task']['labels'], prior))}" if prior else text
 
 
 def prior_words(labels: Sequence[str], prior: Mapping[str, Any]) -> str:

@@ -93,8 +93,8 @@ def _reason(error: Exception) -> str:
         return f"the hub does not know this token: {_LOGIN}"
     if status == 403:
         return f"the token may not write there: take one with write access and {_LOGIN}"
-    said = f"the hub says {type(error).__name__} ({first_line(error).rstrip('.')})"
-    return f"{said}: correct the name, or try again later"
+    answer = f"the hub says {type(error).__name__} ({first_line(error).rstrip('.')})"
+    return f"{answer}: correct the name, or try again later"
 
 
 def require_reachable(

@@ -33,8 +33,8 @@ def _read_split(source: HubSource, split: str, labels: Sequence[str]) -> list[Ex
     for column in (source.text, source.label):
         if column not in dataset.column_names:
             present = ", ".join(dataset.column_names)
-            found = f"no column {column!r}, the columns are {present}"
-            raise I2CLError(f"{source.dataset} {split}: {found}: correct the [hub] table")
+            problem = f"no column {column!r}, the columns are {present}"
+            raise I2CLError(f"{source.dataset} {split}: {problem}: correct the [hub] table")
     ids = {old: new for new, old in enumerate(source.keep_labels)} if source.keep_labels is not None else None
     lookup = LabelLookup(labels)
     rows = []
@@ -43,8 +43,8 @@ def _read_split(source: HubSource, split: str, labels: Sequence[str]) -> list[Ex
             continue
         index = lookup.find(label) if ids is None else ids[label]
         if index is None:
-            found = f"label {label!r} is not one of {lookup.allowed()}"
-            raise I2CLError(f"{source.dataset} {split}: {found}: correct the [hub] table")
+            problem = f"label {label!r} is not one of {lookup.allowed()}"
+            raise I2CLError(f"{source.dataset} {split}: {problem}: correct the [hub] table")
         if text and text.strip():
             rows.append(Example(text, index))
     return rows

@@ -101,8 +101,8 @@ def section_markdown(section: Section) -> str:
     """One section of the report."""
     experiment = section.experiment
     name = f"`{' '.join(experiment.name.replace('`', ' ').split())}`"
-    told = f"{_md(section.source)}. Experiment {name}: {_md(section.under)}."
-    lines = [f"## {_md(section.heading)}", "", _md(experiment.measures), "", told]
+    origin = f"{_md(section.source)}. Experiment {name}: {_md(section.under)}."
+    lines = [f"## {_md(section.heading)}", "", _md(experiment.measures), "", origin]
     if section.missing:
         lines += ["", "Lacking:", "", *(f"- {_keeping_code(line)}" for line in section.missing)]
     for table in section.tables:

@@ -238,8 +238,8 @@ class Results:
             return gap and gap.reversed()
         if (line, other, task) not in self._differences:
             pair = self._paired(line, other, task)
-            asked = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
-            often = PERMUTATIONS if task is None else max(PERMUTATIONS, asked)
+            needed = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
+            often = PERMUTATIONS if task is None else max(PERMUTATIONS, needed)
             drawn = not (line.fixed and other.fixed)
             gap = difference(*pair, drawn=drawn, permutations=often) if pair[0] else None
             self._differences[line, other, task] = gap

@@ -73,8 +73,8 @@ def artefact_decoder(injection: "Injection", model: str | None, options: ModelOp
     try:
         return decoder(name, options)
     except I2CLError as error:
-        told = f"{error} (the injection was made on {name!r}; --model names another place)"
-        raise I2CLError(told) from None
+        problem = f"{error} (the injection was made on {name!r}; --model names another place)"
+        raise I2CLError(problem) from None
 
 
 def quiet() -> None:

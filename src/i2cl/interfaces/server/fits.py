@@ -190,8 +190,8 @@ def _map_of(edit: Edit | None) -> dict[str, Any]:
         pairs = torch.stack([torch.ones_like(keep), keep], dim=-1)
     else:
         return {}
-    told = {"coefficients": pairs, "sizes": scaled.square().mean(-1).sqrt()}
-    return {name: (values.double() * 1e5).round().div(1e5).tolist() for name, values in told.items()}
+    arrays = {"coefficients": pairs, "sizes": scaled.square().mean(-1).sqrt()}
+    return {name: (values.double() * 1e5).round().div(1e5).tolist() for name, values in arrays.items()}
 
 
 def _method(request: Mapping[str, Any]) -> Injector:
@@ -210,5 +210,5 @@ def _tokens(decoder: Decoder, task: Task, demonstrations: tuple[Example, ...]) -
 
 def _short(message: str, folder: Path) -> str:
     """Without the server's own folders and the options of its functions."""
-    own = message.replace(f"{folder}/", "")
-    return re.sub(r"say which one holds .*", "name the columns text and label", own)
+    shortened = message.replace(f"{folder}/", "")
+    return re.sub(r"say which one holds .*", "name the columns text and label", shortened)

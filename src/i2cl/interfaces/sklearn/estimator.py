@@ -173,16 +173,16 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         check_is_fitted(self)
         require_confidence(self.min_confidence)
         scores = self._scores(X)
-        found = self.classes_[scores.argmax(-1)]
+        best = self.classes_[scores.argmax(-1)]
         if self.min_confidence is None:
-            return cast("np.ndarray", found)
+            return cast("np.ndarray", best)
         classes = self.classes_.tolist()
         none = "" if isinstance(classes[0], str) else -1
         if none in classes:
-            told = f"{none!r} is a class and what min_confidence answers"
-            raise I2CLError(f"{told}: fit with another name for it")
+            problem = f"{none!r} is a class and what min_confidence answers"
+            raise I2CLError(f"{problem}: fit with another name for it")
         unsure = np.exp(normalised(scores)).max(-1) < self.min_confidence
-        return np.where(unsure, none, found)
+        return np.where(unsure, none, best)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
         """Probability of each class, among the classes. Raises as `predict`."""

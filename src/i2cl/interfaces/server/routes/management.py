@@ -156,8 +156,8 @@ def _task(entry: Entry) -> dict[str, Any]:
 
 
 def _model(entry: Entry, base: str) -> dict[str, Any]:
-    own = {"object": "model", "owned_by": "i2cl", "root": base, "parent": base}
-    return _task(entry) | own
+    fields = {"object": "model", "owned_by": "i2cl", "root": base, "parent": base}
+    return _task(entry) | fields
 
 
 def queue_fit(service: Service, request: Request, body: bytes) -> Response:
