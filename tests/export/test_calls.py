@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from commands import run
-from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for, saved
+from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for, saved, scaled
 from export.test_export_gguf import llama_cpp
 from export.test_export_server import serving
 from export.test_greedy import exported, speaking
@@ -108,7 +108,7 @@ def test_the_call_of_vllm_compares_whole_labels(tmp_path, monkeypatch, task):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
     decoder = decoder_of("llama")
     weak = replace(injection_for(decoder), task=task)
-    made = exported(tmp_path / "out", decoder, replace(weak, context=weak.context * 0.1))
+    made = exported(tmp_path / "out", decoder, scaled(weak, 0.1))
     seen = completions(monkeypatch, Echo(tmp_path / "out", generated=0))
     told = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert next(call.code for call in calls_of(made, "out", "hf") if call.program == "vLLM") in told
