@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from math import ceil
+from random import Random
 from statistics import median_low
 
 from i2cl.core.anchored import require_few
@@ -13,7 +14,7 @@ from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, score
 from i2cl.tasks import Example, Examples, Task
-from i2cl.tasks.task import group_by_label, sample_per_class, seeded
+from i2cl.tasks.task import group_by_label, sample_per_class
 
 MOST_SHOTS = 20  # demonstrations of a class that are taken unasked
 PATIENCE = 300.0  # seconds that a fit may take unasked
@@ -54,7 +55,7 @@ def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Exampl
     counts = [len(group) for group in groups]
     free = [n - ceil(n / keep_back) if keep_back and n >= ENOUGH else n for n in counts]
     quotas = [min(shots, max(1, n)) for n in free]
-    return sample_per_class(groups, quotas, seeded(seed))
+    return sample_per_class(groups, quotas, Random(seed))
 
 
 def draw(

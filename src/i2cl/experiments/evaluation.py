@@ -24,7 +24,7 @@ from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
-from i2cl.models.precision import quantization_of
+from i2cl.models.precision import dtype_name, quantization_of
 from i2cl.models.scoring import Progress
 from i2cl.tasks import Example, Examples, Task
 from i2cl.version import __version__
@@ -288,7 +288,7 @@ def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: 
 def software(decoder: Decoder) -> dict[str, str]:
     """Versions, device and precision that a result depends on."""
     packages = {"i2cl": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    precision = [str(decoder.model.dtype).removeprefix("torch."), quantization_of(decoder.model.config)]
+    precision = [dtype_name(decoder.model.dtype), quantization_of(decoder.model.config)]
     where = {"device": str(decoder.device), "dtype": ", ".join(filter(None, precision))}
     return {"python": platform.python_version(), **packages, **where, "threads": str(torch.get_num_threads())}
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from i2cl.export.golden import Golden
 from i2cl.export.greedy import TEXTS, forced_tokens
-from i2cl.storage.card import CARD, export_card
+from i2cl.storage.card import CARD, export_card, fenced
 from i2cl.tasks.template import TEXT_FIELD
 
 Kind = Literal["hf", "peft", "gguf"]
@@ -162,9 +162,9 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
     parts.append(
         "Only these prompts, letter by letter, are what the task was fitted for (`{text}` is the text):"
     )
-    parts.append(_fenced("text", golden.prompt))
+    parts.append(fenced(golden.prompt, "text"))
     calls = calls_of(golden, name, kind)
-    parts += [f"{call.program}:\n\n{_fenced(call.language, call.code)}" for call in calls]
+    parts += [f"{call.program}:\n\n{fenced(call.code, call.language)}" for call in calls]
     if kind == "gguf":
         parts.append(
             "The injection lies in biases of llama.cpp's class `granite`, which transformers refuses to load "
@@ -172,11 +172,6 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
         )
     parts.append(f"`i2cl verify {name}` checks that what runs it answers as it should.")
     return "\n\n".join(parts)
-
-
-def _fenced(language: str, text: str) -> str:
-    fence = "```" if "```" not in text else "~~~~"
-    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def write_readme(folder: Path, name: str, golden: Golden, kind: Kind) -> None:

@@ -37,6 +37,7 @@ from i2cl.models.batching import Ids, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.hooks import edit_outputs
 from i2cl.models.loading import gguf_reader, is_gguf
+from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import Questions, score
 from i2cl.storage.atomic import public_name
 from i2cl.tasks.template import TEXT_FIELD
@@ -133,7 +134,7 @@ class Golden(pydantic.BaseModel):
 
     def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
         """The same, with what only the folded checkpoint knows (see the attributes)."""
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         update = {"model_type": model_type, "dtype": name, "biases": biases}
         tolerance = TOLERANCES.get(name, max(TOLERANCES.values()))
         return self.model_copy(update=update | {"tolerance": tolerance})

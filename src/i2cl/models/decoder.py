@@ -21,7 +21,7 @@ from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config, weights_fingerprint
 from i2cl.models.hooks import Replay, edit_inputs
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
-from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit
+from i2cl.models.precision import Quantization, dtype_name, execution_device, quantization_of, settle_4bit
 from i2cl.models.prefix import Prefix, holds_keys_alone, keys_at, window_of
 from i2cl.models.residual_check import ResidualIdentity, residual_identity
 from i2cl.models.restore import frozen, lock_of
@@ -150,7 +150,7 @@ class Decoder:
                 d_model=self.d_model,
                 weights=weights_fingerprint(self.model),
                 tokenizer=tokenizer_fingerprint(self.tokenizer),
-                dtype=str(self.model.dtype).removeprefix("torch."),
+                dtype=dtype_name(self.model.dtype),
                 quantization=quantization_of(self.model.config),
                 config=told_config(self.model.config),
             )

@@ -17,6 +17,7 @@ from i2cl.models.batching import CPU_KEPT_BUDGET, Batch, Ids, make_batch, pack_b
 from i2cl.models.decoder import CPU_BUDGET, Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens, Scoring, label_tokens
+from i2cl.models.precision import dtype_name
 from i2cl.models.prefix import Prefix
 from i2cl.tasks import Example, Task
 
@@ -32,7 +33,7 @@ class NotFiniteError(I2CLError):
 def require_finite(scores: Float[Tensor, "*queries labels"], decoder: Decoder) -> None:
     """Refuse scores of which one is not a number, unlike -inf. Raises NotFiniteError naming the precision."""
     if scores.isnan().any():
-        dtype = str(decoder.model.dtype).removeprefix("torch.")
+        dtype = dtype_name(decoder.model.dtype)
         raise NotFiniteError(
             f"label scores are not numbers, since something overflows in {dtype}. "
             "Load the model in another precision (--dtype float32), or fit again closer to the plain model"

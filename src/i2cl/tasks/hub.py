@@ -1,12 +1,13 @@
 """Rows from the Hugging Face hub, or a local folder of that format: the only module to import datasets."""
 
 from collections.abc import Sequence
+from random import Random
 from typing import TYPE_CHECKING
 
 from i2cl.errors import I2CLError, first_line, needs
 from i2cl.tasks.labels import LabelLookup
 from i2cl.tasks.schema import HubSource
-from i2cl.tasks.task import Example, group_by_label, sample_per_class, seeded
+from i2cl.tasks.task import Example, group_by_label, sample_per_class
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -67,7 +68,7 @@ def _download(source: HubSource, split: str) -> "Dataset":
 def _split_by_text(rows: list[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
     # By distinct text, so that a text which occurs twice cannot be in both splits.
     texts = sorted({row.text for row in rows})
-    seeded(seed).shuffle(texts)
+    Random(seed).shuffle(texts)
     reserved = set(texts[: round(len(texts) * fraction)])
     return [row for row in rows if row.text not in reserved], [row for row in rows if row.text in reserved]
 
@@ -77,4 +78,4 @@ def _cap(rows: list[Example], labels: Sequence[str], source: HubSource) -> tuple
         return tuple(rows)
     groups = group_by_label(rows, len(labels))
     quotas = [min(len(group), source.max_per_class) for group in groups]
-    return sample_per_class(groups, quotas, seeded(source.split_seed))
+    return sample_per_class(groups, quotas, Random(source.split_seed))

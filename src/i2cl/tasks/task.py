@@ -26,11 +26,6 @@ class Example:
 Examples = Sequence[Example]  # rows, or demonstrations, in their order
 
 
-def seeded(seed: int | str) -> Random:
-    """A generator of its own for this seed, the same in every process."""
-    return Random(seed)
-
-
 def group_by_label(rows: Examples, classes: int) -> list[list[Example]]:
     """Rows of each class id 0..classes-1, in their order."""
     groups: list[list[Example]] = [[] for _ in range(classes)]
@@ -124,7 +119,7 @@ class Task:
                     f"task {self.name!r}: class {word!r} has {len(group)} training examples but {count} "
                     f"shots were asked: {cure}"
                 )
-        return sample_per_class(groups, [count] * len(groups), seeded(seed))
+        return sample_per_class(groups, [count] * len(groups), Random(seed))
 
     def queries(self, limit: int | None = None, seed: int = 0) -> tuple[Example, ...]:
         """Up to `limit` test rows, as equal in number per class as the split allows (None: all of them).
@@ -135,7 +130,7 @@ class Task:
             raise I2CLError(f"task {self.name!r}: {limit} queries were asked: ask for at least 1")
         if limit is None or limit >= len(rows):
             return rows
-        rng = seeded(f"queries {seed}")
+        rng = Random(f"queries {seed}")
         groups = group_by_label(rows, len(self.labels))
         return sample_per_class(groups, even_quotas([len(group) for group in groups], limit, rng), rng)
 
@@ -151,7 +146,7 @@ class Task:
                 f"task {self.name!r}: {len(free)} training examples remain besides the demonstrations but a "
                 f"hold-out of {n} was asked: ask for 1 to {len(free)} or add training rows"
             )
-        rng = seeded(f"held out {seed}")
+        rng = Random(f"held out {seed}")
         groups = group_by_label(free, len(self.labels))
         return sample_per_class(groups, even_quotas([len(group) for group in groups], n, rng), rng)
 
@@ -161,7 +156,7 @@ class Task:
         """
         used = {example.text for example in demonstrations}
         free = [example.text for example in self._rows("train") if example.text not in used]
-        return tuple(seeded(f"unlabelled {seed}").sample(free, min(n, len(free))))
+        return tuple(Random(f"unlabelled {seed}").sample(free, min(n, len(free))))
 
     def skewed(self, times: int, limit: int | None = None, seed: int = 0) -> "Task":
         """The same task where classes with an odd id are rarer: for what takes equal frequencies for granted.
@@ -178,7 +173,7 @@ class Task:
         if limit is not None:
             each = zip(test, weights, strict=True)
             quotas[1] = [min(len(group), limit * weight // sum(weights)) for group, weight in each]
-        rng = seeded(f"skewed {seed}")
+        rng = Random(f"skewed {seed}")
         kept = [sample_per_class(groups, of, rng) for groups, of in zip((train, test), quotas, strict=True)]
         return replace(self, train=kept[0], test=kept[1])
 

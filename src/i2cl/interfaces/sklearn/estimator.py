@@ -30,6 +30,7 @@ from i2cl.methods.calibrated.folds import require_folds
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
+from i2cl.models.precision import dtype_name
 from i2cl.tasks import Example, Task, Template
 
 # The prompt format where none is given; words of the task itself serve a large model better.
@@ -293,7 +294,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         state = {name: value for name, value in super().__getstate__().items() if name != "_held"}
         if isinstance(self.model, Decoder):
             state["model"] = self.model.base
-            state["dtype"] = str(self.model.model.dtype).removeprefix("torch.")
+            state["dtype"] = dtype_name(self.model.model.dtype)
         return state
 
     def __copy__(self) -> "I2CLClassifier":
