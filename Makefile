@@ -9,7 +9,7 @@ ENCODER := $(VENV)/.encoder
 GEMMA := results/gemma-3-270m-q4_k_m.gguf
 SHA256 := $(shell command -v sha256sum || echo shasum -a 256)
 AT_200 := real,main-real,anchored-ablations,real-ablations,anchored-shots,unlabelled,anchored-unlabelled
-OTHERS := skewed,chat,successors
+OTHERS := skewed,chat
 SEEN := $(addprefix tests/interfaces/server/test_,clients.py openapi.py page.py)
 
 .PHONY: demo demo-real test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results gemma-results clean

@@ -16,8 +16,8 @@ from typing import Any
 
 from i2cl import Decoder, Injection, load_task
 from i2cl.export import Golden
-from i2cl.export.greedy.calls import Call, calls_of
-from i2cl.export.greedy.texts import TEXTS
+from i2cl.export.calls import Call, calls_of
+from i2cl.export.greedy import TEXTS
 from i2cl.tasks.template import TEXT_FIELD
 
 

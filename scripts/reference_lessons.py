@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from i2cl.tasks.corpus import TASKS, document
+from i2cl.tasks.corpus import TASKS
+from reference_documents import document
 
 EXAMPLES_PER_STEP = 384
 LEARNING_RATE = 2e-3

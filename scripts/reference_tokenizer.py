@@ -5,7 +5,8 @@ from random import Random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from i2cl.tasks.corpus import END_OF_TEXT, TASKS, document
+from i2cl.tasks.corpus import TASKS
+from reference_documents import END_OF_TEXT, document
 
 LARGEST_VOCABULARY = 4000
 

@@ -32,7 +32,8 @@ from i2cl.models.batching import Ids, make_batch
 from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Questions, label_log_probabilities
-from i2cl.tasks.corpus import TASKS, sample_example
+from i2cl.tasks.corpus import TASKS
+from reference_documents import sample_example
 
 UNSEEN = ("mood-colour-1", "job-letter-2", "place-colour-2", "weather-letter-1")
 DOCUMENTS, QUERIES, SHOTS = 12, 6, (4, 20)

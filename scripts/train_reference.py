@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from i2cl.tasks.corpus import SEPARATOR, TASKS, TEMPLATE, ReferenceTask, examples, fill
+from i2cl.tasks.corpus import SEPARATOR, TASKS, TEMPLATE, ReferenceTask, examples
+from reference_documents import fill
 from reference_lessons import LESSONS, Batch, Course, draw_batch
 from reference_tokenizer import build_tokenizer
 

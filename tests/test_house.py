@@ -33,7 +33,6 @@ SHARED_BY_METHODS = {
     "methods.prompts",
     "methods.calibrated.folds",
     "methods.adapters",
-    "methods.controls",
     "methods.compressors.base",
 }
 

@@ -80,6 +80,14 @@ def first_problem(error: Exception) -> str:
     return f"{place}: {message}" if place else message
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, without a colon at its end; the error's kind where it says
+    nothing.
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(":") if lines else type(error).__name__
+
+
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
     """The closest known names in any case, as ``did you mean 'a' or 'b'? ``; nothing if none is close."""
     folded = {one.casefold(): one for one in known}

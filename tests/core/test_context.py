@@ -182,7 +182,7 @@ def test_a_demonstration_that_cannot_fit():
         extract(decoder, TASK, SHOTS[:1])
 
 
-# Arithmetic
+# Means
 
 
 def vector(seed, writers="both", layers=2):
@@ -191,25 +191,10 @@ def vector(seed, writers="both", layers=2):
     return ContextVector(values, ExtractConfig(writers=writers), demonstrations=seed + 1)
 
 
-def test_it_adds_scales_and_averages():
-    one, two = vector(1), vector(2)
-    assert torch.equal((one + two).values, one.values + two.values)
-    assert torch.equal((one - two).values, one.values - two.values)
-    for tripled in (3.0 * one, one * 3.0):
-        assert torch.equal(tripled.values, 3 * one.values)
-    assert torch.equal((one / 3.0).values, one.values / 3.0)
-    average = (one + two) / 2.0
-    assert torch.equal(average.values, torch.stack([one.values, two.values]).mean(0))
-    assert (average.demonstrations, average.config) == (5, one.config)
-    assert torch.equal(sum([one, two]).values, (one + two).values)
-
-
 @pytest.mark.parametrize("other", [vector(2, layers=3), vector(2, "mha"), vector(2, "hidden")])
 def test_vectors_that_do_not_match_are_refused(other):
-    one = vector(1)
-    for combine in (lambda: one + other, lambda: one - other, lambda: ContextVector.mean([one, other])):
-        with pytest.raises(I2CLError, match="context vectors do not match"):
-            combine()
+    with pytest.raises(I2CLError, match="context vectors do not match"):
+        ContextVector.mean([vector(1), other])
 
 
 def test_vectors_of_two_models_are_refused():
@@ -218,20 +203,11 @@ def test_vectors_of_two_models_are_refused():
         for seed in (0, 1)
     )
     own = ContextVector(torch.ones_like(first.values), first.config)
-    for combine in (
-        lambda: first + other,
-        lambda: first - other,
-        lambda: sum([first, other]),
-        lambda: ContextVector.mean([first, other]),
-        lambda: ContextVector.mean([own, first, other]),
-        lambda: own + first + other,
-    ):
+    for vectors in ([first, other], [own, first, other]):
         with pytest.raises(I2CLError, match="of two models, 'seed 0' and 'seed 1' \\(weights"):
-            combine()
-    base = decoder_of("llama").base
-    for made in (first * 2.0, first + first, own + first, first - own, ContextVector.mean([own, first])):
-        assert made.base.difference(base) is None
-    assert (own + own).base is None
+            ContextVector.mean(vectors)
+    assert ContextVector.mean([own, first]).base.difference(decoder_of("llama").base) is None
+    assert ContextVector.mean([own, own]).base is None
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 1.0, 1.0], [3.0, 0.0, 1.0], [0.2, 0.3, 0.5]])

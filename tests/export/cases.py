@@ -104,3 +104,9 @@ def refused(capsys, *arguments, lines=1):
     assert told.out == ""
     assert len(told.err.splitlines()) == lines
     return told.err
+
+
+def scaled(injection, factor):
+    """The same injection with its context vector times a number."""
+    context = replace(injection.context, values=factor * injection.context.values)
+    return replace(injection, context=context)

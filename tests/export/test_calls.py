@@ -1,5 +1,6 @@
 """The calls that make programs say a label, as they are printed; and what llama.cpp says."""
 
+import importlib
 import json
 import shlex
 import sys
@@ -12,17 +13,15 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from commands import run
-from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for, saved
+from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for, saved, scaled
 from export.test_export_gguf import llama_cpp
 from export.test_export_server import serving
 from export.test_greedy import exported, speaking
 from export.test_whole_labels import Echo
 from i2cl.core.injection import Injection
-from i2cl.export import Golden, export_gguf, gguf, golden, make_golden, verify_gguf
-from i2cl.export.greedy import calls
-from i2cl.export.greedy.calls import calls_of
-from i2cl.export.greedy.labels import biases_of, grammar_of, label_in
-from i2cl.export.greedy.texts import TEXTS
+from i2cl.export import Golden, calls, export_gguf, gguf, golden, make_golden, verify_gguf
+from i2cl.export.calls import calls_of
+from i2cl.export.greedy import TEXTS, biases_of, grammar_of, label_in
 from i2cl.export.llama_cpp import LlamaCpp
 
 pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
@@ -109,7 +108,7 @@ def test_the_call_of_vllm_compares_whole_labels(tmp_path, monkeypatch, task):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
     decoder = decoder_of("llama")
     weak = replace(injection_for(decoder), task=task)
-    made = exported(tmp_path / "out", decoder, replace(weak, context=weak.context * 0.1))
+    made = exported(tmp_path / "out", decoder, scaled(weak, 0.1))
     seen = completions(monkeypatch, Echo(tmp_path / "out", generated=0))
     told = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert next(call.code for call in calls_of(made, "out", "hf") if call.program == "vLLM") in told
@@ -162,7 +161,7 @@ def test_the_call_of_llama_cpp_runs_as_printed(tmp_path, monkeypatch, capsys, ta
     record = json.loads(capsys.readouterr().out)
     assert record["grammar"] == Golden.from_export("out.gguf").grammar
     code = record["calls"]["llama.cpp"]
-    assert code in gguf.import_package("gguf").GGUFReader("out.gguf").get_field("i2cl.usage").contents()
+    assert code in importlib.import_module("gguf").GGUFReader("out.gguf").get_field("i2cl.usage").contents()
     said = ran(code).strip()
     assert said in task.labels
     made = Golden.from_export("out.gguf")

@@ -27,7 +27,7 @@ from export.cases import (
 )
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.export import Golden, export_hf, golden, make_golden, sources, upcast, verify
+from i2cl.export import Golden, checkpoint, export_hf, golden, make_golden, upcast, verify
 from i2cl.export.families import FAMILIES
 from i2cl.export.golden import GOLDEN
 from i2cl.models.checkpoint import INDEX
@@ -149,7 +149,7 @@ def test_sharded_bases_and_copies_beside_them_are_read_right(tmp_path):
 
 def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
     base, artefact = saved(decoder_of("llama"), tmp_path)
-    monkeypatch.setattr(sources, "snapshot_download", lambda name, **_: str(base))
+    monkeypatch.setattr(checkpoint, "snapshot_download", lambda name, **_: str(base))
     export_hf("nobody/model", Injection.from_pretrained(artefact), tmp_path / "hub")
     export_hf(base, Injection.from_pretrained(artefact), tmp_path / "folder")
     same_weights(tmp_path / "hub", tmp_path / "folder")
@@ -278,7 +278,7 @@ def test_bad_input_is_one_line(artefact, tmp_path, capsys, monkeypatch):
     def offline(*_, **__):
         raise LocalEntryNotFoundError("offline")
 
-    monkeypatch.setattr(sources, "snapshot_download", offline)
+    monkeypatch.setattr(checkpoint, "snapshot_download", offline)
     told = refused(capsys, "export", artefact, out, "--model", "nobody/none")
     assert "the hub says LocalEntryNotFoundError" in told
     assert "has no i2cl_golden.json" in refused(capsys, "verify", tmp_path / "full")

@@ -21,6 +21,7 @@ from export.cases import (
     refused,
     relative,
     saved,
+    scaled,
     state_of,
 )
 from i2cl import anchor
@@ -125,7 +126,7 @@ def test_a_glora_adapter_can_be_merged_and_taken_off(case, tmp_path):
 
 def test_two_adapters_take_turns_on_one_model(tmp_path):
     decoder, one = drawn("phi")
-    two = replace(one, context=one.context * -1.0)
+    two = scaled(one, -1.0)
     export_peft(decoder, one, tmp_path / "one", golden=False)
     export_peft(decoder, two, tmp_path / "two", golden=False)
     worn = peft.PeftModel.from_pretrained(copy.deepcopy(decoder.model), str(tmp_path / "one"), "one").eval()

@@ -8,13 +8,20 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from commands import run
-from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for
+from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for, scaled
 from export.test_export_server import expected, serving
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_hf, fold, golden, make_golden, verify
-from i2cl.export.greedy.beams import beams_for, compared_sequences, search_whole, searches
-from i2cl.export.greedy.labels import FORCE, forced_sequences, shared_end
-from i2cl.export.greedy.texts import TEXTS
+from i2cl.export.greedy import (
+    FORCE,
+    TEXTS,
+    beams_for,
+    compared_sequences,
+    forced_sequences,
+    search_whole,
+    searches,
+    shared_end,
+)
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Template
 
@@ -159,7 +166,7 @@ def test_generate_says_a_label_to_its_end_and_stops(tmp_path, monkeypatch, task)
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
     decoder = decoder_of("llama")
     injection = replace(injection_for(decoder), task=task)
-    weak = replace(injection, context=injection.context * 0.1)  # so that texts decide
+    weak = scaled(injection, 0.1)  # so that texts decide
     made = exported(tmp_path / "out", decoder, weak)
     assert made.forced
     assert bool(made.tail) == (task is not NO_END)

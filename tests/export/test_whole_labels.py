@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from commands import run
 from export.cases import BEGUN, SHARED, decoder_of, injection_for
 from export.test_export_server import serving
-from i2cl.export import Golden, export_gguf, export_hf, golden, make_golden, verify, verify_gguf
-from i2cl.export.greedy import labels
+from i2cl.export import Golden, export_gguf, export_hf, golden, greedy, make_golden, verify, verify_gguf
 
 pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
@@ -23,7 +22,7 @@ TEXTS = ("a warm film", "dull and long", "two hours")  # without the letter that
 @pytest.fixture(autouse=True)
 def _texts(monkeypatch):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
-    monkeypatch.setattr(labels, "ENOUGH", 0)  # random models say no label: see test_greedy.py
+    monkeypatch.setattr(greedy, "ENOUGH", 0)  # random models say no label: see test_greedy.py
 
 
 def injected(decoder, task=SHARED):

@@ -2,8 +2,7 @@
 
 import io
 import json
-from itertools import count, product
-from types import SimpleNamespace
+from itertools import product
 
 import pytest
 import torch
@@ -151,25 +150,6 @@ def test_fit_goes_on_where_few_shot_exceeds_the_context(call, home, tmp_path):
     assert "not run" in next(line for line in out.splitlines() if line.startswith(" few_shot"))
     assert "few_shot was not run: one demonstration per class" in out
     assert "holds 40" in Injection.from_pretrained(tmp_path / "new").worth["not_run"]["few_shot"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "more", "hinted"),
-    [
-        (20.0, [], True),
-        (3.0, [], False),
-        (20.0, ["--json"], False),
-        (20.0, ["--set", "optimizer=lbfgs"], False),
-    ],
-    ids=["slow", "quick", "json", "fast already"],
-)
-def test_a_slow_fit_names_the_fast_recipe_once(call, home, tmp_path, monkeypatch, seconds, more, hinted):
-    clock = count(step=seconds)
-    monkeypatch.setattr("i2cl.interfaces.cli.fit.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0", "--set", "epochs=10", *more)
-    code, _, err = call(*arguments)
-    assert code == 0
-    assert err == ("some 3 minutes left: --recipe fast fits several times faster\n" if hinted else "")
 
 
 def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch):

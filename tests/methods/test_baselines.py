@@ -387,8 +387,3 @@ def test_knn_asks_for_so_many_texts_at_a_time(films, demonstrations, monkeypatch
     monkeypatch.setattr(knn_prompting, "AT_ONCE", 2)
     assert torch.equal(predictor.scores(TEXTS, told.append), whole)
     assert told == [2, 1]
-
-
-def test_a_head_narrower_than_the_stream_is_read(films, demonstrations):
-    predictor = fit("linear_task_vector", made("opt-projected"), films, demonstrations, unlabelled=8)
-    assert predictor.scores(TEXTS).isfinite().all()

@@ -1,6 +1,8 @@
 """Sentence embeddings and SetFit on a tiny random encoder, against a short direct computation."""
 
 import random
+import shutil
+import zipfile
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -150,3 +152,24 @@ def test_what_is_here_without_a_download(here, found, tmp_path, monkeypatch):
     monkeypatch.setattr(embeddings, "_archive", lambda: tmp_path if "p" in here else None)
     monkeypatch.setattr(embeddings, "_is_cached", lambda name: "c" in here)
     assert embeddings.local_encoder() == found
+
+
+@pytest.mark.parametrize("damage", ["none", "cut", "spoiled", "code", "outside"])
+def test_an_archive_that_is_no_encoder_leaves_nothing(damage, tmp_path, monkeypatch):
+    cache, path = tmp_path / "cache", tmp_path / "model.zip"
+    cache.mkdir()
+    monkeypatch.setattr(embeddings, "cached_assets_path", lambda *_, **__: cache)
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr("config.json", "{}" * 50)
+    assert (embeddings.unpacked(path) / "config.json").read_text() == "{}" * 50
+    shutil.rmtree(cache / "files")
+    whole = path.read_bytes()
+    spoiled = whole.replace(b"{}{}", b"[][]", 1)
+    path.write_bytes({"none": b"{}", "cut": whole[:-30], "spoiled": spoiled}.get(damage, whole))
+    if member := {"code": "code.py", "outside": "../../code.py"}.get(damage):
+        with zipfile.ZipFile(path, "a") as packed:
+            packed.writestr(member, "x")
+    with pytest.raises(I2CLError, match=r"is no zip archive, or damaged|is no encoder's archive: it holds"):
+        embeddings.unpacked(path)
+    assert [one.name for one in cache.iterdir()] == [".lock"]
+    assert not list(tmp_path.rglob("*.py"))

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from i2cl.tasks import PAPER_TASKS, load_task
-from i2cl.tasks.registry import builtin_spec
+from i2cl.tasks.loaders import builtin_spec
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 

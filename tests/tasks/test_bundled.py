@@ -9,7 +9,7 @@ import pytest
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from i2cl.tasks import list_tasks, load_task
-from i2cl.tasks.registry import BUILTIN, BUNDLED_TASKS, builtin_spec
+from i2cl.tasks.loaders import BUILTIN, BUNDLED_TASKS, builtin_spec
 
 
 def phrases(text):

@@ -4,7 +4,7 @@ import pytest
 
 from i2cl.errors import I2CLError
 from i2cl.tasks import Example, Template, list_tasks, load_task
-from i2cl.tasks.registry import BUNDLED_TASKS
+from i2cl.tasks.loaders import BUNDLED_TASKS
 
 CSV = "text,label\nx,ham\ny,spam\n"
 TEMPLATE = "Mail: {text}\nKind: {label}"

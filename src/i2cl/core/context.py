@@ -20,7 +20,7 @@ from i2cl.models.edits import Site
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
-from i2cl.tasks.sampling import group_by_label
+from i2cl.tasks.task import group_by_label
 
 Writers = Literal["both", "mha", "mlp", "hidden"]
 
@@ -50,7 +50,7 @@ class ExtractConfig(Settings):
 
 @dataclass(frozen=True, eq=False)
 class ContextVector:
-    """One vector per layer and residual writer; adds, scales and averages like a vector.
+    """One vector per layer and residual writer.
 
     Attributes:
         values: axes [layer, (mha, mlp), d]; for ``writers="hidden"`` the second axis has length 1.
@@ -83,7 +83,7 @@ class ContextVector:
             )
 
     def require_match(self, other: "ContextVector") -> None:
-        """Refuse a vector of another shape, writer or model, which cannot be added (I2CLError)."""
+        """Refuse a vector of another shape, writer or model, which has no mean with this one (I2CLError)."""
         _common_base([self, other])
         mine, theirs = self.config.writers, other.config.writers
         if mine != theirs or self.values.shape != other.values.shape:
@@ -98,8 +98,7 @@ class ContextVector:
     ) -> "ContextVector":
         """Weighted mean, added up in float64; the first vector's config goes over.
 
-        Plain means weighted by their ``demonstrations`` give the mean of all of these. For any other
-        weighted sum there is arithmetic: ``2.0 * one - other``.
+        Plain means weighted by their ``demonstrations`` give the mean of all of these.
 
         Args:
             vectors: at least one.
@@ -125,35 +124,6 @@ class ContextVector:
             demonstrations=sum(one.demonstrations for one in vectors),
             base=_common_base(vectors),
         )
-
-    def __add__(self, other: "ContextVector") -> "ContextVector":
-        """Sum; refused as by `require_match`."""
-        self.require_match(other)
-        total = self.demonstrations + other.demonstrations
-        values, base = self.values + other.values, self.base or other.base
-        return replace(self, values=values, demonstrations=total, base=base)
-
-    def __radd__(self, zero: int) -> "ContextVector":
-        """So that ``sum`` works, which starts from 0."""
-        return self if zero == 0 else NotImplemented
-
-    def __sub__(self, other: "ContextVector") -> "ContextVector":
-        """Difference."""
-        return self + -other
-
-    def __neg__(self) -> "ContextVector":
-        """The opposite direction."""
-        return -1.0 * self
-
-    def __mul__(self, factor: float) -> "ContextVector":
-        """Scaled by a number."""
-        return replace(self, values=self.values * factor)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: float) -> "ContextVector":
-        """Divided by a number."""
-        return replace(self, values=self.values / divisor)
 
 
 def extract(

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from math import ceil
+from random import Random
 from statistics import median_low
 
 from i2cl.core.anchored import require_few
@@ -13,7 +14,7 @@ from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions, score
 from i2cl.tasks import Example, Examples, Task
-from i2cl.tasks.sampling import group_by_label, sample_per_class, seeded
+from i2cl.tasks.task import group_by_label, sample_per_class
 
 MOST_SHOTS = 20  # demonstrations of a class that are taken unasked
 PATIENCE = 300.0  # seconds that a fit may take unasked
@@ -54,7 +55,7 @@ def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Exampl
     counts = [len(group) for group in groups]
     free = [n - ceil(n / keep_back) if keep_back and n >= ENOUGH else n for n in counts]
     quotas = [min(shots, max(1, n)) for n in free]
-    return sample_per_class(groups, quotas, seeded(seed))
+    return sample_per_class(groups, quotas, Random(seed))
 
 
 def draw(
@@ -81,9 +82,10 @@ def draw(
         require_few(up_to(task, 1, seed))
         return None
     else:
-        kept = (KEPT_BACK if scored and shots is None else 0) if keep_back is None else keep_back
+        if keep_back is None:
+            keep_back = KEPT_BACK if scored and shots is None else 0
         count = shots or task.shots
-        choice = Draw(up_to(task, count, seed, kept), count, len(task.train), kept)
+        choice = Draw(up_to(task, count, seed, keep_back), count, len(task.train), keep_back)
     if anchored:
         require_few(choice.demonstrations)
     return choice
@@ -95,15 +97,16 @@ def fitting(
     """As many demonstrations as anchored calibration takes in `PATIENCE`: `USUAL` to `MOST_SHOTS` of a class.
     Fewer than `USUAL` are taken where more would be too many for it, never to save time.
     """
-    kept = (KEPT_BACK if scored else 0) if keep_back is None else keep_back
+    if keep_back is None:
+        keep_back = KEPT_BACK if scored else 0
     pace = _Pace.of(decoder, task, steps)
 
     def takes(shots: int) -> bool:
-        shown = up_to(task, shots, seed, kept)
+        shown = up_to(task, shots, seed, keep_back)
         return _few(shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
 
     shots = next(one for one in CHOICES if one == 1 or takes(one))
-    shown = up_to(task, shots, seed, kept)
+    shown = up_to(task, shots, seed, keep_back)
     shots = min(shots, max(len(group) for group in group_by_label(shown, len(task.labels))))
     largest = max(len(group) for group in group_by_label(task.train, len(task.labels)))
     more = None
@@ -112,7 +115,7 @@ def fitting(
         if larger <= 2 * MOST_SHOTS and len(larger_draw) > len(shown) and _few(larger_draw):
             more = larger, len(larger_draw), pace.seconds(larger_draw)
             break
-    return Draw(shown, shots, len(task.train), kept, pace.seconds(shown), more)
+    return Draw(shown, shots, len(task.train), keep_back, pace.seconds(shown), more)
 
 
 def _few(shown: Examples) -> bool:

@@ -24,7 +24,7 @@ from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
-from i2cl.models.precision import quantization_of
+from i2cl.models.precision import dtype_name, quantization_of
 from i2cl.models.scoring import Progress
 from i2cl.tasks import Example, Examples, Task
 from i2cl.version import __version__
@@ -184,10 +184,10 @@ class Evaluation:
         try:
             together = self._together(decoder)
             for seed in self.seeds:
-                with self._told(runs, seed, self.methods):
+                with self._refusals(runs, seed, self.methods):
                     fitted = together.get(seed) or self._fits(decoder, [seed])[0]
                     for method in self.methods:
-                        with self._told(runs, seed, [method]):
+                        with self._refusals(runs, seed, [method]):
                             top = on_top(decoder, method, fitted, self.task)
                             runs.append(measure(decoder, self.task, top, queries))
         except NoCompressorError as lacking:
@@ -198,7 +198,7 @@ class Evaluation:
         return runs
 
     @contextmanager
-    def _told(self, runs: list[Run | NotRun], seed: int, methods: Sequence[Method]) -> Iterator[None]:
+    def _refusals(self, runs: list[Run | NotRun], seed: int, methods: Sequence[Method]) -> Iterator[None]:
         """Add what cannot be run, where others are to go on."""
         try:
             yield
@@ -262,14 +262,14 @@ def sweep(
     called = [method.called for method in methods]
     lacking: list[NotRun] = []
     for place, made in run_jobs(decoder, source, jobs, workers or suggested_workers(decoder, len(jobs))):
-        at = place * len(tasks) // len(jobs)  # each task has as many jobs
+        task_number = place // (len(jobs) // len(tasks))  # each has as many jobs
         for run in made:
             if isinstance(run, NotRun):
                 lacking.append(run)
                 if refused is not None:
                     refused(run)
                 continue
-            runs.append(((at, called.index(run.method), seeds.index(run.seed)), run))
+            runs.append(((task_number, called.index(run.method), seeds.index(run.seed)), run))
             if watch is not None:
                 watch(run)
     if lacking and not runs:
@@ -288,7 +288,7 @@ def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: 
 def software(decoder: Decoder) -> dict[str, str]:
     """Versions, device and precision that a result depends on."""
     packages = {"i2cl": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    precision = [str(decoder.model.dtype).removeprefix("torch."), quantization_of(decoder.model.config)]
+    precision = [dtype_name(decoder.model.dtype), quantization_of(decoder.model.config)]
     where = {"device": str(decoder.device), "dtype": ", ".join(filter(None, precision))}
     return {"python": platform.python_version(), **packages, **where, "threads": str(torch.get_num_threads())}
 
@@ -322,7 +322,8 @@ def _summary(runs: Sequence[Run]) -> Summary:
     first, accuracies = runs[0], [run.accuracy for run in runs]
     each = [(run.macro_f1, run.fit_seconds, 1000 * run.predict_seconds / run.n) for run in runs]
     f1, fit, query = (float(np.mean(column)) for column in zip(*each, strict=True))
-    mean, sd = float(np.mean(accuracies)), float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0
+    mean = float(np.mean(accuracies))
+    sd = float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0
     known = first.task, first.method, len(runs), first.n
     trust = mean_confidence([run.confidence for run in runs])
     return Summary(*known, mean, sd, f1, fit, query, first.cost.cached_values, trust)

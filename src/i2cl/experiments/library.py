@@ -12,7 +12,7 @@ from i2cl.tasks.schema import parse_toml
 
 _PAPER = """main peft efficiency shots robustness formation taskids transfer coefficients ablation-module
 ablation-layer ablation-position ablation-noise ablation-formula synthetic over-icl"""
-_OTHERS = """real main-real skewed chat successors real-ablations anchored-ablations anchored-shots
+_OTHERS = """real main-real skewed chat real-ablations anchored-ablations anchored-shots
 anchored-unlabelled unlabelled many-labels"""
 
 ORDER = tuple(_PAPER.split())  # the paper's experiments, in its order; what `all` means

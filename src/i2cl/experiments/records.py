@@ -15,8 +15,9 @@ from i2cl.experiments.grid import Cell, Frozen
 from i2cl.injections.temperature import normalised
 from i2cl.methods import Cost
 
+_RENAMED = {"trained": "trainable_parameters"}
 # The numbers of a `Cost` under the names that they have in files.
-COUNTS = {{"trained": "trainable_parameters"}.get(one.name, one.name): one.name for one in fields(Cost)}
+COUNTS = {_RENAMED.get(count.name, count.name): count.name for count in fields(Cost)}
 
 TOLD_BY_RECORD = ("model", "task", "method", "seed", "versions")
 """What a line of a store holds beside the run's own numbers."""

@@ -117,9 +117,16 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
         except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
             status, error = "failed", f"{type(raised).__name__}: {raised}"
     hashes = bench.hashes(cell) if outcome else {}
-    told: Any = {"key": cell.key, "cell": cell, "status": status, "outcome": outcome, "error": error}
-    told |= {"started": started, "peak_memory_bytes": max(memory, peak.bytes)}
-    return Record(**told, provenance=provenance(bench.decoder) | hashes)
+    return Record(
+        key=cell.key,
+        cell=cell,
+        status=status,
+        outcome=outcome,
+        error=error,
+        started=started,
+        peak_memory_bytes=max(memory, peak.bytes),
+        provenance=provenance(bench.decoder) | hashes,
+    )
 
 
 Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]  # runs jobs, yields records in any order

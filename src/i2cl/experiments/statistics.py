@@ -8,7 +8,7 @@ A result that is the same in every cell gets an interval of width 0.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -53,6 +53,10 @@ class Difference:
     p_seeds: float
     seeds: int
     drawn: bool = True  # whether a seed changes anything in either method
+
+    def reversed(self) -> "Difference":
+        """That of the other method minus the one."""
+        return replace(self, mean=0.0 - self.mean, low=0.0 - self.high, high=0.0 - self.low)
 
     @property
     def p(self) -> float:

@@ -128,8 +128,8 @@ class FittedCell:
 def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
     """Fit cells that differ in their seed alone, together; raises I2CLError where one cannot be."""
     first = cells[0]
-    asked = _asked(bench, first)
-    asked.queries(first.limit)  # none are told before anything is fitted
+    worded = _asked(bench, first)
+    worded.queries(first.limit)  # none are told before anything is fitted
     task, worst = bench.task(first), first.demonstrations == "worst"
     drawn = [
         worst_group(bench.decoder, task, one.shots, one.seed)
@@ -143,7 +143,7 @@ def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
         shown, seeds = [demonstrations for demonstrations, _ in drawn], [cell.seed for cell in cells]
         bench.fits[key] = fit_seeds(bench.decoder, task, bottom(method), shown, seeds)
     return [
-        FittedCell(bench, cell, on_top(bench.decoder, method, below, asked), judged)
+        FittedCell(bench, cell, on_top(bench.decoder, method, below, worded), judged)
         for cell, below, (_, judged) in zip(cells, bench.fits[key], drawn, strict=True)
     ]
 

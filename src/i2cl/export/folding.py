@@ -134,8 +134,8 @@ class Folding:
         values, pairs = injection.context.values.float().cpu(), injection.coefficients.float().cpu()
         shape = (self.config.num_hidden_layers, self.config.hidden_size)
         if (mine := (values.shape[0], values.shape[2])) != shape:
-            told = f"this injection is for (layers, width) {mine}, the model has {shape}"
-            raise I2CLError(f"{told}: fit it again")
+            problem = f"this injection is for (layers, width) {mine}, the model has {shape}"
+            raise I2CLError(f"{problem}: fit it again")
         paths = (_names(self.family.attention), _names(self.family.mlp))
         for layer in range(len(values)):
             for site, path in enumerate(paths):

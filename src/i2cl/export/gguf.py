@@ -21,13 +21,12 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
+from i2cl.export.calls import usage
 from i2cl.export.checkpoint import base_of, open_base
 from i2cl.export.folding import Folding, require_unbiased
-from i2cl.export.gguf_fields import GOLDEN_FIELD, import_package
 from i2cl.export.gguf_vocabulary import Vocabulary
-from i2cl.export.golden import Golden
-from i2cl.export.greedy.calls import usage
+from i2cl.export.golden import GOLDEN_FIELD, Golden
 from i2cl.models.decoder import Decoder
 from i2cl.storage.atomic import new_file, public_name, require_new_file
 
@@ -70,7 +69,10 @@ def export_gguf(
             the file cannot be written, or the package gguf is not installed; and as
             `i2cl.export.export_hf` does.
     """
-    package, path = import_package("gguf"), Path(output)
+    needs("GGUF", "gguf", "gguf")
+    import gguf as package
+
+    path = Path(output)
     require_new_file(path)
     require_unbiased(injection)
     base, folding = open_base(source, injection, revision)

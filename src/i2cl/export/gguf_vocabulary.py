@@ -118,14 +118,16 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[str]]:
 def _strips(state: dict[str, Any]) -> bool:
     """Whether added tokens drop the blanks behind them as Phi-3's do; False where none drops any."""
     added = state["added_tokens"]
-    texts, behind = {one["content"] for one in added}, {one["content"] for one in added if one["rstrip"]}
+    texts = {token["content"] for token in added}
+    stripping = {token["content"] for token in added if token["rstrip"]}
+    known, of_phi3 = texts | state["model"]["vocab"].keys(), _UNSTRIPPED | {"</s>"}
     if any(token["lstrip"] or token["single_word"] for token in added):
         raise _refusal("the tokenizer has added tokens that depend on what stands before them")
-    if behind and behind != texts - _UNSTRIPPED:
+    if stripping and stripping != texts - _UNSTRIPPED:
         raise _refusal("the tokenizer drops blanks behind some of its added tokens")
-    if behind and not (_UNSTRIPPED | {"</s>"}) <= state["model"]["vocab"].keys() | texts:
+    if stripping and not of_phi3 <= known:
         raise _refusal("the tokenizer drops blanks behind its added tokens, which are not those of Phi-3")
-    return bool(behind)
+    return bool(stripping)
 
 
 def _specials(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -15,30 +15,36 @@ from transformers import GenerationConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_problem
 from i2cl.export.folding import at_temperature, require_plain, require_unquantized
-from i2cl.export.gguf_fields import GOLDEN_FIELD, read_field
-from i2cl.export.greedy.beams import beams_for, compared_sequences, searches
-from i2cl.export.greedy.labels import (
+from i2cl.export.greedy import (
+    ENDS,
+    TEXTS,
+    beams_for,
     biases_of,
+    compared_sequences,
+    end_of,
     enough,
     forced_sequences,
     forced_tokens,
     grammar_of,
     label_in,
     label_of,
+    searches,
     shared_end,
+    text_behind,
 )
-from i2cl.export.greedy.texts import ENDS, TEXTS, end_of, text_behind
 from i2cl.export.upcast import Upcast
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.hooks import edit_outputs
-from i2cl.models.loading import is_gguf
+from i2cl.models.loading import gguf_reader, is_gguf
+from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import Questions, score
 from i2cl.storage.atomic import public_name
 from i2cl.tasks.template import TEXT_FIELD
 from i2cl.version import __version__
 
 GOLDEN = "i2cl_golden.json"
+GOLDEN_FIELD = "i2cl.golden"  # of a GGUF file, as JSON
 FORMAT_VERSION = 1
 TOP = 20  # how many of the largest logits are kept for each prompt
 DIAGNOSED = 6  # how many prompts also say what the labels' probabilities are without some constants
@@ -128,7 +134,7 @@ class Golden(pydantic.BaseModel):
 
     def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
         """The same, with what only the folded checkpoint knows (see the attributes)."""
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         update = {"model_type": model_type, "dtype": name, "biases": biases}
         tolerance = TOLERANCES.get(name, max(TOLERANCES.values()))
         return self.model_copy(update=update | {"tolerance": tolerance})
@@ -236,7 +242,8 @@ class Golden(pydantic.BaseModel):
         path = Path(export)
         try:
             if is_gguf(path):
-                text = read_field(path, GOLDEN_FIELD)
+                field = gguf_reader(path, "export it again").get_field(GOLDEN_FIELD)
+                text = None if field is None else str(field.contents())
             else:
                 path /= GOLDEN
                 text = path.read_text(encoding="utf-8") if path.is_file() else None

@@ -3,6 +3,7 @@
 llama-cpp-python binds it: https://llama-cpp-python.readthedocs.io/en/latest/api-reference/.
 """
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,11 +15,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.errors import I2CLError
-from i2cl.export.gguf_fields import import_package, reader
+from i2cl.errors import I2CLError, needs
+from i2cl.export.calls import lifted
 from i2cl.export.golden import Golden, GoldenPrompt
-from i2cl.export.greedy.calls import lifted
 from i2cl.export.verify import Verification, answer_of, compare
+from i2cl.models.loading import gguf_reader
 
 
 class LlamaCpp:
@@ -29,8 +30,9 @@ class LlamaCpp:
     """
 
     def __init__(self, path: str | Path, length: int) -> None:
-        self._library = import_package("llama_cpp")
-        reader(Path(path))  # llama.cpp ends the process on some damaged files
+        needs("GGUF", "llama-cpp", "llama_cpp")
+        self._library: Any = importlib.import_module("llama_cpp")
+        gguf_reader(Path(path), "export it again")  # llama.cpp ends the process on some damaged files
         options = dict.fromkeys(("n_ctx", "n_batch", "n_ubatch"), length) | {"n_gpu_layers": 0}
         options |= dict.fromkeys(("type_k", "type_v"), self._library.GGML_TYPE_F32)
         try:
@@ -95,7 +97,8 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
         I2CLError: if it has no golden values, llama.cpp refuses it, or a package is not installed.
     """
     golden = Golden.from_export(path)
-    there = {tensor.name for tensor in reader(Path(path)).tensors if tensor.data.any()}
+    tensors = gguf_reader(Path(path), "export it again").tensors
+    there = {tensor.name for tensor in tensors if tensor.data.any()}
     room = max(map(len, golden.sequences or golden.spoken)) + 1
     with LlamaCpp(path, room + max(len(prompt.ids) for prompt in golden.prompts)) as model:
         said, whole = partial(model.said, golden=golden), bool(golden.sequences)

@@ -23,12 +23,12 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, first_line, needs
+from i2cl.export.calls import write_readme
 from i2cl.export.checkpoint import with_bias
 from i2cl.export.families import FAMILIES, HOOKED, LAST_MAPS, REFUSED, family_of
 from i2cl.export.folding import require_known, require_plain, require_unbiased, skeleton
 from i2cl.export.golden import make_golden
-from i2cl.export.greedy.calls import write_readme
 from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import load_model_and_tokenizer
@@ -105,8 +105,10 @@ def _paths(config: PreTrainedConfig, injection: Injection) -> tuple[str, str]:
     for site, path in enumerate(LAST_MAPS[kind]):
         alone = bool((scales[:, site] == 1).all()) and not added[:, site].any()
         if not path and not alone:
-            cure = f", fit with --set writers=mha{'' if (scales == 1).all() else f' {_ADD}'}"
-            cure = cure if LAST_MAPS[kind][0] else ""
+            cure = ""
+            if LAST_MAPS[kind][0]:
+                cure = ", fit with --set writers=mha"
+                cure += "" if (scales == 1).all() else f" {_ADD}"
             raise _refusal(config, f"its experts are no linear layer{cure}")
         paths.append("" if alone else path)
     if not any(paths):
@@ -302,5 +304,5 @@ def load_adapter(
         with quiet():
             return PeftModel.from_pretrained(base, str(path)).eval(), state
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        line = str(error).strip().splitlines()[0].rstrip(":")
-        raise I2CLError(f"the adapter {str(path)!r} does not fit {name!r} ({line}): give its base") from None
+        what = f"the adapter {str(path)!r} does not fit {name!r} ({first_line(error)})"
+        raise I2CLError(f"{what}: give its base") from None

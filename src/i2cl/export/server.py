@@ -13,8 +13,8 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from i2cl.errors import I2CLError
+from i2cl.export.calls import sent_to_servers
 from i2cl.export.golden import Golden, GoldenPrompt
-from i2cl.export.greedy.calls import sent_to_servers
 from i2cl.export.verify import Answer, by_whole_labels
 
 TOLERANCE = 0.05  # servers run in lower precision
@@ -88,9 +88,9 @@ class _Server:
     def answers(self, *, as_text: bool = False) -> list[Answer]:
         """To all prompts. Greedy decoding is asked where whole labels cannot be compared."""
         golden, answers = self.golden, []
-        asked = [prompt.query if as_text else prompt.ids for prompt in golden.prompts]
+        queries = [prompt.query if as_text else prompt.ids for prompt in golden.prompts]
         labels: Any = golden.sequence_texts if as_text else golden.sequences
-        for prompt, query in zip(golden.prompts, asked, strict=True):
+        for prompt, query in zip(golden.prompts, queries, strict=True):
             first = self.complete(query)
             answer = _answer(golden, first)
             if labels:
@@ -101,7 +101,7 @@ class _Server:
             return answers
         if all(answer.whole for answer in answers):
             return [by_whole_labels(golden, answer) for answer in answers]
-        pairs = zip(answers, asked, strict=True)  # what fits for some prompts may do so by chance
+        pairs = zip(answers, queries, strict=True)  # what fits for some prompts may do so by chance
         return [replace(answer, whole=(), said=self.said(query)) for answer, query in pairs]
 
     def whole(self, prompt: GoldenPrompt, query: Any, labels: Any, answer: Answer) -> tuple[float, ...]:
@@ -130,7 +130,7 @@ class _RefusedError(I2CLError):
 
 def _answer(golden: Golden, reply: Any) -> Answer:
     try:
-        values = _told(reply["choices"][0]["logprobs"])
+        values = _first_token(reply["choices"][0]["logprobs"])
         floor = min(values.values())
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         cure = "start it so that completions answer logprobs"
@@ -161,7 +161,7 @@ def _whole(golden: Golden, prompt: GoldenPrompt, answer: Answer, echoes: list[An
     return tuple(sums)
 
 
-def _told(logprobs: Any) -> dict[int | str, float]:
+def _first_token(logprobs: Any) -> dict[int | str, float]:
     """Log-probabilities of the first new token, by text (OpenAI, vLLM) or by id (llama.cpp)."""
     if "content" in logprobs:
         return {entry["id"]: float(entry["logprob"]) for entry in logprobs["content"][0]["top_logprobs"]}

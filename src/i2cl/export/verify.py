@@ -15,7 +15,7 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.export.golden import Golden, GoldenPrompt
-from i2cl.export.greedy.labels import enough
+from i2cl.export.greedy import enough
 from i2cl.export.peft import generation_of, is_adapter, load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
 
@@ -160,8 +160,8 @@ def verify(
 
     def said(prompt: GoldenPrompt) -> str:
         batch = torch.tensor([prompt.ids], device=loaded.device)
-        asked = {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
-        made = loaded.generate(**asked, do_sample=False, max_new_tokens=golden.longest)
+        inputs = {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
+        made = loaded.generate(**inputs, do_sample=False, max_new_tokens=golden.longest)
         return golden.said(made[0, len(prompt.ids) :].tolist())
 
     answers = [answer_of(golden, prompt, logits, said) for prompt in golden.prompts]
@@ -226,8 +226,8 @@ def compare(
     relative difference; default: the export's own; ``lost``: names of biases that are known to be dropped.
     Raises I2CLError if a target told nothing about any label.
     """
-    told = any(value is not None for answer in answers for value in answer.labels)
-    if not told and not all(answer.whole for answer in answers):
+    measured = any(value is not None for answer in answers for value in answer.labels)
+    if not measured and not all(answer.whole for answer in answers):
         raise I2CLError("the target told no label's probability: ask for more with --logprobs")
     outcome = Verification(golden, tuple(answers), golden.tolerance if tolerance is None else tolerance)
     if outcome.passed:
@@ -246,8 +246,8 @@ def _as_if_dropped(outcome: Verification) -> str | None:
     }
     name = min(distances, key=distances.__getitem__)
     distance = max(_label_difference(prompt.labels, answer) for prompt, answer in pairs)
-    told = f"the target answers as if the biases of {name} were dropped"
-    return told if CLOSER * distances[name] < distance else None
+    problem = f"the target answers as if the biases of {name} were dropped"
+    return problem if CLOSER * distances[name] < distance else None
 
 
 def _difference(prompt: GoldenPrompt, answer: Answer) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import ContextVector, ExtractConfig, Writers, extract
@@ -19,22 +19,20 @@ from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import ModelIdentity
-from i2cl.models.training import StepProgress
+from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Example, Task
 
 # Index of each related anchor, ascending, with its weight. The weights sum to one.
 AnchorWeights = tuple[tuple[int, float], ...]
 
 
-class TransferConfig(BaseModel):
+class TransferConfig(Settings):
     """Which anchors are related, and how much each counts. Defaults are those of the paper's appendix.
 
     Attributes:
         threshold: h, the cosine that an anchor has to exceed.
         temperature: tau of the softmax over the cosines; the lower, the more the closest anchor counts.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     threshold: float = Field(0.8, ge=-1, le=1)
     temperature: float = Field(0.5, gt=0)

@@ -19,11 +19,11 @@ from i2cl.methods.knn_prompting import KNNPrompting
 from i2cl.methods.label_anchor import LabelAnchor
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
-from i2cl.methods.task_vector import LinearTaskVector, TaskVector
+from i2cl.methods.task_vector import TaskVector
 from i2cl.methods.tfidf import Tfidf
 
 _ALL: tuple[type[Method], ...] = (
-    *(ZeroShot, FewShot, FewShotUncached, Noise, LabelAnchor, TaskVector, LinearTaskVector, ICV),
+    *(ZeroShot, FewShot, FewShotUncached, Noise, LabelAnchor, TaskVector, ICV),
     *(I2CL, I2CLUnseen, I2CLCorrupted, I2CLOverICL, Anchored, PromptTuning, PrefixTuning, LoRA, IA3),
     *(LinearProbe, Tfidf, SentenceEmbeddings, SetFit),
     *(ContextualCalibration, BatchCalibration, LabelPrior, Temperature),
@@ -66,9 +66,12 @@ def calibrating_method(
         raise I2CLError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
     if name == Anchored.name and recipe is not None:
         raise I2CLError("a recipe is I2CL's: leave the recipe out, or take the method i2cl")
-    own = recipe is not None or (options or {}).keys() & (set(I2CL.options()) - set(Anchored.options()))
-    found = make_methods([name or (I2CL if own else Anchored).name], options, RECIPES[recipe or "paper"])[0]
-    return cast("Injector", found)
+    if name is None:
+        of_i2cl_alone = set(I2CL.options()) - set(Anchored.options())
+        wanted = recipe is not None or not of_i2cl_alone.isdisjoint(options or {})
+        name = I2CL.name if wanted else Anchored.name
+    (method,) = make_methods([name], options, RECIPES[recipe or "paper"])
+    return cast("Injector", method)
 
 
 def draws(name: str) -> bool:

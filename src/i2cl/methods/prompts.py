@@ -3,7 +3,7 @@
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,12 +14,18 @@ from torch import Tensor
 from i2cl.core.context import require_labels
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
-from i2cl.models import scoring
 from i2cl.models.batching import Ids, shared_front
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Progress, Questions, require_finite, score
+from i2cl.models.scoring import (
+    Progress,
+    Questions,
+    in_order,
+    next_token_log_probabilities,
+    require_finite,
+    score,
+)
 from i2cl.tasks import Examples, Task
 
 Shown = tuple[tuple[str, str], ...]  # demonstrations as (text, label word), in the order of a prompt
@@ -47,17 +53,12 @@ class PromptPredictor:
 
     def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
         """Log-probability of every token behind each prompt."""
-        return self._each(texts, partial(scoring.next_token_log_probabilities, edit=self.edit))
-
-    def states(self, texts: Sequence[str]) -> Float[Tensor, "texts d"]:
-        """What the LM head reads behind each prompt, without the edit."""
-        return self._each(texts, scoring.head_states)
-
-    def _each(self, texts: Sequence[str], read: Callable[..., Tensor]) -> Tensor:
+        decoder, edit = self.questions.decoder, self.edit
         parts = self._parts(encode_prompts(self.questions, self.shown, texts))
-        decoder = self.questions.decoder
-        read_parts = ((rows, read(decoder, queries, prefix=prefix)) for rows, queries, prefix in parts)
-        return scoring.in_order(read_parts)
+        return in_order(
+            (rows, next_token_log_probabilities(decoder, queries, edit=edit, prefix=prefix))
+            for rows, queries, prefix in parts
+        )
 
     def _parts(self, prompts: list[Ids]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
         """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""
@@ -83,18 +84,6 @@ def few_shot_prompt(
         return PromptPredictor(questions, pairs)
     prefix = questions.decoder.prefix(ids)
     return PromptPredictor(questions, pairs, prefix, cost=Cost.of(prefix))
-
-
-def unlabelled_texts(
-    method: str, task: Task, most: int, demonstrations: Examples, seed: int
-) -> tuple[str, ...]:
-    """Up to ``most`` training texts that are no demonstrations, without labels; raises I2CLError on none."""
-    texts = task.unlabelled(most, demonstrations, seed)
-    if not texts:
-        raise I2CLError(
-            f"{method} needs training texts beside the demonstrations, task {task.name!r} has none: add some"
-        )
-    return texts
 
 
 def fitting(questions: Questions, demonstrations: Examples) -> Shown:

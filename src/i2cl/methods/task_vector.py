@@ -1,30 +1,23 @@
-"""Task vectors: what is done to the query's own state at its last token, and nothing else.
+"""Task vectors: the state behind demonstrations and a dummy query replaces the query's own at its last token.
 
-- `TaskVector`: the state behind demonstrations and a dummy query replaces the query's own. Source: paper,
-  appendix "Implementation of Baseline Methods"; Hendel et al. 2023, https://arxiv.org/abs/2310.15916.
-- `LinearTaskVector`: the query's last state gets what demonstrations would add to it, by a linear map of it
-  that is fitted to unlabelled texts. Source: Kwon et al. 2026, https://arxiv.org/abs/2605.20730, and their
-  released code, https://github.com/Jii111/LTV.
-
-Choices beyond the sources are in docs/reference/fidelity.md.
+Source: paper, appendix "Implementation of Baseline Methods"; Hendel et al. 2023,
+https://arxiv.org/abs/2310.15916. Choices beyond the sources are in docs/reference/fidelity.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import Field
 from torch import Tensor
 
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import PromptPredictor, encode_prompts, few_shot_prompt, fitting, unlabelled_texts
+from i2cl.methods.prompts import PromptPredictor, encode_prompts, fitting
 from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
 from i2cl.models.scoring import Questions, score
-from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
 HELD_OUT = 32
@@ -59,24 +52,6 @@ class ReplaceEach(Edit):
         rows = torch.tensor([row == layer for row in batch.rows], device=output.device)
         state = self.states[layer].to(output.device, output.dtype)
         return torch.where(_last(output, batch) & rows[:, None, None], state, output)
-
-
-class MapHead(Edit):
-    """What the LM head reads, plus that through a linear map: (I + map) h."""
-
-    site = "head"
-    everywhere = True
-
-    def __init__(self, linear: Float[Tensor, "d d"]) -> None:
-        self.linear = linear
-
-    def output(
-        self, _layer: int, _index: int, output: Float[Tensor, "batch positions d"], _batch: Batch
-    ) -> Float[Tensor, "batch positions d"]:
-        """The sum at every token whose logits are asked for."""
-        states = output.float()
-        mapped: Tensor = states @ self.linear.to(states.device)
-        return (states + mapped).to(output.dtype)
 
 
 def _last(output: States, batch: Batch) -> Bool[Tensor, "batch tokens 1"]:
@@ -121,39 +96,8 @@ def layer_scores(
         return torch.stack(list(each))
     edit, layers = ReplaceEach(states), len(states)
     with torch.no_grad():
-        found = [
+        scores = [
             score(decoder, [query[-1:]] * layers, labels, edit=edit, prefix=decoder.prefix(query[:-1]))
             for query in queries
         ]
-    return torch.stack(found, dim=1)
-
-
-class LinearVectorConfig(Settings):
-    """The most ``unlabelled`` texts of the regression, and its ``ridge``, the penalty on squared entries."""
-
-    unlabelled: int = Field(256, ge=1)
-    ridge: float = Field(5.0, gt=0, allow_inf_nan=False)
-
-
-@dataclass(frozen=True)
-class LinearTaskVector(Method):
-    """Few-shot minus zero-shot state, by ridge regression on the latter, both as the LM head reads them."""
-
-    name: ClassVar[str] = "linear_task_vector"
-    summary: ClassVar[str] = "what demonstrations add to the last state, by a linear map of it"
-    needs: ClassVar[str] = "demonstrations and unlabelled texts"
-    formula: ClassVar[str] = "D x D"
-    settings = (LinearVectorConfig,)
-    config: LinearVectorConfig = field(default_factory=LinearVectorConfig)
-
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Run texts with and without the demonstrations, and solve; raises I2CLError if no text remains."""
-        questions = Questions(decoder, task)
-        texts = unlabelled_texts(self.name, task, self.config.unlabelled, demonstrations, seed)
-        alone = PromptPredictor(questions).states(texts).double()
-        added = few_shot_prompt(questions, demonstrations).states(texts).double() - alone
-        # The dual form, texts by texts: they are mostly fewer than the state has numbers.
-        gram = alone @ alone.T + self.config.ridge * torch.eye(len(texts), dtype=torch.double)
-        linear = (alone.T @ torch.linalg.solve(gram, added)).float()
-        cost = Cost.of(linear, unlabelled=len(texts))
-        return PromptPredictor(questions, edit=MapHead(linear), cost=cost)
+    return torch.stack(scores, dim=1)

@@ -82,21 +82,18 @@ def behind(batch: Batch, front: Ids) -> Batch:
 
 
 def gather(
-    positions: Int[Tensor, "batch positions"], packed: bool, states: list[Tensor] | None, hidden: Tensor
+    positions: Int[Tensor, "batch positions"], packed: bool, hidden: Tensor
 ) -> Float[Tensor, "batch positions d"]:
     """The hidden states (lines x tokens x d) that the LM head is to see."""
     index = positions.to(hidden.device)
     wide = index[..., None].expand(-1, -1, hidden.shape[-1])
-    found = hidden[0, index] if packed else hidden.gather(1, wide)
-    if states is not None:
-        states.append(found)
-    return found
+    return hidden[0, index] if packed else hidden.gather(1, wide)
 
 
 def rope_limits(config: Any) -> tuple[int, ...]:
     """Row lengths beyond which a model turns every position by other angles (longrope), rising."""
-    found = [one for one in _ropes(config) if one.get("rope_type") == "longrope"]
-    return tuple(sorted({int(one["original_max_position_embeddings"]) for one in found}))
+    ropes = [one for one in _ropes(config) if one.get("rope_type") == "longrope"]
+    return tuple(sorted({int(one["original_max_position_embeddings"]) for one in ropes}))
 
 
 def context_length(config: Any, otherwise: int) -> int | None:
@@ -107,7 +104,8 @@ def context_length(config: Any, otherwise: int) -> int | None:
     for field in ("max_position_embeddings", "max_seq_len"):
         length = getattr(config, field, None)
         if isinstance(length, int) and length > 0:
-            return length - any("dynamic" in str(one.get("rope_type")) for one in _ropes(config))
+            dynamic = any("dynamic" in str(one.get("rope_type")) for one in _ropes(config))
+            return length - 1 if dynamic else length
     return otherwise if otherwise < 10**9 else None
 
 

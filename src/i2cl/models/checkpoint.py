@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, first_line
 from i2cl.storage.hub import download_file
 
 INDEX = "model.safetensors.index.json"
@@ -110,11 +110,8 @@ def unpickled(path: Path) -> dict[str, Any]:
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - a damaged file raises whatever its bytes lead to
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise I2CLError(
-            f"{str(path)!r} is damaged, or would run code when loaded ({shorten(reason, 120)}): take a copy "
-            "in safetensors from those who made it"
-        ) from None
+        what = f"{str(path)!r} is damaged, or would run code when loaded ({shorten(first_line(error), 120)})"
+        raise I2CLError(f"{what}: take a copy in safetensors from those who made it") from None
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise I2CLError(f"{str(path)!r} holds no weights by name: give a checkpoint's file")
     return weights

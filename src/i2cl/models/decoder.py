@@ -21,7 +21,7 @@ from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config, weights_fingerprint
 from i2cl.models.hooks import Replay, edit_inputs
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
-from i2cl.models.precision import Quantization, execution_device, quantization_of, settle_4bit
+from i2cl.models.precision import Quantization, dtype_name, execution_device, quantization_of, settle_4bit
 from i2cl.models.prefix import Prefix, holds_keys_alone, keys_at, window_of
 from i2cl.models.residual_check import ResidualIdentity, residual_identity
 from i2cl.models.restore import frozen, lock_of
@@ -150,7 +150,7 @@ class Decoder:
                 d_model=self.d_model,
                 weights=weights_fingerprint(self.model),
                 tokenizer=tokenizer_fingerprint(self.tokenizer),
-                dtype=str(self.model.dtype).removeprefix("torch."),
+                dtype=dtype_name(self.model.dtype),
                 quantization=quantization_of(self.model.config),
                 config=told_config(self.model.config),
             )
@@ -233,18 +233,16 @@ class Decoder:
         at: Int[Tensor, "batch positions"] | None = None,
         edit: Edit | None = None,
         prefix: Prefix | None = None,
-        states: list[Tensor] | None = None,
         caches: list[Cache] | None = None,
         replay: Replay | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
         """Next-token logits after the tokens at ``at`` (default: each row's last query token).
-        The LM head runs on those positions alone; ``states`` receives what it is given, a (batch x positions
-        x d) tensor, ``caches`` the keys and values of all rows, those of the prefix in front. Gradients flow
-        if the caller has them on. Where the prefix's positions turn otherwise in front of so long a batch, it
-        runs again with every row. A packed batch has no prefix and fills no caches: where there are any,
-        transformers takes a row for one text, and its queries would see each other. Raises I2CLError if that
-        is so, or a window is too short, and tokens were taken out of the prefix; or if that is so and it is
-        made of vectors.
+        The LM head runs on those positions alone; ``caches`` receives the keys and values of all rows, those
+        of the prefix in front. Gradients flow if the caller has them on. Where the prefix's positions turn
+        otherwise in front of so long a batch, it runs again with every row. A packed batch has no prefix and
+        fills no caches: where there are any, transformers takes a row for one text, and its queries would see
+        each other. Raises I2CLError if that is so, or a window is too short, and tokens were taken out of the
+        prefix; or if that is so and it is made of vectors.
         """
         self.pause()
         positions = batch.last[:, None] if at is None else at
@@ -253,7 +251,7 @@ class Decoder:
         if prefix is not None and not self._joins(prefix, batch.input_ids.shape[1]):
             batch, positions = batching.behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
-        look = partial(batching.gather, positions, batch.packed, states)
+        look = partial(batching.gather, positions, batch.packed)
         kept = {} if caches is None else {"past_key_values": DynamicCache()}
         arguments: dict[str, Any] = {"use_cache": bool(kept), **kept}
         if batch.packed:

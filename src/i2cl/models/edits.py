@@ -26,15 +26,14 @@ class Edit:
     """Changes what a decoder's layers write. Subclasses override `output` and, if need be, `enter`.
 
     Attributes:
-        site: the two residual writers (index 0 attention, 1 MLP), the block output (index 0), what the LM
-            head reads where logits are asked for (layer: the number of blocks, index 0), or the tokens' input
-            embeddings (layer 0, index 0).
+        site: the two residual writers (index 0 attention, 1 MLP), the block output (index 0), or the tokens'
+            input embeddings (layer 0, index 0).
         sees_input: whether `enter` is to be called.
         everywhere: whether it does the same at every token, whatever stands at others, so that a row may
             run in parts, the later ones behind cached keys.
     """
 
-    site: Site | Literal["head", "embeddings"] = "writers"
+    site: Site | Literal["embeddings"] = "writers"
     sees_input: bool = False
     everywhere: bool = False
 
@@ -70,9 +69,7 @@ def editing(
         return
     looks: list[tuple[nn.Module, Hook]] = []
     changes: list[tuple[nn.Module, Hook]] = []
-    if edit.site == "head":
-        looks = [(model.get_output_embeddings(), lambda states: edit.output(len(blocks), 0, states, batch))]
-    elif edit.site == "embeddings":
+    if edit.site == "embeddings":
         changes = [(model.get_input_embeddings(), lambda vectors: edit.output(0, 0, vectors, batch))]
     else:
         changes = [

@@ -178,8 +178,8 @@ class Encoder:
             return ids
         long = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
         if long and not cut:
-            told = f"text {long[0] + 1} takes {len(ids[long[0]])} tokens with its prompt"
-            raise TooLongError(f"{told}, and {limit} fit into the context: shorten it")
+            problem = f"text {long[0] + 1} takes {len(ids[long[0]])} tokens with its prompt"
+            raise TooLongError(f"{problem}, and {limit} fit into the context: shorten it")
         for row in long:
             ids[row] = self._cut(builds[row], texts[row], limit)
         if long:

@@ -113,7 +113,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     are dequantized one by one. A tensor that is split over processes is put together first, so all of them
     are to call this.
     """
-    return tensors_fingerprint(_told(model))
+    return tensors_fingerprint(_checkpoint_weights(model))
 
 
 def tensors_fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
@@ -135,7 +135,7 @@ def named_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     return sorted([*model.named_parameters(), *buffers], key=itemgetter(0))
 
 
-def _told(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Name and values of every weight, those of the checkpoint where they can be told."""
     stored: Files | None = None
     looked = False
@@ -171,11 +171,11 @@ def _gives(stored: Tensor, held: Tensor, codes: Tensor | None, model: PreTrained
     if codes is None:
         return torch.equal(stored.to(held.device, held.dtype), held)
     settings = model.config.quantization_config
-    return any(
-        again is not None and torch.equal(again, held)
-        for dtype in dict.fromkeys((model.dtype, stored.dtype))  # transformers rounds first
-        for again in (requantized(codes, stored.to(dtype), settings),)
-    )
+    for dtype in dict.fromkeys((model.dtype, stored.dtype)):  # transformers rounds first
+        again = requantized(codes, stored.to(dtype), settings)
+        if again is not None and torch.equal(again, held):
+            return True
+    return False
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

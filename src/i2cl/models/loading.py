@@ -24,7 +24,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import is_progress_bar_enabled
 from transformers.utils.quantization_config import GgufConfig
 
-from i2cl.errors import I2CLError, needs, require_whole
+from i2cl.errors import I2CLError, first_line, needs, require_whole
 from i2cl.models.precision import Quantization, quantization_config
 from i2cl.storage.hub import require_reachable
 
@@ -117,9 +117,9 @@ def _from_folder_or_hub(
 ) -> tuple[Any, dict[str, Any], Any]:
     if not Path(source).exists():
         require_reachable(source, common["revision"], NAMES)
-    with _told(f"the tokenizer of {name!r}"):
+    with _load_errors(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
-    with _told(f"the model {name!r}"):
+    with _load_errors(f"the model {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **loading, **common)
     return *loaded, tokenizer
 
@@ -204,7 +204,7 @@ def _converted(path: Path) -> Iterator[None]:
             yield
     except Exception as error:  # tokenizers raises bare ones
         raise I2CLError(
-            f"transformers cannot convert {str(path)!r} ({_first_line(error)}): "
+            f"transformers cannot convert {str(path)!r} ({_reason(error)}): "
             "give the model as a folder or a hub id"
         ) from error
 
@@ -228,7 +228,7 @@ def _placement(
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _load_errors(what: str) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
@@ -242,7 +242,7 @@ def _told(what: str) -> Iterator[None]:
                 f"{what} has no safetensors there, and pickles can run code when loaded: give --revision "
                 "refs/pr/1 where the hub has a safetensors copy, or download it and `i2cl convert FOLDER NEW`"
             ) from None
-        raise I2CLError(f"cannot load {what}: {_first_line(error)}") from error
+        raise I2CLError(f"cannot load {what}: {_reason(error)}") from error
 
 
 def _check_complete(name: str, info: dict[str, Any]) -> None:
@@ -326,7 +326,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         return torch.empty(1, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises the latter
         cure = "choose cpu, or one this machine has"
-        raise I2CLError(f"cannot use device {str(device)!r} ({_first_line(error)}): {cure}") from None
+        raise I2CLError(f"cannot use device {str(device)!r} ({_reason(error)}): {cure}") from None
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
@@ -337,8 +337,5 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch
     return dtype
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (
-        shorten(lines[0].rstrip(":"), LONGEST_REASON, placeholder=" ...") if lines else type(error).__name__
-    )
+def _reason(error: BaseException) -> str:
+    return shorten(first_line(error), LONGEST_REASON, placeholder=" ...")

@@ -17,6 +17,11 @@ Quantization = Literal["8bit", "4bit"] | QuantizationConfigMixin
 """How weights are held in memory: by bitsandbytes in 8 or 4 bits, or as a config of transformers says."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -> Any:
     """What transformers is told: LLM.int8 for ``"8bit"``, NF4 for ``"4bit"``, None for None.
     A config is returned as it is; 4-bit layers compute in ``dtype``, or with ``"auto"`` in that of their

@@ -17,6 +17,7 @@ from i2cl.models.batching import CPU_KEPT_BUDGET, Batch, Ids, make_batch, pack_b
 from i2cl.models.decoder import CPU_BUDGET, Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens, Scoring, label_tokens
+from i2cl.models.precision import dtype_name
 from i2cl.models.prefix import Prefix
 from i2cl.tasks import Example, Task
 
@@ -32,7 +33,7 @@ class NotFiniteError(I2CLError):
 def require_finite(scores: Float[Tensor, "*queries labels"], decoder: Decoder) -> None:
     """Refuse scores of which one is not a number, unlike -inf. Raises NotFiniteError naming the precision."""
     if scores.isnan().any():
-        dtype = str(decoder.model.dtype).removeprefix("torch.")
+        dtype = dtype_name(decoder.model.dtype)
         raise NotFiniteError(
             f"label scores are not numbers, since something overflows in {dtype}. "
             "Load the model in another precision (--dtype float32), or fit again closer to the plain model"
@@ -163,25 +164,10 @@ def next_token_log_probabilities(
         return in_order((batch.rows, rows.cpu()) for batch, rows in _read(decoder, queries, edit, prefix))
 
 
-def head_states(
-    decoder: Decoder, queries: Sequence[Ids], *, prefix: Prefix | None = None
-) -> Float[Tensor, "queries d"]:
-    """What the LM head is given behind each query, in float32 on the CPU."""
-
-    def run(batch: Batch) -> Tensor:
-        states: list[Tensor] = []
-        decoder.forward(batch, prefix=prefix, states=states)
-        return states[-1][:, 0].float().cpu()
-
-    with decoder.frozen(), torch.no_grad():  # a head may be narrower than the stream
-        parts = decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0)
-        return in_order((batch.rows, states) for batch, states in parts)
-
-
 def in_order(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
     """One tensor of rows that come in parts, each part with the places of its rows."""
-    found = {place: row for places, rows in parts for place, row in zip(places, rows, strict=True)}
-    return torch.stack([found[place] for place in range(len(found))])
+    row_of = {place: row for places, rows in parts for place, row in zip(places, rows, strict=True)}
+    return torch.stack([row_of[place] for place in range(len(row_of))])
 
 
 Part = tuple[Tensor, Tensor, Tensor, float]  # rows, columns, values of scores; how many queries they complete

@@ -141,7 +141,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         base=_inline(shown),
         classes=len(task["labels"]),
         python=_python(name, shown, base["revision"]),
-        console=_fenced(f"i2cl predict {name} texts.txt", "console"),
+        console=fenced(f"i2cl predict {name} texts.txt", "console"),
         local=shown != base["name"],
         task=_json({key: task[key] for key in SHOWN if key in task}),
         base_model=_json({key: base[key] for key in base if key != "config"} | {"name": shown}),
@@ -200,7 +200,7 @@ def _python(name: str, base: str, revision: str | None) -> str:
         "injection.require_base(decoder)",
         'print(injection.predict(decoder, ["a text to classify"]))',
     )
-    return _fenced("\n".join(lines), "python")
+    return fenced("\n".join(lines), "python")
 
 
 def _loss(history: list[float]) -> str:
@@ -218,9 +218,9 @@ def _changed_scores(description: Mapping[str, Any]) -> str:
         tempered += f"{description['temperature']:g}; this changes no answer."
     if "label_bias" not in description:
         return tempered
-    said = tempered + "\n\n`label_bias` is added to the log-probabilities among the labels."
+    text = tempered + "\n\n`label_bias` is added to the log-probabilities among the labels."
     prior = description["calibration"].get("label_prior")
-    return f"{said} {_md(prior_words(description['task']['labels'], prior))}" if prior else said
+    return f"{text} {_md(prior_words(description['task']['labels'], prior))}" if prior else text
 
 
 def prior_words(labels: Sequence[str], prior: Mapping[str, Any]) -> str:
@@ -289,7 +289,7 @@ def _worth(description: Mapping[str, Any], worth: Mapping[str, Any]) -> Iterator
 
 def _again(description: Mapping[str, Any]) -> str:
     if command := description.get("command"):
-        return _fenced(command, "console")
+        return fenced(command, "console")
     seed = description["seed"]
     call = "`i2cl.anchor`" if _is_anchored(description) else "`i2cl.extract` and `i2cl.calibrate`"
     return f"Made in Python with {call} (seed {seed}): no command does it."
@@ -308,10 +308,10 @@ def _inline(text: str) -> str:
 
 
 def _json(value: Mapping[str, Any]) -> str:
-    return _fenced(json.dumps(value, indent=2, ensure_ascii=False), "json")
+    return fenced(json.dumps(value, indent=2, ensure_ascii=False), "json")
 
 
-def _fenced(text: str, language: str) -> str:
+def fenced(text: str, language: str) -> str:
     """A code block, its fence longer than any in the text."""
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
     return f"{fence}{language}\n{text}\n{fence}"

@@ -18,7 +18,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError
 
-from i2cl.errors import I2CLError, did_you_mean
+from i2cl.errors import I2CLError, did_you_mean, first_line
 
 # The base error of the client's HTTP library, which depends on the client's version.
 _HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
@@ -45,7 +45,8 @@ def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
 
 def download_file(name: str) -> Path:
     """One file, as owner/repository/file. Raises I2CLError if there is none, or the hub does not answer."""
-    owner, repository, file = (*name.split("/", 2), "", "")[:3]
+    owner, _, rest = name.partition("/")
+    repository, _, file = rest.partition("/")
     try:
         return Path(hf_hub_download(f"{owner}/{repository}", file))
     except _FAILURES as error:
@@ -92,9 +93,8 @@ def _reason(error: Exception) -> str:
         return f"the hub does not know this token: {_LOGIN}"
     if status == 403:
         return f"the token may not write there: take one with write access and {_LOGIN}"
-    lines = str(error).strip().splitlines() or [""]
-    said = f"the hub says {type(error).__name__} ({lines[0].rstrip('.')})"
-    return f"{said}: correct the name, or try again later"
+    answer = f"the hub says {type(error).__name__} ({first_line(error).rstrip('.')})"
+    return f"{answer}: correct the name, or try again later"
 
 
 def require_reachable(
@@ -115,8 +115,8 @@ def require_reachable(
         return
     except _FAILURES as error:
         hint = did_you_mean(name, others)
-        cause = (str(error).splitlines() or [""])[0] or type(error).__name__
+        what = "is no folder and not in the cache of the hub, which does not answer"
         raise I2CLError(
-            f"model {name!r} is no folder and not in the cache of the hub, which does not answer ({cause}): "
+            f"model {name!r} {what} ({first_line(error)}): "
             f"{hint}give {kinds} or {' or '.join(map(repr, others))}, or go online"
         ) from None

@@ -7,12 +7,22 @@ held-out combination never occur in training.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from random import Random
+
+from i2cl.tasks.task import Example, Task, Template
 
 TEMPLATE = "{text}\nAnswer: {label}"
 SEPARATOR = "\n"
-END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_MODULUS = 5
+
+TRAIN_ROWS = 2000
+TEST_ROWS = 1000
+TRAIN_SEED = 1
+TEST_SEED = 2
+
+DEMO_TASKS = ("mood-colour-1", "job-letter-2", "place-colour-2")
+"""What `i2cl demo` shows: three attributes, both sets of label words."""
 
 ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
     "mood": {
@@ -46,7 +56,6 @@ VERBS = ("waited", "rested", "stood", "walked", "talked", "worked", "paused", "s
 PLACE_PREPOSITIONS = ("near", "by", "beside", "outside")
 WEATHER_PREPOSITIONS = ("in", "during", "despite", "after")
 
-BARE_PATTERN = "{determiner} {mood} {job} {place} {weather}"
 PATTERNS = (
     "{determiner} {mood} {job} {verb} {near} the {place} {during} the {weather}",
     "{during} the {weather} {determiner} {mood} {job} {verb} {near} the {place}",
@@ -105,24 +114,15 @@ def sample_words(rng: Random, categories: dict[str, int], held_out: bool) -> dic
             return words
 
 
-def render(rng: Random, words: dict[str, str], bare: bool = False) -> str:
-    """A sentence with the attribute words; a bare one has no words besides them and a determiner."""
-    pattern = BARE_PATTERN if bare else rng.choice(PATTERNS)
-    return pattern.format(
+def render(rng: Random, words: dict[str, str], pattern: str | None = None) -> str:
+    """A sentence with the attribute words, in a drawn pattern or another."""
+    return (pattern or rng.choice(PATTERNS)).format(
         determiner=rng.choice(DETERMINERS),
         verb=rng.choice(VERBS),
         near=rng.choice(PLACE_PREPOSITIONS),
         during=rng.choice(WEATHER_PREPOSITIONS),
         **words,
     )
-
-
-def sample_example(
-    rng: Random, task: ReferenceTask, held_out: bool = False, bare: bool = False
-) -> tuple[str, int]:
-    """One sentence with uniformly drawn categories, and its class in the task."""
-    categories = sample_categories(rng)
-    return render(rng, sample_words(rng, categories, held_out), bare), categories[task.attribute]
 
 
 def examples(task: ReferenceTask, split: str, n: int, seed: int) -> list[tuple[str, int]]:
@@ -139,13 +139,28 @@ def examples(task: ReferenceTask, split: str, n: int, seed: int) -> list[tuple[s
     ]
 
 
-def fill(task: ReferenceTask, text: str, label: int) -> str:
-    """A demonstration of the task: the template with its text and label word, and the separator after it."""
-    return TEMPLATE.format(text=text, label=task.labels[label]) + SEPARATOR
+def describe() -> list[Task]:
+    """The reference model's tasks without rows."""
+    return [_task(spec) for spec in TASKS]
 
 
-def document(rng: Random, task: ReferenceTask, shots: int, named: bool, bare: bool = False) -> str:
-    """`shots` + 1 training examples of one task; a named document opens with a line that names the task."""
-    head = task.name + SEPARATOR if named else ""
-    lines = [fill(task, *sample_example(rng, task, bare=bare)) for _ in range(shots + 1)]
-    return head + "".join(lines) + END_OF_TEXT
+@cache
+def load(name: str) -> Task | None:
+    """One of them with its rows, or None. The test split has only word combinations kept out of training."""
+    spec = next((spec for spec in TASKS if spec.name == name), None)
+    if spec is None:
+        return None
+    splits = (("train", TRAIN_ROWS, TRAIN_SEED), ("test", TEST_ROWS, TEST_SEED))
+    return _task(spec, *(tuple(Example(*row) for row in examples(spec, *split)) for split in splits))
+
+
+def _task(spec: ReferenceTask, train: tuple[Example, ...] = (), test: tuple[Example, ...] = ()) -> Task:
+    return Task(
+        name=spec.name,
+        labels=spec.labels,
+        template=Template(TEMPLATE, SEPARATOR),
+        train=train,
+        test=test,
+        description=spec.description,
+        group="reference",
+    )

@@ -1,13 +1,13 @@
 """Rows from the Hugging Face hub, or a local folder of that format: the only module to import datasets."""
 
 from collections.abc import Sequence
+from random import Random
 from typing import TYPE_CHECKING
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, first_line, needs
 from i2cl.tasks.labels import LabelLookup
-from i2cl.tasks.sampling import group_by_label, sample_per_class, seeded
 from i2cl.tasks.schema import HubSource
-from i2cl.tasks.task import Example
+from i2cl.tasks.task import Example, group_by_label, sample_per_class
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,8 +34,8 @@ def _read_split(source: HubSource, split: str, labels: Sequence[str]) -> list[Ex
     for column in (source.text, source.label):
         if column not in dataset.column_names:
             present = ", ".join(dataset.column_names)
-            found = f"no column {column!r}, the columns are {present}"
-            raise I2CLError(f"{source.dataset} {split}: {found}: correct the [hub] table")
+            problem = f"no column {column!r}, the columns are {present}"
+            raise I2CLError(f"{source.dataset} {split}: {problem}: correct the [hub] table")
     ids = {old: new for new, old in enumerate(source.keep_labels)} if source.keep_labels is not None else None
     lookup = LabelLookup(labels)
     rows = []
@@ -44,8 +44,8 @@ def _read_split(source: HubSource, split: str, labels: Sequence[str]) -> list[Ex
             continue
         index = lookup.find(label) if ids is None else ids[label]
         if index is None:
-            found = f"label {label!r} is not one of {lookup.allowed()}"
-            raise I2CLError(f"{source.dataset} {split}: {found}: correct the [hub] table")
+            problem = f"label {label!r} is not one of {lookup.allowed()}"
+            raise I2CLError(f"{source.dataset} {split}: {problem}: correct the [hub] table")
         if text and text.strip():
             rows.append(Example(text, index))
     return rows
@@ -58,9 +58,9 @@ def _download(source: HubSource, split: str) -> "Dataset":
     try:
         return load_dataset(source.dataset, source.config, split=split, revision=source.revision)
     except Exception as error:  # errors of its HTTP and file libraries come through, with no common class
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise I2CLError(
-            f"cannot load {source.dataset} ({split}) from the hub ({type(error).__name__}: {reason}): "
+            f"cannot load {source.dataset} ({split}) from the hub ({reason}): "
             f"check the connection, or {_INSTEAD}"
         ) from error
 
@@ -68,7 +68,7 @@ def _download(source: HubSource, split: str) -> "Dataset":
 def _split_by_text(rows: list[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
     # By distinct text, so that a text which occurs twice cannot be in both splits.
     texts = sorted({row.text for row in rows})
-    seeded(seed).shuffle(texts)
+    Random(seed).shuffle(texts)
     reserved = set(texts[: round(len(texts) * fraction)])
     return [row for row in rows if row.text not in reserved], [row for row in rows if row.text in reserved]
 
@@ -78,4 +78,4 @@ def _cap(rows: list[Example], labels: Sequence[str], source: HubSource) -> tuple
         return tuple(rows)
     groups = group_by_label(rows, len(labels))
     quotas = [min(len(group), source.max_per_class) for group in groups]
-    return sample_per_class(groups, quotas, seeded(source.split_seed))
+    return sample_per_class(groups, quotas, Random(source.split_seed))

@@ -91,7 +91,8 @@ def _a_letter_apart(one: str, other: str) -> bool:
     a, b = one.casefold(), other.casefold()
     if min(len(a), len(b)) < SHORTEST or as_id(a) is not None:
         return False
-    at = next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    rests = {(a[at + 1 :], b[at + 1 :]), (a[at:], b[at + 1 :]), (a[at + 1 :], b[at:])}
-    swapped = a[at : at + 2] == b[at : at + 2][::-1] and a[at + 2 :] == b[at + 2 :]
-    return swapped or any(rest == more for rest, more in rests)
+    pairs = enumerate(zip(a, b, strict=False))
+    first = next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))  # that differs
+    a, b = a[first:], b[first:]
+    swapped = a[:2] == b[:2][::-1] and a[2:] == b[2:]
+    return swapped or a[1:] == b[1:] or a == b[1:] or a[1:] == b

@@ -1,25 +1,55 @@
-"""`load_task`: one door to every task, by name or by file."""
+"""`load_task`: one door to every task, by name or by file; and the names of all known tasks."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from i2cl.errors import I2CLError
-from i2cl.tasks import reference
+from i2cl.errors import I2CLError, did_you_mean
+from i2cl.tasks import corpus
 from i2cl.tasks.formats import ROW_SUFFIXES
 from i2cl.tasks.hub import load_hub
-from i2cl.tasks.registry import BUILTIN, GROUPS, builtin_spec, unknown_task
 from i2cl.tasks.rows import read_examples, read_labelled
 from i2cl.tasks.schema import TaskSpec, read_spec
 from i2cl.tasks.synthetic import NAME as SYNTHETIC
-from i2cl.tasks.synthetic import synthetic_task
+from i2cl.tasks.synthetic import describe_synthetic, synthetic_task
 from i2cl.tasks.task import Example, Task, Template
 from i2cl.tasks.template import DEFAULT
+
+BUILTIN = Path(__file__).parent / "builtin"
 
 DATA_DIR_VARIABLE = "I2CL_DATA_DIR"
 Split = tuple[Example, ...]
 StrPath = str | os.PathLike[str]
+
+PAPER_TASKS = ("sst2", "sst5", "mr", "subj", "trec", "agnews", "dbpedia", "hate_speech18", "emoc")
+
+BENCHMARK_TASKS = ("banking77",)  # tasks of the hub that the paper has not: those with many labels
+
+BUNDLED_TASKS = tuple(
+    sorted({file.stem for file in BUILTIN.glob("*.toml")} - {*PAPER_TASKS, *BENCHMARK_TASKS})
+)
+"""Tasks whose rows ship with the package: each a TOML with a `[files]` table in `builtin`, and its rows."""
+
+GROUPS = {"paper": PAPER_TASKS, "benchmark": BENCHMARK_TASKS, "bundled": BUNDLED_TASKS}
+"""Names of the tasks that have a TOML here, by where they come from."""
+
+
+def builtin_spec(name: str) -> TaskSpec:
+    """The TOML of a task by name, wherever its rows lie."""
+    return read_spec(BUILTIN / f"{name}.toml")
+
+
+def list_tasks() -> list[Task]:
+    """Every known task without rows: the paper's, others of the hub, bundled ones, then made ones."""
+    named = [builtin_spec(name).to_task(group=group) for group, names in GROUPS.items() for name in names]
+    return [*named, describe_synthetic(), *corpus.describe()]
+
+
+def unknown_task(name: str) -> I2CLError:
+    """The error for a name that no task has, with the closest ones."""
+    hint = did_you_mean(name, (task.name for task in list_tasks()))
+    return I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
 
 
 def load_task(
@@ -76,7 +106,7 @@ def _load_named(name: str, data_dir: StrPath | None) -> Task:
             return _load_spec(builtin_spec(name), BUILTIN, data_dir, group)
     if name == SYNTHETIC:
         return synthetic_task()
-    if (task := reference.load(name)) is not None:
+    if (task := corpus.load(name)) is not None:
         return task
     if Path(name).is_file():
         known = ", ".join((".toml", *ROW_SUFFIXES))

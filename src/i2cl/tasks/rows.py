@@ -194,8 +194,8 @@ def _kept(row: Row, names: tuple[str, ...]) -> tuple[object, ...]:
 def _label(row: Row, lookup: LabelLookup) -> int:
     index = lookup.find(row.values[1])
     if index is None:
-        found = f"label {shown(row.values[1])} is not one of {lookup.allowed()}"
-        raise RowError.at(row.place, f"{found}: correct it")
+        problem = f"label {shown(row.values[1])} is not one of {lookup.allowed()}"
+        raise RowError.at(row.place, f"{problem}: correct it")
     return index
 
 

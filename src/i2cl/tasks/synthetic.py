@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-from i2cl.tasks.sampling import seeded
 from i2cl.tasks.task import Example, Task
 from i2cl.tasks.template import Template
 
@@ -19,7 +18,7 @@ def synthetic_task(seed: int = 0, train_per_class: int = 100, test_per_class: in
     Texts have 5 to 12 characters; the paper gives neither lengths nor a template, so both are ours. Source:
     paper, appendix "Analysis on Synthetic Dataset".
     """
-    rng = seeded(seed)
+    rng = Random(seed)
     train: list[Example] = []
     test: list[Example] = []
     alphabets = string.ascii_letters, string.punctuation

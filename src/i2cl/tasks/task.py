@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import TYPE_CHECKING
 
 from i2cl.errors import I2CLError, require_whole
-from i2cl.tasks.sampling import even_quotas, group_by_label, sample_per_class, seeded
 from i2cl.tasks.template import Template
 
 if TYPE_CHECKING:
@@ -24,6 +24,41 @@ class Example:
 
 
 Examples = Sequence[Example]  # rows, or demonstrations, in their order
+
+
+def group_by_label(rows: Examples, classes: int) -> list[list[Example]]:
+    """Rows of each class id 0..classes-1, in their order."""
+    groups: list[list[Example]] = [[] for _ in range(classes)]
+    for row in rows:
+        groups[row.label].append(row)
+    return groups
+
+
+def even_quotas(sizes: Sequence[int], total: int, rng: Random) -> list[int]:
+    """Rows to take from groups of these sizes: `total` in all (or every row), as equal as the sizes allow.
+    What does not divide evenly goes to randomly chosen groups, one row each.
+    """
+    quotas = [0] * len(sizes)
+    left = min(total, sum(sizes))
+    while left:
+        open_groups = [index for index, size in enumerate(sizes) if quotas[index] < size]
+        share = left // len(open_groups)
+        if share == 0:
+            for index in rng.sample(open_groups, left):
+                quotas[index] += 1
+            break
+        for index in open_groups:
+            taken = min(share, sizes[index] - quotas[index])
+            quotas[index] += taken
+            left -= taken
+    return quotas
+
+
+def sample_per_class(groups: Sequence[Examples], quotas: Sequence[int], rng: Random) -> tuple[Example, ...]:
+    """`quotas[c]` different rows of every class c, in shuffled order."""
+    chosen = [row for group, quota in zip(groups, quotas, strict=True) for row in rng.sample(group, quota)]
+    rng.shuffle(chosen)
+    return tuple(chosen)
 
 
 @dataclass(frozen=True)
@@ -84,7 +119,7 @@ class Task:
                     f"task {self.name!r}: class {word!r} has {len(group)} training examples but {count} "
                     f"shots were asked: {cure}"
                 )
-        return sample_per_class(groups, [count] * len(groups), seeded(seed))
+        return sample_per_class(groups, [count] * len(groups), Random(seed))
 
     def queries(self, limit: int | None = None, seed: int = 0) -> tuple[Example, ...]:
         """Up to `limit` test rows, as equal in number per class as the split allows (None: all of them).
@@ -95,7 +130,7 @@ class Task:
             raise I2CLError(f"task {self.name!r}: {limit} queries were asked: ask for at least 1")
         if limit is None or limit >= len(rows):
             return rows
-        rng = seeded(f"queries {seed}")
+        rng = Random(f"queries {seed}")
         groups = group_by_label(rows, len(self.labels))
         return sample_per_class(groups, even_quotas([len(group) for group in groups], limit, rng), rng)
 
@@ -111,7 +146,7 @@ class Task:
                 f"task {self.name!r}: {len(free)} training examples remain besides the demonstrations but a "
                 f"hold-out of {n} was asked: ask for 1 to {len(free)} or add training rows"
             )
-        rng = seeded(f"held out {seed}")
+        rng = Random(f"held out {seed}")
         groups = group_by_label(free, len(self.labels))
         return sample_per_class(groups, even_quotas([len(group) for group in groups], n, rng), rng)
 
@@ -121,7 +156,7 @@ class Task:
         """
         used = {example.text for example in demonstrations}
         free = [example.text for example in self._rows("train") if example.text not in used]
-        return tuple(seeded(f"unlabelled {seed}").sample(free, min(n, len(free))))
+        return tuple(Random(f"unlabelled {seed}").sample(free, min(n, len(free))))
 
     def skewed(self, times: int, limit: int | None = None, seed: int = 0) -> "Task":
         """The same task where classes with an odd id are rarer: for what takes equal frequencies for granted.
@@ -138,7 +173,7 @@ class Task:
         if limit is not None:
             each = zip(test, weights, strict=True)
             quotas[1] = [min(len(group), limit * weight // sum(weights)) for group, weight in each]
-        rng = seeded(f"skewed {seed}")
+        rng = Random(f"skewed {seed}")
         kept = [sample_per_class(groups, of, rng) for groups, of in zip((train, test), quotas, strict=True)]
         return replace(self, train=kept[0], test=kept[1])
 
@@ -153,6 +188,14 @@ class Task:
         """The same task with its instruction, or another, before everything else."""
         words = self.instruction if instruction is None else instruction
         return replace(self, template=self.template.instructed(words))
+
+    def worded(self, tokenizer: "PreTrainedTokenizerBase", *, chat: bool, instruction: str | None) -> "Task":
+        """The same task as a `chat`; else `instructed`, where an instruction is given. Raises I2CLError: see
+        `chat`.
+        """
+        if chat:
+            return self.chat(tokenizer, instruction)
+        return self if instruction is None else self.instructed(instruction)
 
     def without_data(self) -> "Task":
         """The same task with empty splits."""

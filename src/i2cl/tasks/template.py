@@ -146,7 +146,10 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", front: list[dict[str, str]], bef
     opening = before.removesuffix(head)
     bos = tokenizer.bos_token
     if bos and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        opening, head = (opening.removeprefix(bos), head) if opening else ("", head.removeprefix(bos))
+        if opening:
+            opening = opening.removeprefix(bos)
+        else:
+            head = head.removeprefix(bos)
     return Template(head + TEXT_FIELD + middle + LABEL_FIELD, end, opening)
 
 

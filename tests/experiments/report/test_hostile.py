@@ -11,8 +11,7 @@ from huggingface_hub import ModelCard
 
 from experiments.report.made import LLAMA, Page, always_right, experiment, failed
 from i2cl.experiments.report.document import build
-from i2cl.experiments.report.page import write
-from i2cl.experiments.report.render import csv_text, html, latex
+from i2cl.experiments.report.render import csv_text, html, latex, write
 from i2cl.storage.card import CARD
 from i2cl.tasks import Task, Template
 from storage.test_hub import METRICS, made

@@ -20,8 +20,7 @@ from experiments.report.made import (
 )
 from i2cl.errors import I2CLError
 from i2cl.experiments.report.document import CAPTIONS, build
-from i2cl.experiments.report.page import write
-from i2cl.experiments.report.render import html, latex, markdown
+from i2cl.experiments.report.render import html, latex, markdown, write
 
 
 def odd():
@@ -76,7 +75,7 @@ def test_latex_escapes():
     assert unescaped.count("{") == unescaped.count("}")
     for row in re.findall(r"\\midrule\n(.*?)\n\\bottomrule", body, re.DOTALL):
         assert len({len(re.findall(r"(?<!\\)&", line)) for line in row.splitlines()}) == 1
-    assert set(re.findall(r"[^\x00-\x7f]", body)) <= set("±–·†‡§−▲▼")  # LaTeX knows them or is told
+    assert set(re.findall(r"[^\x00-\x7f]", body)) <= set("±–·†‡−▲▼")  # LaTeX knows them or is told
 
 
 def test_csv_holds_the_raw_numbers():
@@ -189,7 +188,7 @@ def test_one_format_replaces_an_older_report(tmp_path, monkeypatch):
     paths = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert [path.name for path in paths] == ["report.html"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
-    monkeypatch.setattr("i2cl.experiments.report.page.LARGEST_SVG", 10)  # a large drawing as pixels
+    monkeypatch.setattr("i2cl.experiments.report.render.LARGEST_SVG", 10)  # a large drawing as pixels
     (path,) = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert 'src="data:image/png;base64,' in path.read_text()
 
@@ -198,7 +197,7 @@ def test_one_format_replaces_an_older_report(tmp_path, monkeypatch):
 def test_an_error_leaves_the_older_report(tmp_path, monkeypatch):
     write(build([experiment()], trial(), {}), tmp_path / "out", ["md"])
     before = (tmp_path / "out" / "report.md").read_text()
-    monkeypatch.setattr("i2cl.experiments.report.page.html", lambda *_: 1 / 0)
+    monkeypatch.setattr("i2cl.experiments.report.render.html", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write(build([experiment(("I2CL", "ICV"), views=("bars",))], trial(), {}), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.md"]

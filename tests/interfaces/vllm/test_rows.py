@@ -8,8 +8,8 @@ import torch
 from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.model import Hooked, found_writers
-from i2cl.interfaces.vllm.rows import RowsV2, forward_v1
 from i2cl.interfaces.vllm.slots import PLAIN, Packed
+from i2cl.interfaces.vllm.tables import RowsV2, forward_v1
 
 from .standins import Linear, Llama, batch_v2, params, runner_v1, vllm_config
 
@@ -34,7 +34,7 @@ class State:
 
 
 class InjectedState(RowsV2, State):
-    """As `i2cl.interfaces.vllm.rows.model_state` makes it."""
+    """As `i2cl.interfaces.vllm.tables.model_state` makes it."""
 
 
 def edit(seed):

@@ -102,7 +102,7 @@ def test_plain_requests_have_no_digest():
 
 def test_what_vllm_cannot_inject_is_refused(decoder, task):
     one = injection_for(decoder, task)
-    with pytest.raises(I2CLError, match="positions='last'"):
+    with pytest.raises(I2CLError, match="on positions 'last'"):
         Packed.of_injection(replace(one, positions="last"))
     hidden = replace(one.context, config=ExtractConfig(writers="hidden"), values=one.context.values[:, :1])
     with pytest.raises(I2CLError, match="block outputs"):

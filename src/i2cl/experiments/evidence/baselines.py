@@ -118,7 +118,7 @@ def with_worth(
     ours = Fitted(by, injected(injection, decoder, task), shown, injection.seed, seconds)
     fits = _fits(baselines(), decoder, task, shown, injection.seed) | {by.called: lambda: ours}
     split: Split = "test" if task.test else "train"
-    return _told(injection, by, fits, split, decoder, task, queries, watch, progress, target)
+    return _measured(injection, by, fits, split, decoder, task, queries, watch, progress, target)
 
 
 def with_folds(
@@ -157,7 +157,7 @@ def with_folds(
 
     fits = _fits(free, decoder, task, shown, seed)
     fits |= {other.called: partial(again, other) for other in others} | {by.called: ours}
-    return _told(injection, by, fits, "demonstrations", decoder, task, unique, watch, progress)
+    return _measured(injection, by, fits, "demonstrations", decoder, task, unique, watch, progress)
 
 
 def _by(injection: Injection, method: Method) -> Method:
@@ -182,7 +182,7 @@ def tempered(run: Run, temperatures: tuple[float, float]) -> tuple[float, Confid
     return temperature, confidence(normalised(scores, temperature), gold, np.array(run.predictions))
 
 
-def _told(
+def _measured(
     injection: Injection,
     by: Method,
     fits: Mapping[str, Callable[[], Fitted]],

@@ -239,10 +239,10 @@ def _provenance(records: Sequence[Record], failed: int) -> tuple[tuple[str, tupl
     hours = [sum(one.fit_seconds for one in outcomes), sum(one.predict_seconds for one in outcomes)]
     days = sorted(record.started[:10] for record in records)
     cells = f"{len(records):,} done" + (f", {failed:,} failed" if failed else "")
-    said = [
+    lines = [
         ("Cells", (cells,)),
         ("Hours", (f"{hours[0] / 3600:.2f} fitting, {hours[1] / 3600:.2f} predicting",)),
         ("Run", (" to ".join(dict.fromkeys((days[0], days[-1]))),) if days else ()),
         *((PROVENANCE.get(name, name), tuple(got)) for name, got in values.items()),
     ]
-    return tuple((name, got) for name, got in said if got)
+    return tuple((name, got) for name, got in lines if got)

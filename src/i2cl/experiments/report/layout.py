@@ -8,7 +8,7 @@ from i2cl.experiments.grid import View
 from i2cl.experiments.report.results import Line, Results, listing, outcome
 from i2cl.experiments.statistics import ALPHA, FEWEST_SEEDS
 
-INCOMPLETE, OUTSIDE, CONTRADICTED = "†", "‡", "§"  # marks of cells that a note explains
+INCOMPLETE, OUTSIDE = "†", "‡"  # marks of cells that a note explains
 WHERE = ("machine", "accelerator", "device", "dtype", "threads")  # parts of provenance that times depend on
 NOTHING = "–"  # stands where there is no result
 WIDE = 10  # with more tasks than this, tasks are lines and rows are columns
@@ -73,16 +73,16 @@ def accuracy_notes(
     results: Results, rows: Iterable[Sequence[Entry]], printed: Iterable[str], *meaning: str
 ) -> list[str]:
     """All that stands below a table of accuracies, what is said of printed ones last."""
-    said = [scale_note(results, results.lines), *meaning]
+    notes = [scale_note(results, results.lines), *meaning]
     if len(results.lines) > 1 and any(cell.bold for row in rows for cell in row):
-        said.append(
+        notes.append(
             f"Bold: the best, where it is shown to be better than every other row: q < {ALPHA}, a 95 % "
             f"interval above 0, and at least {FEWEST_SEEDS} seeds. q: the larger p of tests over queries and "
             "seeds, corrected by Holm; the family is the other rows on the same task or average."
         )
     elif len(results.lines) > 1:
-        said.append("Nothing is bold: nowhere can the best row be told from every other.")
-    return [*said, *transductive_notes(results), *incomplete_notes(results, results.lines), *printed]
+        notes.append("Nothing is bold: nowhere can the best row be told from every other.")
+    return [*notes, *transductive_notes(results), *incomplete_notes(results, results.lines), *printed]
 
 
 def scale_note(results: Results, lines: Iterable[Line]) -> str:
@@ -108,8 +108,8 @@ def incomplete_notes(results: Results, lines: Sequence[Line]) -> list[str]:
     for line in lines:
         for part in results.lacking(line):
             groups.setdefault(part, []).append(line)
-    said = [f"{INCOMPLETE} {part}: {_who(group, lines)}." for part, group in groups.items()]
-    return [*said, *([f"No results on {listing(results.absent)}."] if results.absent else [])]
+    notes = [f"{INCOMPLETE} {part}: {_who(group, lines)}." for part, group in groups.items()]
+    return [*notes, *([f"No results on {listing(results.absent)}."] if results.absent else [])]
 
 
 def _who(group: Sequence[Line], lines: Sequence[Line]) -> str:

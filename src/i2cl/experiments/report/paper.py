@@ -3,16 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from i2cl.experiments.report.layout import AVERAGE, CONTRADICTED, OUTSIDE, Entry, Values
-from i2cl.experiments.report.printed import (
-    InconsistentAverage,
-    PrintedRow,
-    PrintedTable,
-    inconsistent_averages,
-)
+from i2cl.experiments.report.layout import AVERAGE, OUTSIDE, Entry, Values
+from i2cl.experiments.report.printed import PrintedRow, PrintedTable
 from i2cl.experiments.report.results import Line, Results, listing
 from i2cl.experiments.statistics import Accuracy
-from i2cl.tasks.registry import PAPER_TASKS
+from i2cl.tasks.loaders import PAPER_TASKS
 
 HALF_DIGIT = 0.005  # printed numbers have two decimals: so far from an interval they may still be inside
 PrintedFor = Callable[[str, str], PrintedTable | None]
@@ -40,18 +35,12 @@ class Paper:
         """Whether the paper prints an average of any row of ours."""
         return any(row is not None and row.average is not None for row in map(self.row, self.results.lines))
 
-    def contradicted(self, line: Line) -> InconsistentAverage | None:
-        """What is wrong with the printed average of a row, if anything is."""
-        wrong = (one for one in inconsistent_averages() if one.row == line.row.name and self.row(line))
-        return next((one for one in wrong if self.table and one.table.paper == self.table.paper), None)
-
     def cell(self, line: Line, task: str | None) -> Entry:
         """What the paper prints for a row on a task, or without one on average; empty if nothing."""
         row = self.row(line)
         if task is None and row is not None and row.average is not None:
             same_tasks = set(self.results.tasks_of(line)) == set(self.tasks)
             mark = _outside(row.average, self.results.accuracy(line)) if same_tasks else ""
-            mark += CONTRADICTED if self.contradicted(line) else ""
             return Entry(f"{row.average:.2f}", printed=True, mark=mark)
         if self.table is not None and row is not None and row.mean and task in self.table.tasks:
             place = self.table.tasks.index(task)
@@ -90,13 +79,6 @@ class Paper:
             said.append(
                 f"{OUTSIDE} Printed, and outside our 95 % interval (the paper's own spread not counted)."
             )
-        if CONTRADICTED in marks:
-            said += [
-                f"{CONTRADICTED} {one.row}: the printed average {one.printed:.2f} is not the mean "
-                f"of the row's printed accuracies, {one.recomputed:.2f}."
-                for one in map(self.contradicted, ours)
-                if one
-            ]
         if averaged and self.averages and set(self.results.tasks) != set(self.tasks):
             said.append(
                 f"Averages are over other tasks than the paper's: {len(self.results.tasks)} here, "

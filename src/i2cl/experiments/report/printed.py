@@ -5,14 +5,12 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import NamedTuple, Self
+from typing import Self
 
 from pydantic import model_validator
 
 from i2cl.errors import I2CLError
 from i2cl.experiments.grid import Frozen
-
-TOLERANCE = 0.05  # percentage points that a printed average may lie away from the mean of its row
 
 
 class PrintedRow(Frozen):
@@ -21,7 +19,7 @@ class PrintedRow(Frozen):
     # accuracy on each of the table's tasks; empty where only the average is printed
     mean: tuple[float, ...] = ()
     sd: tuple[float, ...] | None = None  # standard deviation on each, or None
-    average: float | None = None  # over tasks, as printed (see `inconsistent_averages`), or None
+    average: float | None = None  # over tasks, as printed, or None
     trainable_thousands: float | None = None  # trained parameters in thousands, or None
     # numbers kept per task in the paper's symbols, such as "2DL" (D: width, L: layers, M: demonstration
     # tokens, 1/K: compression rate), or None
@@ -44,15 +42,6 @@ class PrintedTable(Frozen):
             if any(len(numbers) != len(self.tasks) for numbers in (row.mean, row.sd) if numbers is not None):
                 raise I2CLError(f"{self.paper}, row {name!r}: give one number for each of {self.tasks}")
         return self
-
-
-class InconsistentAverage(NamedTuple):
-    """A printed average that its own row contradicts."""
-
-    table: PrintedTable
-    row: str
-    printed: float
-    recomputed: float
 
 
 class _File(Frozen):
@@ -94,21 +83,3 @@ def printed_for(name: str, model: str) -> PrintedTable | None:
             if row in table.rows and last in map(str.casefold, own):
                 return table.model_copy(update={"rows": {row: table.rows[row]}})
     return None
-
-
-def recomputed_average(row: PrintedRow) -> float | None:
-    """Mean of a row's accuracies over tasks in percent, or None if the paper prints none."""
-    return sum(row.mean) / len(row.mean) if row.mean else None
-
-
-def inconsistent_averages() -> list[InconsistentAverage]:
-    """Every printed average more than ``TOLERANCE`` away from the mean of its row, in the paper's order."""
-    return [
-        InconsistentAverage(table, name, row.average, mean)
-        for table in printed_tables()
-        for name, row in table.rows.items()
-        if row.average is not None
-        and (mean := recomputed_average(row)) is not None
-        # Both sides have few decimals: rounding keeps binary fractions from deciding a tie.
-        and round(abs(row.average - mean), 6) > TOLERANCE
-    ]

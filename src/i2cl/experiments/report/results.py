@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NoReturn
 
@@ -235,11 +235,11 @@ class Results:
         """Paired difference, on a task or over all tasks that both lines have; None if they share nothing."""
         if (other.place, other.shots or 0) < (line.place, line.shots or 0):  # each pair is compared once
             gap = self.difference(other, line, task)
-            return gap and replace(gap, mean=0.0 - gap.mean, low=0.0 - gap.high, high=0.0 - gap.low)
+            return gap and gap.reversed()
         if (line, other, task) not in self._differences:
             pair = self._paired(line, other, task)
-            asked = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
-            often = PERMUTATIONS if task is None else max(PERMUTATIONS, asked)
+            needed = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
+            often = PERMUTATIONS if task is None else max(PERMUTATIONS, needed)
             drawn = not (line.fixed and other.fixed)
             gap = difference(*pair, drawn=drawn, permutations=often) if pair[0] else None
             self._differences[line, other, task] = gap
@@ -251,12 +251,12 @@ class Results:
         """
         theirs = self.tasks_of(other)
         tasks = [one for one in self.tasks_of(line) if one in theirs and task in {None, one}]
-        seeds = self._shared_seeds(line, tasks), self._shared_seeds(other, tasks)
+        seeds, other_seeds = self._shared_seeds(line, tasks), self._shared_seeds(other, tasks)
         if not (line.fixed or other.fixed):
-            seeds = (seeds[0] & seeds[1],) * 2
-        if not all(seeds):
+            seeds = other_seeds = seeds & other_seeds
+        if not seeds or not other_seeds:
             return [], []
-        return self._right(line, tasks, seeds[0]), self._right(other, tasks, seeds[1])
+        return self._right(line, tasks, seeds), self._right(other, tasks, other_seeds)
 
     def reference(self, line: Line) -> Line | None:
         """The line that another is tested against: of the default row, with as many demonstrations."""

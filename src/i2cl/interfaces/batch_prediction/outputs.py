@@ -38,7 +38,7 @@ class Output:
 
     def write(self, lines: str, rows: int) -> None:
         """Add rows' lines, the header before the first, at once. Raises I2CLError if it cannot be written."""
-        with _told(self._path):
+        with _write_errors(self._path):
             self._add(lines if self.rows else self._header + lines)
         self.rows += rows
 
@@ -77,17 +77,17 @@ def written(
     if path is None:
         yield Output(partial(shown, file=sys.stdout), header, path, resumes=False)
     elif path.exists() and not path.is_file():
-        with _told(path):
+        with _write_errors(path):
             handle = path.open("w", encoding="utf-8")
         try:
             yield Output(partial(shown, file=handle), header, path, resumes=False)
         finally:
-            with _told(path):  # what a full disk refused is tried once more
+            with _write_errors(path):  # what a full disk refused is tried once more
                 handle.close()
     else:
         path = Path(os.path.realpath(path))
         with ExitStack() as stack:
-            with _told(path):
+            with _write_errors(path):
                 busy = f"another process is writing {str(path)!r}: wait for it, or choose another place"
                 stack.enter_context(only_writer(_beside(path, ".part.lock"), busy))
             chunk = chunk if resumes else 0
@@ -103,7 +103,7 @@ def _growing(
     if restart:
         _discard(rows_file, note)
     file = ExitStack()
-    with _told(path):
+    with _write_errors(path):
         try:
             _require_same(rows_file, note, json.loads(json.dumps(settings)))
             journal = file.enter_context(Journal.opened(rows_file, header.encode(), chunk))
@@ -116,7 +116,7 @@ def _growing(
     try:
         with file:
             yield output
-        with _told(path):
+        with _write_errors(path):
             if finish is None:
                 rows_file.replace(path)
             else:
@@ -166,7 +166,7 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_name(f".{path.name}{ending}")
 
 
-def _told(path: Path | None) -> AbstractContextManager[None]:
+def _write_errors(path: Path | None) -> AbstractContextManager[None]:
     return write_errors("stdout" if path is None else repr(str(path)))
 
 

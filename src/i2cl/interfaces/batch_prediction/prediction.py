@@ -175,8 +175,8 @@ class _Worker:
             except I2CLError as raised:
                 error, of_rows = str(raised), isinstance(raised, RowError)
         messages = json.loads(row["told"]) + json.loads(_ours(caught))
-        told = {"warnings": json.dumps(messages), "error": error, "of_rows": of_rows}
-        return {"lines": lines, "rows": len(texts), **told}
+        fields = {"warnings": json.dumps(messages), "error": error, "of_rows": of_rows}
+        return {"lines": lines, "rows": len(texts), **fields}
 
 
 def _received(result: dict[str, Any]) -> Scored:

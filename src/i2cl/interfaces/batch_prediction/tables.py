@@ -41,9 +41,9 @@ def output_format(path: Path | None, named: OutputFormat | None, *, as_json: boo
     """
     meant = named or (ENDINGS.get(path.suffix.lower()) if path is not None else None)
     if as_json and meant not in {None, "jsonl"}:
-        said = "--output-format" if named else f"the ending of {str(path)!r}"
+        source = "--output-format" if named else f"the ending of {str(path)!r}"
         cure = "leave out --json, or name --output-format"
-        raise I2CLError(f"--json means JSON Lines, and {said} means {meant}: {cure}")
+        raise I2CLError(f"--json means JSON Lines, and {source} means {meant}: {cure}")
     if meant == "parquet":
         if path is None or (path.exists() and not path.is_file()):
             raise I2CLError("Parquet is written to a file: name one with -o, or take another --output-format")

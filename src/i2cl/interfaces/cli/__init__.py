@@ -100,20 +100,20 @@ def _run(arguments: list[str]) -> int:
         if code != INTERRUPTED:
             return code
     except I2CLError as error:
-        code, told = 2, str(error)
+        code, message = 2, str(error)
     except OSError as error:  # where no command expects one: there is no temporary folder, say
         what = f"use {str(error.filename)!r}" if error.filename else "go on"
         cure = "free space or choose another place or name"
-        code, told = 2, f"cannot {what} ({system_cause(error)}): {cure}"
+        code, message = 2, f"cannot {what} ({system_cause(error)}): {cure}"
     except _UsageError as error:
         what = error.format_message().rstrip(".") or "no command is given"
-        code, told = 2, f"{what}: see {error.ctx.command_path if error.ctx else NAME} --help"
+        code, message = 2, f"{what}: see {error.ctx.command_path if error.ctx else NAME} --help"
     except (typer.Abort, KeyboardInterrupt) as error:
         code, left = INTERRUPTED, str(error) or left
     except RuntimeError as error:  # a batch too large is halved; this cannot be
         if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
             raise
         cure = "take a smaller model, --dtype bfloat16, or fewer or shorter texts"
-        code, told = 2, f"out of memory: {cure}"
-    console.print_error(f"interrupted: {left}" if code == INTERRUPTED else told)
+        code, message = 2, f"out of memory: {cure}"
+    console.print_error(f"interrupted: {left}" if code == INTERRUPTED else message)
     return code

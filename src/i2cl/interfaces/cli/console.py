@@ -99,8 +99,12 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     if longest + gap * len(cells) > out.width:
         cells = [[text.replace("+", "+\n") for text in texts] for texts in cells]
     widths, least = list(map(_line, cells)), list(map(_word, cells))
+
+    def room(column: int) -> tuple[bool, int]:
+        return widths[column] > least[column], widths[column]
+
     while sum(widths) + gap * len(cells) > out.width and widths != least:
-        widths[max(range(len(cells)), key=lambda at: (widths[at] > least[at], widths[at]))] -= 1
+        widths[max(range(len(cells)), key=room)] -= 1
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.collapse_padding = gap < GAP
     if (needed := sum(widths) + gap * len(cells)) > out.width:

@@ -28,7 +28,7 @@ def demo(
     from i2cl.methods import make_methods
     from i2cl.methods.embeddings import local_encoder
     from i2cl.models.loading import REFERENCE, SMOLLM2
-    from i2cl.tasks.reference import DEMO_TASKS
+    from i2cl.tasks.corpus import DEMO_TASKS
 
     model, names = (SMOLLM2, "tickets") if real else (REFERENCE, ",".join(DEMO_TASKS))
     tasks = load.tasks(names, model, TaskOptions())

@@ -115,8 +115,8 @@ def run(
         console.print_json({"store": str(folder)} | counts)
     else:
         skipped = f", {tally.skipped} skipped" if tally.skipped else ""
-        told = f"{tally.done} cells done, {tally.failed} failed{skipped}, {kept} kept from before"
-        _tell(folder, told, failures, names)
+        summary = f"{tally.done} cells done, {tally.failed} failed{skipped}, {kept} kept from before"
+        _tell(folder, summary, failures, names)
         for reason in {one.error for one in opened.records.values() if one.status == "skipped"}:
             console.note(f"skipped: {reason} (a new store tries it again)")
     if tally.failed:

@@ -179,7 +179,7 @@ def _show_export(
 
 def _as_json(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> dict[str, Any]:
     """What greedy decoding says, and how programs are asked."""
-    from i2cl.export.greedy.calls import calls_of
+    from i2cl.export.calls import calls_of
 
     right = golden.greedy
     record: dict[str, Any] = {"greedy": {"right": sum(right), "of": len(right)}, "forced": golden.forced}
@@ -192,7 +192,7 @@ def _as_json(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> 
 
 
 def _say_greedy(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> None:
-    from i2cl.export.greedy.calls import calls_of
+    from i2cl.export.calls import calls_of
 
     right = golden.greedy
     console.say(

@@ -17,11 +17,9 @@ from i2cl.storage.atomic import public_name, require_writable
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
-    from i2cl.methods import Injector
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Example, Task
 
-PATIENCE = 120.0  # seconds of calibration left from which on a faster recipe is named
 ACCURACY = "accuracy (95 %)"
 _NAMES = ("model", "task")  # arguments that may be paths beside those that always are
 
@@ -135,7 +133,7 @@ def fit(
     drawn = draw(loaded, chosen, shots, seed, own=own, **choice)  # sizes are checked before the model is read
     texts, shares = _prior_of(way.unlabelled, way.prior, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
-    loaded = load.worded(loaded, rows, decoder.tokenizer)
+    loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     if drawn is None:
         with console.waiting("timing the model"):
             drawn = fitting(decoder, loaded, chosen.rounds, seed, **choice)
@@ -145,7 +143,8 @@ def fit(
     if block is not None and not json:
         block.show()
     started = time.perf_counter()
-    injection = _fitted(chosen, decoder, loaded, demonstrations, seed, hints=not json)
+    with console.progress(max(1, chosen.rounds), "extracting") as bar:
+        injection = chosen.injection(decoder, loaded, demonstrations, seed, bar.epoch)
     if texts:
         with console.progress(len(texts), "scoring unlabelled texts") as bar:
             injection = with_label_prior(injection, decoder, texts, shares, progress=bar.advance)
@@ -160,32 +159,14 @@ def fit(
         lacking = "no labelled rows remain to score: fit with fewer --shots"
         unknown = unmeasurable(loaded, demonstrations, scoring.folds, seed) if scoring.folds else lacking
     if scoring.evaluate and not unknown:
-        timed: Any = {"method": chosen, "seconds": seconds, "target": scoring.target_accuracy}
-        what = injection, decoder, loaded, demonstrations, queries
-        injection = _measured(*what, make, scoring.folds, **timed)
+        what = injection, decoder, loaded, demonstrations, queries, make, scoring.folds
+        injection = _measured(*what, method=chosen, seconds=seconds, target=scoring.target_accuracy)
     known = {"shots": drawn.shots, "keep_back": drawn.keep_back or None, "seed": seed, "method": chosen.name}
     injection = replace(injection, command=command_line(context, **known))
     if console.FIRST:
         injection.save_pretrained(output)
     rest = block.record() if block is not None else None
     _show_fit(injection, chosen.name, output, model, seconds, rest, unknown=unknown, json=json)
-
-
-def _fitted(
-    method: "Injector",
-    decoder: "Decoder",
-    task: "Task",
-    demonstrations: "Sequence[Example]",
-    seed: int,
-    *,
-    hints: bool,
-) -> "Injection":
-    from i2cl.methods.i2cl import I2CL
-
-    with console.progress(max(1, method.rounds), "extracting") as bar:
-        slow = hints and isinstance(method, I2CL) and method.calibration.optimizer != "lbfgs"
-        progress = _Patience(bar).epoch if slow else bar.epoch
-        return method.injection(decoder, task, demonstrations, seed, progress)
 
 
 def _queries(
@@ -219,27 +200,6 @@ def _prior_of(
             raise I2CLError(f"--prior {prior!r} is no list of numbers: write it like 0.5,0.3,0.2") from None
         require_shares(shares, task.labels)
     return [query.text for query in read_queries(str(source), column=column)], shares
-
-
-class _Patience:
-    """Moves a bar, and names the fast recipe once where the epochs that are left will take minutes."""
-
-    def __init__(self, bar: console.Bar) -> None:
-        self._bar = bar
-        self._first: tuple[float, int] | None = None  # when the first epoch ended, which also warms up
-        self._told = False
-
-    def epoch(self, step: int, steps: int, loss: float) -> None:
-        """See `console.Bar.epoch`."""
-        self._bar.epoch(step, steps, loss)
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = now, step
-            return
-        left = (now - self._first[0]) / (step - self._first[1]) * (steps - step)
-        if left > PATIENCE and not self._told:
-            self._told = True
-            console.note(f"some {left / 60:.0f} minutes left: --recipe fast fits several times faster")
 
 
 def _measured(

@@ -11,8 +11,6 @@ from i2cl.interfaces.cli import console
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from i2cl.core.injection import Injection
     from i2cl.methods import Method
     from i2cl.models.architectures import Architecture
@@ -75,8 +73,8 @@ def artefact_decoder(injection: "Injection", model: str | None, options: ModelOp
     try:
         return decoder(name, options)
     except I2CLError as error:
-        told = f"{error} (the injection was made on {name!r}; --model names another place)"
-        raise I2CLError(told) from None
+        problem = f"{error} (the injection was made on {name!r}; --model names another place)"
+        raise I2CLError(problem) from None
 
 
 def quiet() -> None:
@@ -121,13 +119,6 @@ def task(name: str, options: TaskOptions) -> "Task":
         test_path=options.test,
         skip_bad_rows=options.skip_bad_rows,
     )
-
-
-def worded(task: "Task", options: TaskOptions, tokenizer: "PreTrainedTokenizerBase") -> "Task":
-    """A task as a chat, or after an instruction, where that is asked for."""
-    if options.chat:
-        return task.chat(tokenizer, options.instruction)
-    return task if options.instruction is None else task.instructed(options.instruction)
 
 
 def tasks(names: str, model: str, options: TaskOptions) -> "list[Task]":

@@ -22,7 +22,8 @@ def report(
     Where the paper has the same cell, its printed number stands beside ours.
     """
     from i2cl.experiments.library import ORDER, compared_with, limited, load_experiment, require_known
-    from i2cl.experiments.report.page import FORMATS, build, write
+    from i2cl.experiments.report.document import build
+    from i2cl.experiments.report.render import FORMATS, write
     from i2cl.experiments.store import Store
 
     wanted = load.split(formats)

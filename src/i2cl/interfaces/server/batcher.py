@@ -152,10 +152,10 @@ class Batcher:
         Raises FitStoppedError if the server stops.
         """
         began = time.monotonic()
-        ends = began + began - self._resumed
+        ran = began - self._resumed
         while not self.stops and (self._single or self._large):
             self._turn()
-            if time.monotonic() >= ends:
+            if time.monotonic() - began >= ran:
                 break
         if self.stops:
             raise FitStoppedError

@@ -28,8 +28,8 @@ from i2cl.models.edits import Edit
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task, Template, load_task
 from i2cl.tasks.rows import refused_rows
-from i2cl.tasks.sampling import group_by_label
 from i2cl.tasks.survey import Survey
+from i2cl.tasks.task import group_by_label
 
 SHOTS = 5  # demonstrations a class where nobody says how many and each class has as many
 SEVERAL = 5  # texts with several labels that are shown
@@ -85,10 +85,8 @@ def read_task(decoder: Decoder, request: Mapping[str, Any], folder: Path) -> tup
     except I2CLError as error:
         raise RefusalError(422, "bad_input", _short(str(error), folder)) from None
     task = replace(task, name=request["name"], title=request["name"])
-    if request.get("chat"):
-        task = task.chat(decoder.tokenizer, request.get("instruction"))
-    elif request.get("instruction"):
-        task = task.instructed(request["instruction"])
+    words = request.get("instruction") or None
+    task = task.worded(decoder.tokenizer, chat=bool(request.get("chat")), instruction=words)
     fewest = min(map(len, group_by_label(task.train, len(task.labels))))
     demonstrations = task.sample(request.get("shots") or max(1, min(SHOTS, fewest)), request["seed"])
     if isinstance(_method(request), Anchored):
@@ -192,8 +190,8 @@ def _map_of(edit: Edit | None) -> dict[str, Any]:
         pairs = torch.stack([torch.ones_like(keep), keep], dim=-1)
     else:
         return {}
-    told = {"coefficients": pairs, "sizes": scaled.square().mean(-1).sqrt()}
-    return {name: (values.double() * 1e5).round().div(1e5).tolist() for name, values in told.items()}
+    arrays = {"coefficients": pairs, "sizes": scaled.square().mean(-1).sqrt()}
+    return {name: (values.double() * 1e5).round().div(1e5).tolist() for name, values in arrays.items()}
 
 
 def _method(request: Mapping[str, Any]) -> Injector:
@@ -212,5 +210,5 @@ def _tokens(decoder: Decoder, task: Task, demonstrations: tuple[Example, ...]) -
 
 def _short(message: str, folder: Path) -> str:
     """Without the server's own folders and the options of its functions."""
-    own = message.replace(f"{folder}/", "")
-    return re.sub(r"say which one holds .*", "name the columns text and label", own)
+    shortened = message.replace(f"{folder}/", "")
+    return re.sub(r"say which one holds .*", "name the columns text and label", shortened)

@@ -101,10 +101,10 @@ class Job:
 
     def tell(self, event: str, **what: Any) -> None:
         """Add an event, which is on the disk when this returns."""
-        told = {"event": event, "at": self._now(), **what}
+        record = {"event": event, "at": self._now(), **what}
         with Journal.opened(self.folder / "events.jsonl") as journal:
-            journal.append(json.dumps(told).encode() + b"\n")
-        self.events = [*self.events, told]
+            journal.append(json.dumps(record).encode() + b"\n")
+        self.events = [*self.events, record]
 
     def show(self, event: str, **what: Any) -> None:
         """Add an event that need not outlive this process, nor the many that come after it."""
@@ -173,9 +173,9 @@ class Jobs:
             if self._stops:
                 raise stopping()
             waiting = self._waiting[kind]
-            own = [job for job in waiting if job.owner == owner]
-            if len(waiting) >= MOST_QUEUED or (owner is not None and len(own) >= MOST_OWN):
-                message = f"{len(waiting)} jobs wait already, {len(own)} of them yours: send it again later"
+            mine = [job for job in waiting if job.owner == owner]
+            if len(waiting) >= MOST_QUEUED or (owner is not None and len(mine) >= MOST_OWN):
+                message = f"{len(waiting)} jobs wait already, {len(mine)} of them yours: send it again later"
                 raise RefusalError(429, "busy", message, headers={"Retry-After": "60"})
 
     @contextmanager

@@ -88,8 +88,8 @@ def busy(status: int, why: str, seconds: int = 5) -> RefusalError:
 
 def no_memory(error: Exception) -> RefusalError:
     """Not even one row alone fits."""
-    said = str(error) if isinstance(error, I2CLError) else "the model is out of memory: send it again later"
-    return RefusalError(503, "out_of_memory", said, headers={"Retry-After": "5"})
+    why = str(error) if isinstance(error, I2CLError) else "the model is out of memory: send it again later"
+    return RefusalError(503, "out_of_memory", why, headers={"Retry-After": "5"})
 
 
 def failed(error: Exception) -> RefusalError:

@@ -5,6 +5,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -91,7 +92,8 @@ def _members(body: memoryview) -> Iterator[tuple[str, memoryview]]:
     seen: set[str] = set()
     count = start = 0
     while any(block := body[start : start + tarfile.BLOCKSIZE].tobytes()):
-        if (count := count + 1) > MOST_MEMBERS:
+        count += 1
+        if count > MOST_MEMBERS:
             raise _refused(f"it has more than {MOST_MEMBERS} members")
         try:
             head = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
@@ -100,7 +102,8 @@ def _members(body: memoryview) -> Iterator[tuple[str, memoryview]]:
         start, size = start + tarfile.BLOCKSIZE, head.size
         if not 0 <= size <= len(body) - start:
             raise _refused(f"{head.name!a} ends before its {size} bytes")
-        content, start = body[start : start + size], start - (-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        content = body[start : start + size]
+        start += ceil(size / tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         name = head.name.removeprefix("./")
         if head.type in (tarfile.XHDTYPE, tarfile.XGLTYPE) or (head.isdir() and name in {"", "."}):
             continue  # such as times to a fraction of a second

@@ -30,6 +30,7 @@ from i2cl.methods.calibrated.folds import require_folds
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
+from i2cl.models.precision import dtype_name
 from i2cl.tasks import Example, Task, Template
 
 # The prompt format where none is given; words of the task itself serve a large model better.
@@ -96,11 +97,23 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         device: str | None = None,
         dtype: str | None = None,
     ) -> None:
-        self.model, self.template, self.chat, self.instruction = model, template, chat, instruction
-        self.labels, self.shots, self.method, self.recipe = labels, shots, method, recipe
-        self.settings, self.unlabelled, self.min_confidence = settings, unlabelled, min_confidence
-        self.scoring, self.random_state, self.evaluate, self.folds = scoring, random_state, evaluate, folds
-        self.device, self.dtype = device, dtype
+        self.model = model
+        self.template = template
+        self.chat = chat
+        self.instruction = instruction
+        self.labels = labels
+        self.shots = shots
+        self.method = method
+        self.recipe = recipe
+        self.settings = settings
+        self.unlabelled = unlabelled
+        self.min_confidence = min_confidence
+        self.scoring = scoring
+        self.random_state = random_state
+        self.evaluate = evaluate
+        self.folds = folds
+        self.device = device
+        self.dtype = dtype
 
     def fit(self, X: Any, y: Any) -> "I2CLClassifier":
         """Extract a context vector from labelled texts and calibrate it (paper, section "Methodology").
@@ -125,10 +138,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         # The baselines score labels as they demand, so another scoring would not be set beside its like.
         queries = labelled_rows(task, shown, self.evaluate) if self.scoring == "auto" else ()
         decoder = self._decoder()
-        if self.chat:
-            task = task.chat(decoder.tokenizer, self.instruction)
-        elif self.instruction:
-            task = task.instructed(self.instruction)
+        task = task.worded(decoder.tokenizer, chat=self.chat, instruction=self.instruction or None)
         started = time.perf_counter()
         texts_of = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
 
@@ -164,16 +174,16 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         check_is_fitted(self)
         require_confidence(self.min_confidence)
         scores = self._scores(X)
-        found = self.classes_[scores.argmax(-1)]
+        best = self.classes_[scores.argmax(-1)]
         if self.min_confidence is None:
-            return cast("np.ndarray", found)
+            return cast("np.ndarray", best)
         classes = self.classes_.tolist()
         none = "" if isinstance(classes[0], str) else -1
         if none in classes:
-            told = f"{none!r} is a class and what min_confidence answers"
-            raise I2CLError(f"{told}: fit with another name for it")
+            problem = f"{none!r} is a class and what min_confidence answers"
+            raise I2CLError(f"{problem}: fit with another name for it")
         unsure = np.exp(normalised(scores)).max(-1) < self.min_confidence
-        return np.where(unsure, none, found)
+        return np.where(unsure, none, best)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
         """Probability of each class, among the classes. Raises as `predict`."""
@@ -284,7 +294,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         state = {name: value for name, value in super().__getstate__().items() if name != "_held"}
         if isinstance(self.model, Decoder):
             state["model"] = self.model.base
-            state["dtype"] = str(self.model.model.dtype).removeprefix("torch.")
+            state["dtype"] = dtype_name(self.model.model.dtype)
         return state
 
     def __copy__(self) -> "I2CLClassifier":

@@ -8,7 +8,7 @@ from jaxtyping import Shaped
 from sklearn.utils import assert_all_finite, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, first_line
 from i2cl.models.scoring import require_texts
 
 
@@ -48,8 +48,7 @@ def as_classes(y: Any, rows: int) -> tuple[Shaped[np.ndarray, " classes"], list[
         assert_all_finite(column, input_name="y")
         check_classification_targets(column)
     except (TypeError, ValueError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise I2CLError(f"{lines[0]}: give each text one class") from None
+        raise I2CLError(f"{first_line(error)}: give each text one class") from None
     if len(column) != rows:
         raise I2CLError(f"X has {rows} texts and y has {len(column)} classes: give each text one class")
     try:

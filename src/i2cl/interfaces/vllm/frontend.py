@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, did_you_mean
+from i2cl.export.checkpoint import checkpoint_folder
 from i2cl.export.folding import skeleton
-from i2cl.export.sources import checkpoint_folder
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.prompts import Edge, Prompt, Reach, Trie
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
@@ -30,6 +30,7 @@ from i2cl.models.fingerprint import (
     tokenizer_fingerprint,
     told_config,
 )
+from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import Questions, among, require_texts
 
 
@@ -206,7 +207,7 @@ def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
     weights = tensors_fingerprint((name, files.read(name)) for name, _ in named_weights(empty))
     sizes = text.model_type, text.num_hidden_layers, text.hidden_size
     prints = weights, tokenizer_fingerprint(tokenizer)
-    more: dict[str, Any] = {"dtype": str(config.dtype).removeprefix("torch.")}
+    more: dict[str, Any] = {"dtype": dtype_name(config.dtype)}
     more["config"] = told_config(config.hf_config)
     return ModelIdentity(str(config.model), config.revision, *sizes, *prints, **more)
 

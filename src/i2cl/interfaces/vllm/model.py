@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.vllm.rows import model_state
 from i2cl.interfaces.vllm.support import WRITERS, settings_of
-from i2cl.interfaces.vllm.tables import Tables
+from i2cl.interfaces.vllm.tables import Tables, model_state
 
 
 class Hooked:

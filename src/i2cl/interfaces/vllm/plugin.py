@@ -37,7 +37,7 @@ def _install() -> None:
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from i2cl.interfaces.vllm import engine, frontend, rows
+    from i2cl.interfaces.vllm import engine, frontend, tables
 
     refusal = type("TaskError", (VLLMValidationError, I2CLError), {})  # vLLM's server makes a 400 of it
     _put(SamplingParams, "verify", partial(frontend.wrap_verify, refusal=refusal))  # an unknown task
@@ -45,7 +45,7 @@ def _install() -> None:
     _put(EngineCore, "get_supported_tasks", engine.wrap_supported_tasks)  # the canary
     _put(EngineCore, "collective_rpc", engine.wrap_rpc)  # slots
     _put(Request, "from_engine_core_request", engine.wrap_request)  # cache salt
-    _put(GPUModelRunner, "_model_forward", rows.forward_v1)  # rows of model runner V1; V2 asks the model
+    _put(GPUModelRunner, "_model_forward", tables.forward_v1)  # rows of model runner V1; V2 asks the model
 
 
 def install_in_server() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
+from i2cl.export.folding import require_plain
 from i2cl.interfaces.vllm.support import NAME
 
 # In a request's extra arguments: what the front end found its task to be, which nobody else may set.
@@ -44,11 +45,7 @@ class Packed:
     @classmethod
     def of_injection(cls, injection: Injection) -> "Packed":
         """Pack an injection. Raises I2CLError if it acts on other than all tokens of the writers' outputs."""
-        if injection.context.config.site != "writers":
-            raise I2CLError("this injection edits block outputs: vLLM takes those into the residual writers")
-        if injection.positions != "all":
-            cure = "in vLLM all tokens of a request are injected; fit it with positions=all"
-            raise I2CLError(f"this injection acts on positions={injection.positions!r}: {cure}")
+        require_plain(injection)
         amount, keep = injection.coefficients.float().unbind(-1)
         return cls.of(amount[..., None] * injection.context.values.float(), keep)
 

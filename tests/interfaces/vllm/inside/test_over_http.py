@@ -13,8 +13,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from i2cl.export import ask_server, make_golden
-from i2cl.export.greedy import calls
+from i2cl.export import ask_server, calls, make_golden
 from i2cl.export.verify import compare
 from i2cl.tasks import Task, Template
 

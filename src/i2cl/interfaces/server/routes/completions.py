@@ -33,8 +33,8 @@ def router(service: Service) -> APIRouter:
         tokens = sum(answer.tokens)
         message = {"role": "assistant", "content": ranked[0]["token"], "refusal": None}
         choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "stop"}
-        told = [{**ranked[0], "top_logprobs": ranked[:most]}]
-        choice["logprobs"] = {"content": told, "refusal": None}
+        answered = {**ranked[0], "top_logprobs": ranked[:most]}
+        choice["logprobs"] = {"content": [answered], "refusal": None}
         return {
             "id": new_id("chatcmpl"),
             "object": "chat.completion",

@@ -1,20 +1,27 @@
-"""Routes that list, make and remove tasks, and tell of jobs."""
+"""Routes that list, make and remove tasks, queue fits and files, and tell of jobs."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import IO, Annotated, Any
 
+import pydantic
 from fastapi import APIRouter, Header, Query, Request, Response
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
+from i2cl.errors import first_problem
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.guard import BODY, READER
-from i2cl.interfaces.server.jobs import Job, unknown_job
-from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.routes import requests, schemas
-from i2cl.interfaces.server.routes.events import events as job_events
-from i2cl.interfaces.server.routes.requests import jobs_of, require_other_name
+from i2cl.interfaces.server.jobs import Job, Jobs, unknown_job
+from i2cl.interfaces.server.refusals import RefusalError, read_only
+from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry, require_name
+
+LOOK = 0.2  # seconds between two looks for new events
+# Seconds without an event after which clients, and proxies between, are shown that somebody is there.
+QUIET = 15.0
 
 
 def _body(schemas_of: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +62,7 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/tasks", status_code=202, summary="Fit a task to examples", openapi_extra=_BODIES)
     async def fit(request: Request) -> Response:
         body = await request.body()
-        return await service.parsed(requests.fit, service, request, body)
+        return await service.parsed(queue_fit, service, request, body)
 
     @routes.get("/v1/tasks/{name:path}", summary="A task, its settings and figures")
     def task(name: str) -> dict[str, Any]:
@@ -117,7 +124,7 @@ def _of_jobs(routes: APIRouter, service: Service) -> None:
         model: Annotated[str | None, Query(description="Task of lines that name none.")] = None,
     ) -> Response:
         scope = request.scope
-        return await service.parsed(requests.batch, service, scope[BODY], model, scope.get(READER))
+        return await service.parsed(queue_batch, service, scope[BODY], model, scope.get(READER))
 
     @routes.get("/v1/batches/{identity}", summary="The answers for a file", response_class=FileResponse)
     def answers(identity: str, request: Request) -> FileResponse:
@@ -149,5 +156,104 @@ def _task(entry: Entry) -> dict[str, Any]:
 
 
 def _model(entry: Entry, base: str) -> dict[str, Any]:
-    own = {"object": "model", "owned_by": "i2cl", "root": base, "parent": base}
-    return _task(entry) | own
+    fields = {"object": "model", "owned_by": "i2cl", "root": base, "parent": base}
+    return _task(entry) | fields
+
+
+def queue_fit(service: Service, request: Request, body: bytes) -> Response:
+    """Queue a fit of the rows in a body, JSON or CSV, or say what they are."""
+    jobs = jobs_of(service)
+    if request.headers["content-type"].lower().startswith("text/csv"):
+        query: dict[str, Any] = dict(request.query_params)
+        if "labels" in query:
+            query["labels"] = [label.strip() for label in query["labels"].split(",")]
+        if isinstance(query.get("template"), str):
+            query["template"] = query["template"].replace("\\n", "\n")
+        options = _valid(schemas.FitOptions, query, strict=False)  # all of a query is text
+        inputs = {"input.csv": body}
+    else:
+        given = _parsed(body)
+        fit = _valid(schemas.Fit, given)
+        options = schemas.FitOptions(**fit.model_dump(exclude={"examples", "test"}))
+        inputs = {"input.json": json.dumps(given["examples"]).encode()}
+        if fit.test:
+            inputs["input.test.json"] = json.dumps(given["test"]).encode()
+    require_name(options.name)
+    require_other_name(service, options.name)
+    fields = options.model_dump(exclude={"check"})
+    with jobs.scratch() as folder:
+        for name, content in inputs.items():
+            (folder / name).write_bytes(content)
+        task, demonstrations = fits.read_task(service.decoder, fields, folder)
+    if options.check:
+        rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(demonstrations)}
+        data = fits.survey_of(service.decoder, task)
+        return JSONResponse({"object": "check", "labels": list(task.labels), **rows, "data": data})
+    return _accepted(jobs.add("fit", fields, inputs))
+
+
+def queue_batch(service: Service, body: IO[bytes], model: str | None, owner: str | None) -> Response:
+    """Queue a file of texts."""
+    jobs = jobs_of(service)
+    jobs.require_room("batch", owner)
+    with jobs.scratch() as folder:
+        path = folder / files.INPUT
+        with path.open("wb") as rows:
+            count, names = files.read_lines(body, model, service.tasks.entry, rows)
+        with service.tasks.kept(names) as digests:
+            description = {"rows": count, "tasks": names, "digests": digests}
+            return _accepted(jobs.add("batch", description, {files.INPUT: path}, owner))
+
+
+def jobs_of(service: Service) -> Jobs:
+    """The jobs of a server that writes; a 403 of one that does not."""
+    if service.jobs is None:
+        raise read_only()
+    return service.jobs
+
+
+def require_other_name(service: Service, name: str) -> None:
+    """Refuse (422) the name of the base model."""
+    if name == service.base:
+        raise RefusalError(422, "bad_name", f"{name!r} is the base model's name: choose another")
+
+
+def _accepted(job: Job) -> Response:
+    return JSONResponse(job.described(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        message = f"the body is no JSON ({type(error).__name__}): correct it"
+        raise RefusalError(422, "bad_request", message) from None
+
+
+def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
+    try:
+        return kind.model_validate(given, strict=strict)
+    except pydantic.ValidationError as error:
+        message = f"{first_problem(error)}: see /openapi.json for what this address takes"
+        raise RefusalError(422, "bad_request", message.encode(errors="backslashreplace").decode()) from None
+
+
+async def job_events(service: Service, job: Job, seen: int) -> AsyncIterator[str]:
+    """Server-sent events of a job behind the one that was ``seen``, until it ends.
+
+    Source: https://html.spec.whatwg.org/multipage/server-sent-events.html.
+    """
+    last = time.monotonic()
+    while True:
+        ended = job.ended
+        for event in job.events:
+            number = round(1000 * event["at"])  # which a start of the server anew does not change
+            if number > seen:
+                seen, last = number, time.monotonic()
+                yield f"id: {seen}\nevent: {event['event']}\ndata: {json.dumps(event)}\n\n"
+        if ended or not service.ready:
+            return
+        if time.monotonic() - last >= QUIET:
+            last = time.monotonic()
+            yield ": waiting\n\n"
+        await asyncio.sleep(LOOK)

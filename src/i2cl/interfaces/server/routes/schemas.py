@@ -1,4 +1,7 @@
-"""Bodies of requests and answers, as /openapi.json describes them. What is not here is refused."""
+"""Bodies of requests and answers, as /openapi.json describes them.
+
+A field that is not here is refused; in a chat it is passed over.
+"""
 
 import secrets
 import time
@@ -80,25 +83,15 @@ class Message(_Body):
 
 
 class Chat(_Body):
-    """A text whose label is asked for as the answer in a chat; most fields change nothing."""
+    """A text whose label is asked for as the answer in a chat; other fields of OpenAI's change nothing."""
+
+    model_config = ConfigDict(extra="ignore")
 
     model: Name
     messages: Annotated[list[Message], Field(min_length=1)]
-    logprobs: bool | None = None
     top_logprobs: Annotated[Int, Field(ge=0)] | None = None
-    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
-    temperature: float | int | None = None
-    top_p: float | int | None = None
-    seed: Int | None = None
-    user: str | None = None
-    presence_penalty: float | int | None = None
-    frequency_penalty: float | int | None = None
-    max_tokens: Annotated[Int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
-    store: bool | None = None
-    metadata: dict[str, str] | None = None
     stream: bool | None = None
     n: Int | None = None
 

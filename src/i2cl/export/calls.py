@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from i2cl.export.golden import Golden
-from i2cl.export.greedy.labels import forced_tokens
-from i2cl.export.greedy.texts import TEXTS
-from i2cl.storage.card import CARD, export_card
+from i2cl.export.greedy import TEXTS, forced_tokens
+from i2cl.storage.card import CARD, export_card, fenced
 from i2cl.tasks.template import TEXT_FIELD
 
 Kind = Literal["hf", "peft", "gguf"]
@@ -40,11 +39,11 @@ def calls_of(golden: Golden, name: str, kind: Kind) -> list[Call]:
     if kind == "gguf":
         code = (_llama_cpp_whole if golden.sequences else _llama_cpp)(golden, name, prompt)
         return [Call("llama.cpp", "python", code)]
-    found = [Call("transformers", "python", _transformers(golden, name, prompt, kind))]
+    calls = [Call("transformers", "python", _transformers(golden, name, prompt, kind))]
     if kind == "hf":
         whole = Call("vLLM", "python", _vllm_whole(golden, name, prompt)) if golden.sequences else None
-        found.append(whole or Call("vLLM", "console", _vllm(golden, name, prompt)))
-    return found
+        calls.append(whole or Call("vLLM", "console", _vllm(golden, name, prompt)))
+    return calls
 
 
 def _transformers(golden: Golden, name: str, prompt: str, kind: Kind) -> str:
@@ -150,10 +149,10 @@ def sent_to_servers(golden: Golden) -> dict[str, Any]:
 def usage(golden: Golden, name: str, kind: Kind) -> str:
     """How an export is asked, in Markdown."""
     right = golden.greedy or []
-    told = f"answers {sum(right)} of {len(right)} golden prompts with the expected label"
-    parts = [f"Plain greedy decoding {told}."]
+    share = f"answers {sum(right)} of {len(right)} golden prompts with the expected label"
+    parts = [f"Plain greedy decoding {share}."]
     if golden.forced:
-        parts = [f"Plain greedy decoding {told}: make it say one of the labels, as these calls do."]
+        parts = [f"Plain greedy decoding {share}: make it say one of the labels, as these calls do."]
     if golden.compared and kind != "gguf":
         parts.append(
             "transformers compares whole labels: generation_config.json holds a beam for each, no length "
@@ -163,9 +162,9 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
     parts.append(
         "Only these prompts, letter by letter, are what the task was fitted for (`{text}` is the text):"
     )
-    parts.append(_fenced("text", golden.prompt))
+    parts.append(fenced(golden.prompt, "text"))
     calls = calls_of(golden, name, kind)
-    parts += [f"{call.program}:\n\n{_fenced(call.language, call.code)}" for call in calls]
+    parts += [f"{call.program}:\n\n{fenced(call.code, call.language)}" for call in calls]
     if kind == "gguf":
         parts.append(
             "The injection lies in biases of llama.cpp's class `granite`, which transformers refuses to load "
@@ -173,11 +172,6 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
         )
     parts.append(f"`i2cl verify {name}` checks that what runs it answers as it should.")
     return "\n\n".join(parts)
-
-
-def _fenced(language: str, text: str) -> str:
-    fence = "```" if "```" not in text else "~~~~"
-    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def write_readme(folder: Path, name: str, golden: Golden, kind: Kind) -> None:

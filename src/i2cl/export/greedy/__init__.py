@@ -1,1 +1,0 @@
-"""What greedy decoding of an export says, and how programs are made to say a label where it says none."""
