@@ -154,7 +154,7 @@ class _Pace:
         """
         tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
         labels = len(self.questions.task.labels)
-        columns, choice = columns_kept(len(shown), labels), 0.0
+        columns, choice = float(columns_kept(len(shown), labels)), 0.0
         if self.questions.labels.full:
             crowded = len(shown) * labels > MOST_COLUMNS
             columns = (min(SHORTLIST, labels - 1) if crowded else labels - 1) / SHARED
