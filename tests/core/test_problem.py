@@ -9,6 +9,7 @@ import torch
 
 from fitting import made
 from i2cl import Example, I2CLError, Task, Template
+from i2cl.core import anchored
 from i2cl.core import problem as module
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.problem import FEWEST, Problem, memory_taken
@@ -65,7 +66,7 @@ def many(count):
 
 
 @FULL
-def test_any_number_of_labels_can_be_fitted():
+def test_any_number_of_labels_can_be_fitted(monkeypatch):
     decoder = made("llama")
     asked, shown = many(60)
     injection = anchor(decoder, asked, shown, AnchoredConfig(steps=2))
@@ -79,6 +80,8 @@ def test_any_number_of_labels_can_be_fitted():
     assert injection.history[-1] <= loss.item(), "of a shortlist, and not of all labels"
     before = torch.nn.functional.cross_entropy(plain, torch.arange(60))
     assert loss < before - 0.5
+    monkeypatch.setattr(anchored, "MOST_SEQUENCES", 3599)
+    assert anchor(decoder, asked, shown, AnchoredConfig(steps=1)).scoring == "keyword"
     few, some = many(12)
     assert anchor(decoder, few, some, AnchoredConfig(steps=1)).label_bias is None
 

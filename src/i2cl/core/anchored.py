@@ -48,6 +48,9 @@ from i2cl.models.scoring import Questions
 from i2cl.models.training import StepProgress
 from i2cl.tasks import Example, Task
 
+MOST_SEQUENCES = 2**17
+"""Whole label sequences, of all demonstrations, from which shortlists are chosen: each is read once."""
+
 MOST_DEMONSTRATIONS = 4096
 """The kernel has `FEWEST` rows for each, and is solved as a whole."""
 
@@ -115,8 +118,9 @@ def anchor(
         config: see `AnchoredConfig`.
         seed: of the demonstrations, to be told with the injection.
         scoring: a label's first token, its whole sequence, or one token of its own; see
-            `i2cl.models.encoding`. Where labels share first tokens, ``"auto"`` takes whole sequences. Of more
-            than `MOST_COLUMNS` each demonstration keeps a shortlist, and the injection has a label bias.
+            `i2cl.models.encoding`. Where labels share first tokens, ``"auto"`` takes whole sequences, and
+            beyond `MOST_SEQUENCES` of them single tokens. Of more than `MOST_COLUMNS` each demonstration
+            keeps a shortlist, and the injection has a label bias.
         progress: called after each step with steps done, steps at most and the mean loss in nats.
 
     Raises:
@@ -128,6 +132,13 @@ def anchor(
     require_few(demonstrations)
     decoder.require_identity()
     questions = Questions(decoder, task, scoring)
+    if (
+        scoring == "auto"
+        and questions.labels.full
+        and len(demonstrations) * len(task.labels) > MOST_SEQUENCES
+    ):
+        scoring = "keyword"
+        questions = Questions(decoder, task, scoring)
     memory = None if config.memory is None else int(config.memory * 1e9)
     problem = Problem(questions, tuple(demonstrations), config.writers, memory)
     with decoder.frozen():
