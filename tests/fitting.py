@@ -76,6 +76,25 @@ def hooks(model):
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
+def _state(model):
+    parts = [(name, type(part), part.training) for name, part in model.named_modules()]
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    hooked = [[tuple(getattr(part, kind)) for kind in kinds] for part in model.modules()]
+    flags = [(one.dtype, one.requires_grad, one.grad is None) for one in model.parameters()]
+    return model.config.to_dict(), parts, hooked, flags
+
+
+@contextmanager
+def left_as_found(model):
+    """Weights, dtypes, flags, gradients, modes, modules, hooks and config are the same behind the block."""
+    before, values = _state(model), {name: value.clone() for name, value in model.state_dict().items()}
+    yield
+    assert _state(model) == before
+    after = model.state_dict()
+    assert after.keys() == values.keys()
+    assert all(torch.equal(after[name], value) for name, value in values.items())
+
+
 def ids(decoder, text):
     """Token ids as the tokenizer itself gives them."""
     return decoder.tokenizer(text)["input_ids"]

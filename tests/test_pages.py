@@ -85,13 +85,6 @@ def test_names_of_the_glossary_are_there():
             assert hasattr(known, name) or name in fields, f"{owner}.{name}"
 
 
-def test_a_page_that_lies_is_found(tmp_path, monkeypatch):
-    page = tmp_path / "lies.md"
-    page.write_text("```console\n$ echo 3 red\n4 blue\n```\n", encoding="utf-8")
-    with pytest.raises(AssertionError):
-        play(blocks(page), tmp_path, monkeypatch)
-
-
 def test_pages_are_as_wide_as_ever_whatever_the_terminal_was_when_the_program_started(tmp_path, monkeypatch):
     monkeypatch.setattr(console, "out", Console(highlight=False, width=40))  # as under COLUMNS=40
     page = tmp_path / "wide.md"

@@ -41,11 +41,6 @@ def words(figure):
     return re.findall(r"<text[^>]*>([^<]*)</text>", figure)
 
 
-def test_a_changed_number_is_found(made):
-    page = "<!-- by-task: begin -->\n| **mean** | 99.9 |\n<!-- by-task: end -->"
-    assert made["filled"](page) != page
-
-
 def test_every_part_stands_on_a_page(made):
     shown = "".join((ROOT / page).read_text(encoding="utf-8") for page in made["PAGES"])
     assert [name for name in made["PARTS"] if f"<!-- {name}: begin -->" not in shown] == []

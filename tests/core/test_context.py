@@ -269,9 +269,3 @@ def test_sizes_are_checked_against_a_model():
     extract(decoder, TASK, SHOTS).require_base(decoder)
     with pytest.raises(I2CLError, match=r"\(2, 2, 4\), the model needs \(2, 2, 32\)"):
         vector(1).require_base(decoder)
-
-
-@pytest.mark.parametrize("fields", [{"token": "middle"}, {"aggregate": "sum"}, {"layer": 3}])
-def test_settings_are_checked(fields):
-    with pytest.raises(ValueError, match="validation error"):
-        ExtractConfig(**fields)

@@ -6,8 +6,7 @@ import torch
 from fitting import PATHS, close, decoder_of, replacing
 from i2cl.core.edits import LinearEdit, NoisyEdit, draw_from
 from i2cl.models.batching import make_batch
-from i2cl.models.decoder import Decoder
-from tiny import VOCABULARY, tiny_model, tiny_tokenizer
+from tiny import VOCABULARY
 
 FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom", "granite"]
 LENGTHS = (9, 4, 14, 1)
@@ -96,16 +95,6 @@ def test_lambda_v_plus_beta_a(case, site):
     found = edited(decoder, LinearEdit(values, coefficients, site=site))
     assert close(found, by_hand(decoder, case, values, coefficients, site=site))
     assert not close(found, plain(decoder))
-
-
-@pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("case", ["gpt_neox", "falcon"])
-def test_both_forms_of_a_block(case, parallel):
-    option = {"gpt_neox": "use_parallel_residual", "falcon": "parallel_attn"}[case]
-    decoder = Decoder(tiny_model(case, **{option: parallel}), tiny_tokenizer())
-    values, coefficients = drawn(decoder)
-    found = edited(decoder, LinearEdit(values, coefficients))
-    assert close(found, by_hand(decoder, case, values, coefficients))
 
 
 @pytest.mark.parametrize(("dtype", "more"), [(torch.bfloat16, 3e-3), (torch.float16, 4e-4)])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from commands import listed
@@ -225,46 +224,7 @@ def test_views_are_saved_whole(tmp_path):
     assert torch.equal(loaded.coefficients, turned.coefficients)
 
 
-def test_an_older_artefact_is_replaced_and_a_folder_with_other_files_refused(saved):
-    made(seed=9).save_pretrained(saved)
-    assert Injection.from_pretrained(saved).seed == 9
-    assert listed(saved.parent) == ["out"]
-    (saved.parent / "thesis.txt").write_text("mine")
-    with pytest.raises(I2CLError, match="other files"):
-        made().save_pretrained(saved.parent)
-    assert listed(saved.parent) == ["out", "thesis.txt"]
-
-
-@pytest.mark.parametrize(
-    ("target", "error"),
-    [
-        ("i2cl.core.artefact.save_file", OSError(28, "No space left on device")),
-        ("i2cl.core.artefact.json.dumps", KeyboardInterrupt),
-        ("i2cl.core.artefact.model_card", ValueError),
-    ],
-)
-def test_a_failing_save_leaves_the_older_artefact(saved, monkeypatch, target, error):
-    def fail(*_, **__):
-        raise error
-
-    before = {entry.name: entry.read_bytes() for entry in saved.iterdir()}
-    monkeypatch.setattr(target, fail)
-    with pytest.raises(I2CLError if isinstance(error, OSError) else error):
-        made(seed=9).save_pretrained(saved)
-    monkeypatch.undo()
-    assert {entry.name: entry.read_bytes() for entry in saved.iterdir()} == before
-    assert listed(saved.parent) == ["out"]
-
-
 # Artefacts that are not right
-
-
-def test_a_missing_description_and_a_file_in_place_of_a_folder(saved):
-    with pytest.raises(I2CLError, match="is no injection"):
-        Injection.from_pretrained(saved / TENSORS)
-    (saved / DESCRIPTION).unlink()
-    with pytest.raises(I2CLError, match="it has no injection"):
-        Injection.from_pretrained(saved)
 
 
 @pytest.mark.parametrize(
@@ -353,21 +313,10 @@ def test_a_name_that_is_no_folder_is_downloaded(saved, monkeypatch):
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError("offline"), HFValidationError("name"), OSError()])
-def test_a_hub_that_cannot_help(monkeypatch, error):
-    def download(*_, **__):
-        raise error
-
-    monkeypatch.setattr("i2cl.storage.hub.snapshot_download", download)
-    told = rf"no such folder, and the hub says {type(error).__name__}.*i2cl fit"
-    with pytest.raises(I2CLError, match=told):
-        Injection.from_pretrained("somebody/films")
-
-
 def test_a_repository_or_a_path_without_an_injection(tmp_path, monkeypatch):
-    monkeypatch.setattr("i2cl.storage.hub.snapshot_download", lambda *_, **__: str(tmp_path))
-    with pytest.raises(I2CLError, match="'somebody/films' is no injection"):
-        Injection.from_pretrained("somebody/films")
-    monkeypatch.undo()  # a path needs no network
+    with monkeypatch.context() as patch:
+        patch.setattr("i2cl.storage.hub.snapshot_download", lambda *_, **__: str(tmp_path))
+        with pytest.raises(I2CLError, match="'somebody/films' is no injection"):
+            Injection.from_pretrained("somebody/films")
     with pytest.raises(I2CLError, match="no such folder"):
         Injection.from_pretrained(Path("/no/such/folder/anywhere"))

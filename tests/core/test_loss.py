@@ -8,7 +8,6 @@ from fitting import encode, injecting, made
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
 from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
 from i2cl.models.scoring import Questions
-from tiny import LONGROPE
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")
 FIRST = Task("films", ("positive", "negative"), TEMPLATE)
@@ -19,7 +18,6 @@ SHOTS = tuple(Example(text, row % 2) for row, text in enumerate(TEXTS))
 GOLD = torch.tensor([shot.label for shot in SHOTS])
 QUIET = CalibrationConfig(loss="labels", noise=0.0, epochs=1, passes=1, batch_size=len(SHOTS))
 
-pytestmark = pytest.mark.filterwarnings("ignore:labels share their first token")
 tasks = pytest.mark.parametrize("task", [FIRST, WHOLE], ids=["first", "whole"])
 cases = pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 
@@ -82,31 +80,17 @@ def test_the_loss_among_labels_falls(task, change):
     decoder = made("llama", dtype=torch.float16 if change.pop("dtype", "") else torch.float32)
     config = QUIET.model_copy(update=change)
     context = extract(decoder, task, SHOTS)
-    history = calibrate(decoder, task, SHOTS, context, config, seed=1).history
-    assert min(history) < history[0] - 0.02
+    found, again = (calibrate(decoder, task, SHOTS, context, config, seed=1) for _ in range(2))
+    assert min(found.history) < found.history[0] - 0.02
+    assert torch.equal(found.coefficients, again.coefficients)
 
 
 @tasks
-@pytest.mark.parametrize("shown", [False, True])
-def test_behind_demonstrations_and_where_angles_grow_a_steps_loss_is_the_mean_of_those_alone(task, shown):
-    decoder = made("phi3", **LONGROPE)
-    rows = [Example("dull and lifeless and " * 8, 1), Example("warm", 0), Example("so dull " * 8, 1)]
-    context = extract(decoder, task, rows)
-
-    def prompt(text):
-        return TEMPLATE.prompt((("funny", "positive"),) if shown else (), text)
-
-    def loss(batch):
-        return calibrate(decoder, task, rows, context, QUIET, batches=[batch], prompt=prompt).history[0]
-
-    assert loss([0, 1, 2]) == pytest.approx(sum(loss([row]) for row in range(3)) / 3, abs=1e-5)
-
-
-@tasks
-def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task):
+@pytest.mark.parametrize("loss", ["labels", "vocabulary"])
+def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task, loss):
     decoder = made("llama")
     context = extract(decoder, task, SHOTS)
-    config = QUIET.model_copy(update={"optimizer": "lbfgs", "passes": 5})
+    config = QUIET.model_copy(update={"optimizer": "lbfgs", "passes": 5, "loss": loss})
     wanted = calibrate(decoder, task, SHOTS, context, config).history
     forward, tokens = Decoder.forward, []
 

@@ -3,7 +3,6 @@
 import json
 import signal
 import socket
-import time
 
 import psutil
 import pytest
@@ -15,7 +14,7 @@ from i2cl.experiments.library import BROUGHT, ORDER, compared_with, limited, loa
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench
 from i2cl.interfaces.cli.experiment import _cells
-from processes import COMMAND, Program, finished
+from processes import COMMAND, Program, finished, until
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +191,8 @@ def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
     survivors = set()
     for more in (0, 1, 3):  # when it holds the lock, amid its first record, amid later ones
         program = Program(FORKING + COMMAND, *arguments)
-        wanted = (lines(folder) or 0) + more
-        while program.process.is_alive() and (lines(folder) is None or lines(folder) < wanted):
-            time.sleep(0.001)
+        wanted = max(lines(folder), 0) + more
+        until(lambda wanted=wanted: lines(folder) >= wanted, program=program)
         process = psutil.Process(program.process.pid)
         started, own = process.children(recursive=True), process.children()  # a worker may be asking git
         program.process.kill()
@@ -222,9 +220,9 @@ def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
 
 
 def lines(folder):
-    """Whole lines of a store; None before there is one."""
+    """Whole lines of a store; -1 before there is one."""
     file = folder / "cells.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else None
+    return file.read_bytes().count(b"\n") if file.exists() else -1
 
 
 def test_two_processes_hold_one_model_together(tmp_path, alone):

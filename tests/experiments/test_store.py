@@ -85,21 +85,6 @@ def test_a_later_record_of_a_cell_takes_the_place_of_an_earlier_one_unless_it_fa
         assert store.done(record(0).key)
 
 
-def test_an_empty_run_removes_its_lock_once(tmp_path, monkeypatch):
-    """A second time it would be that of a run which began in between."""
-    removed, unlink = [], Path.unlink
-
-    def watched(self, missing_ok=False):
-        removed.append(self.name)
-        unlink(self, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", watched)
-    with Store.writing(tmp_path / "s"):
-        assert (tmp_path / "s" / ".lock").exists()
-    assert removed.count(".lock") == 1
-    assert not (tmp_path / "s").exists()
-
-
 @pytest.mark.parametrize("left", [1, 20, 200, -1])
 def test_a_torn_last_line_is_cut_off_and_another_one_named(tmp_path, left):
     """Whether the newline arrived decides, even if the JSON before it is whole."""
@@ -212,21 +197,6 @@ def test_scores_are_kept_and_read_without_this_package(tmp_path):
     np.testing.assert_array_equal(plain, with_scores.scores.array)
     below = Scores.of(np.array([[0.0, -1e9], [0.0, -np.inf]])).array  # half precision's least number
     np.testing.assert_array_equal(below, [[0, -65504], [0, -65504]])
-
-
-def test_packed_scores_take_two_bytes_a_query_and_label(tmp_path):
-    rng = np.random.default_rng(0)
-    many = {"gold": (0,) * 500, "predictions": (0,) * 500}
-    sizes = []
-    for name in ("without", "with"):
-        cells = [
-            record(seed, outcome=OUTCOME | many | ({"scores": scores} if name == "with" else {}))
-            for seed, scores in enumerate(Scores.of(rng.standard_normal((500, 2))) for _ in range(20))
-        ]
-        write(tmp_path / name, *cells)
-        Store.open(tmp_path / name).pack(tmp_path / f"packed-{name}")
-        sizes.append((tmp_path / f"packed-{name}" / "cells.jsonl.gz").stat().st_size)
-    assert (sizes[1] - sizes[0]) / 20 < 1.05 * 2 * 500 * 2
 
 
 def test_vectors_of_unknown_cells_are_left_out(tmp_path):

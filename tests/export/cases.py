@@ -1,7 +1,9 @@
 """Models, injections and comparisons that tests of exports share."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -24,6 +26,19 @@ SLIDING = {"ministral-sliding", "mistral-sliding", "phi3-sliding", "qwen2-slidin
 FOLDED = [case for case, (kind, _) in CASES.items() if kind in FAMILIES and case not in SLIDING]
 # A model type for each way to fold.
 ONE_A_ROW = sorted({replace(FAMILIES[kind], model_type=""): kind for kind in FAMILIES}.values())
+llama_cpp = pytest.mark.skipif(
+    find_spec("llama_cpp") is None or find_spec("gguf") is None,
+    reason="llama-cpp-python is not installed (pip install 'i2cl[llama-cpp]')",
+)
+TEXTS = (
+    "Review: a warm and funny film\nSentiment:",
+    "It's 1234567 o'clock, they'LL say  I'VE\tgone\r\n\r\n  twice ",
+    "naïve façade, 東京 is большой; 🙂 x² = ½ — “quoted” ...",
+    "    four spaces, and a tail   \n\n",
+    "snake_case(camelCase) != HTTPServer/2 <|endoftext|>",
+    "<|user|>  a film\n</s>  another <|endoftext|>  end",
+)
+CLOSE = 1e-4  # largest difference of a log-probability between the hooked model and llama.cpp, in float32
 ROUNDED = 0.02  # largest relative difference in bfloat16, where every folded weight is rounded once more
 
 
@@ -95,6 +110,27 @@ def state_of(model):
     """All that an export may not change."""
     flags = [parameter.requires_grad for parameter in model.parameters()]
     return model.config.to_dict(), flags, [module.training for module in model.modules()], hooks(model)
+
+
+def field(path, name):
+    """What a GGUF file says under a name."""
+    from gguf import GGUFReader
+
+    found = GGUFReader(path).get_field(name)
+    return None if found is None else found.contents()
+
+
+def change(path, tensor=None, fields=()):
+    """Write into a GGUF file itself."""
+    from gguf import GGUFReader
+
+    inside = GGUFReader(path, "r+")
+    for found in inside.tensors:
+        if found.name == tensor:
+            found.data[:] = 0
+    for name, value in fields:
+        inside.get_field(name).parts[-1][0] = value
+    inside.data.flush()
 
 
 def refused(capsys, *arguments, lines=1):

@@ -9,11 +9,10 @@ from io import StringIO
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from commands import run
-from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for, saved
-from export.test_export_gguf import llama_cpp
+from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for, llama_cpp, saved
 from export.test_export_server import serving
 from export.test_greedy import exported, speaking
 from export.test_whole_labels import Echo
@@ -156,7 +155,6 @@ def test_labels_are_read_from_text():
 @llama_cpp
 @pytest.mark.parametrize("task", [TASK, SHARED, BEGUN], ids=["first", "shared", "begun"])
 def test_the_call_of_llama_cpp_runs_as_printed(tmp_path, monkeypatch, capsys, task):
-    pytest.importorskip("gguf")
     prepared(tmp_path, monkeypatch, task)
     assert run("export", "artefact", "out.gguf", "--to", "gguf", "--device", "cpu", "--json") == 0
     record = json.loads(capsys.readouterr().out)
@@ -175,7 +173,6 @@ def test_the_call_of_llama_cpp_runs_as_printed(tmp_path, monkeypatch, capsys, ta
 
 @llama_cpp
 def test_logit_bias_alone_makes_llama_cpp_say_the_expected_label(tmp_path):
-    pytest.importorskip("gguf")
     import llama_cpp as library
 
     decoder = decoder_of("llama")
@@ -191,7 +188,6 @@ def test_logit_bias_alone_makes_llama_cpp_say_the_expected_label(tmp_path):
 
 @llama_cpp
 def test_a_model_that_says_labels_does_so_in_llama_cpp(tmp_path, capsys):
-    pytest.importorskip("gguf")
     decoder = speaking()
     injection, path = injection_for(decoder), tmp_path / "out.gguf"
     export_gguf(decoder, injection, path, golden=lambda: make_golden(decoder, injection))
@@ -202,7 +198,6 @@ def test_a_model_that_says_labels_does_so_in_llama_cpp(tmp_path, capsys):
 
 @llama_cpp
 def test_any_word_is_a_word_of_the_grammar(tmp_path):
-    pytest.importorskip("gguf")
     words = ['a "b" \\c', "l\ni\tn[e]s", "\u00e9t\u00e9 \u6771"]
     import llama_cpp as library
 
@@ -212,17 +207,3 @@ def test_any_word_is_a_word_of_the_grammar(tmp_path):
         grammar = library.LlamaGrammar.from_string(grammar_of(words), verbose=False)
         reply = model._model.create_completion("a", max_tokens=40, temperature=0, grammar=grammar)
     assert reply["choices"][0]["text"] in words
-
-
-def test_transformers_refuses_the_file_and_would_drop_its_biases(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    prepared(tmp_path, monkeypatch)
-    assert run("export", "artefact", "out.gguf", "--to", "gguf", "--no-golden", "--device", "cpu") == 0
-    assert "transformers refuses it" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="architecture granite is not supported"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="out.gguf")
-    monkeypatch.setattr(gguf, "CLASS", "llama")
-    assert run("export", "artefact", "llama.gguf", "--to", "gguf", "--no-golden", "--device", "cpu") == 0
-    taken = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="llama.gguf")
-    assert not [name for name in taken.state_dict() if name.endswith(".bias")]  # and not a word about it

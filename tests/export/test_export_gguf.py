@@ -1,13 +1,26 @@
 """A folded Llama as a GGUF file: what is written, and what llama.cpp answers, where it is installed."""
 
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from commands import listed, run
-from export.cases import IDS, decoder_of, drawn, hooked, injection_for, longrope, refused, relative, saved
+from export.cases import (
+    CLOSE,
+    IDS,
+    change,
+    decoder_of,
+    drawn,
+    field,
+    hooked,
+    injection_for,
+    llama_cpp,
+    longrope,
+    refused,
+    relative,
+    saved,
+)
 from export.test_export_server import by_id, serving
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
@@ -20,23 +33,9 @@ from i2cl.models.decoder import Decoder
 from processes import finished
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")
-llama_cpp = pytest.mark.skipif(
-    find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'i2cl[llama-cpp]')"
-)
 
 # Model types that become a Llama which llama.cpp has.
 LLAMAS = {"llama", "ministral", "mistral", "qwen2", "phi3", "helium"}
-
-CLOSE = 1e-4  # largest difference of a log-probability between the hooked model and llama.cpp, in float32
-
-TEXTS = (
-    "Review: a warm and funny film\nSentiment:",
-    "It's 1234567 o'clock, they'LL say  I'VE\tgone\r\n\r\n  twice ",
-    "naïve façade, 東京 is большой; 🙂 x² = ½ — “quoted” ...",
-    "    four spaces, and a tail   \n\n",
-    "snake_case(camelCase) != HTTPServer/2 <|endoftext|>",
-    "<|user|>  a film\n</s>  another <|endoftext|>  end",
-)
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 ROPES = [
@@ -71,11 +70,6 @@ def exported(tmp_path):
 
 def tensors(path):
     return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-
-
-def field(path, name):
-    found = gguf.GGUFReader(path).get_field(name)
-    return None if found is None else found.contents()
 
 
 def test_the_file_says_what_it_is(exported):
@@ -294,17 +288,6 @@ def test_lower_precision_holds_within_its_tolerance(dtype, tmp_path):
     (decoder, injection), path = drawn("llama"), tmp_path / "out.gguf"
     export_gguf(decoder, injection, path, golden=lambda: make_golden(decoder, injection), dtype=dtype)
     assert verify_gguf(path).passed
-
-
-def change(path, tensor=None, fields=()):
-    """Write into the file itself."""
-    inside = gguf.GGUFReader(path, "r+")
-    for found in inside.tensors:
-        if found.name == tensor:
-            found.data[:] = 0
-    for name, value in fields:
-        inside.get_field(name).parts[-1][0] = value
-    inside.data.flush()
 
 
 @llama_cpp

@@ -7,8 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast
 
 from commands import run
-from export.cases import injection_for
-from export.test_export_gguf import CLOSE, TEXTS, change, field, llama_cpp
+from export.cases import CLOSE, TEXTS, change, field, injection_for, llama_cpp
 from i2cl.errors import I2CLError
 from i2cl.export import export_gguf, make_golden, verify_gguf
 from i2cl.export.gguf_vocabulary import Vocabulary

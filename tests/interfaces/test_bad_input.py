@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 import signal
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,7 +13,7 @@ import typer
 
 from commands import jsonl, run
 from i2cl import Decoder
-from processes import Program
+from processes import Program, until
 from tiny import tiny_folder
 
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
@@ -333,9 +332,8 @@ main()
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_ctrl_c_from_outside_ends_calibration(home, tmp_path):
     output = tmp_path / "new"
-    program = Program(TOLD, *fit(home, "-o", output), "--set", "epochs=1000000")
-    while program.process.is_alive() and "calibrating\n" not in program.out.read_text():
-        time.sleep(0.01)
+    program = Program(TOLD, *fit(home, "-o", output), "--set", "epochs=5000")
+    until(lambda: "calibrating\n" in program.out.read_text(), program=program)
     os.kill(program.process.pid, signal.SIGINT)
     code, _, err = program.wait()
     *hints, last = err.splitlines()

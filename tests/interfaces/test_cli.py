@@ -14,7 +14,7 @@ from i2cl import Decoder, Injection, with_label_prior, with_temperature
 from i2cl.experiments.confidence import NAMES
 from i2cl.interfaces.cli import console
 from i2cl.methods import METHODS
-from processes import FORKED
+from processes import start
 from tiny import tiny_folder
 
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
@@ -181,15 +181,6 @@ def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch
     assert -1 < told[0] < told[1] < told[2] < told[3]
 
 
-def test_fit_twice_with_one_seed_saves_the_same(call, home, tmp_path):
-    call(*fit_arguments(home, tmp_path / "again", "--seed", "3"))
-    call(*fit_arguments(home, tmp_path / "other", "--seed", "4"))
-    folders = (home / "artefact", tmp_path / "again", tmp_path / "other")
-    first, again, other = (Injection.from_pretrained(folder).coefficients for folder in folders)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_path):
     texts = tmp_path / "texts.csv"
     texts.write_text("text,mark\n" + "".join(f"film {number},x\n" for number in range(40)), encoding="utf-8")
@@ -259,7 +250,7 @@ def measured(out):
 
 def test_eval_repeats_itself_for_one_seed_also_in_several_processes(call, home, monkeypatch):
     # As `spawn`, but fast.
-    monkeypatch.setattr("i2cl.experiments.workers.processes.get_context", lambda _: FORKED)
+    monkeypatch.setattr("i2cl.experiments.workers.processes.get_context", start)
     options = ("--method", "few_shot,i2cl", "--seeds", "2", "--set", "epochs=3", "--json")
     arguments = eval_arguments(home, *options)
     _, first, _ = call(*arguments)

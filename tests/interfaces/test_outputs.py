@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from commands import listed
 from i2cl import I2CLError
@@ -54,20 +53,6 @@ def test_the_same_run_goes_on_after_the_last_whole_chunk(tmp_path, error):
         out.write("4\n5\n", 2)
     assert path.read_text() == HEADER + "0\n1\n2\n3\n4\n5\n"
     assert listed(tmp_path) == ["out.tsv"]
-
-
-@pytest.mark.parametrize(
-    ("there", "kept"),
-    [("lab", 0), (HEADER, 0), (HEADER + "0\n", 0), (HEADER + "0\n1\n2\n3", 2), (HEADER + "0\n1\n2\n3\n", 4)],
-)
-def test_torn_lines_and_chunks_are_dropped(tmp_path, there, kept):
-    path = tmp_path / "out.tsv"
-    stopped(path)
-    (tmp_path / ".out.tsv.part").write_text(there)
-    with writing(path) as out:
-        assert out.kept == kept
-        out.write("rest\n", 1)
-    assert path.read_text() == HEADER + "".join(f"{row}\n" for row in range(kept)) + "rest\n"
 
 
 def test_nothing_is_left_of_bad_texts_of_no_rows_and_of_what_cannot_be_read_again(tmp_path):
@@ -159,27 +144,6 @@ def test_the_state_of_a_source_tells_when_it_changed(tmp_path):
     os.utime(path, ns=(0, 0))
     assert source_state(str(path)) != before
     assert source_state("-") == ["-"]
-
-
-def test_one_process_writes_at_a_time(tmp_path):
-    path = tmp_path / "out.tsv"
-    told = "another process is writing"
-    with FileLock(tmp_path / ".out.tsv.part.lock"), pytest.raises(I2CLError, match=told), writing(path):
-        pass
-    with writing(path) as out:
-        with pytest.raises(I2CLError, match=told), writing(path):
-            pass
-        out.write("0\n", 1)
-    assert path.read_text() == HEADER + "0\n"
-
-
-def test_places_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "none" / "out.txt", tmp_path / "file" / "out.txt", tmp_path / "folder"):
-        with pytest.raises(I2CLError, match="cannot write"), writing(path) as out:
-            out.write("x\n", 1)
-    assert listed(tmp_path) == ["file", "folder"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

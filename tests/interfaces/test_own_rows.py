@@ -126,13 +126,6 @@ def test_sizes_are_checked_before_the_model_is_read(call, monkeypatch, tmp_path)
     assert "6000 examples are more than the 4096 that anchored calibration takes" in err
 
 
-def test_a_file_of_seventy_labels_is_fitted(call, model, tmp_path):
-    rows = [(f"text {row}", f"label{row}") for row in range(70)]
-    path = write(tmp_path / "many.csv", rows)
-    out, _ = fitted(call, model, path, tmp_path / "new", "--evaluate", "0", "--set", "steps=1")
-    assert "70 demonstrations" in out
-
-
 def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):
     path = write(tmp_path / "mine.csv", ROWS)
     words = ["eval", model, path, "--test", path, "--workers", "1", "--shots", "2", "--limit", "4"]

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 import tracemalloc
 import warnings
 from dataclasses import replace
@@ -26,7 +25,7 @@ from i2cl.interfaces.batch_prediction.prediction import (
 from i2cl.interfaces.cli import main
 from i2cl.models.encoding import ScoringWarning
 from i2cl.tasks.files import RowError
-from processes import COMMAND, Program, finished
+from processes import COMMAND, Program, finished, until
 
 ROWS, CHUNK = 1000, 10
 
@@ -59,8 +58,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
     for more in (1, ROWS // 5, ROWS // 3):
         program = Program(COMMAND, *arguments(home, output))
         wanted = lines_of(part) + more
-        while program.process.is_alive() and lines_of(part) < wanted:
-            time.sleep(0.001)
+        until(lambda wanted=wanted: lines_of(part) >= wanted, program=program)
         program.process.kill()
         code, _, told = program.wait()
         assert code == -signal.SIGKILL, told

@@ -189,10 +189,10 @@ def test_an_adapter_that_fails_half_way_on_leaves_nothing(name, films, demonstra
             raise torch.OutOfMemoryError
         return update(self, *args, **options)
 
-    monkeypatch.setattr(layer, "update_layer", fail_late)
-    with pytest.raises(torch.OutOfMemoryError):
-        fit(name, decoder, films, demonstrations, epochs=1)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "update_layer", fail_late)
+        with pytest.raises(torch.OutOfMemoryError):
+            fit(name, decoder, films, demonstrations, epochs=1)
     assert dict(decoder.model.named_modules()) == modules
     assert fit(name, decoder, films, demonstrations, epochs=1).scores(TEXTS).isfinite().all()
     decoder.model.set_submodule("model.layers.1.self_attn.v_proj", torch.nn.Sequential(torch.nn.Identity()))

@@ -4,7 +4,6 @@ from torch import nn
 
 from fitting import hooks
 from i2cl.models.hooks import edit_inputs, edit_outputs
-from tiny import tiny_model
 
 X = torch.arange(6.0).view(1, 3, 2)
 
@@ -62,14 +61,6 @@ def test_none_leaves_the_value():
     assert [value.sum().item() / X.sum().item() for value in seen] == [1, 1, 1, 2]
 
 
-def test_gradients_flow_through_an_edit():
-    strength = torch.tensor(2.0, requires_grad=True)
-    model = nn.Sequential(nn.Identity(), nn.Identity())
-    with edit_outputs([(model[0], lambda value: value * strength)]):
-        model(X).sum().backward()
-    assert strength.grad.item() == X.sum().item()
-
-
 @pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
 def test_first_argument_is_replaced(keyword):
     module = Pair()
@@ -122,24 +113,3 @@ def test_hooks_are_removed_when_a_later_one_cannot_be_set(edit):
     with pytest.raises(LookupError), edit(changes()):
         pass
     assert hooks(module) == 0
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2", "falcon", "opt"])
-def test_blocks_of_real_models_can_be_edited_on_both_sides(model_type):
-    model = tiny_model(model_type)
-    name = next(name for name, part in model.base_model.named_modules() if isinstance(part, nn.ModuleList))
-    blocks = model.base_model.get_submodule(name)
-    ids = torch.arange(1, 9)[None]
-
-    def run():
-        with torch.no_grad():
-            return model(input_ids=ids, use_cache=False).logits
-
-    plain = run()
-    with edit_outputs([(blocks[0], lambda hidden: hidden * 1.5)]):
-        after_first = run()
-    with edit_inputs([(blocks[1], lambda hidden: hidden * 1.5)]):
-        before_second = run()
-    assert torch.equal(after_first, before_second)
-    assert not torch.allclose(after_first, plain)
-    assert torch.equal(run(), plain)

@@ -92,14 +92,23 @@ def test_a_context_vector_is_the_mean_of_those_alone(decoder):
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("shown", [False, True])
-def test_a_steps_loss_is_the_mean_of_those_alone(decoder, monkeypatch, packed, shown):
+@pytest.mark.parametrize(
+    ("among", "labels"),
+    [
+        ("vocabulary", FILMS.labels),
+        ("labels", FILMS.labels),
+        ("labels", ("positive", "poor")),  # whole sequences
+    ],
+)
+def test_a_steps_loss_is_the_mean_of_those_alone(decoder, monkeypatch, packed, shown, among, labels):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
     prompt = partial(FILMS.template.prompt, (("funny", "positive"),)) if shown else None
-    context = extract(decoder, FILMS, SHOWN)
+    task = replace(FILMS, labels=labels)
+    context = extract(decoder, task, SHOWN)
 
     def loss(rows):
-        config = CalibrationConfig(noise=0.0, epochs=1)
-        found = calibrate(decoder, FILMS, SHOWN, context, config, batches=[rows], prompt=prompt)
+        config = CalibrationConfig(noise=0.0, epochs=1, loss=among)
+        found = calibrate(decoder, task, SHOWN, context, config, batches=[rows], prompt=prompt)
         return found.history[0]
 
     alone = [loss([row]) for row in range(len(SHOWN))]

@@ -7,11 +7,7 @@ import torch
 from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import label_tokens
-from i2cl.models.scoring import score
-from i2cl.tasks import Template
 from processes import finished
-from tiny import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 MEASURED = """
@@ -106,24 +102,6 @@ def test_a_single_query_that_exceeds_the_memory_is_told_and_other_errors_are_not
 
     with pytest.raises(RuntimeError, match="shapes"):
         list(Runner(50).run_batches(rows(3), fails))
-
-
-def test_scores_after_running_out_of_memory_are_the_same(monkeypatch):
-    decoder = Decoder(tiny_model("gpt2"), tiny_tokenizer(), name="tiny")
-    labels = label_tokens(decoder.encoder, Template("{text} ->{label}"), ("up", "down"))
-    wanted = score(decoder, rows(23), labels)
-    forward = decoder.forward
-
-    def short_of_memory(batch, **options):
-        if len(batch.rows) > 3:
-            raise ERRORS[0]
-        return forward(batch, **options)
-
-    monkeypatch.setattr(decoder, "forward", short_of_memory)
-    with pytest.warns(MemoryWarning, match="smaller batches"):
-        found = score(decoder, rows(23), labels)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert not any(module._forward_hooks for module in decoder.model.modules())
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can set the mark back")

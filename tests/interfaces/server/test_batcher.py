@@ -23,6 +23,7 @@ from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Template
+from processes import until
 
 from .conftest import TEXTS, made
 
@@ -190,8 +191,7 @@ def test_the_earliest_deadline_goes_first(filled, decoder, held):
         ticket.large = False
         ticket.done.add_done_callback(lambda _, name=name: ended.append(name))
     held.set()
-    while len(ended) < 2:
-        time.sleep(0.01)
+    until(lambda: len(ended) == 2)
     assert ended == ["soon", "late"]
 
 

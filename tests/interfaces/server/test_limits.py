@@ -16,7 +16,9 @@ from i2cl.interfaces.server import guard, process
 from i2cl.interfaces.server.guard import Access, Guard
 from i2cl.interfaces.server.metrics import Metrics
 
-from .test_serve import SECONDS, serving
+from .test_serve import serving
+
+SECONDS = 120.0
 
 SERVED = """
 from i2cl.interfaces.server import process
