@@ -5,7 +5,8 @@ from functools import cache
 
 import torch
 
-from i2cl import Decoder, Example, Task, Template, calibrate, extract
+from i2cl import Decoder, Example, Injection, Task, Template, calibrate, extract
+from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.methods import make_methods
 from tiny import CASES, tiny_model, tiny_tokenizer
 
@@ -26,6 +27,13 @@ PATHS = {  # written down here once more, so that a wrong row of the architectur
 }
 
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
+TASKS = (
+    Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}")),
+    Task("topics", ("world", "sports", "company"), Template("News: {text} ->{label}")),
+    Task("flags", ("no", "yes"), Template("{text}?{label}")),
+)
+ASKED = ("a warm film", "dull " * 7, "one of the best", "the match was lost", "warm", "a cold and long night")
+"""Texts of different lengths."""
 
 
 def films_in(words):
@@ -105,6 +113,30 @@ def first_tokens(decoder, task):
     prompt = task.template.query("x")
     start = len(ids(decoder, prompt))
     return [ids(decoder, prompt + task.template.continuation(word))[start] for word in task.labels]
+
+
+def random_edit(decoder, seed=0, factor=0.2, around=(0.1, 1.0), sites=2):
+    """A vector and coefficients near a pair, drawn from a seed or a generator."""
+    draw = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    values = torch.randn(decoder.layers, sites, decoder.d_model, generator=draw)
+    noise = torch.randn(decoder.layers, sites, 2, generator=draw)
+    return values, noise * factor + torch.tensor(around)
+
+
+def random_injection(decoder, task, seed=0, extraction=None, shown=7, base=None, fields=None, **drawn):
+    """An injection as good as fitted; `drawn` as in `random_edit`."""
+    extraction = extraction or ExtractConfig()
+    sites = 1 if extraction.writers == "hidden" else 2
+    values, coefficients = random_edit(decoder, seed, sites=sites, **drawn)
+    context = ContextVector(values, extraction, shown)
+    return Injection(context, coefficients, task, base or decoder.base, **fields or {})
+
+
+def log_probability(decoder, query, label):
+    """Of a label's tokens behind those of a query, from one row of the bare model."""
+    row = torch.tensor([[*query, *label[:-1]]])
+    logits = decoder.model(row, use_cache=False).logits[0, len(query) - 1 :].log_softmax(-1)
+    return sum(logits[step, token] for step, token in enumerate(label))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import string
 import pytest
 import torch
 
-from fitting import hooks, made
+from fitting import made
 from i2cl import Example, I2CLError, Task, Template
 from i2cl.core import anchored
 from i2cl.core import problem as module
@@ -18,7 +18,6 @@ from i2cl.models.scoring import Questions, score
 
 WORDS = ("a warm film", "dull, dull, dull", "funny and kind all the way", "no")
 SHOWN = tuple(Example(text, label) for text, label in zip(WORDS, (0, 1, 0, 2), strict=True))
-FULL = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 
 def task(full=False):
@@ -54,7 +53,6 @@ def stationary(fit, u, tau):
 KEPT = pytest.mark.parametrize("kept", [1, 2], ids=["others together", "each label"])
 
 
-@FULL
 @pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 @KEPT
@@ -145,7 +143,6 @@ def test_it_ends_where_the_objective_is_smallest():
     assert stationary(fit, u, tau) < 0.1 * stationary(fit, torch.zeros_like(u), tau)
 
 
-@FULL
 @pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
 @KEPT
 def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full, kept, monkeypatch):
@@ -171,7 +168,6 @@ def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full, 
     assert summed_loss(after.values) == pytest.approx(wanted.item(), rel=1e-5)
 
 
-@FULL
 def test_labels_of_several_tokens_that_do_not_compete_keep_their_derivatives():
     fit = problem(made("llama"), task(full=True))
     point, _ = fit.point(torch.zeros(fit.scale.numel()))
@@ -249,7 +245,6 @@ def test_under_an_infinite_prior_it_is_the_plain_model(config):
     torch.testing.assert_close(injection.scores(decoder, texts), plain, atol=0, rtol=0)
 
 
-@FULL
 @pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
 def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
     """A site has one number, and what is left out stays so."""
@@ -286,19 +281,6 @@ def test_reach_is_the_spread_of_label_scores_under_the_prior_whatever_the_model(
     moved = torch.nn.functional.pad((jacobian @ drawn).view(4, 2, -1), (0, 0, 1, 0))
     spread = (moved - moved.mean(1, keepdim=True)).square().mean().sqrt()
     assert spread.item() == pytest.approx(2.0, rel=0.02)
-
-
-def test_the_model_is_left_as_found():
-    decoder = made("llama")
-    before = {name: value.clone() for name, value in decoder.model.state_dict().items()}
-    decoder.model.train()
-    asked = [parameter.requires_grad for parameter in decoder.model.parameters()]
-    anchor(decoder, task(), SHOWN, AnchoredConfig(reach=3.0, steps=1))
-    assert decoder.model.training
-    assert asked == [parameter.requires_grad for parameter in decoder.model.parameters()]
-    assert all(torch.equal(value, before[name]) for name, value in decoder.model.state_dict().items())
-    assert all(parameter.grad is None for parameter in decoder.model.parameters())
-    assert hooks(decoder.model) == 0
 
 
 def test_a_step_that_overflows_is_damped(monkeypatch):
@@ -348,7 +330,6 @@ def many(count):
     return made_of, tuple(Example(f"text {word}", at) for at, word in enumerate(words))
 
 
-@FULL
 def test_any_number_of_labels_can_be_fitted():
     decoder = made("llama")
     asked, shown = many(60)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fitting import FAMILIES as BASIC
-from fitting import decoder_of, encode, injecting
+from fitting import decoder_of, encode, injecting, log_probability
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.edits import NoisyEdit
@@ -46,8 +46,7 @@ def loss_by_hand(case, coefficients, chosen, *, full=False):
         for row in chosen:
             query = encode(TASK.template.query(SHOTS[row].text))
             label = encode(TASK.labels[SHOTS[row].label])[: None if full else 1]
-            logits = decoder.model(torch.tensor([query + label]), use_cache=False).logits[0].log_softmax(-1)
-            losses.append(-sum(logits[len(query) - 1 + step, token] for step, token in enumerate(label)))
+            losses.append(-log_probability(decoder, query, label))
     return torch.stack(losses).mean()
 
 

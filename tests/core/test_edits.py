@@ -3,7 +3,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from fitting import PATHS, close, decoder_of, replacing
+from fitting import PATHS, close, decoder_of, random_edit, replacing
 from i2cl.core.edits import LinearEdit, NoisyEdit, draw_from
 from i2cl.models.batching import make_batch
 from tiny import VOCABULARY
@@ -18,10 +18,7 @@ EVERYWHERE = torch.arange(max(LENGTHS)).expand(len(LENGTHS), -1)
 
 def drawn(decoder, site="writers"):
     """A vector and coefficients that leave no site as it was."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (decoder.layers, 1 if site == "hidden" else 2)
-    values = torch.randn(*shape, decoder.d_model, generator=generator)
-    return values, torch.randn(*shape, 2, generator=generator) * 0.3 + torch.tensor([0.5, 1.0])
+    return random_edit(decoder, 1, 0.3, (0.5, 1.0), sites=1 if site == "hidden" else 2)
 
 
 def first(output):

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import listed
+from fitting import random_injection
 from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TEMPERED_VERSION, TENSORS
-from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.context import ExtractConfig
 from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
@@ -36,14 +37,10 @@ def decoder_of(case, **overrides):
 
 
 def made(case="llama", *, writers="both", base=None, **fields):
-    decoder = decoder_of(case)
-    generator = torch.Generator().manual_seed(0)
-    shape = (decoder.layers, 1 if writers == "hidden" else 2)
-    values = torch.randn(*shape, decoder.d_model, generator=generator)
-    coefficients = torch.randn(*shape, 2, generator=generator) * 0.2 + torch.tensor([0.1, 1.0])
-    context = ContextVector(values, ExtractConfig(writers=writers, separator=False), demonstrations=7)
     fields = {"settings": {"epochs": 3, "layers": [0, 1]}, "history": (1.5, 0.1 + 0.2), "seed": 3} | fields
-    return Injection(context, coefficients, TASK.without_data(), base or decoder.base, **fields)
+    extraction = ExtractConfig(writers=writers, separator=False)
+    given = {"extraction": extraction, "base": base, "fields": fields}
+    return random_injection(decoder_of(case), TASK.without_data(), **given)
 
 
 @pytest.fixture

@@ -109,7 +109,6 @@ def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
         assert (one.coefficients - still.coefficients).abs().max() > 1e-3
 
 
-@pytest.mark.filterwarnings("ignore:labels share their first token")
 @pytest.mark.parametrize(("budget", "sizes"), [(1024, [2, 1, 1]), (4096, [2, 2])])
 @pytest.mark.parametrize("pays", [True, False])
 def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, sizes):

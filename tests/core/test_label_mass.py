@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import made
+from fitting import made, random_edit
 from i2cl import Example, Task, Template
 from i2cl.core import label_mass
 from i2cl.core.anchored import AnchoredConfig, anchor
@@ -27,9 +27,8 @@ TASK = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentim
 
 
 def edit_of(decoder, size=0.3):
-    generator = torch.Generator().manual_seed(0)
-    values = size * torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
-    return LinearEdit(values, torch.ones(decoder.layers, 2, 2))
+    values, _ = random_edit(decoder)
+    return LinearEdit(size * values, torch.ones(decoder.layers, 2, 2))
 
 
 def logits(decoder, ids, edit):
@@ -106,7 +105,6 @@ def test_labels_that_span_the_stream_and_a_model_that_overflows_leave_the_fit_as
     assert not raise_label_mass(decoder, QUERIES, LABELS, edit).vector.any()
 
 
-@pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 def test_whole_label_sequences_stay_as_the_fit_leaves_them():
     decoder = made("llama")
     task = replace(TASK, labels=("good film", "good grief", "bad"))

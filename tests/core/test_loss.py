@@ -1,10 +1,12 @@
 """The loss among the task's labels: what prediction compares is what calibration learns."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fitting import encode, injecting, made
+from fitting import encode, injecting, log_probability, made
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
 from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
 from i2cl.models.scoring import Questions
@@ -39,16 +41,10 @@ def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
 
 def by_hand(decoder, task, values, coefficients):
     """Mean loss among the labels: a plain row for each label of each text, under hooks of its own."""
-    whole, scores = task is WHOLE, []
+    end = None if task is WHOLE else 1
     with injecting(decoder, values, coefficients):
-        for text in TEXTS:
-            query = encode(TEMPLATE.query(text))
-            for word in task.labels:
-                label = encode(word)[: None if whole else 1]
-                row = torch.tensor([query + label])
-                logits = decoder.model(row, use_cache=False).logits[0].log_softmax(-1)
-                places = range(len(query) - 1, len(query) + len(label) - 1)
-                scores.append(sum(logits[place, token] for place, token in zip(places, label, strict=True)))
+        asked = product((encode(TEMPLATE.query(text)) for text in TEXTS), map(encode, task.labels))
+        scores = [log_probability(decoder, query, label[:end]) for query, label in asked]
     return cross_entropy(torch.stack(scores).view(len(TEXTS), -1), GOLD)
 
 

@@ -21,8 +21,6 @@ from i2cl.models.scoring import Questions
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
-
 
 def fitted(decoder, task):
     shown = task.sample(2, 0)

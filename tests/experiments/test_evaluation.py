@@ -114,7 +114,6 @@ def test_all_seeds_and_methods_are_asked_the_same(decoder, task):
     assert (len(set(asked)), len(asked[0])) == (1, 7)
 
 
-@pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 def test_a_real_method_repeats_itself(decoder, task):
     (method,) = make_methods(["i2cl"], {"epochs": 2})
     runs = [evaluate(decoder, replace(task, shots=2), method, seed=1) for _ in range(2)]
@@ -125,7 +124,6 @@ def test_a_real_method_repeats_itself(decoder, task):
 COUNTS = {"trainable_parameters", "cached_values", "cached_bytes", "held_out"}
 
 
-@pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 def test_seeds_are_fitted_together_where_that_gains(decoder, task):
     ours, few_shot = make_methods(["i2cl", "few_shot"], {"epochs": 3})
     together = Evaluation(task, (ours,), (0, 1, 2), 2).run(decoder)
@@ -187,7 +185,6 @@ def test_summaries_have_mean_and_sample_standard_deviation(decoder, task):
     assert summarize([]) == []
 
 
-@pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 def test_a_sweep_fits_once_what_several_methods_stand_on(decoder, task, monkeypatch):
     names = ["contextual_calibration", "zero_shot", "few_shot", "zero_shot+contextual_calibration"]
     methods = make_methods(names)
@@ -206,7 +203,6 @@ def test_a_sweep_fits_once_what_several_methods_stand_on(decoder, task, monkeypa
         assert run.predictions == evaluate(decoder, task, method, shots=2, seed=run.seed, limit=6).predictions
 
 
-@pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 def test_a_sweep_of_all_methods_leaves_out_those_of_another_model(decoder, task):
     asked = {"shots": 2, "limit": 6, "workers": 1}
     methods = make_methods(["autocompressor", "zero_shot", "cepe"])

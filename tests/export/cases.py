@@ -7,10 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from commands import run
-from fitting import hooks
-from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection
+from fitting import random_injection
+from i2cl.core.context import ExtractConfig
 from i2cl.export.families import FAMILIES
 from i2cl.models.batching import make_batch
 from i2cl.models.decoder import Decoder
@@ -49,12 +47,8 @@ def decoder_of(case, dtype=torch.float32, **overrides):
 
 
 def injection_for(decoder, **fields):
-    generator = torch.Generator().manual_seed(0)
-    shape = (decoder.layers, 2, decoder.d_model)
-    values = torch.randn(shape, generator=generator)
-    coefficients = torch.randn(*shape[:2], 2, generator=generator) * 0.2 + torch.tensor([0.5, 1.0])
-    context = ContextVector(values, ExtractConfig(separator=False), demonstrations=4)
-    return Injection(context, coefficients, TASK, decoder.base, **fields)
+    extraction = ExtractConfig(separator=False)
+    return random_injection(decoder, TASK, extraction=extraction, shown=4, fields=fields, around=(0.5, 1.0))
 
 
 def hooked(decoder, injection):
@@ -106,12 +100,6 @@ def stored(decoder, folder, **options):
     return folder
 
 
-def state_of(model):
-    """All that an export may not change."""
-    flags = [parameter.requires_grad for parameter in model.parameters()]
-    return model.config.to_dict(), flags, [module.training for module in model.modules()], hooks(model)
-
-
 def field(path, name):
     """What a GGUF file says under a name."""
     from gguf import GGUFReader
@@ -131,12 +119,3 @@ def change(path, tensor=None, fields=()):
     for name, value in fields:
         inside.get_field(name).parts[-1][0] = value
     inside.data.flush()
-
-
-def refused(capsys, *arguments, lines=1):
-    capsys.readouterr()  # what came before
-    assert run(*arguments) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert len(told.err.splitlines()) == lines
-    return told.err

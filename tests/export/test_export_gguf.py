@@ -17,7 +17,6 @@ from export.cases import (
     injection_for,
     llama_cpp,
     longrope,
-    refused,
     relative,
     saved,
 )
@@ -197,39 +196,39 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
         LlamaCpp(tmp_path / "out.gguf", 8)
 
 
-def test_what_verify_lacks_is_told_before_the_file_is_written(tmp_path, capsys, monkeypatch):
+def test_what_verify_lacks_is_told_before_the_file_is_written(tmp_path, refused, monkeypatch):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     export = ("export", artefact, "--model", base, "--to", "gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setattr(Weights, "tensor", lambda *_: refuse("the disk is full"))
-    told = refused(capsys, *export, tmp_path / "out.gguf", lines=2)
+    told = refused(*export, tmp_path / "out.gguf", lines=2)
     assert told.startswith("`i2cl verify` of a GGUF file needs the package llama-cpp-python: pip install")
     assert "the disk is full" in told
-    assert "llama" not in refused(capsys, *export, tmp_path / "out.gguf", "--no-golden")
+    assert "llama" not in refused(*export, tmp_path / "out.gguf", "--no-golden")
 
 
 def refuse(why):
     raise I2CLError(why)
 
 
-def test_bad_input_is_one_line(tmp_path, capsys):
+def test_bad_input_is_one_line(tmp_path, refused):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     out, folder = tmp_path / "out.gguf", tmp_path / "folder.gguf"
     folder.mkdir()
     (tmp_path / "taken.gguf").write_text("mine", encoding="utf-8")
     export = ("export", artefact, "--model", base, "--no-golden")
     gguf_too = (*export, "--to", "gguf")
-    assert "end it with .gguf" in refused(capsys, *gguf_too, tmp_path / "out")
-    assert "is a folder" in refused(capsys, *gguf_too, folder)
-    assert "is there already" in refused(capsys, *gguf_too, tmp_path / "taken.gguf")
-    assert "cannot write to" in refused(capsys, *gguf_too, tmp_path / "taken.gguf" / "out.gguf")
-    assert "add --to gguf" in refused(capsys, *export, tmp_path / "out", "--dtype", "float16")
-    assert "add --to gguf" in refused(capsys, *export, tmp_path / "out", "--no-tokenizer")
-    assert "no GGUF file" in refused(capsys, "verify", out)
-    assert "is no GGUF file, or damaged" in refused(capsys, "verify", tmp_path / "taken.gguf")
+    assert "end it with .gguf" in refused(*gguf_too, tmp_path / "out")
+    assert "is a folder" in refused(*gguf_too, folder)
+    assert "is there already" in refused(*gguf_too, tmp_path / "taken.gguf")
+    assert "cannot write to" in refused(*gguf_too, tmp_path / "taken.gguf" / "out.gguf")
+    assert "add --to gguf" in refused(*export, tmp_path / "out", "--dtype", "float16")
+    assert "add --to gguf" in refused(*export, tmp_path / "out", "--no-tokenizer")
+    assert "no GGUF file" in refused("verify", out)
+    assert "is no GGUF file, or damaged" in refused("verify", tmp_path / "taken.gguf")
     assert run(*gguf_too, out) == 0
-    assert f"has no {GOLDEN}" in refused(capsys, "verify", out)
-    assert "leave --device out" in refused(capsys, "verify", out, "--device", "cuda")
+    assert f"has no {GOLDEN}" in refused("verify", out)
+    assert "leave --device out" in refused("verify", out, "--device", "cuda")
     assert not (tmp_path / "out").exists()
 
 
@@ -264,22 +263,20 @@ def test_long_rotary_scaling_holds_up_to_the_length_that_the_file_names(tmp_path
 
 
 @llama_cpp
-def test_an_export_holds(exported, capsys):
+def test_an_export_holds(exported, said):
     outcome = verify_gguf(exported)
     assert (outcome.passed, outcome.worst < 1e-5, outcome.retokenized) == (True, True, ())
-    assert run("verify", exported) == 0
-    assert "The export holds" in capsys.readouterr().out
+    assert "The export holds" in said("verify", exported)
 
 
-def test_a_server_is_asked_what_the_file_says(exported, capsys):
+def test_a_server_is_asked_what_the_file_says(exported, said):
     golden = Golden.from_export(exported)
     with serving(golden, shape=by_id) as (url, seen):
         assert run("verify", exported, "--url", url) == 0
     asked = [body["prompt"] for body in seen if "logit_bias" not in body]
     assert asked == [prompt.ids for prompt in golden.prompts]
     with serving(golden, values=lambda prompt: prompt.dropped["mlp"]) as (url, _):
-        assert run("verify", exported, "--url", url) == 1
-    assert "as if the biases of mlp were dropped" in capsys.readouterr().out
+        assert "as if the biases of mlp were dropped" in said("verify", exported, "--url", url, code=1)
 
 
 @llama_cpp
@@ -292,10 +289,9 @@ def test_lower_precision_holds_within_its_tolerance(dtype, tmp_path):
 
 @llama_cpp
 @pytest.mark.parametrize("name", ["blk.0.attn_output.bias", "blk.1.ffn_down.bias"])
-def test_a_zeroed_bias_is_found_and_named(exported, capsys, name):
+def test_a_zeroed_bias_is_found_and_named(exported, said, name):
     change(exported, name)
-    assert run("verify", exported) == 1
-    printed = capsys.readouterr().out
+    printed = said("verify", exported, code=1)
     assert "does not hold" in printed
     assert f"The bias {name} is dropped." in printed
 
@@ -308,6 +304,6 @@ def test_other_weights_are_told_apart_from_dropped_biases(exported):
 
 
 @llama_cpp
-def test_a_file_that_llama_cpp_refuses_is_named(exported, capsys):
+def test_a_file_that_llama_cpp_refuses_is_named(exported, refused):
     change(exported, fields=[("general.architecture", ord("x"))])
-    assert "llama.cpp does not load" in refused(capsys, "verify", exported)
+    assert "llama.cpp does not load" in refused("verify", exported)

@@ -22,8 +22,8 @@ from export.cases import (
     longrope,
     plain,
     relative,
-    state_of,
 )
+from fitting import left_as_found
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.errors import I2CLError
 from i2cl.export import export_hf, fold
@@ -127,17 +127,12 @@ def test_long_rotary_scaling_comes_along():
 @pytest.mark.parametrize("case", ["llama", "gemma", "gpt2", "phi3"])
 def test_the_users_model_is_left_as_found(case, tmp_path):
     decoder, injection = drawn(case)
-    model = decoder.model.train()
-    before, state = {name: tensor.clone() for name, tensor in model.state_dict().items()}, state_of(model)
-    made = fold(decoder, injection)
-    export_hf(decoder, injection, tmp_path / "out")
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.zero_()  # nothing is shared
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert state_of(model) == state
+    with left_as_found(decoder.model.train()):
+        made = fold(decoder, injection)
+        export_hf(decoder, injection, tmp_path / "out")
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.zero_()  # nothing is shared
     assert not made.training
 
 

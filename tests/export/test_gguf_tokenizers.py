@@ -6,7 +6,6 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast
 
-from commands import run
 from export.cases import CLOSE, TEXTS, change, field, injection_for, llama_cpp
 from i2cl.errors import I2CLError
 from i2cl.export import export_gguf, make_golden, verify_gguf
@@ -169,7 +168,7 @@ def test_tokenizers_that_cannot_be_carried_are_refused(make, reason):
 
 
 @llama_cpp
-def test_another_tokenization_is_told(tmp_path, capsys):
+def test_another_tokenization_is_told(tmp_path, said):
     decoder = decoder_with(pieces_of_sentencepiece())
     injection, path = injection_for(decoder), tmp_path / "out.gguf"
     export_gguf(decoder, injection, path, golden=lambda: make_golden(decoder, injection))
@@ -178,8 +177,7 @@ def test_another_tokenization_is_told(tmp_path, capsys):
     outcome = verify_gguf(path)
     assert outcome.worst < CLOSE  # the ids themselves are answered as before
     assert len(outcome.retokenized) == len(outcome.golden.prompts)
-    assert run("verify", path) == 1
-    assert "Its tokenizer encodes 2 of these prompts otherwise" in capsys.readouterr().out
+    assert "Its tokenizer encodes 2 of these prompts otherwise" in said("verify", path, code=1)
 
 
 @llama_cpp

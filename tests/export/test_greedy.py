@@ -18,8 +18,6 @@ from i2cl.export.greedy.texts import TEXTS
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Template
 
-pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
-
 NO_END = replace(SHARED, template=Template("{text} {label}"))
 """No token ends every prompt."""
 
@@ -114,16 +112,14 @@ def test_a_model_that_says_labels_is_left_alone(tmp_path, capsys, monkeypatch):
     assert told in capsys.readouterr().out
 
 
-def test_settings_that_change_what_is_said_are_found(tmp_path, capsys):
+def test_settings_that_change_what_is_said_are_found(tmp_path, said):
     decoder = speaking()
     made = exported(tmp_path / "out", decoder, injection_for(decoder))
     change_settings(tmp_path / "out", lambda _: {"suppress_tokens": made.label_ids})
-    assert run("verify", tmp_path / "out", "--device", "cpu") == 1
-    printed = capsys.readouterr().out
+    printed = said("verify", tmp_path / "out", "--device", "cpu", code=1)
     for part in ("answers 0 of 2 prompts", "decode at temperature 0 without penalties", "does not hold"):
         assert part in printed
-    assert run("verify", tmp_path / "out", "--device", "cpu", "--json") == 1
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(said("verify", tmp_path / "out", "--device", "cpu", "--json", code=1))
     assert told["greedy"] == {"right": 0, "of": 2}
     assert told["worst"] < told["tolerance"]
     assert {row["greedy"] for row in told["prompts"]} == {"no label"}

@@ -45,7 +45,6 @@ def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films,
     assert not any("lora" in key or "ia3" in key for key, _ in decoder.model.named_parameters())
 
 
-@pytest.mark.filterwarnings("ignore:labels share their first token")
 @pytest.mark.parametrize("words", [WORDS, ("positive", "poor", "negative")], ids=["first", "whole"])
 @pytest.mark.parametrize("name", NAMES)
 def test_adapters_learn_among_the_labels(name, words, demonstrations, monkeypatch):

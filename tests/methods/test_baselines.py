@@ -120,7 +120,6 @@ def test_task_vector_replaces_one_state(model_type, films, demonstrations):
     assert (predictor.cost.cached_values, predictor.cost.held_out) == (decoder.d_model, 33)
 
 
-@pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 @pytest.mark.parametrize("scoring", ["first_token", "full"])
 @pytest.mark.parametrize("model_type", [*FAMILIES, "mistral"])
 def test_task_vector_tries_each_layer_as_if_by_itself(model_type, scoring, films):

@@ -13,8 +13,6 @@ from i2cl.methods import make_methods
 from i2cl.methods.calibrated.folds import FOLDS, fold_rows, fold_scores, injected, require_folds, unmeasurable
 from i2cl.tasks import Template
 
-pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
-
 
 def rows(*labels):
     return tuple(Example(f"text {at}", label) for at, label in enumerate(labels))

@@ -1,6 +1,7 @@
 """Every method against a short direct computation, and what all of them promise."""
 
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -9,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from compressed import with_compressor
-from fitting import FAMILIES, SHOWN, WORDS, fit, hooks, injected, made
+from fitting import FAMILIES, SHOWN, WORDS, fit, injected, left_as_found, log_probability, made
+from fitting import ids as token_ids
 from i2cl import (
     CalibrationConfig,
     Decoder,
@@ -32,20 +34,15 @@ KEY_VALUE_WIDTH = {"llama": 16, "qwen2": 16, "gpt2": 32, "gptj": 32, "gpt_neox":
 LAYERS, WIDTH = 2, 32
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm", "not bad"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-FULL = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 
 def plain(decoder, task, prompts, *, full=False):
     """Log-probability of each label after each prompt, one forward pass of the bare model each."""
-
-    def ids(text):
-        return decoder.tokenizer(text)["input_ids"]
+    ids = partial(token_ids, decoder)
 
     def one(prompt, word):
         start, whole = len(ids(prompt)), ids(prompt + task.template.continuation(word))
-        logits = decoder.model(torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
-        end = len(whole) if full else start + 1
-        return sum(logits[place - 1, whole[place]] for place in range(start, end))
+        return log_probability(decoder, whole[:start], whole[start : None if full else start + 1])
 
     with torch.no_grad():
         return torch.tensor([[one(prompt, word) for word in task.labels] for prompt in prompts])
@@ -84,7 +81,6 @@ def test_few_shot_is_the_bare_model_on_the_whole_prompt_cached_or_not(model_type
     assert (cached.cost.trained, uncached.cost.cached_values) == (0, 0)
 
 
-@FULL
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "few_shot_uncached"])
 def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
     task = Task("films", ("poorest", "poorer"), Template("Review: {text}\nSentiment:{label}"))
@@ -178,7 +174,6 @@ def test_noise_is_calibrated_like_i2cl_on_another_vector(films, demonstrations, 
     assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
 
 
-@FULL
 @pytest.mark.parametrize("name", ["i2cl", "noise", "i2cl_unseen", "i2cl_corrupted", "i2cl+batch_calibration"])
 def test_seeds_fitted_together_are_those_fitted_alone(name, decoder, rows):
     (method,) = make_methods([name], {"epochs": 3})
@@ -270,15 +265,8 @@ def test_every_method_leaves_the_model_as_found(name, decoder, rows, contract):
     model.train()
     model.model.layers[0].eval()
     model.lm_head.weight.requires_grad_(False)
-    modules = {name: module.training for name, module in model.named_modules()}
-    wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    contract(name, decoder, rows).scores(TEXTS)
-    assert hooks(model) == 0
-    assert {name: module.training for name, module in model.named_modules()} == modules
-    assert {name: value.requires_grad for name, value in model.named_parameters()} == wanted
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    with left_as_found(model):
+        contract(name, decoder, rows).scores(TEXTS)
 
 
 def test_as_many_demonstrations_are_shown_as_fit(films, demonstrations):

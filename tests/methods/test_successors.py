@@ -10,8 +10,6 @@ from i2cl import Decoder, I2CLError, load_task
 
 WHOLE = ("positive", "poor", "negative")
 
-pytestmark = pytest.mark.filterwarnings("ignore:labels share their first token")
-
 
 def last_state(decoder, text):
     """What the LM head reads at the last token."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fitting import log_probability
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, InjectionPool, Task, Template
 from i2cl.core.calibration import calibrate, calibrate_many
 from i2cl.core.context import extract
@@ -36,14 +37,9 @@ def ids(length, start=1):
 
 def by_hand(decoder, row, labels):
     """Scores from plain rows, one for each label, without anything cached."""
-    found = []
-    for label in labels.ids:
-        wanted = label if labels.full else label[:1]
-        with torch.no_grad():
-            logits = decoder.model(torch.tensor([row + wanted[:-1]]), use_cache=False).logits[0]
-        places = logits.log_softmax(-1)[len(row) - 1 :]
-        found.append(sum(places[step, token] for step, token in enumerate(wanted)))
-    return torch.stack(found)
+    wanted = [label if labels.full else label[:1] for label in labels.ids]
+    with torch.no_grad():
+        return torch.stack([log_probability(decoder, row, label) for label in wanted])
 
 
 @pytest.mark.parametrize("full", [False, True])

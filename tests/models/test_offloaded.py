@@ -84,24 +84,6 @@ def test_a_model_without_values_is_refused():
         Decoder(empty, tiny_tokenizer())
 
 
-@needs_accelerate
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ('{"": ', "is no JSON"),
-        ('["cpu"]', "is no map"),
-        ('{"": "abacus"}', "cannot use device 'abacus'"),
-        ('{"model.layers.0": "disk"}', "does not give any device"),
-    ],
-)
-def test_a_wrong_device_map_is_one_line(checkpoint, typed, message, capsys, tmp_path):
-    assert run("fit", checkpoint, "mood-colour-1", "-o", tmp_path / "out", "--device-map", typed) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert (error.count("\n"), len(error) < 700) == (1, True)
-    assert not (tmp_path / "out").exists()
-
-
 @needs_bitsandbytes
 def test_the_command_line_quantizes_and_offloads(checkpoint, tmp_path, capsys):
     rows, out, texts = (tmp_path / name for name in ("films.csv", "films", "texts"))

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from fitting import decoder_of, encode, made
+from fitting import decoder_of, encode, log_probability, made, random_edit
 from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
@@ -29,9 +29,7 @@ def direct(decoder, text, label, *, full, before=""):
     whole = encode(before + TEMPLATE.query(text) + TEMPLATE.continuation(label))
     assert whole[: len(prompt)] == prompt
     with torch.no_grad():
-        logits = decoder.model(torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
-    places = range(len(prompt), len(whole) if full else len(prompt) + 1)
-    return sum(logits[place - 1, whole[place]] for place in places)
+        return log_probability(decoder, prompt, whole[len(prompt) : None if full else len(prompt) + 1])
 
 
 @cache
@@ -107,8 +105,7 @@ def counting(case, budget=64):
 
 def drawn_edit(decoder, *pair, **options):
     """Random vectors with one pair of coefficients."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
+    values, _ = random_edit(decoder)
     return LinearEdit(values, torch.tensor(pair).expand(decoder.layers, 2, 2), **options)
 
 

@@ -9,11 +9,12 @@ import torch
 from huggingface_hub import ModelCard, constants
 
 from commands import jsonl, run
+from fitting import random_injection
 from i2cl import anchor
 from i2cl.core import artefact
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.artefact import TENSORS
-from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.context import ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
@@ -31,13 +32,9 @@ def decoder_named(name="somebody/tiny-llama"):
 
 
 def made(decoder=None, task=TASK, **fields):
-    decoder = decoder or decoder_named()
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
-    coefficients = torch.randn(decoder.layers, 2, 2, generator=generator)
-    context = ContextVector(values, ExtractConfig(separator=False), demonstrations=10)
     fields = {"settings": {"epochs": 3}, "history": (1.5, 0.25), "seed": 3} | fields
-    return Injection(context, coefficients, task, decoder.base, **fields)
+    given = {"extraction": ExtractConfig(separator=False), "shown": 10, "fields": fields}
+    return random_injection(decoder or decoder_named(), task, factor=1.0, around=(0.0, 0.0), **given)
 
 
 def card_of(folder):
@@ -136,7 +133,7 @@ def test_a_readme_of_the_users_own_is_not_replaced(tmp_path):
     assert '"seed": 4' in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
 
 
-def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, capsys):
+def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, said):
     monkeypatch.chdir(tmp_path)
     rows = [{"line": f"film {number}", "label": ("good", "bad")[number % 2]} for number in range(8)]
     films = jsonl(tmp_path / "films.jsonl", rows)
@@ -151,8 +148,7 @@ def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, 
         4,
     ]
     options += ["--test", films, "--recipe", "fast", "--set", "passes=2", "--set", "noise=0"]
-    assert run("fit", "reference", films, "-o", "one", *options, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["n"] == 4
+    assert json.loads(said("fit", "reference", films, "-o", "one", *options, "--json"))["metrics"]["n"] == 4
     first = Injection.from_pretrained("one")
     words = shlex.split(first.command)
     assert words[:4] == ["i2cl", "fit", "reference", "films.jsonl"]
@@ -193,7 +189,7 @@ def test_a_cached_repository_is_read_offline(cached):
         assert Injection.from_pretrained("somebody/films", revision=revision).seed == seed
 
 
-def test_what_is_not_cached_is_told(cached, capsys):
+def test_what_is_not_cached_is_told(cached, refused):
     for name, revision in (("somebody/films", "v2"), ("nobody/films", None), ("not a name!", None)):
         with pytest.raises(I2CLError, match="no such folder, and the hub says") as told:
             Injection.from_pretrained(name, revision=revision)
@@ -203,8 +199,7 @@ def test_what_is_not_cached_is_told(cached, capsys):
     (cached / "models--somebody--films" / "snapshots" / ("a" * 40) / TENSORS).unlink()
     with pytest.raises(I2CLError, match=r"damaged or missing|the hub says"):
         Injection.from_pretrained("somebody/films")
-    assert run("predict", "nobody/films", "texts.txt") == 2
-    assert "no injection at 'nobody/films'" in capsys.readouterr().err
+    assert "no injection at 'nobody/films'" in refused("predict", "nobody/films", "texts.txt")
 
 
 @pytest.mark.parametrize("metrics", [{"accuracy": None}, {"note": "good"}])
