@@ -3,10 +3,12 @@
 from contextlib import ExitStack, contextmanager
 from functools import cache
 
+import pytest
 import torch
 
 from i2cl import Decoder, Example, Injection, Task, Template, calibrate, extract
 from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.errors import I2CLError
 from i2cl.methods import make_methods
 from tiny import CASES, tiny_model, tiny_tokenizer
 
@@ -137,6 +139,14 @@ def log_probability(decoder, query, label):
     row = torch.tensor([[*query, *label[:-1]]])
     logits = decoder.model(row, use_cache=False).logits[0, len(query) - 1 :].log_softmax(-1)
     return sum(logits[step, token] for step, token in enumerate(label))
+
+
+def one_line(told, work, /, *given, **options):
+    """The one line of an `I2CLError` that a call raises, with this pattern in it."""
+    with pytest.raises(I2CLError, match=told) as raised:
+        work(*given, **options)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import string
 import pytest
 import torch
 
-from fitting import made
+from fitting import made, one_line
 from i2cl import Example, I2CLError, Task, Template
 from i2cl.core import anchored
 from i2cl.core import problem as module
@@ -302,8 +302,7 @@ def test_a_model_that_overflows_by_itself_and_a_fit_without_a_step_are_told(monk
     decoder = made("llama")
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(I2CLError, match="not finite: load the model in float32"):
-        anchor(decoder, task(), SHOWN)
+    one_line("not finite: load the model in float32", anchor, decoder, task(), SHOWN)
     monkeypatch.setattr(anchored, "stepped", lambda *_, **__: None)
     with pytest.warns(UserWarning, match="this is the plain model: lower the reach"):
         injection = anchor(made("llama"), task(), SHOWN)
@@ -317,8 +316,7 @@ def test_a_wide_prior_takes_damped_steps(reach):
 
 
 def test_more_examples_than_a_kernel_holds_are_refused():
-    with pytest.raises(I2CLError, match=r"4800 examples are more than the 4096 .*--shots"):
-        anchor(made("llama"), task(), SHOWN * 1200)
+    one_line(r"4800 examples are more than the 4096 .*--shots", anchor, made("llama"), task(), SHOWN * 1200)
     with pytest.raises(I2CLError, match=r"2000 examples times 3 labels are more whole sequences than"):
         anchor(made("llama"), task(), SHOWN * 500, scoring="full")
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import listed
-from fitting import random_injection
+from fitting import one_line, random_injection
 from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TEMPERED_VERSION, TENSORS
 from i2cl.core.context import ExtractConfig
 from i2cl.core.edits import LinearEdit
@@ -89,8 +89,7 @@ def test_predictions_are_label_words_and_whole_sequences_are_scored_on_demand():
 @pytest.mark.parametrize("ask", ["scores", "predict"])
 def test_another_model_of_the_same_sizes_answers_if_forced(ask):
     other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
-    with pytest.raises(I2CLError, match=r"made on 'tiny-llama', not 'other' \(weights .*--force"):
-        getattr(made(), ask)(other, TEXTS)
+    one_line(r"made on 'tiny-llama', not 'other' \(weights .*--force", getattr(made(), ask), other, TEXTS)
     assert len(getattr(made(), ask)(other, TEXTS, force=True)) == len(TEXTS)
 
 
@@ -115,8 +114,7 @@ def test_its_own_model_is_accepted_and_another_configuration_or_tokenizer_named(
     made().require_base(decoder_of("llama"))
     made().require_base(Decoder(tiny_model("llama", dtype=torch.bfloat16), tiny_tokenizer(), name="copy"))
     other = Decoder(tiny_model("llama", rms_norm_eps=1e-5), tiny_tokenizer())
-    with pytest.raises(I2CLError, match=r"\(config.rms_norm_eps 1e-06 and not 1e-05\): .*--force"):
-        made().require_base(other)
+    one_line(r"\(config.rms_norm_eps 1e-06 and not 1e-05\): .*--force", made().require_base, other)
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<new>"])
     with pytest.raises(I2CLError, match=r"\(tokenizer '\w+' and not '\w+'\)"):
@@ -129,9 +127,8 @@ def test_its_own_model_is_accepted_and_another_configuration_or_tokenizer_named(
     [("gemma2", {}, "layers 2 and not 3"), ("llama", {"hidden_size": 64}, "d_model 32 and not 64")],
 )
 def test_other_sizes_cannot_be_forced(case, overrides, named, force):
-    with pytest.raises(I2CLError, match=named) as caught:
-        made().require_base(decoder_of(case, **overrides), force=force)
-    assert "--force" not in str(caught.value)
+    caught = one_line(named, made().require_base, decoder_of(case, **overrides), force=force)
+    assert "--force" not in caught
 
 
 # Saved and loaded
@@ -233,18 +230,15 @@ def test_views_are_saved_whole(tmp_path):
 )
 def test_tensors_that_are_truncated_or_missing(saved, spoil):
     spoil(saved / TENSORS)
-    with pytest.raises(I2CLError, match=r"injection.safetensors is damaged or missing"):
-        Injection.from_pretrained(saved)
+    one_line(r"injection.safetensors is damaged or missing", Injection.from_pretrained, saved)
     save_file({"context_vector": torch.zeros(2, 2, 32)}, saved / TENSORS)
-    with pytest.raises(I2CLError, match=r"damaged or missing \('coefficients'\)"):
-        Injection.from_pretrained(saved)
+    one_line(r"damaged or missing \('coefficients'\)", Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"format_version": 1}'])
 def test_a_malformed_description(saved, content):
     (saved / DESCRIPTION).write_bytes(content)
-    with pytest.raises(I2CLError, match=r"injection.json cannot be read"):
-        Injection.from_pretrained(saved)
+    one_line(r"injection.json cannot be read", Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize(
@@ -270,8 +264,7 @@ def test_a_malformed_description(saved, content):
 )
 def test_a_wrong_field_is_named(saved, changes, named):
     describe(saved, **changes)
-    with pytest.raises(I2CLError, match=named):
-        Injection.from_pretrained(saved)
+    one_line(named, Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize("changes", [{"layers": 3}, {"d_model": 16}, {}])
@@ -279,8 +272,7 @@ def test_shapes_that_do_not_match_the_description(saved, changes):
     described_so = {"base_model": described(saved)["base_model"] | changes}
     describe(saved, **(described_so if changes else {"extraction": {"writers": "hidden"}}))
     told = "" if changes else r"2, 1, 32\) and \(2, 1, 2\) are described"
-    with pytest.raises(I2CLError, match=r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), \(" + told):
-        Injection.from_pretrained(saved)
+    one_line(r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), \(" + told, Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize("name", ["context_vector", "coefficients"])
@@ -288,8 +280,7 @@ def test_shapes_that_do_not_match_the_description(saved, changes):
 def test_tensors_that_are_no_finite_numbers_are_named(saved, name, change):
     tensors = load_file(saved / TENSORS)
     save_file(tensors | {name: change(tensors[name])}, saved / TENSORS)
-    with pytest.raises(I2CLError, match=rf"no finite numbers as {name}.*fit it again"):
-        Injection.from_pretrained(saved)
+    one_line(rf"no finite numbers as {name}.*fit it again", Injection.from_pretrained, saved)
 
 
 # The hub
@@ -313,7 +304,5 @@ def test_a_name_that_is_no_folder_is_downloaded(saved, monkeypatch):
 def test_a_repository_or_a_path_without_an_injection(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("i2cl.storage.hub.snapshot_download", lambda *_, **__: str(tmp_path))
-        with pytest.raises(I2CLError, match="'somebody/films' is no injection"):
-            Injection.from_pretrained("somebody/films")
-    with pytest.raises(I2CLError, match="no such folder"):
-        Injection.from_pretrained(Path("/no/such/folder/anywhere"))
+        one_line("'somebody/films' is no injection", Injection.from_pretrained, "somebody/films")
+    one_line("no such folder", Injection.from_pretrained, Path("/no/such/folder/anywhere"))

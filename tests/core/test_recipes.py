@@ -6,10 +6,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fitting import decoder_of
+from fitting import decoder_of, one_line
 from i2cl.core.calibration import calibrate
 from i2cl.core.recipe import RELEASED, CalibrationConfig
-from i2cl.errors import I2CLError
 
 from .test_calibration import FAMILIES, SHOTS, TASK, context_of, fit
 
@@ -66,8 +65,7 @@ def test_recipes_by_name_are_the_paper_but_for_what_they_name():
     assert CalibrationConfig.recipe("released", epochs=3, warmup=0.1).warmup == 0.1
     assert (released.rounds, CalibrationConfig.recipe("fast", passes=3).rounds) == (100, 3)
     assert CalibrationConfig(layers=" 0, 3 ").layers == (0, 3)
-    with pytest.raises(I2CLError, match="choose one of paper, released, fast"):
-        CalibrationConfig.recipe("quick")
+    one_line("choose one of paper, released, fast", CalibrationConfig.recipe, "quick")
 
 
 def recipe_fit(case="llama", decoder=None, progress=None, **changes):
@@ -99,8 +97,7 @@ def test_the_best_point_is_kept():
 
 
 def test_the_fast_recipe_takes_no_batches():
-    with pytest.raises(I2CLError, match="leave batches out"):
-        fit(batches=[[0]], optimizer="lbfgs")
+    one_line("leave batches out", fit, batches=[[0]], optimizer="lbfgs")
 
 
 def test_progress_of_the_fast_recipe():

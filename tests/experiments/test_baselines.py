@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fitting import injected
-from i2cl import CalibrationConfig, Example, I2CLError, Injection
+from fitting import injected, one_line
+from i2cl import CalibrationConfig, Example, Injection
 from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evaluation import evaluate
 from i2cl.experiments.evidence.baselines import BASELINES, labelled_rows, with_folds, with_worth
@@ -38,8 +38,7 @@ def test_rows_are_test_rows_where_there_are_some(task):
     for limit, rows in ((160, task.test), (7, task.queries(7)), (0, ())):
         assert labelled_rows(task, shown, limit) == rows
     assert labelled_rows(replace(task, test=(*task.test, shown[0])), shown, 160) == task.test
-    with pytest.raises(I2CLError, match="-1 queries"):
-        labelled_rows(task, shown, -1)
+    one_line("-1 queries", labelled_rows, task, shown, -1)
 
 
 def test_rows_are_else_training_rows_of_other_texts(task):
@@ -106,8 +105,7 @@ def test_few_shot_that_does_not_fit_and_batch_calibration_of_a_single_row_are_to
     assert "by itself" in told["not_run"]["zero_shot+batch_calibration"]
     assert ("on 1 row" in told["verdict"], "1 rows" in told["verdict"]) == (True, False)
     shown, injection = fitted(decoder, task)
-    with pytest.raises(I2CLError, match="no queries"):
-        with_worth(injection, decoder, task, shown, (), seconds=0.0)
+    one_line("no queries", with_worth, injection, decoder, task, shown, (), seconds=0.0)
 
 
 def test_few_shot_that_exceeds_the_memory_is_told_and_other_errors_are_not_hidden(decoder, task, monkeypatch):
@@ -204,8 +202,7 @@ def test_the_temperature_is_chosen_on_the_rows_and_changes_no_answer(decoder, ta
 
 
 def test_a_threshold_is_found_where_an_accuracy_is_asked_for(decoder, task):
-    with pytest.raises(I2CLError, match="22 labelled rows beside the examples or more"):
-        measured(decoder, task, limit=10, target=0.9)
+    one_line("22 labelled rows beside the examples or more", measured, decoder, task, limit=10, target=0.9)
     rows = tuple(replace(row, text=f"{row.text} {at}") for at in range(8) for row in task.test)
     told = measured(decoder, replace(task, test=rows), target=0.5).worth["selection"]
     assert told["target"] == 0.5

@@ -6,7 +6,7 @@ from importlib import resources
 
 import pytest
 
-from i2cl import I2CLError
+from fitting import one_line
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale, Wording, spread
 from i2cl.experiments.library import BROUGHT, ORDER, load_experiment
 from i2cl.experiments.report.printed import printed_tables
@@ -117,10 +117,8 @@ def test_a_users_file_and_unknown_names(tmp_path):
     file.write_text('title = "T"\nmeasures = "M"\ntasks = ["x.csv"]\nrows = [{ name = "I2CL" }]\n')
     found = load_experiment(file)
     assert (found.name, found.tasks, found.rows[0].method) == ("mine", ("x.csv",), "i2cl")
-    with pytest.raises(I2CLError, match="did you mean 'main'"):
-        load_experiment("mian")
-    with pytest.raises(I2CLError, match="no file"):
-        load_experiment(tmp_path / "none.toml")
+    one_line("did you mean 'main'", load_experiment, "mian")
+    one_line("no file", load_experiment, tmp_path / "none.toml")
 
 
 TITLED = 'title = "T"\nmeasures = "M"\n'
@@ -150,8 +148,7 @@ TITLED = 'title = "T"\nmeasures = "M"\n'
 def test_wrong_files_are_refused_in_one_line(tmp_path, content, message):
     file = tmp_path / "mine.toml"
     file.write_text(content)
-    with pytest.raises(I2CLError, match=message):
-        load_experiment(file)
+    one_line(message, load_experiment, file)
 
 
 def test_without_a_row_i2cl_the_first_is_what_others_are_tested_against():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fitting import one_line
 from i2cl import I2CLError
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record, Scores
@@ -97,8 +98,7 @@ def test_a_torn_last_line_is_cut_off_and_another_one_named(tmp_path, left):
     assert kept(tmp_path) == [record(0), record(2)]
     assert all(json.loads(line) for line in file.read_text().splitlines())
     file.write_bytes(lines[0][:30] + b"\n" + lines[1])
-    with pytest.raises(I2CLError, match=r"line 1 of the store .* remove that line"):
-        Store.open(tmp_path)
+    one_line(r"line 1 of the store .* remove that line", Store.open, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,7 @@ def test_a_line_that_contradicts_itself_is_named(tmp_path, changes, named):
     told = record(1).model_dump(mode="json") | changes
     with (tmp_path / "cells.jsonl").open("a") as handle:
         handle.write(json.dumps(told) + "\n")
-    with pytest.raises(I2CLError, match=rf"line 2 of the store .*{named}.* remove that line"):
-        Store.open(tmp_path)
+    one_line(rf"line 2 of the store .*{named}.* remove that line", Store.open, tmp_path)
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 40, None], ids=["empty", "noise", "a link to nothing"])
@@ -133,8 +132,7 @@ def test_damaged_vectors_are_named(tmp_path, damage):
     path = tmp_path / "vectors" / f"{record(0).key}.safetensors"
     path.unlink()
     path.symlink_to("none") if damage is None else path.write_bytes(damage)
-    with pytest.raises(I2CLError, match=rf"{record(0).key}.safetensors' is damaged .* remove it"):
-        Store.open(tmp_path).vectors()
+    one_line(rf"{record(0).key}.safetensors' is damaged .* remove it", Store.open(tmp_path).vectors)
 
 
 def test_a_damaged_packed_store_is_named(tmp_path):
@@ -142,8 +140,7 @@ def test_a_damaged_packed_store_is_named(tmp_path):
     Store.open(tmp_path / "s").pack(tmp_path / "packed")
     path = tmp_path / "packed" / "cells.jsonl.gz"
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(I2CLError, match=r"cells.jsonl.gz' is damaged .* copy it"):
-        Store.open(tmp_path / "packed")
+    one_line(r"cells.jsonl.gz' is damaged .* copy it", Store.open, tmp_path / "packed")
 
 
 def test_one_process_writes_at_a_time_and_reading_needs_no_lock(tmp_path):
@@ -157,11 +154,9 @@ def test_one_process_writes_at_a_time_and_reading_needs_no_lock(tmp_path):
 
 
 def test_no_store_and_no_folder(tmp_path):
-    with pytest.raises(I2CLError, match="i2cl experiment run"):
-        Store.open(tmp_path / "none")
+    one_line("i2cl experiment run", Store.open, tmp_path / "none")
     (tmp_path / "file").write_text("")
-    with pytest.raises(I2CLError, match="choose another --store"):
-        write(tmp_path / "file", record(0))
+    one_line("choose another --store", write, tmp_path / "file", record(0))
 
 
 def test_packing_keeps_everything(tmp_path):
@@ -172,8 +167,7 @@ def test_packing_keeps_everything(tmp_path):
     Store.open(source).pack(packed)
     again = Store.open(packed)
     assert again.records == Store.open(source).records
-    with pytest.raises(I2CLError, match="is packed"):
-        write(packed, record(2))
+    one_line("is packed", write, packed, record(2))
     again.unpack(tmp_path / "unpacked")
     write(tmp_path / "unpacked", record(2))
     unpacked = Store.open(tmp_path / "unpacked")

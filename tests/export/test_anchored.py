@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from commands import run
 from export.cases import TASK
+from fitting import one_line
 from i2cl import Decoder, Example, I2CLError, anchor
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.export import export_gguf, export_hf, export_peft, fold, golden, make_golden, verify
@@ -75,8 +76,7 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
     kept = json.loads(config.read_text())
     for left in (None, [[[7], 1.0]], [[[ids[0]], 0.1], [[ids[1]], 0.0]]):
         config.write_text(json.dumps(kept | {"sequence_bias": left}))
-        with pytest.raises(I2CLError, match="lacks the label prior"):
-            verify(tmp_path / "out")
+        one_line("lacks the label prior", verify, tmp_path / "out")
 
 
 @pytest.mark.parametrize("form", [list, dict])
@@ -120,12 +120,9 @@ def test_golden_values_of_another_prior_are_refused(anchored, biased, decoder, f
 
 def test_what_cannot_hold_a_label_prior_says_what_to_send(biased, decoder, folder, tmp_path, capsys):
     for export in (export_peft, export_gguf):
-        with pytest.raises(I2CLError, match="leave it out with --drop-prior"):
-            export(decoder, biased, tmp_path / "out")
-    with pytest.raises(I2CLError, match="leave it out with --drop-prior"):
-        fold(decoder, biased)
-    with pytest.raises(I2CLError, match="tokens that the golden values name"):
-        export_hf(decoder, biased, tmp_path / "out")
+        one_line("leave it out with --drop-prior", export, decoder, biased, tmp_path / "out")
+    one_line("leave it out with --drop-prior", fold, decoder, biased)
+    one_line("tokens that the golden values name", export_hf, decoder, biased, tmp_path / "out")
     whole = replace(biased, scoring="full")
     with pytest.raises(I2CLError, match="scored as whole sequences"):
         export_hf(decoder, whole, tmp_path / "out", golden=lambda: make_golden(decoder, whole))

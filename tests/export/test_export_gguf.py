@@ -21,6 +21,7 @@ from export.cases import (
     saved,
 )
 from export.test_export_server import by_id, serving
+from fitting import one_line
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_gguf, fold, make_golden, verify_gguf
@@ -168,9 +169,8 @@ def test_memory_stays_near_one_tensor(tmp_path):
 def test_what_is_no_llama_is_refused(case, tmp_path):
     decoder = decoder_of(case)
     reason = "has the activation 'gelu" if case == "gemma" else "only a 'llama' is written as GGUF"
-    with pytest.raises(I2CLError, match=reason) as told:
-        export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
-    assert str(told.value).endswith("export it with --to hf")
+    told = one_line(reason, export_gguf, decoder, injection_for(decoder), tmp_path / "out.gguf")
+    assert told.endswith("export it with --to hf")
     assert listed(tmp_path) == []
 
 
@@ -192,8 +192,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     with pytest.raises(I2CLError, match=r"needs the package gguf: pip install 'i2cl\[gguf\]'"):
         export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(I2CLError, match="needs the package llama-cpp-python"):
-        LlamaCpp(tmp_path / "out.gguf", 8)
+    one_line("needs the package llama-cpp-python", LlamaCpp, tmp_path / "out.gguf", 8)
 
 
 def test_what_verify_lacks_is_told_before_the_file_is_written(tmp_path, refused, monkeypatch):

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from commands import run
+from fitting import one_line
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, ask_server
 
@@ -169,10 +170,8 @@ def test_servers_that_cannot_be_asked(golden, arguments, message):
 
 
 def test_no_server(golden):
-    with pytest.raises(I2CLError, match="cannot reach"):
-        ask_server(golden, "http://127.0.0.1:9")
-    with pytest.raises(I2CLError, match="no address"):
-        ask_server(golden, "file:///etc/hosts")
+    one_line("cannot reach", ask_server, golden, "http://127.0.0.1:9")
+    one_line("no address", ask_server, golden, "file:///etc/hosts")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from fitting import injected
-from i2cl import CalibrationConfig, I2CLError, Injection, with_label_prior
+from fitting import injected, one_line
+from i2cl import CalibrationConfig, Injection, with_label_prior
 from i2cl.injections.label_prior import FewTextsWarning, without_label_prior
 from i2cl.methods.base import Cost
 from i2cl.methods.calibrated.label_calibration import LabelPrior
@@ -71,8 +71,7 @@ def test_few_texts_are_warned_of_and_none_are_refused(injection, decoder):
         found = with_label_prior(injection, decoder, UNLABELLED[:31])
     assert all(map(math.isfinite, found.label_bias))
     with_label_prior(injection, decoder, UNLABELLED[:32])
-    with pytest.raises(I2CLError, match="no texts were given"):
-        with_label_prior(injection, decoder, [])
+    one_line("no texts were given", with_label_prior, injection, decoder, [])
 
 
 @pytest.mark.parametrize(
@@ -84,11 +83,9 @@ def test_few_texts_are_warned_of_and_none_are_refused(injection, decoder):
     ],
 )
 def test_a_prior_that_is_none_is_refused(injection, decoder, prior, named):
-    with pytest.raises(I2CLError, match=named):
-        with_label_prior(injection, decoder, UNLABELLED, prior)
+    one_line(named, with_label_prior, injection, decoder, UNLABELLED, prior)
 
 
 @pytest.mark.parametrize("bias", [(0.5,), (0.1, 0.2, 0.3), (math.nan, 0.0), (0.0, math.inf)])
 def test_a_bias_that_does_not_fit_the_labels_is_refused(injection, bias):
-    with pytest.raises(I2CLError, match=r"label_bias .* 2 labels"):
-        replace(injection, label_bias=bias)
+    one_line(r"label_bias .* 2 labels", replace, injection, label_bias=bias)

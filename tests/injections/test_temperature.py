@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import injected
-from i2cl import CalibrationConfig, I2CLError, with_label_prior, with_temperature
+from fitting import injected, one_line
+from i2cl import CalibrationConfig, with_label_prior, with_temperature
 from i2cl.core.injection import TEMPERATURES
 from i2cl.models.scoring import among
 
@@ -72,5 +72,4 @@ def test_a_label_prior_takes_it_away(injection, decoder):
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, 1e-4, 1e4])
 def test_a_temperature_that_is_none_is_refused(injection, bad):
-    with pytest.raises(I2CLError, match=r"^temperature .* is no number from 0.001 to 1000: give one$"):
-        with_temperature(injection, bad)
+    one_line(r"^temperature .* is no number from 0.001 to 1000: give one$", with_temperature, injection, bad)

@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 
 from export.cases import TASK as FILMS
 from export.cases import decoder_of, injection_for, stored
-from fitting import injected, left_as_found
+from fitting import injected, left_as_found, one_line
 from i2cl import CalibrationConfig, Decoder, I2CLError, load_task, with_temperature
 from i2cl.export import export_hf, fold
 from i2cl.interfaces.harness import I2CLHarness, main
@@ -159,14 +159,12 @@ def test_pickle_weights_are_refused(tmp_path):
 def test_bad_input():
     decoder = decoder_of("llama")
     injection = injection_for(decoder)
-    with pytest.raises(I2CLError, match="neither a model nor an injection"):
-        I2CLHarness()
+    one_line("neither a model nor an injection", I2CLHarness)
     with pytest.raises(I2CLError, match="positions='last': fit one at all positions"):
         I2CLHarness(replace(injection, positions="last"), decoder)
     other = decoder_of("llama", rms_norm_eps=1e-3)
     other.model.lm_head.weight.data.add_(1)
-    with pytest.raises(I2CLError, match=r"made on .* \(weights"):
-        I2CLHarness(injection, other)
+    one_line(r"made on .* \(weights", I2CLHarness, injection, other)
     I2CLHarness(injection, other, force=True)
 
 

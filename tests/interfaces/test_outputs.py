@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from commands import listed
+from fitting import one_line
 from i2cl import I2CLError
 from i2cl.interfaces.batch_prediction.outputs import require_other, source_state, written
 from i2cl.interfaces.batch_prediction.tables import Table, output_format
@@ -125,12 +126,10 @@ def test_what_is_read_is_not_written_over(tmp_path, monkeypatch):
     (tmp_path / "hard").hardlink_to(texts)
     monkeypatch.chdir(tmp_path)
     for output in (texts, *map(Path, ("texts.txt", "link", "hard", f"../{tmp_path.name}/texts.txt"))):
-        with pytest.raises(I2CLError, match=r"is what is read: choose another output"):
-            require_other(output, str(texts))
+        one_line(r"is what is read: choose another output", require_other, output, str(texts))
     with texts.open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        with pytest.raises(I2CLError, match="is what is read"):
-            require_other(Path("link"), "-")
+        one_line("is what is read", require_other, Path("link"), "-")
         require_other(other, "-")
     for output, source in ((None, "texts.txt"), (other, "texts.txt"), (Path("new"), "none"), (other, "-")):
         require_other(output, source)
@@ -233,8 +232,7 @@ def test_the_format_is_that_of_the_ending_unless_one_is_named(tmp_path, name, na
     ],
 )
 def test_formats_that_contradict_each_other(tmp_path, name, named, as_json, said):
-    with pytest.raises(I2CLError, match=said):
-        output_format(name and tmp_path / name, named, as_json=as_json)
+    one_line(said, output_format, name and tmp_path / name, named, as_json=as_json)
 
 
 def test_a_file_that_is_made_at_the_end_is_whole_or_not_there(tmp_path):

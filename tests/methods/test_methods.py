@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from compressed import with_compressor
-from fitting import FAMILIES, SHOWN, WORDS, fit, injected, left_as_found, log_probability, made
+from fitting import FAMILIES, SHOWN, WORDS, fit, injected, left_as_found, log_probability, made, one_line
 from fitting import ids as token_ids
 from i2cl import (
     CalibrationConfig,
@@ -251,8 +251,7 @@ def test_every_method_scores_each_text_by_itself_repeats_itself_and_refuses_an_e
     assert scores.dtype == (torch.float64 if name == "temperature" else torch.float32)
     assert torch.isfinite(scores).all()
     assert torch.equal(contract(name, decoder, rows).scores(texts), scores)
-    with pytest.raises(I2CLError, match="text 2 is empty"):
-        predictor.scores(["good", " "])
+    one_line("text 2 is empty", predictor.scores, ["good", " "])
     if not issubclass(METHODS[name], Wrapper):  # a calibration may look at all texts at once
         torch.testing.assert_close(predictor.scores(texts[::-1]), scores.flip(0), **CLOSE)
     counts = (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out)
@@ -281,8 +280,7 @@ def test_as_many_demonstrations_are_shown_as_fit(films, demonstrations):
     assert predictor.shown == tuple((text, WORDS[label]) for text, label in SHOWN[:2])
     decoder = Decoder(tiny_model("llama", max_position_embeddings=30), tiny_tokenizer())
     for name in ("few_shot", "few_shot_uncached"):
-        with pytest.raises(I2CLError, match=r"need \d+ tokens, but the context holds 30"):
-            fit(name, decoder, films, demonstrations)
+        one_line(r"need \d+ tokens, but the context holds 30", fit, name, decoder, films, demonstrations)
 
 
 def test_methods_are_made_by_name_with_the_options_they_know():
@@ -310,8 +308,7 @@ def test_methods_are_made_by_name_with_the_options_they_know():
     ],
 )
 def test_wrong_names_and_options(names, options, message):
-    with pytest.raises(I2CLError, match=message.replace("+", r"\+")):
-        make_methods(names, options)
+    one_line(message.replace("+", r"\+"), make_methods, names, options)
 
 
 def test_the_table_of_methods_is_complete_and_cannot_be_changed():
@@ -351,8 +348,7 @@ def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
 )
 @pytest.mark.parametrize("value", ["inf", float("inf")])
 def test_an_option_that_json_cannot_hold_is_refused(name, option, value):
-    with pytest.raises(I2CLError, match=f"option {option}='?inf'?: .*finite number"):
-        make_methods([name], {option: value})
+    one_line(f"option {option}='?inf'?: .*finite number", make_methods, [name], {option: value})
 
 
 def test_behind_demonstrations_i2cl_injects_everywhere_or_not_at_all(films, demonstrations):
@@ -368,5 +364,4 @@ def test_scores_that_are_not_numbers_are_told(films, demonstrations, name):
     predictor = fit(name, decoder, task, demonstrations, **options)
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(I2CLError, match="label scores are not numbers, since something overflows in float32"):
-        predictor.scores(TEXTS)
+    one_line("label scores are not numbers, since something overflows in float32", predictor.scores, TEXTS)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma3Config
 
-from fitting import close, left_as_found
+from fitting import close, left_as_found, one_line
 from i2cl.errors import I2CLError
 from i2cl.models.architectures import _ROWS, ARCHITECTURES, Architecture, architecture_of
 from i2cl.models.batching import make_batch, pack_batch
@@ -171,9 +171,8 @@ def test_language_model_of_a_multimodal_wrapper():
 
 def test_unknown_model_type_says_what_to_do():
     config = AutoConfig.for_model("openai-gpt", n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY)
-    with pytest.raises(I2CLError) as caught:
-        architecture_of(AutoModelForCausalLM.from_config(config))
-    message = str(caught.value)
+    caught = one_line("", architecture_of, AutoModelForCausalLM.from_config(config))
+    message = caught
     assert "\n" not in message
     for part in (
         "'openai-gpt'",
@@ -197,8 +196,7 @@ def test_unknown_model_type_says_what_to_do():
 )
 def test_wrong_path_names_path_class_and_cure(gemma2, fields, message):
     wrong = replace(ARCHITECTURES["gemma2"], **fields)
-    with pytest.raises(I2CLError, match=message):
-        residual_identity(gemma2, wrong, IDS)
+    one_line(message, residual_identity, gemma2, wrong, IDS)
 
 
 # What the decoder relies on, for every model type

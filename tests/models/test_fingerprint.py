@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from i2cl.errors import I2CLError
+from fitting import one_line
 from i2cl.models import fingerprint
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import (
@@ -214,5 +214,4 @@ def test_name_revision_and_a_field_that_one_version_of_transformers_lacks_do_not
 @pytest.mark.parametrize("fields", [{}, BASE.to_dict() | {"extra": 1}, BASE.to_dict() | {"config": 3}])
 def test_a_dictionary_makes_it_again_and_wrong_fields_are_refused(fields):
     assert ModelIdentity.from_dict(json.loads(json.dumps(BASE.to_dict()))) == BASE
-    with pytest.raises(I2CLError, match="base_model entry is malformed"):
-        ModelIdentity.from_dict(fields)
+    one_line("base_model entry is malformed", ModelIdentity.from_dict, fields)

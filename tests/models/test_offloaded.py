@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from commands import run
-from fitting import hooks, injected
-from i2cl import Decoder, I2CLError
+from fitting import hooks, injected, one_line
+from i2cl import Decoder
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.models.batching import make_batch
 from tiny import tiny_model, tiny_tokenizer
@@ -80,8 +80,7 @@ def test_tied_offloaded_weights_count_once(model_type, dtype, tmp_path):
 def test_a_model_without_values_is_refused():
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(tiny_model("llama").config)
-    with pytest.raises(I2CLError, match="on the device meta and has no values"):
-        Decoder(empty, tiny_tokenizer())
+    one_line("on the device meta and has no values", Decoder, empty, tiny_tokenizer())
 
 
 @needs_bitsandbytes

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from fitting import injected, left_as_found
+from fitting import injected, left_as_found, one_line
 from i2cl import Decoder, I2CLError
 from i2cl.core.injection import PrecisionWarning
 from i2cl.core.recipe import RECIPES, CalibrationConfig
@@ -205,8 +205,7 @@ def test_export_refuses_quantized_weights(quantized, injection, tmp_path):
         lambda: fold(quantized, injection),
         lambda: make_golden(quantized, injection),
     ):
-        with pytest.raises(I2CLError, match="export from its unquantized checkpoint"):
-            act()
+        one_line("export from its unquantized checkpoint", act)
     assert not (tmp_path / "out").exists()
     with pytest.warns(PrecisionWarning):
         export_hf(quantized.name, injection, tmp_path / "out")
@@ -235,8 +234,7 @@ def test_a_model_that_its_user_has_quantized(checkpoint):
 def test_repacked_codes_and_broken_blocks_are_refused(checkpoint, tmp_path):
     model = Decoder.from_pretrained(checkpoint, quantization="4bit").model
     model.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
-    with pytest.raises(I2CLError, match=r"has run before.*load it anew"):
-        Decoder(model, tiny_tokenizer())
+    one_line(r"has run before.*load it anew", Decoder, model, tiny_tokenizer())
     with pytest.raises(I2CLError, match=r"takes 32 inputs.*multiples of 64: load it in 8bit"):
         Decoder.from_pretrained(saved(tmp_path), quantization="4bit", device="cpu")
 
@@ -257,8 +255,7 @@ def test_what_is_wrong_with_a_quantization_is_told(checkpoint, monkeypatch):
     with pytest.raises(I2CLError, match="unknown quantization '3bit': choose 8bit or 4bit"):
         load_model_and_tokenizer(checkpoint, quantization="3bit")
     monkeypatch.setattr("i2cl.errors.find_spec", lambda _name: None)
-    with pytest.raises(I2CLError, match=r"pip install 'i2cl\[quant\]'"):
-        load_model_and_tokenizer(checkpoint, quantization="8bit")
+    one_line(r"pip install 'i2cl\[quant\]'", load_model_and_tokenizer, checkpoint, quantization="8bit")
 
 
 @needs_bitsandbytes

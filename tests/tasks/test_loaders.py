@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from i2cl.errors import I2CLError
+from fitting import one_line
 from i2cl.tasks import Example, Template, list_tasks, load_task
 from i2cl.tasks.registry import BUNDLED_TASKS
 
@@ -23,10 +23,9 @@ def mails(tmp_path):
 
 
 def failure(*args, **kwargs):
-    with pytest.raises(I2CLError) as caught:
-        load_task(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    caught = one_line("", load_task, *args, **kwargs)
+    assert "\n" not in caught
+    return caught
 
 
 def test_a_file_of_rows(mails, tmp_path):

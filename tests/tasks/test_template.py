@@ -1,6 +1,6 @@
 import pytest
 
-from i2cl.errors import I2CLError
+from fitting import one_line
 from i2cl.tasks import Template
 
 REVIEW = Template("Review: {text}\nSentiment: {label}")
@@ -46,7 +46,6 @@ def test_user_text_is_never_formatted(text):
     ],
 )
 def test_bad_formats_name_the_cure(text_format, said):
-    with pytest.raises(I2CLError) as caught:
-        Template(text_format)
-    message = str(caught.value)
+    caught = one_line("", Template, text_format)
+    message = caught
     assert (said in message, "write it like" in message, "\n" in message) == (True, True, False)

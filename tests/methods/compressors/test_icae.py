@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compressed import CLOSE, LOOSE, golden
+from fitting import one_line
 from i2cl import Decoder, I2CLError
 from i2cl.methods.compressors.icae import ICAEConfig, PutIn, auto_encoder, behind_slots
 from i2cl.models.batching import make_batch, pack_batch
@@ -221,8 +222,7 @@ def test_a_compressor_of_another_model_is_refused(decoder, release, options, tmp
         tensors["memory_token_embed.weight"] = tensors["memory_token_embed.weight"][:3]
     path = tmp_path / "icae.safetensors"
     save_file({name: value.contiguous() for name, value in tensors.items()}, path)
-    with pytest.raises(I2CLError, match=told[change]):
-        auto_encoder(decoder, ICAEConfig(compressor=str(path)))
+    one_line(told[change], auto_encoder, decoder, ICAEConfig(compressor=str(path)))
 
 
 def test_fewer_layers_than_the_model_has_are_refused(decoder, options, tmp_path):
@@ -234,16 +234,14 @@ def test_fewer_layers_than_the_model_has_are_refused(decoder, options, tmp_path)
 
 def test_what_cannot_be_is_told(decoder, release, options):
     other = Decoder(tiny_model("gpt2"), tiny_tokenizer())
-    with pytest.raises(I2CLError, match=r"icae is known for llama and mistral, not for 'gpt2'"):
-        release.fitted(other, "icae", **options)
+    one_line(r"icae is known for llama and mistral, not for 'gpt2'", release.fitted, other, "icae", **options)
     with pytest.raises(I2CLError, match=r"icae needs a compressor for .*: give --set compressor=FILE or"):
         release.fitted(decoder, "icae")
     with pytest.raises(I2CLError, match=r"as \(11, 32\), this model needs \(10, 32\)"):
         release.fitted(decoder, "icae", **options, memory=7)
     short = release.decoder()
     short.max_length = 20
-    with pytest.raises(I2CLError, match=r"a segment and its memory take|the memory slots take"):
-        release.fitted(short, "icae", **options)
+    one_line(r"a segment and its memory take|the memory slots take", release.fitted, short, "icae", **options)
     if "left" in options:
         with pytest.raises(I2CLError, match="token id 28793 of the form is none of"):
             release.fitted(decoder, "icae", compressor=options["compressor"])
@@ -261,5 +259,4 @@ def test_a_pickle_of_the_release_gives_equal_scores(decoder, release, options, t
 
 def test_no_tokens_have_no_embeddings_and_no_file_has_so_long_a_name(decoder, release):
     assert decoder.embed(()).shape == (0, decoder.d_model)
-    with pytest.raises(I2CLError, match="cannot be a file"):
-        release.fitted(decoder, "icae", compressor="x" * 300)
+    one_line("cannot be a file", release.fitted, decoder, "icae", compressor="x" * 300)
