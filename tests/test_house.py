@@ -122,10 +122,13 @@ def entries(folder):
     return [one.name for one in folder.iterdir() if one.name not in {"__pycache__", "py.typed"}]
 
 
-def test_few_rooms_and_none_of_them_crowded():
+def test_few_rooms_none_of_them_crowded_and_short_files():
     assert len(entries(SOURCE)) <= MOST_ON_TOP
     folders = {path.parent for path in FILES if path.parent != SOURCE}
     assert [folder for folder in folders if len(entries(folder)) > MOST_IN_A_FOLDER] == []
+    for path in FILES:
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= LONGEST, f"{module(path)} has {lines} lines: split it"
 
 
 def test_methods_do_not_import_each_other():
@@ -163,7 +166,7 @@ def documented_data():
                 yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-def test_public_names_are_there_and_documented():
+def test_public_names_are_there_documented_and_seen_by_type_checkers():
     assert i2cl.__all__
     for name in i2cl.__all__:
         value = getattr(i2cl, name)
@@ -171,19 +174,10 @@ def test_public_names_are_there_and_documented():
         assert name in dir(i2cl)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = i2cl.no_such_name
-
-
-def test_type_checkers_see_every_public_name():
     tree = parsed(SOURCE / "__init__.py")
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name for node in block.body for alias in node.names}
     assert seen == set(i2cl.__all__)
-
-
-def test_files_are_short():
-    for path in FILES:
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        assert lines <= LONGEST, f"{module(path)} has {lines} lines: split it"
 
 
 SCRIPTS = sorted(path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.py"))

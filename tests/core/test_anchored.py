@@ -36,12 +36,9 @@ def started(decoder, asked, config, shown=SHOWN):
     return fit, point, variance / config.reach**2
 
 
-def loss_of(fit, scores):
-    return torch.nn.functional.cross_entropy(scores.double(), fit.gold, reduction="sum")
-
-
 def objective(fit, u, tau):
-    return (loss_of(fit, fit.scores(u)) + tau / 2 * u.double().square().sum()).item()
+    loss = torch.nn.functional.cross_entropy(fit.scores(u).double(), fit.gold, reduction="sum")
+    return (loss + tau / 2 * u.double().square().sum()).item()
 
 
 def stationary(fit, u, tau):

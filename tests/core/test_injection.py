@@ -127,8 +127,7 @@ def test_its_own_model_is_accepted_and_another_configuration_or_tokenizer_named(
     [("gemma2", {}, "layers 2 and not 3"), ("llama", {"hidden_size": 64}, "d_model 32 and not 64")],
 )
 def test_other_sizes_cannot_be_forced(case, overrides, named, force):
-    caught = one_line(named, made().require_base, decoder_of(case, **overrides), force=force)
-    assert "--force" not in caught
+    assert "--force" not in one_line(named, made().require_base, decoder_of(case, **overrides), force=force)
 
 
 # Saved and loaded
@@ -191,7 +190,7 @@ def test_the_card_says_what_a_label_bias_takes_for_granted(tmp_path, prior, told
     assert told in " ".join((tmp_path / "out" / CARD).read_text(encoding="utf-8").split())
 
 
-def test_the_description_can_be_read_by_people(saved):
+def test_the_description_can_be_read_by_people_and_holds_no_demonstrations(saved, tmp_path):
     text = (saved / DESCRIPTION).read_text(encoding="utf-8")
     assert "Größe ☃" in text
     assert len(text.splitlines()) > 20
@@ -200,9 +199,6 @@ def test_the_description_can_be_read_by_people(saved):
     assert (told["task"]["labels"], told["task"]["separator"]) == (["positive", "negative"], "\n\n")
     assert told["loss"] == [1.5, 0.1 + 0.2]
     assert listed(saved) == sorted([DESCRIPTION, TENSORS, CARD])
-
-
-def test_demonstrations_are_not_saved(tmp_path):
     replace(made(), task=TASK).save_pretrained(tmp_path / "out")
     assert b"secret" not in b"".join(entry.read_bytes() for entry in (tmp_path / "out").iterdir())
 

@@ -88,14 +88,15 @@ def test_the_default_fit_says_labels_and_its_answers_are_those_without():
     assert apart[-1] > 0
 
 
-def test_nothing_is_added_where_the_last_writer_is_left_out_or_nothing_was_fitted():
+def test_where_nothing_can_be_added_the_fit_stays_as_it_is():
     decoder = made("llama")
     for config in ({"steps": 0}, {"writers": "mha"}, {"writers": "hidden"}):
         assert "label_mass" not in anchor(decoder, TASK, SHOWN, AnchoredConfig(**config)).settings
-
-
-def test_labels_that_span_the_stream_and_a_model_that_overflows_leave_the_fit_as_it_is():
-    decoder = made("llama")
+    task = replace(TASK, labels=("good film", "good grief", "bad"))
+    injection = anchor(decoder, task, SHOWN)
+    assert "label_mass" not in injection.settings
+    silent = anchor(decoder, task, SHOWN, AnchoredConfig(say_label=False))
+    torch.testing.assert_close(injection.context.values, silent.context.values, atol=0, rtol=0)
     edit = edit_of(decoder)
     found = raise_label_mass(decoder, QUERIES, tuple(range(40, 40 + decoder.d_model + 1)), edit)
     assert not found.vector.any()
@@ -103,12 +104,3 @@ def test_labels_that_span_the_stream_and_a_model_that_overflows_leave_the_fit_as
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("inf"))
     assert not raise_label_mass(decoder, QUERIES, LABELS, edit).vector.any()
-
-
-def test_whole_label_sequences_stay_as_the_fit_leaves_them():
-    decoder = made("llama")
-    task = replace(TASK, labels=("good film", "good grief", "bad"))
-    injection = anchor(decoder, task, SHOWN)
-    assert "label_mass" not in injection.settings
-    silent = anchor(decoder, task, SHOWN, AnchoredConfig(say_label=False))
-    torch.testing.assert_close(injection.context.values, silent.context.values, atol=0, rtol=0)

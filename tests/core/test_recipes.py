@@ -89,18 +89,12 @@ def test_the_pull_holds_the_coefficients():
     assert far(1.0) < 0.5 * far(0.0)
 
 
-def test_the_best_point_is_kept():
+def test_the_fast_recipe_keeps_the_best_point_tells_progress_and_takes_no_batches():
     injection = recipe_fit(passes=7, pull=0.0, noise=0.0)
     once = {"passes": 1, "pull": 0.0, "noise": 0.0}
     again = fit(start=injection.coefficients, optimizer="lbfgs", **once)
     assert again.history[0] == pytest.approx(min(injection.history), rel=1e-4)
-
-
-def test_the_fast_recipe_takes_no_batches():
-    one_line("leave batches out", fit, batches=[[0]], optimizer="lbfgs")
-
-
-def test_progress_of_the_fast_recipe():
     told = []
     injection = recipe_fit(passes=4, progress=lambda *at: told.append(at))
     assert [at[:2] for at in told] == [(number, 4) for number in range(1, len(injection.history) + 1)]
+    one_line("leave batches out", fit, batches=[[0]], optimizer="lbfgs")

@@ -33,15 +33,12 @@ def measured(decoder, task, limit=160, **more):
     return with_worth(injection, decoder, task, shown, rows, seconds=7.0, **more)
 
 
-def test_rows_are_test_rows_where_there_are_some(task):
+def test_rows_are_test_rows_or_else_training_rows_of_other_texts(task):
     shown = task.sample(2)
     for limit, rows in ((160, task.test), (7, task.queries(7)), (0, ())):
         assert labelled_rows(task, shown, limit) == rows
     assert labelled_rows(replace(task, test=(*task.test, shown[0])), shown, 160) == task.test
     one_line("-1 queries", labelled_rows, task, shown, -1)
-
-
-def test_rows_are_else_training_rows_of_other_texts(task):
     twin = Example(task.train[0].text, 1 - task.train[0].label)
     task = replace(task, train=(*task.train, twin), test=())
     shown = (task.train[0], task.train[1])
@@ -96,7 +93,7 @@ def test_what_is_scored_is_told_with_every_row_and_left_over_training_rows_as_su
     assert sum(rows) == 4 * 16
 
 
-def test_few_shot_that_does_not_fit_and_batch_calibration_of_a_single_row_are_told(decoder, task):
+def test_few_shot_that_cannot_run_is_told_and_other_errors_are_not_hidden(decoder, task, monkeypatch):
     short = Decoder(tiny_model("llama", max_position_embeddings=64), tiny_tokenizer(), name="short")
     told = measured(short, task).worth
     assert list(told["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "i2cl"]
@@ -106,9 +103,6 @@ def test_few_shot_that_does_not_fit_and_batch_calibration_of_a_single_row_are_to
     assert ("on 1 row" in told["verdict"], "1 rows" in told["verdict"]) == (True, False)
     shown, injection = fitted(decoder, task)
     one_line("no queries", with_worth, injection, decoder, task, shown, (), seconds=0.0)
-
-
-def test_few_shot_that_exceeds_the_memory_is_told_and_other_errors_are_not_hidden(decoder, task, monkeypatch):
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=torch.OutOfMemoryError("no room")))
     assert measured(decoder, task).worth["not_run"] == {"few_shot": "out of memory"}
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=RuntimeError("a bug")))

@@ -108,14 +108,11 @@ def test_a_run_keeps_its_scores_and_tells_how_far_to_trust_them(decoder, task):
     assert summarize([run, older])[0].confidence is None  # a run without scores says nothing
 
 
-def test_all_seeds_and_methods_are_asked_the_same(decoder, task):
+def test_all_seeds_and_methods_are_asked_the_same_and_a_real_method_repeats_itself(decoder, task):
     asked = []
     for seed in range(3):
         evaluate(decoder, task, Fake(Told(asked=asked)), shots=2, seed=seed, limit=7)
     assert (len(set(asked)), len(asked[0])) == (1, 7)
-
-
-def test_a_real_method_repeats_itself(decoder, task):
     (method,) = make_methods(["i2cl"], {"epochs": 2})
     runs = [evaluate(decoder, replace(task, shots=2), method, seed=1) for _ in range(2)]
     assert runs[0].predictions == runs[1].predictions

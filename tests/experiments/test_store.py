@@ -41,14 +41,11 @@ def write(folder, *records):
             store.append(one)
 
 
-def test_what_is_appended_is_read_again(tmp_path):
+def test_what_is_appended_is_read_again_and_a_line_holds_what_cell_and_run_share_once(tmp_path):
     write(tmp_path / "s", record(0), failed(1))
     store = Store.open(tmp_path / "s")
     assert list(store.records.values()) == [record(0), failed(1)]
     assert (store.done(record(0).key), store.done(failed(1).key)) == (True, False)
-
-
-def test_a_line_holds_what_cell_and_run_share_once(tmp_path):
     write(tmp_path, record(7))
     line = json.loads((tmp_path / "cells.jsonl").read_text())
     assert set(line["outcome"]) == {*OUTCOME, "together", "weights"}
@@ -135,12 +132,15 @@ def test_damaged_vectors_are_named(tmp_path, damage):
     one_line(rf"{record(0).key}.safetensors' is damaged .* remove it", Store.open(tmp_path).vectors)
 
 
-def test_a_damaged_packed_store_is_named(tmp_path):
+def test_a_damaged_packed_store_and_no_store_are_named(tmp_path):
     write(tmp_path / "s", record(0))
     Store.open(tmp_path / "s").pack(tmp_path / "packed")
     path = tmp_path / "packed" / "cells.jsonl.gz"
     path.write_bytes(path.read_bytes()[:50])
     one_line(r"cells.jsonl.gz' is damaged .* copy it", Store.open, tmp_path / "packed")
+    one_line("i2cl experiment run", Store.open, tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    one_line("choose another --store", write, tmp_path / "file", record(0))
 
 
 def test_one_process_writes_at_a_time_and_reading_needs_no_lock(tmp_path):
@@ -151,12 +151,6 @@ def test_one_process_writes_at_a_time_and_reading_needs_no_lock(tmp_path):
         assert Store.open(tmp_path).done(record(0).key)
     with pytest.raises(ValueError, match="for reading"):
         Store.open(tmp_path).append(record(1))
-
-
-def test_no_store_and_no_folder(tmp_path):
-    one_line("i2cl experiment run", Store.open, tmp_path / "none")
-    (tmp_path / "file").write_text("")
-    one_line("choose another --store", write, tmp_path / "file", record(0))
 
 
 def test_packing_keeps_everything(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from commands import run
 from export.cases import TASK
 from fitting import one_line
 from i2cl import Decoder, Example, I2CLError, anchor
@@ -40,16 +39,12 @@ def anchored(decoder):
     return found
 
 
-def called(capsys, *words):
-    return run(*words), capsys.readouterr()
-
-
 @pytest.fixture
 def biased(anchored):
     return replace(anchored, label_bias=(0.25, -0.5))
 
 
-def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, folder, tmp_path, capsys):
+def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, folder, tmp_path, said):
     plain = anchored.scores(decoder, golden.TEXTS).log_softmax(-1)
     between = (plain[:, 1] - plain[:, 0]).mean().item()  # a prior that turns some answers and not others
     biased = replace(anchored, label_bias=(between, 0.0))
@@ -57,11 +52,10 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
     assert wanted != anchored.predict(decoder, golden.TEXTS)
     biased.save_pretrained(tmp_path / "artefact")
     words = ("export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--json")
-    code, told = called(capsys, *words)
-    said, ids = json.loads(told.out), Questions(decoder, TASK).labels.first
-    assert (code, said["prior_kept"]) == (0, True)
+    told, ids = json.loads(said(*words)), Questions(decoder, TASK).labels.first
+    assert told["prior_kept"] is True
     sent = {str(ids[0]): 100.0 + min(between, 0), str(ids[1]): 100.0 - max(between, 0)}
-    assert said["logit_bias"] == pytest.approx(sent)  # on top of what makes it say a label
+    assert told["logit_bias"] == pytest.approx(sent)  # on top of what makes it say a label
 
     found = verify(tmp_path / "out")
     assert found.passed
@@ -118,7 +112,7 @@ def test_golden_values_of_another_prior_are_refused(anchored, biased, decoder, f
             export_hf(folder, one, tmp_path / "out", golden=lambda other=other: make_golden(decoder, other))
 
 
-def test_what_cannot_hold_a_label_prior_says_what_to_send(biased, decoder, folder, tmp_path, capsys):
+def test_what_cannot_hold_a_label_prior_says_what_to_send(biased, decoder, folder, tmp_path, said):
     for export in (export_peft, export_gguf):
         one_line("leave it out with --drop-prior", export, decoder, biased, tmp_path / "out")
     one_line("leave it out with --drop-prior", fold, decoder, biased)
@@ -128,11 +122,9 @@ def test_what_cannot_hold_a_label_prior_says_what_to_send(biased, decoder, folde
         export_hf(decoder, whole, tmp_path / "out", golden=lambda: make_golden(decoder, whole))
     biased.save_pretrained(tmp_path / "artefact")
     words = ["export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--drop-prior"]
-    code, told = called(capsys, *words)
-    ids = Questions(decoder, TASK).labels.first
-    assert code == 0
-    assert "positive +0.2500, negative -0.5000" in told.out
-    assert f'"logit_bias": {{"{ids[0]}": 100.0000, "{ids[1]}": 99.2500}}' in told.out
+    told, ids = said(*words), Questions(decoder, TASK).labels.first
+    assert "positive +0.2500, negative -0.5000" in told
+    assert f'"logit_bias": {{"{ids[0]}": 100.0000, "{ids[1]}": 99.2500}}' in told
     assert verify(tmp_path / "out").passed
     kept = golden.biases_of(GenerationConfig.from_pretrained(tmp_path / "out"))
     assert all(value % 100 == 0 for value in kept.values())  # they make it say a label, whatever the prior

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -264,11 +265,7 @@ def test_bad_input_is_one_line(artefact, tmp_path, refused, monkeypatch):
     assert "see i2cl export --help" in refused("export", artefact, out, "--to", "onnx")
     assert "is no size" in refused("export", artefact, out, "--no-golden", "--max-shard-size", "big")
     assert "no config.json" in refused("export", artefact, out, "--model", tmp_path / "full")
-
-    def offline(*_, **__):
-        raise LocalEntryNotFoundError("offline")
-
-    monkeypatch.setattr(sources, "snapshot_download", offline)
+    monkeypatch.setattr(sources, "snapshot_download", Mock(side_effect=LocalEntryNotFoundError("offline")))
     told = refused("export", artefact, out, "--model", "nobody/none")
     assert "the hub says LocalEntryNotFoundError" in told
     assert "has no i2cl_golden.json" in refused("verify", tmp_path / "full")
@@ -276,15 +273,12 @@ def test_bad_input_is_one_line(artefact, tmp_path, refused, monkeypatch):
     assert listed(tmp_path) == ["full"]
 
 
-def test_a_folder_with_another_configuration_is_refused(tmp_path):
+def test_another_configuration_or_model_is_refused(tmp_path, artefact, refused):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     injection = Injection.from_pretrained(artefact)
     path = base / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-5}), encoding="utf-8")
     one_line(r"\(config.rms_norm_eps 1e-06 and not 1e-05\)", export_hf, base, injection, tmp_path / "out")
-
-
-def test_another_model_is_refused(artefact, tmp_path, refused):
     base, _ = saved(decoder_of("llama"), tmp_path)
     assert "(layers, width)" in refused("export", artefact, tmp_path / "out", "--model", base)
     other, mine = stored(decoder_of("llama", vocab_size=310), tmp_path / "other"), tmp_path / "artefact"

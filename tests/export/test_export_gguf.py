@@ -296,13 +296,9 @@ def test_a_zeroed_bias_is_found_and_named(exported, said, name):
 
 
 @llama_cpp
-def test_other_weights_are_told_apart_from_dropped_biases(exported):
+def test_other_weights_and_a_file_that_llama_cpp_refuses_are_told(exported, refused):
     change(exported, "blk.0.ffn_up.weight")
     outcome = verify_gguf(exported)
     assert (outcome.passed, outcome.dropped) == (False, None)
-
-
-@llama_cpp
-def test_a_file_that_llama_cpp_refuses_is_named(exported, refused):
     change(exported, fields=[("general.architecture", ord("x"))])
     assert "llama.cpp does not load" in refused("verify", exported)

@@ -57,14 +57,11 @@ def test_a_label_that_cannot_be_said_stays_so():
     assert found[0, 0] == -math.inf
 
 
-def test_what_was_measured_of_answers_stays_and_the_command_does_not(injection):
+def test_what_was_measured_of_answers_stays_and_a_label_prior_takes_the_temperature_away(injection, decoder):
     told = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
     found = with_temperature(told, 2.0)
     assert (found.metrics, found.worth, found.command) == (told.metrics, told.worth, "")
     assert with_temperature(found, 3.0).temperature == 3
-
-
-def test_a_label_prior_takes_it_away(injection, decoder):
     found = with_label_prior(with_temperature(injection, 2.0), decoder, UNLABELLED)
     assert found.temperature == 1
     assert found.label_bias == with_label_prior(injection, decoder, UNLABELLED).label_bias

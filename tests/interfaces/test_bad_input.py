@@ -81,7 +81,7 @@ FILES = {  # what the name of a file of them in the table below stands for
 
 FIT = [*fit(Path("{}")), "-o", "{new}"]
 UNLABELLED = [*FIT, "--unlabelled", "{films}"]
-OWN, ASK = ["-o", "{new}"], ["predict", "{artefact}"]
+SEEN, OWN, ASK = "mood-colour-1", ["-o", "{new}"], ["predict", "{artefact}"]
 WRONG = {
     "rows of an empty file": ([*fit(Path("{}"), task="empty.jsonl"), *OWN], "is empty"),
     "rows of one class": ([*fit(Path("{}"), task="one.jsonl"), *OWN], "every label is 'good'"),
@@ -133,7 +133,7 @@ WRONG = {
     "a torn device map": ([*FIT, "--device-map", '{"": '], "is no JSON"),
     "a list of devices": ([*FIT, "--device-map", '["cpu"]'], "is no map"),
     "a map to no device": ([*FIT, "--device-map", '{"": "abacus"}'], "cannot use device 'abacus'"),
-    "half a device map": ([*FIT, "--device-map", '{"model.layers.0": "cpu"}'], "does not give any device"),
+    "half a device map": ([*FIT, "--device-map", '{"model.layers.0": "disk"}'], "does not give any device"),
     "a deep device map": (["predict", "{artefact}", "{films}", "--device-map", "[" * 5000], "is no JSON"),
     "a name too long for a task": (["fit", "{model}", "x" * 5000, "-o", "{new}"], "name too long"),
     "a name too long for a file": (["fit", "{model}", "x" * 5000 + ".csv", "-o", "{new}"], "name too long"),
@@ -145,6 +145,17 @@ WRONG = {
     "a deep grid": (["experiment", "run", "{home}/deep.toml"], "is not valid TOML"),
     "a deep task": (["fit", "{model}", "{home}/deep.toml", "-o", "{new}"], "is not valid TOML"),
     "a file with a null byte": (["fit", "{model}", "{home}/null.toml", "-o", "{new}"], "null byte"),
+    "a column of the name of another": ([*ASK, "{films}", "--keep", "row", "--row-number"], "leave one out"),
+    "unknown experiment": (["experiment", "run", "mian"], "did you mean 'main'"),
+    "tasks that no experiment has": (["experiment", "run", "main", "--tasks", "sst3"], "unknown task"),
+    "no store": (["report", "nowhere"], "no store at"),
+    "no such format": (["report", "nowhere", "--formats", "pdf"], "known are md, tex, csv, html"),
+    "an address here": (
+        ["experiment", "run", "main", "--address", "ray://x:1"],
+        "add --executor ray",
+    ),
+    "two tasks of a name": (["eval", "reference", f"{SEEN},{SEEN}"], "two tasks are called 'mood-colour-1'"),
+    "two methods of a name": (["eval", "reference", SEEN, "--method", "i2cl,i2cl"], "two methods are called"),
     "chunk of nothing": (["predict", "{artefact}", "{films}", "--chunk", "0"], "--chunk"),
     "no such model": ([*fit(Path("{}"), model="./none"), "-o", "{new}"], "'./none' does not exist"),
     "no such artefact": (["predict", "./none/at/all", "{films}"], "no injection at"),
@@ -161,9 +172,9 @@ def test_wrong_arguments(refused, home, tmp_path, monkeypatch, case):
     for name, content in FILES.items():
         if name in arguments:
             (tmp_path / name).write_bytes(content)
-    if arguments[1].startswith("half "):
-        folder = shutil.copytree(home / "artefact", tmp_path / arguments[1])
-        path = folder / f"injection.{arguments[1].split()[1]}"
+    for half in (part for part in arguments if part.startswith("half ")):
+        folder = shutil.copytree(home / "artefact", tmp_path / half)
+        path = folder / f"injection.{half.split()[1]}"
         path.write_bytes(path.read_bytes()[:100])
     names = {"{model}": "model", "{artefact}": "artefact", "{films}": "films.jsonl"}
     names |= {f"{{home}}/{name}.toml": f"{name}.toml" for name in ("deep", "null")}

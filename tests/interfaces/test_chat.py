@@ -49,10 +49,13 @@ def test_what_is_asked_is_what_the_chat_template_says(home):
     assert pool.scores(["fine"], ["films"])[0].tolist() == pytest.approx(alone[0].tolist(), abs=1e-5)
 
 
-def test_it_is_exported_and_verified_as_a_chat(home):
+def test_it_is_exported_verified_and_kept_as_a_chat(home):
     assert run("export", home / "out", "--to", "hf", home / "folded") == 0
     assert run("verify", home / "folded") == 0
     assert any(SAY in path.read_text() for path in (home / "folded").glob("*golden*.json"))
+    told = json.loads((home / "out" / "injection.json").read_text())["task"]
+    assert told["opening"] == f"<system>\n{SAY}</end>\n"
+    assert Task.from_dict(told).to_dict() == told
 
 
 def test_the_classifier_asks_in_the_same_way(home):
@@ -84,9 +87,3 @@ def test_eval_asks_with_an_instruction_or_as_a_chat(home):
     common += ("--method", "zero_shot", "--limit", 4, "--json")
     assert run(*common, "--chat") == 0
     assert run(*common, "--template", "{text} {label}", "--instruction", SAY) == 0
-
-
-def test_an_artefact_keeps_opening_and_instruction(home):
-    told = json.loads((home / "out" / "injection.json").read_text())["task"]
-    assert told["opening"] == f"<system>\n{SAY}</end>\n"
-    assert Task.from_dict(told).to_dict() == told

@@ -167,7 +167,7 @@ def test_stdout_gets_the_header_with_the_first_row(capsys):
     assert capsys.readouterr().out == HEADER + "0\n"
 
 
-def test_predictions_as_table_and_as_json():
+def test_predictions_as_table_and_as_json_and_labels_with_breaks():
     rows = [[0.25, 0.75], [0.5, 0.5]]
     assert Table(("a", "b")).header == "label\ta\tb\n"
     assert Table(("a", "b")).lines(rows) == "b\t0.250000\t0.750000\na\t0.500000\t0.500000\n"
@@ -176,9 +176,6 @@ def test_predictions_as_table_and_as_json():
     first, second = map(json.loads, table.lines([[0.25, 0.75], [1.0, 0.0]]).splitlines())
     assert first == {"label": "b", "probabilities": {"\u00e9": 0.25, "b": 0.75}}
     assert second["label"] == "\u00e9"
-
-
-def test_a_label_with_breaks_stays_one_cell_and_one_that_is_called_label_has_its_own():
     assert Table(("label", "b")).columns == ("label", "probability.label", "b")
     assert Table(("a\tb", "c\nd")).header == "label\ta b\tc d\n"
     assert Table(("a", "c\nd")).lines([[0.0, 1.0]]) == "c d\t0.000000\t1.000000\n"
@@ -187,7 +184,7 @@ def test_a_label_with_breaks_stays_one_cell_and_one_that_is_called_label_has_its
 NAMES, KEPT = ("id", "label"), [["a\tb", 7], ["c", None]]
 
 
-def test_what_is_kept_comes_before_the_answer():
+def test_what_is_kept_comes_before_the_answer_and_csv_on_a_pipe_is_lines_of_its_own():
     rows = [[1.0, 0.0], [0.0, 1.0]]
     assert Table(("x", "id"), names=NAMES).header == "input.id\tinput.label\tlabel\tx\tid\n"
     lines = Table(("x", "y"), names=NAMES).lines(rows, KEPT)
@@ -195,9 +192,6 @@ def test_what_is_kept_comes_before_the_answer():
     first, _ = Table(("x", "y"), "jsonl", NAMES).lines(rows, KEPT).splitlines()
     answer = {"label": "x", "probabilities": {"x": 1.0, "y": 0.0}}
     assert json.loads(first) == {"input": {"id": "a\tb", "label": 7}} | answer
-
-
-def test_csv_on_a_pipe_is_lines_of_its_own():
     table = Table(("x", "y"), "csv", NAMES)
     assert table.header == "id,input.label,label,x,y\r\n"
     lines = '"a ""b""\nc",7,x,1.000000,0.000000\r\nd,,y,0.000000,1.000000\r\n'

@@ -7,6 +7,7 @@ import sys
 import tracemalloc
 import warnings
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -257,9 +258,7 @@ def row_of(*texts):
 
 
 def test_errors_and_warnings_of_a_worker_come_out_here():
-    def source():
-        raise I2CLError("no such model")
-
+    source = Mock(side_effect=I2CLError("no such model"))
     with pytest.raises(I2CLError, match="no such model") as raised:
         _received(_Worker(source)(row_of("a")))
     assert not isinstance(raised.value, RowError)

@@ -47,18 +47,13 @@ def test_sentence_embeddings_are_logistic_regression_on_mean_states(task, demons
 
 @needs_encoders
 @pytest.mark.parametrize("name", EACH)
-def test_a_label_without_demonstrations_has_no_probability(name, task, encoder):
+def test_a_label_without_demonstrations_and_what_cannot_be_fitted_to(name, task, encoder, demonstrations):
     three = replace(task, labels=("positive", "neutral", "negative"), train=(), test=())
     shown = [Example(text, 2 * label) for text, label in SHOWN]
     scores = fit(name, made("llama"), three, shown, encoder=encoder).scores(TEXTS)
     assert (scores[:, 1] == -torch.inf).all()
     assert scores[:, [0, 2]].isfinite().all()
     assert fit(name, made("llama"), three, shown, encoder=encoder).scores([]).shape == (0, 3)
-
-
-@needs_encoders
-@pytest.mark.parametrize("name", EACH)
-def test_what_they_cannot_be_fitted_to_is_refused(name, task, demonstrations, encoder):
     decoder = made("llama")
     with pytest.raises(I2CLError, match=f"{name} needs demonstrations of at least two classes"):
         fit(name, decoder, task, demonstrations[:1], encoder=encoder)

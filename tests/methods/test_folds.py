@@ -37,15 +37,12 @@ def test_every_refit_sees_every_label_and_every_row_is_left_out_once(counts, fol
             assert count - rest[label] <= -(-count // len(found))  # spread as evenly as they can be
 
 
-def test_copies_of_a_text_stay_together_even_under_other_labels():
+def test_copies_of_a_text_stay_together_and_the_seed_deals_the_texts():
     shown = (*rows(0, 0, 1, 1), *rows(0, 0, 1, 1), Example("text 0", 1))
     for seed in range(5):
         found = fold_rows(of(2), shown, FOLDS, seed)
         where = [{shown[row].text for row in fold} for fold in found]
         assert sum(map(len, where)) == 4
-
-
-def test_the_seed_deals_the_texts():
     shown = rows(*[0, 1] * 6)
     assert fold_rows(of(2), shown, 3, 0) == fold_rows(of(2), shown, 3, 0) != fold_rows(of(2), shown, 3, 1)
 

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from compressed import with_compressor
@@ -28,7 +27,7 @@ from i2cl.core.recipe import RECIPES
 from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.base import Wrapper
 from i2cl.methods.controls import NoiseConfig, noise_like
-from tiny import tiny_model, tiny_tokenizer
+from tiny import byte_level, tiny_model, tiny_tokenizer
 
 KEY_VALUE_WIDTH = {"llama": 16, "qwen2": 16, "gpt2": 32, "gptj": 32, "gpt_neox": 32}
 LAYERS, WIDTH = 2, 32
@@ -58,16 +57,11 @@ def prompts(texts):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_zero_shot_is_the_bare_model(model_type, films, demonstrations):
+def test_zero_shot_and_few_shot_are_the_bare_model_cached_or_not(model_type, films, demonstrations):
     decoder = made(model_type)
     predictor = fit("zero_shot", decoder, films, demonstrations)
     torch.testing.assert_close(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), **CLOSE)
     assert (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_few_shot_is_the_bare_model_on_the_whole_prompt_cached_or_not(model_type, films, demonstrations):
-    decoder = made(model_type)
     expected = plain(decoder, films, prompts(TEXTS))
     cached = fit("few_shot", decoder, films, demonstrations)
     uncached = fit("few_shot_uncached", decoder, films, demonstrations)
@@ -92,20 +86,11 @@ def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
     torch.testing.assert_close(predictor.scores(TEXTS), plain(decoder, task, asked, full=True), **CLOSE)
 
 
-def newline_tokenizer():
-    """A tokenizer that joins newlines into one token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=258, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["one\n\n\n\ntwo\n\n\n\nthree"] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_text_that_merges_with_the_demonstrations_is_scored_right(model_type, demonstrations):
-    decoder = Decoder(tiny_model(model_type), newline_tokenizer(), name=model_type)
+    joined = byte_level(["one\n\n\n\ntwo\n\n\n\nthree"] * 3, 258, special=())  # newlines into one token
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=joined)
+    decoder = Decoder(tiny_model(model_type), tokenizer, name=model_type)
     task = Task("films", WORDS, Template("{text}\nSentiment:{label}"))
     texts = ["\n\n\nlate", "early", "\n\nlater", "\nonce"]
     shown = "".join(f"{text}\nSentiment:{WORDS[label]}\n" for text, label in SHOWN)
@@ -241,12 +226,16 @@ def rows(task):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_scores_each_text_by_itself_repeats_itself_and_refuses_an_empty_one(
+def test_every_method_scores_each_text_by_itself_repeats_itself_and_leaves_the_model_as_found(
     name, decoder, rows, contract
 ):
-    texts = [query.text for query in rows.queries(5)]
-    predictor = contract(name, decoder, rows)
-    scores = predictor.scores(texts)
+    model, texts = decoder.model, [query.text for query in rows.queries(5)]
+    model.train()
+    model.model.layers[0].eval()
+    model.lm_head.weight.requires_grad_(False)
+    with left_as_found(model):
+        predictor = contract(name, decoder, rows)
+        scores = predictor.scores(texts)
     assert scores.shape == (5, 2)
     assert scores.dtype == (torch.float64 if name == "temperature" else torch.float32)
     assert torch.isfinite(scores).all()
@@ -256,16 +245,6 @@ def test_every_method_scores_each_text_by_itself_repeats_itself_and_refuses_an_e
         torch.testing.assert_close(predictor.scores(texts[::-1]), scores.flip(0), **CLOSE)
     counts = (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out)
     assert all(isinstance(count, int) and count >= 0 for count in counts)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_leaves_the_model_as_found(name, decoder, rows, contract):
-    model = decoder.model
-    model.train()
-    model.model.layers[0].eval()
-    model.lm_head.weight.requires_grad_(False)
-    with left_as_found(model):
-        contract(name, decoder, rows).scores(TEXTS)
 
 
 def test_as_many_demonstrations_are_shown_as_fit(films, demonstrations):

@@ -1,5 +1,6 @@
 import copy
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,15 +31,12 @@ BATCH = make_batch(ROWS, CPU)
 # What it says about a model
 
 
-def test_sizes_and_name(decoder):
+def test_sizes_name_and_context_length(decoder):
     assert (decoder.layers, decoder.d_model, decoder.max_length) == (2, 32, 1024)
     assert len(decoder.writers) == len(decoder.blocks) == 2
     assert decoder.base.name == decoder.name == "tiny-llama"
     assert (decoder.base.layers, decoder.base.d_model, decoder.base.model_type) == (2, 32, "llama")
     assert Decoder(tiny_model("llama"), tiny_tokenizer()).name == "LlamaForCausalLM"
-
-
-def test_context_length_is_that_of_the_tokenizer_where_the_model_says_nothing():
     for model_type in ("gpt2", "gptj", "mpt", "opt"):
         assert decoder_of(model_type).max_length == 1024, model_type
     assert decoder_of("bloom").max_length is None
@@ -160,10 +158,7 @@ def failing_score(decoder, error):
 
 
 def failing_progress(decoder, error):
-    def progress(*_):
-        raise error
-
-    calibrated(decoder, progress=progress)
+    calibrated(decoder, progress=Mock(side_effect=error))
 
 
 WORK = {

@@ -24,7 +24,7 @@ def boom(value):
     raise RuntimeError("inside the hook")
 
 
-def test_an_output_is_replaced_and_of_a_tuple_the_first_element_only():
+def test_outputs_are_replaced_in_the_order_given_and_seen_downstream():
     module = nn.Identity()
     with edit_outputs([(module, lambda value: value + 1)]):
         assert torch.equal(module(X), X + 1)
@@ -34,9 +34,6 @@ def test_an_output_is_replaced_and_of_a_tuple_the_first_element_only():
         first, second = module(X)
     assert torch.equal(first, 2 * X + 1)
     assert second == "weights"
-
-
-def test_edits_are_seen_downstream_and_run_in_the_order_given():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     model = nn.Sequential(first, second)
     with edit_outputs([(first, lambda value: 3 * value)]):
@@ -70,7 +67,7 @@ def test_first_argument_is_replaced(keyword):
 
 
 @pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
-def test_hooks_are_removed_after_success_and_others_left_alone(edit):
+def test_hooks_are_removed_after_success_and_when_a_later_one_cannot_be_set(edit):
     model, calls = nn.Sequential(nn.Identity(), nn.Identity()), []
     handle = model[0].register_forward_hook(lambda *_: calls.append("kept"))
     with edit([(part, lambda value: value + 1) for part in model]):
@@ -80,6 +77,16 @@ def test_hooks_are_removed_after_success_and_others_left_alone(edit):
     assert calls == ["kept", "kept"]
     handle.remove()
     assert hooks(model) == 0
+    module = nn.Identity()
+
+    def changes():
+        yield module, lambda value: value
+        assert hooks(module) == 1
+        raise LookupError("no such module")
+
+    with pytest.raises(LookupError), edit(changes()):
+        pass
+    assert hooks(module) == 0
 
 
 @pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
@@ -99,17 +106,3 @@ def test_hooks_are_removed_after_an_error(edit, place):
     with pytest.raises(RuntimeError, match=f"inside the {place}"):
         run()
     assert hooks(model) == 0
-
-
-@pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
-def test_hooks_are_removed_when_a_later_one_cannot_be_set(edit):
-    module = nn.Identity()
-
-    def changes():
-        yield module, lambda value: value
-        assert hooks(module) == 1
-        raise LookupError("no such module")
-
-    with pytest.raises(LookupError), edit(changes()):
-        pass
-    assert hooks(module) == 0

@@ -72,12 +72,15 @@ def test_tensor_parallel_needs_torchrun_and_then_asks_transformers_for_it(asked,
     assert "device_map" not in named
 
 
-def test_a_hub_id_is_passed_on_with_its_revision(asked):
+def test_a_hub_id_its_revision_and_the_precision_are_passed_on(asked, folder):
     decoder = Decoder.from_pretrained("somebody/some-model", revision="v2", device="cpu")
     for name, named in asked.values():
         assert name == "somebody/some-model"
         assert named["revision"] == "v2"
     assert (decoder.name, decoder.revision) == ("somebody/some-model", "v2")
+    for given, wanted in ((None, "float32"), ("auto", "auto"), (torch.bfloat16, torch.bfloat16)):
+        load_model_and_tokenizer(str(folder), dtype=given, device="cpu")
+        assert asked["model"][1]["dtype"] == wanted
 
 
 @pytest.mark.parametrize("options", [{}, {"trust_remote_code": True}])
@@ -95,12 +98,6 @@ def test_remote_code_of_a_folder_is_not_run(folder, tmp_path):
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     one_line("trust_remote_code", load_model_and_tokenizer, str(folder))
     assert not (tmp_path / "ran").exists()
-
-
-def test_the_precision_asked_for(folder, asked):
-    for given, wanted in ((None, "float32"), ("auto", "auto"), (torch.bfloat16, torch.bfloat16)):
-        load_model_and_tokenizer(str(folder), dtype=given, device="cpu")
-        assert asked["model"][1]["dtype"] == wanted
 
 
 @pytest.mark.parametrize(
@@ -129,15 +126,17 @@ def test_a_truncated_checkpoint(folder, kept):
     one_line("damaged", load_model_and_tokenizer, str(folder))
 
 
-@pytest.mark.parametrize("device", ["abacus", "cuda:99", "cpu:x"])
-def test_a_device_that_does_not_exist(folder, device):
-    one_line(f"cannot use device '{device}'", load_model_and_tokenizer, str(folder), device=device)
-
-
-def test_what_is_wrong_is_told_before_anything_is_loaded(asked):
-    one_line("unknown dtype", load_model_and_tokenizer, "somebody/some-model", dtype="float12")
-    with pytest.raises(I2CLError, match="exclude each other"):
-        load_model_and_tokenizer("somebody/some-model", device="cpu", device_map="auto")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"device": device}, f"cannot use device '{device}'") for device in ("abacus", "cuda:99", "cpu:x")),
+        ({"dtype": "float12"}, "unknown dtype"),
+        ({"device": "cpu", "device_map": "auto"}, "exclude each other"),
+        ({"quantization": "3bit"}, "unknown quantization '3bit': choose 8bit or 4bit"),
+    ],
+)
+def test_options_that_make_no_sense_are_told_before_anything_is_loaded(asked, options, message):
+    one_line(message, load_model_and_tokenizer, "somebody/some-model", **options)
     assert asked == {}
 
 

@@ -61,7 +61,7 @@ def test_cached_is_uncached(decoder, cached, full):
     torch.testing.assert_close(found, wanted, **SAME)
 
 
-def test_few_shot_is_the_same_cached_or_not(decoder):
+def test_few_shot_is_the_same_cached_or_not_and_a_vector_is_the_mean_of_those_alone(decoder):
     task = replace(FILMS, train=tuple(SHOWN))
     cached, uncached = (
         method.fit(decoder, task, SHOWN[:1], 0) for method in make_methods(["few_shot", "few_shot_uncached"])
@@ -69,6 +69,8 @@ def test_few_shot_is_the_same_cached_or_not(decoder):
     assert len(cached.prefix.ids) < LIMIT
     texts = ["dull", "dull " * 5, "a warm film " * 9]
     torch.testing.assert_close(cached.scores(texts), uncached.scores(texts), **SAME)
+    alone = torch.stack([extract(decoder, FILMS, [one]).values for one in SHOWN])
+    torch.testing.assert_close(extract(decoder, FILMS, SHOWN).values, alone.mean(0), **SAME)
 
 
 def test_a_thinned_out_cache_ends_at_the_limit(decoder):
@@ -78,11 +80,6 @@ def test_a_thinned_out_cache_ends_at_the_limit(decoder):
     one_line(message, score, decoder, [ids(LIMIT - 11)], LABELS, prefix=prefix)
     beyond = decoder.prefix(ids(LIMIT + 1), whole=True).kept_at((0, 3, 11))
     assert score(decoder, [ids(30)], LABELS, prefix=beyond).isfinite().all()
-
-
-def test_a_context_vector_is_the_mean_of_those_alone(decoder):
-    alone = torch.stack([extract(decoder, FILMS, [one]).values for one in SHOWN])
-    torch.testing.assert_close(extract(decoder, FILMS, SHOWN).values, alone.mean(0), **SAME)
 
 
 @pytest.mark.parametrize("packed", [True, False])

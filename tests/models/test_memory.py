@@ -1,5 +1,6 @@
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,14 +60,9 @@ def test_batches_hold_every_row_once_within_the_budget(monkeypatch, budget, rese
 
 
 def test_a_large_budget_makes_one_batch():
-    assert len(list(Runner(6).run_batches([(1,), (2, 3), (4,)], len_of))) == 1
-    assert len(list(Runner(6).run_batches([(1,), (2, 3), (4,)], len_of, reserve=30))) == 1
-    assert len(list(Runner(6).run_batches([(1,), (2, 3), (4,)], len_of, reserve=2000))) == 2
-    assert list(Runner(6).run_batches([], len_of)) == []
-
-
-def len_of(batch):
-    return len(batch.rows)
+    for reserve, count in ((0, 1), (30, 1), (2000, 2)):
+        assert len(list(Runner(6).run_batches([(1,), (2, 3), (4,)], Mock(), reserve=reserve))) == count
+    assert list(Runner(6).run_batches([], Mock())) == []
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["gpu", "cpu"])
@@ -90,18 +86,11 @@ def test_what_exceeds_the_memory_is_halved_and_said_once(error):
 
 
 def test_a_single_query_that_exceeds_the_memory_is_told_and_other_errors_are_not_hidden():
-    def run(_):
-        raise ERRORS[0]
-
     told = "a query of 11 tokens does not fit into memory"
     with pytest.warns(MemoryWarning), pytest.raises(I2CLError, match=told):
-        list(Runner(50).run_batches(rows(23), run))
-
-    def fails(_):
-        raise RuntimeError("shapes do not match")
-
+        list(Runner(50).run_batches(rows(23), Mock(side_effect=ERRORS[0])))
     with pytest.raises(RuntimeError, match="shapes"):
-        list(Runner(50).run_batches(rows(3), fails))
+        list(Runner(50).run_batches(rows(3), Mock(side_effect=RuntimeError("shapes do not match"))))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can set the mark back")

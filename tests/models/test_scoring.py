@@ -76,12 +76,6 @@ def test_padding_side_and_batching_change_nothing(case, side, budget, full):
     assert tokenizer.padding_side == side
 
 
-def test_order_of_texts_changes_nothing(full):
-    decoder = decoder_of("llama")
-    backwards = scores(decoder, kind(full), TEXTS[::-1])
-    assert close(backwards.flip(0), scores(decoder, kind(full)))
-
-
 class Counting(Decoder):
     """Counts the tokens that it runs."""
 

@@ -183,12 +183,9 @@ def cached(tmp_path, monkeypatch):
     return cache
 
 
-def test_a_cached_repository_is_read_offline(cached):
+def test_a_cached_repository_is_read_offline_and_what_is_not_cached_is_told(cached, refused):
     for revision, seed in ((None, 1), ("main", 1), ("v1", 2), ("b" * 40, 2)):
         assert Injection.from_pretrained("somebody/films", revision=revision).seed == seed
-
-
-def test_what_is_not_cached_is_told(cached, refused):
     for name, revision in (("somebody/films", "v2"), ("nobody/films", None), ("not a name!", None)):
         with pytest.raises(I2CLError, match="no such folder, and the hub says") as told:
             Injection.from_pretrained(name, revision=revision)

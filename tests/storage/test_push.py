@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-from commands import run
 from fitting import one_line
 from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.core.injection import Injection
@@ -73,9 +72,8 @@ def test_push_on_the_command_line(uploads, tmp_path, said):
     assert "Pushed" in said("push", tmp_path / "out", "me/films")
     assert uploads[0][2]["private"] is False
     assert uploads[1][2]["commit_message"] == "I2CL injection for films"
-    assert json.loads(said("push", tmp_path / "out", "me/films", "--private", "--branch", "v2", "--json"))[
-        "commit"
-    ].startswith("https://")
+    told = said("push", tmp_path / "out", "me/films", "--private", "--branch", "v2", "--json")
+    assert json.loads(told)["commit"].startswith("https://")
     assert uploads[-1][2]["revision"] == "v2"
 
 
@@ -96,15 +94,12 @@ def unauthorised(status):
     ],
     ids=str,
 )
-def test_a_push_that_fails_is_one_line(error, told, tmp_path, monkeypatch, capsys):
+def test_a_push_that_fails_is_one_line(error, told, tmp_path, monkeypatch, refused):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setattr(HfApi, "create_repo", Mock(side_effect=error))
     one_line(told, made().push_to_hub, "me/films")
     made().save_pretrained(tmp_path / "out")
-    assert run("push", tmp_path / "out", "me/films") == 2
-    printed = capsys.readouterr()
-    assert (printed.out, len(printed.err.splitlines())) == ("", 1)
-    assert "cannot push to 'me/films'" in printed.err
+    assert "cannot push to 'me/films'" in refused("push", tmp_path / "out", "me/films")
 
 
 def test_a_name_that_is_none_never_reaches_the_hub(tmp_path, refused, monkeypatch):
@@ -120,7 +115,6 @@ def test_nobody_is_logged_in(uploads, tmp_path, refused, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     made().save_pretrained(tmp_path / "out")
-    assert "you are not logged in: log in with `hf auth login`, or set HF_TOKEN" in refused(
-        "push", tmp_path / "out", "me/films"
-    )
+    told = refused("push", tmp_path / "out", "me/films")
+    assert "you are not logged in: log in with `hf auth login`, or set HF_TOKEN" in told
     assert uploads == []

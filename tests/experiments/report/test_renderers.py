@@ -3,6 +3,7 @@
 import re
 import sys
 from html import unescape
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_markdown_escapes_and_emphasises():
     assert all(part in latex(odd()) for part in (r"\textbf{100.0 ± 0.0}", r"of \$memory\_"))
 
 
-def test_csv_holds_the_raw_numbers():
+def test_csv_holds_the_raw_numbers_and_tells_printed_from_measured():
     rows = lines_of_csv(experiment(), trial())
     found = {(one["row"], one["task"]): one for one in rows if one["view"] == "tasks"}
     assert len(found) == 6
@@ -81,9 +82,6 @@ def test_csv_holds_the_raw_numbers():
     against = [one for one in rows if one["view"] == "comparison" and one["task"] == "(average)"]
     assert [(one["row"], one["against"]) for one in against] == [("Zero-shot", "I2CL")]
     assert float(against[0]["mean"]) == pytest.approx(30 - 185 / 3)
-
-
-def test_csv_tells_printed_from_measured():
     rows = lines_of_csv(experiment(["I2CL"], printed="main"), llama())
     printed = {one["task"]: one for one in rows if one["view"] == "tasks" and one["origin"] == "paper"}
     assert len(printed) == 10
@@ -91,14 +89,11 @@ def test_csv_tells_printed_from_measured():
     assert float(printed["(average)"]["mean"]) == 75.12
 
 
-def test_accuracies_are_shaded_by_their_size_and_other_numbers_are_not():
+def test_accuracies_are_shaded_by_their_size_and_what_looks_like_markup_is_shown_as_it_is():
     text = html(build([experiment()], trial(), {}, figures=False), {})
     assert '<td style="text-align:right;--share:25%" class="shaded">50.0 ± 0.0</td>' in text
     tables = dict(re.findall(r"<h3>(.*?)</h3>(.*?)</table>", text, re.DOTALL))
     assert [title for title, shown in tables.items() if "shaded" in shown] == ["Accuracy by task"]
-
-
-def test_what_looks_like_markup_is_shown_as_it_is():
     title = "a &lt; b_ *c* `d` [e](f) ~ ^ \\g"
     report = build([experiment(title=title)], trial(), {}, figures=False)
     heading = re.search("<h2>(.*) .reference.</h2>", html(report, {}))[1]
@@ -107,7 +102,7 @@ def test_what_looks_like_markup_is_shown_as_it_is():
     assert tex == (r"a \&lt; b\_ *c* `d` [e](f) \textasciitilde{} \textasciicircum{} \textbackslash{}g")
 
 
-def test_failed_cells_are_listed():
+def test_failed_cells_are_listed_and_provenance_names_everything_found():
     made = [*trial(), failed("lora", "mr", 1, "elsewhere")]
     made += [failed("i2cl", "mr", 1, "I2CLError: too few\nrows")]
     report = build([experiment()], made, {}, figures=False)
@@ -117,9 +112,6 @@ def test_failed_cells_are_listed():
     assert " & ".join(row) in latex(report)
     assert all(part in markdown(report) for part in row)
     assert dict(report.provenance)["Cells"] == ("8 done, 1 failed",)
-
-
-def test_provenance_names_everything_found():
     made = [
         record("i2cl", "sst2", seed, "10", fit_seconds=3600.0, provenance=provenance)
         for seed, provenance in enumerate(({"torch": "2.9", "extra": 1}, {"torch": "2.10", "commit": None}))
@@ -160,7 +152,7 @@ def test_all_files_are_written_and_read_again(tmp_path):
 
 
 @pytest.mark.usefixtures("drawn")
-def test_one_format_replaces_an_older_report(tmp_path, monkeypatch):
+def test_one_format_replaces_an_older_report_and_an_error_leaves_it(tmp_path, monkeypatch):
     write(build([experiment()], trial(), {}, figures=False), tmp_path / "out")
     paths = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert [path.name for path in paths] == ["report.html"]
@@ -168,10 +160,6 @@ def test_one_format_replaces_an_older_report(tmp_path, monkeypatch):
     monkeypatch.setattr("i2cl.experiments.report.page.LARGEST_SVG", 10)  # a large drawing as pixels
     (path,) = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert 'src="data:image/png;base64,' in path.read_text()
-
-
-@pytest.mark.usefixtures("drawn")
-def test_an_error_leaves_the_older_report(tmp_path, monkeypatch):
     write(build([experiment()], trial(), {}), tmp_path / "out", ["md"])
     before = (tmp_path / "out" / "report.md").read_text()
     monkeypatch.setattr("i2cl.experiments.report.page.html", lambda *_: 1 / 0)
@@ -183,13 +171,10 @@ def test_an_error_leaves_the_older_report(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [ImportError(name="matplotlib"), I2CLError("no such map")])
 def test_a_figure_that_cannot_be_drawn_is_named(monkeypatch, error):
-    def fail(*_):
-        raise error
-
     if isinstance(error, ImportError):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     else:
-        monkeypatch.setattr("i2cl.experiments.report.document._drawn", fail)
+        monkeypatch.setattr("i2cl.experiments.report.document._drawn", Mock(side_effect=error))
     (only,) = build([experiment(views=("tasks", "bars"))], trial(), {}).sections
     assert only.figures == ()
     assert only.missing[0].startswith("figure bars: ")

@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,12 +81,8 @@ def test_a_fit_that_was_killed_comes_to_the_same_vectors(opened, task, tmp_path,
     whole = fitted(service, task)
     before = service.tasks.injection(whole.events[-1]["digest"])
     service.tasks.delete("films")
-
-    def killed(*_, **__):
-        raise jobs.FitStoppedError  # as at the end of the process: nothing is told
-
-    with monkeypatch.context() as patch:
-        patch.setattr(service.tasks, "put", killed)
+    with monkeypatch.context() as patch:  # as at the end of the process: nothing is told
+        patch.setattr(service.tasks, "put", Mock(side_effect=jobs.FitStoppedError))
         job = fitting(service, task)
         until(lambda: any(one.get("method") == "anchored" for one in job.events))
         service.close()
@@ -160,9 +157,7 @@ def test_a_job_is_cancelled_while_it_runs_and_while_it_waits(service, task):
 
 
 def test_a_fit_that_fails_says_why(service, task, monkeypatch):
-    def fails(*_, **__):
-        raise KeyError("a user's text")
-
+    fails = Mock(side_effect=KeyError("a user's text"))
     monkeypatch.setattr("i2cl.interfaces.server.fits.Anchored.injection", fails)
     job = fitted(service, task)
     assert job.status == "failed"

@@ -1,5 +1,7 @@
 """What stands in for vLLM where it is not installed: as little of it as the plugin touches."""
 
+import asyncio
+from functools import wraps
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,16 @@ from i2cl.interfaces.vllm import frontend, prompts
 from i2cl.interfaces.vllm.engine import LOAD
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
 from i2cl.models.scoring import next_token_log_probabilities
+
+
+def in_a_loop(test):
+    """Runs an async test in an event loop of its own."""
+
+    @wraps(test)
+    def ran(*given, **named):
+        return asyncio.run(test(*given, **named))
+
+    return ran
 
 
 def injection_for(decoder, task, seed=0, **more):

@@ -115,14 +115,11 @@ def test_a_request_keeps_the_version_that_its_first_part_ran_with(llm, base, tas
     assert set(llm.held) == {frontend.TASKS.get("a").packed.digest}
 
 
-def test_beam_search_refuses_a_task_that_it_would_forget():
+def test_beam_search_refuses_a_task_that_it_would_forget_and_verify_still_verifies(llm):
     beams = frontend.wrap_beam_search(lambda request, *args: args)
     assert beams(SimpleNamespace(vllm_xargs=None), 4) == (4,)
     assert beams(SimpleNamespace(vllm_xargs={"other": 1}), 4) == (4,)
     one_line("beam search takes no task", beams, SimpleNamespace(vllm_xargs={"i2cl": "mood"}), 4)
-
-
-def test_verify_still_verifies(llm):
     seen = []
     verify = frontend.wrap_verify(lambda params, *args: seen.append(args))
     verify(params(), "config")

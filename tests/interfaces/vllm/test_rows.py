@@ -98,12 +98,9 @@ def test_v1_fills_the_slots_of_a_padded_batch(model):
     assert model.i2cl_tables.slots[:6].tolist() == [2, PLAIN, PLAIN, 5, 5, PLAIN]
 
 
-def test_v1_leaves_other_models_alone():
+def test_v1_leaves_other_models_alone_and_never_answers_plain_what_is_in_no_slot(model):
     runner = SimpleNamespace(model=torch.nn.Linear(1, 1))
     assert forward_v1(lambda *args: args[1:])(runner, 1, 2, 3, 4) == (1, 2, 3, 4)
-
-
-def test_an_edit_that_is_in_no_slot_is_never_answered_plain(model):
     runner = runner_v1(model, {"x": params("gone")}, ["x"], [1])
     one_line("in no slot", forward_v1(lambda *args: None), runner, torch.zeros(1))
 
@@ -151,12 +148,10 @@ def test_tables_keep_their_addresses_and_stay_out_of_checkpoints(model):
     assert writer.i2cl_scales[PLAIN] == 1
 
 
-def test_a_task_of_another_depth_is_refused(model):
+def test_a_task_of_another_depth_and_a_part_of_a_sum_are_refused(model):
     with pytest.raises(I2CLError, match="edits 2 residual writers, and the model has 4"):
         model.i2cl_tables.write(1, "x", Packed.of(torch.zeros(1, 2, D), torch.ones(1, 2)))
 
-
-def test_a_part_of_a_sum_is_refused():
     class Part(Linear):
         reduce_results = False
 

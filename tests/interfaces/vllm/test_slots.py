@@ -73,15 +73,11 @@ def test_the_digest_is_that_of_the_edit_and_of_nothing_else(decoder, task):
     torch.testing.assert_close(scales, one.coefficients[..., 1].flatten())
 
 
-def test_salts_of_two_tasks_differ_and_keep_the_callers():
+def test_salts_keep_tasks_callers_and_plain_requests_apart():
+    """Not with the digest, which is public; not with the salt itself; not with what that is made into."""
     salts = Salts()
     asked = [(salt, digest) for salt in (None, "mine", "a:", "a") for digest in ("a", "b")]
     assert len({salts.of(*one) for one in asked}) == len(asked)
-
-
-def test_no_plain_request_can_send_the_salt_of_a_task():
-    """Not with the digest, which is public; not with the salt itself; not with what that is made into."""
-    salts = Salts()
     task = salts.of(None, "a")
     seen = {salts.of(sent, None) for sent in ("|i2cl:a", "i2cl:a", "i2cl:", task, salts.of(task, None))}
     assert task not in seen

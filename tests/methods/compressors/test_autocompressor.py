@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from compressed import ALIKE, CLOSE, LOOSE, golden
+from compressed import CLOSE, LOOSE, golden
 from fitting import one_line
 from i2cl import Decoder, I2CLError
 from i2cl.methods.compressors.autocompressor import Summarizer, summarizer
@@ -111,14 +111,6 @@ def test_scores_whatever_the_batching(decoder, release, budget):
     config = decoder.model.config
     assert predictor.cost.cached_values == 2 * 5 * config.hidden_size * config.num_hidden_layers
     assert predictor.cost.trained == 0
-
-
-def test_padded_and_one_by_one(decoder, release):
-    predictor = release.fitted(decoder, "autocompressor")
-    decoder.token_budget = 1024
-    padded = predictor.scores(release.record["queries"])
-    decoder.token_budget = 1
-    torch.testing.assert_close(padded, predictor.scores(release.record["queries"]), **ALIKE)
 
 
 def test_segments_hold_whole_demonstrations(decoder, release, segments):

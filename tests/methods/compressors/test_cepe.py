@@ -132,14 +132,11 @@ def test_cross_attention_at_another_place_shows(decoder, own, release, mistake):
     assert (found - release["query_logits"]).abs().max() > 0.1
 
 
-def test_the_norm_of_the_mlp_shows(decoder, own, release):
+def test_the_norm_of_the_mlp_a_causal_encoder_and_joined_chunks_show(decoder, own, release):
     norms = {number: decoder.blocks[number].post_attention_layernorm.weight for number in own.layers}
     layers = {number: replace(layer, norm=norms[number]) for number, layer in own.layers.items()}
     wrong = replace(own, layers=layers).edit(release["encoder_states"])
     assert (after(decoder, wrong, release.queries) - release["query_logits"]).abs().max() > 0.1
-
-
-def test_a_causal_encoder_and_joined_chunks_show(decoder, own, release):
     with torch.no_grad():
         causal = [own.encoder(torch.tensor([ids])).last_hidden_state[0] for ids in release.shown_ids]
     for wrong in (torch.cat(causal), states(own, [release.context])):

@@ -177,14 +177,11 @@ def test_a_mistake_in_the_slots_shows(own, release, mistake):
     assert found.shape != right.shape or (found - right).abs().max() > 0.1
 
 
-def test_the_adapter_is_off_in_the_decoder(own, release):
+def test_the_adapter_is_off_in_the_decoder_and_hooks_come_off_after_an_error(own, release):
     parts = forms(own, release, release.queries[0])["query_logits_ft"]
     with own.adapted():
         wrong = logits(own, *parts)[-1]
     assert (wrong - release["query_logits_ft"][0]).abs().max() > 0.1
-
-
-def test_hooks_come_off_after_an_error(own, release):
     with pytest.raises(IndexError):
         own.slots([(10**6,)])
     assert not any(module._forward_hooks for module in own.decoder.model.modules())
