@@ -99,13 +99,10 @@ def import_graph():
     return {module(path): {name for name in imports(path) if name in known} for path in FILES if module(path)}
 
 
-def test_imports_run_downwards():
+def test_imports_run_downwards_and_the_checks_find_what_they_are_for():
     pairs = [(module(path), name) for path in FILES if module(path) for name in imports(path)]
     assert [pair for pair in pairs if upward(*pair)] == []
     TopologicalSorter(import_graph()).prepare()  # which names files that import each other
-
-
-def test_the_checks_of_imports_find_what_they_are_for():
     assert upward("core.context", "methods.base")
     assert upward("tasks.task", "storage.atomic")
     assert not upward("core.context", "core.edits")

@@ -67,14 +67,11 @@ def test_settings_are_read_as_what_they_are():
                 {"toml": tomllib.loads, "json": json.loads}[one.language](one.text)
 
 
-def test_the_reference_has_every_public_name():
+def test_the_reference_has_every_public_name_and_the_glossarys_names_are_there():
     text = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     assert sorted(
         re.findall(r"^\.\. auto\w+:: i2cl\.(\w+)$", text.replace("i2cl.export", ""), re.MULTILINE)
     ) == sorted(i2cl.__all__)
-
-
-def test_names_of_the_glossary_are_there():
     text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+)\.(\w+)", text)
     assert len(named) > 10

@@ -64,12 +64,9 @@ def logits(decoder, task, edit=None):
     return rows
 
 
-def test_context_vector_and_zero_shot_logits(context, golden, decoder, task):
+def test_context_vector_and_logits_without_it_and_with_it(context, golden, decoder, task, demonstrations):
     torch.testing.assert_close(context.values, golden["context_vector"], **CLOSE)
     torch.testing.assert_close(logits(decoder, task), golden["zero_shot_logits"], **CLOSE)
-
-
-def test_logits_under_the_first_coefficients(decoder, task, demonstrations, context, golden):
     first = calibrate(decoder, task, demonstrations, context, CalibrationConfig(epochs=0))
     torch.testing.assert_close(logits(decoder, task, first.edit()), golden["initial_logits"], **CLOSE)
     assert not torch.allclose(golden["initial_logits"], golden["zero_shot_logits"], atol=1e-3)

@@ -47,15 +47,14 @@ def stationary(fit, u, tau):
     return (point.jacobian.T @ chances + tau * u).norm().item()
 
 
-KEPT = pytest.mark.parametrize("kept", [1, 2], ids=["others together", "each label"])
+# Columns are of all other labels together or of each; whole sequences have a column each.
+COLUMNS = pytest.mark.parametrize(("full", "kept"), [(False, 1), (False, 2), (True, 2)])
+TO_THE_END = AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-@KEPT
+@COLUMNS
 def test_derivatives_are_those_of_finite_differences(model_type, full, kept, monkeypatch):
-    if full and kept == 1:
-        pytest.skip("whole sequences have a column each")
     monkeypatch.setattr(module, "columns_kept", lambda *_: kept)
     fit = problem(made(model_type), task(full))
     generator = torch.Generator().manual_seed(0)
@@ -122,12 +121,9 @@ def test_the_optimum_is_that_of_a_minimiser_of_scipy(shape):
 
 
 def test_it_ends_where_the_objective_is_smallest():
-    decoder, config = (
-        made("llama"),
-        AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False),
-    )
-    fit, _, tau = started(decoder, task(), config)
-    injection = anchor(decoder, task(), SHOWN, config)
+    decoder = made("llama")
+    fit, _, tau = started(decoder, task(), TO_THE_END)
+    injection = anchor(decoder, task(), SHOWN, TO_THE_END)
     assert injection.settings["tau"] == pytest.approx(tau)
     u = (injection.context.values / fit.scale).flatten()
     end = objective(fit, u, tau)
@@ -140,11 +136,8 @@ def test_it_ends_where_the_objective_is_smallest():
     assert stationary(fit, u, tau) < 0.1 * stationary(fit, torch.zeros_like(u), tau)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
-@KEPT
+@COLUMNS
 def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full, kept, monkeypatch):
-    if full and kept == 1:
-        pytest.skip("whole sequences have a column each")
     monkeypatch.setattr(module, "columns_kept", lambda *_: kept)
     fit = problem(made("llama"), task(full))
     point, _ = fit.point(torch.zeros(fit.scale.numel()))
@@ -181,14 +174,11 @@ def test_labels_of_several_tokens_that_do_not_compete_keep_their_derivatives():
 
 
 def test_few_columns_end_where_all_of_them_do(monkeypatch):
-    decoder, config = (
-        made("llama"),
-        AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False),
-    )
-    fit, _, tau = started(decoder, task(), config)
-    every = anchor(decoder, task(), SHOWN, config)
+    decoder = made("llama")
+    fit, _, tau = started(decoder, task(), TO_THE_END)
+    every = anchor(decoder, task(), SHOWN, TO_THE_END)
     monkeypatch.setattr(module, "columns_kept", lambda *_: 1)
-    grouped = anchor(decoder, task(), SHOWN, config)
+    grouped = anchor(decoder, task(), SHOWN, TO_THE_END)
     ends = [objective(fit, (one.context.values / fit.scale).flatten(), tau) for one in (every, grouped)]
     # The scale is estimated otherwise, so the prior differs a little; the loss is the same function.
     assert ends[1] == pytest.approx(ends[0], rel=0.1)

@@ -138,7 +138,7 @@ def random_places(seed, rows=ROWS):
     return seen[0].sum(-1).argmax(-1).tolist()
 
 
-def test_random_is_one_token_of_the_query_whatever_the_batching():
+def test_random_is_one_token_of_the_query_whatever_the_batching_and_a_mask_by_hand():
     found = [random_places(seed) for seed in range(40)]
     assert found[0] == random_places(0)
     for row, length in enumerate(LENGTHS):
@@ -148,9 +148,6 @@ def test_random_is_one_token_of_the_query_whatever_the_batching():
     for seed, together in enumerate(found[:5]):
         assert together == [random_places(seed, [row])[0] for row in ROWS]
         assert together[::-1] == random_places(seed, ROWS[::-1])
-
-
-def test_random_against_a_mask():
     decoder = decoder_of("gpt2")
     values, coefficients = drawn(decoder)
     found = edited(decoder, LinearEdit(values, coefficients, positions="random", seed=3))

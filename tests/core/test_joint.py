@@ -160,15 +160,11 @@ def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
         calibrate_many(decoder, [task], [examples], [context], QUIET)
 
 
-def test_no_runs_and_no_epochs():
+def test_no_runs_no_epochs_and_bad_input():
     decoder = made("llama")
     assert calibrate_many(decoder, [], [], []) == []
     together, _ = both(decoder, QUIET.model_copy(update={"epochs": 0}))
     assert [one.history for one in together] == [()] * len(RUNS)
-
-
-def test_bad_input():
-    decoder = made("llama")
     task, examples, _ = RUNS[0]
     context = extract(decoder, task, examples)
     with pytest.raises(I2CLError, match=r"\[2, 1, 1, 2\] tasks, sets of demonstrations"):

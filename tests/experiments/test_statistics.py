@@ -54,7 +54,7 @@ def gathered(tasks, resamples, rng):
         yield np.mean([task[np.ix_(seeds, drawn)].mean() for task, drawn in zip(tasks, queries, strict=True)])
 
 
-def test_interval_is_that_of_index_gathering_with_seeds_shared_over_tasks():
+def test_intervals_are_those_of_index_gathering_with_seeds_shared_over_tasks():
     rng = np.random.default_rng(0)
     luck = np.linspace(-0.8, 0.8, 6)[:, None]  # the same in both tasks, so sharing shows in the width
     tasks = [luck + rng.standard_normal((6, n)) > ease for n, ease in ((20, -0.5), (80, 0.5))]
@@ -64,9 +64,6 @@ def test_interval_is_that_of_index_gathering_with_seeds_shared_over_tasks():
     assert found.high == pytest.approx(high, abs=0.01)
     apart = [single.high - single.low for single in (accuracy([task]) for task in tasks)]
     assert high - low > 1.15 * np.hypot(*apart) / 2  # the width if each task drew its own seeds
-
-
-def test_interval_of_a_difference_is_that_of_index_gathering():
     rng = np.random.default_rng(1)
     hardness = rng.standard_normal(60)
     ours, theirs = (simulated(rng, queries=60, ease=ease, hardness=hardness) for ease in (0.9, 0.4))

@@ -13,6 +13,7 @@ from i2cl.export.families import FAMILIES
 from i2cl.models.batching import make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Task, Template
+from processes import finished
 from tiny import CASES, tiny_model, tiny_tokenizer
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
@@ -36,6 +37,18 @@ TEXTS = (
     "snake_case(camelCase) != HTTPServer/2 <|endoftext|>",
     "<|user|>  a film\n</s>  another <|endoftext|>  end",
 )
+MEASURED = """
+import sys, torch
+from i2cl import export
+from i2cl.core.injection import Injection
+from i2cl.models.batching import peak_memory
+write, (base, artefact, out) = getattr(export, sys.argv[1]), sys.argv[2:]
+injection = Injection.from_pretrained(artefact)
+write("reference", Injection.from_pretrained(artefact + "-small"), out + "-warm")
+with peak_memory(torch.device("cpu")) as peak:
+    write(base, injection, out, **OPTIONS)
+print(peak.added)
+"""
 CLOSE = 1e-4  # largest difference of a log-probability between the hooked model and llama.cpp, in float32
 ROUNDED = 0.02  # largest relative difference in bfloat16, where every folded weight is rounded once more
 
@@ -91,6 +104,14 @@ def saved(decoder, folder):
     base = stored(decoder, folder / "base")
     injection_for(Decoder.from_pretrained(str(base), device="cpu")).save_pretrained(folder / "artefact")
     return base, folder / "artefact"
+
+
+def memory_of(write, base, artefact, out, **options):
+    """Bytes that an export adds to a program that has made one."""
+    injection_for(Decoder.from_pretrained("reference", device="cpu")).save_pretrained(f"{artefact}-small")
+    code, told, errors = finished(MEASURED.replace("OPTIONS", repr(options)), write, base, artefact, out)
+    assert code == 0, errors
+    return int(told)
 
 
 def stored(decoder, folder, **options):

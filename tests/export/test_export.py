@@ -19,6 +19,7 @@ from export.cases import (
     drawn,
     hooked,
     injection_for,
+    memory_of,
     plain,
     relative,
     saved,
@@ -32,7 +33,6 @@ from i2cl.export.families import FAMILIES
 from i2cl.export.golden import GOLDEN
 from i2cl.models.checkpoint import INDEX
 from i2cl.models.decoder import Decoder
-from processes import finished
 from tiny import CASES
 
 
@@ -151,30 +151,13 @@ def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
     same_weights(tmp_path / "hub", tmp_path / "folder")
 
 
-MEASURE = """
-import sys, torch
-from i2cl.export import export_hf
-from i2cl.core.injection import Injection
-from i2cl.models.batching import peak_memory
-base, artefact, out = sys.argv[1:]
-injection = Injection.from_pretrained(artefact)
-export_hf("reference", Injection.from_pretrained(artefact + "-small"), out + "-warm")
-with peak_memory(torch.device("cpu")) as peak:
-    export_hf(base, injection, out, max_shard_size="20MB")
-print(peak.added)
-"""
-
-
 def test_memory_stays_near_one_shard(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
     large = decoder_of("llama", **sizes)
     base, artefact = saved(large, tmp_path)
     assert (base / "model.safetensors").stat().st_size > 180e6
-    injection_for(Decoder.from_pretrained("reference", device="cpu")).save_pretrained(f"{artefact}-small")
-    code, told, errors = finished(MEASURE, base, artefact, tmp_path / "out")
-    assert code == 0, errors
+    assert memory_of("export_hf", base, artefact, tmp_path / "out", max_shard_size="20MB") < 80e6
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 9
-    assert int(told) < 80e6
 
 
 def test_an_export_holds_and_tells_what_it_is(exported):

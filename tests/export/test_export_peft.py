@@ -280,17 +280,13 @@ def test_a_base_model_that_moved_is_named(exported, tmp_path, refused):
     assert "has no i2cl_golden.json" in refused("verify", tmp_path / "moved", "--model", base)
 
 
-def test_a_constant_that_is_lost_is_found_and_named(exported, said):
+def test_a_constant_that_is_lost_and_damaged_adapters_are_named(exported, said, tmp_path, refused):
     *_, out = exported
     state = load_file(out / WEIGHTS)
     name = next(name for name in state if name.endswith("layers.1.mlp.fc2.glora_E.X"))
     state[name].zero_()
     save_file(state, out / WEIGHTS, metadata={"format": "pt"})
     assert f"The bias {name} is dropped." in said("verify", out, "--device", "cpu", code=1)
-
-
-def test_damaged_adapters_are_named(exported, tmp_path, refused):
-    out = exported[2]
     other, _ = saved(decoder_of("phi", hidden_size=64), tmp_path / "other")
     assert "does not fit" in refused("verify", out, "--device", "cpu", "--model", other)
     torch.save({}, out / "adapter_model.bin")

@@ -57,14 +57,11 @@ def test_labels_that_differ_in_their_first_token_are_recorded_by_it():
     assert all(prompt.whole == [] for prompt in made.prompts)
 
 
-def test_the_export_holds_and_names_the_labels(export):
+def test_the_export_holds_and_a_change_that_only_later_tokens_show_is_found(export):
     outcome = verify(export, device="cpu")
     assert (outcome.passed, outcome.worst < 1e-5, bool(outcome.unchecked)) == (True, True, False)
     assert len({row["found"] for row in outcome.rows()}) > 1
     assert all(row["found"] == row["expected"] for row in outcome.rows())
-
-
-def test_a_change_that_only_later_tokens_show_is_found(export):
     told = Golden.from_export(export)
     first = told.label_ids[0]
     assert not any(first in prompt.ids for prompt in told.prompts)

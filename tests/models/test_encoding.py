@@ -171,7 +171,7 @@ def test_the_answer_is_that_of_the_characters(decoder):
 # Keywords
 
 
-def test_every_label_has_a_token_of_its_own_where_first_tokens_are_shared(decoder):
+def test_every_label_has_a_token_of_its_own_or_they_are_refused(decoder):
     template = Template("Text: {text}\nTopic:\n{label}")
     labels = ("xa", "xb", "xab", "xbc", "xbb")
     found = label_tokens(decoder.encoder, template, labels, "keyword")
@@ -183,9 +183,6 @@ def test_every_label_has_a_token_of_its_own_where_first_tokens_are_shared(decode
     assert sum(token in some for token, some in zip(tokens, own, strict=True)) == 4
     assert not set(tokens) & decoder.encoder.special
     assert label_tokens(decoder.encoder, template, labels, "keyword") == found
-
-
-def test_more_labels_than_tokens_are_refused(decoder):
     labels = tuple(f"{number:05}" for number in range(2000))
     with pytest.raises(I2CLError, match="fewer tokens than there are labels, 2000"):
         label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "keyword")

@@ -56,7 +56,7 @@ def file(tmp_path):
     return written(tmp_path / "model.gguf")
 
 
-def test_a_file_gives_the_weights_and_tokens_that_were_written(file):
+def test_a_file_gives_weights_tokens_and_identity_of_what_was_written(file, tmp_path, monkeypatch):
     decoder = Decoder.from_pretrained(str(file), device="cpu")
     expected = tiny_model("llama")
     found = decoder.model.state_dict()
@@ -66,9 +66,6 @@ def test_a_file_gives_the_weights_and_tokens_that_were_written(file):
     with torch.no_grad():
         ids = torch.tensor(decoder.encoder([PROBE]))
         assert torch.equal(decoder.model(ids).logits, expected(ids).logits)
-
-
-def test_its_identity_is_that_of_the_same_weights_in_a_folder(file, tmp_path, monkeypatch):
     one = Decoder.from_pretrained(str(tiny_folder(tmp_path / "folder")), device="cpu").base
     monkeypatch.chdir(tmp_path)
     other = Decoder.from_pretrained("model.gguf", device="cpu").base

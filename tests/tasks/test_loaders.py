@@ -75,13 +75,18 @@ def write_sst2(folder, train='{"text": "fine", "label": 1}\n', test='{"text": "p
     (folder / "sst2" / "test.jsonl").write_text(test)
 
 
-def test_a_paper_task_from_a_data_folder(tmp_path, monkeypatch):
+def test_a_paper_task_from_a_data_folder_in_words_of_its_own(tmp_path, monkeypatch):
     write_sst2(tmp_path)
     task = load_task("sst2", data_dir=tmp_path)
     assert (task.train, task.test) == ((Example("fine", 1),), (Example("poor", 0),))
     assert (task.title, task.group) == ("SST-2", "paper")
     monkeypatch.setenv("I2CL_DATA_DIR", str(tmp_path))
     assert load_task("sst2") == task
+    task = load_task("sst2", data_dir=tmp_path, template=Template.plain(), labels=["no", "yes"])
+    assert (task.template, task.labels) == (Template.plain(), ("no", "yes"))
+    assert task.train == (Example("fine", 1),)
+    told = failure("sst2", data_dir=tmp_path, labels=["a", "b", "c"])
+    assert "has 2 classes (negative, positive), not 3" in told
 
 
 def test_data_folders_that_do_not_fit(tmp_path):
@@ -95,15 +100,6 @@ def test_data_folders_that_do_not_fit(tmp_path):
     assert told in failure("sst2", data_dir=tmp_path)
     write_sst2(tmp_path, train='{"text": " ", "label": 1}')
     assert "the text is empty" in failure("sst2", data_dir=tmp_path)
-
-
-def test_template_and_labels_replace_those_of_a_task(tmp_path):
-    write_sst2(tmp_path)
-    task = load_task("sst2", data_dir=tmp_path, template=Template.plain(), labels=["no", "yes"])
-    assert (task.template, task.labels) == (Template.plain(), ("no", "yes"))
-    assert task.train == (Example("fine", 1),)
-    told = failure("sst2", data_dir=tmp_path, labels=["a", "b", "c"])
-    assert "has 2 classes (negative, positive), not 3" in told
 
 
 def test_reference_tasks_and_the_list_of_all_without_rows():

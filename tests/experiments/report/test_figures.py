@@ -252,7 +252,7 @@ def test_matrix_is_accuracy_minus_zero_shot():
     assert red > blue
 
 
-def test_matrix_signs_and_cells_that_were_not_run():
+def test_matrix_signs_cells_that_were_not_run_and_only_what_is_readable():
     found = results(ZERO, MOVED, seeds=1, keep=lambda cell: cell.sources != ("news",) or cell.task != "films")
     worse = {("zero_shot", "films"): 0.6, ("zero_shot", "news"): 0.99}
     keys = [(one.cell.method, one.cell.task) for one in found.cells]
@@ -262,9 +262,6 @@ def test_matrix_signs_and_cells_that_were_not_run():
     values = np.ma.getmaskarray(axes.images[0].get_array())
     assert values.tolist() == [[False] * 3, [True, False, False], [False] * 3]
     assert texts(axes) == ["0", "−34", "+40", "−27", "+47", "+14", "−20", "+54"]
-
-
-def test_matrix_needs_zero_shot_and_prints_only_what_is_readable():
     assert FIGURES["matrix"](results(MOVED), {}) is None
     assert FIGURES["matrix"](results(ZERO, I2CL), {}) is None
     many = tuple(f"task-{number}" for number in range(17))

@@ -5,8 +5,9 @@ import tarfile
 
 import pytest
 
-from fitting import TASKS, random_injection
+from fitting import ASKED, TASKS, random_injection
 
+TEXTS = ASKED
 HOST = "http://127.0.0.1"
 TAR, LINES = {"Content-Type": "application/x-tar"}, {"Content-Type": "application/jsonl"}
 

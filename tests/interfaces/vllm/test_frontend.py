@@ -127,7 +127,7 @@ def test_beam_search_refuses_a_task_that_it_would_forget_and_verify_still_verifi
     one_line("no task", verify, params(i2cl="a"), "config")
 
 
-def test_a_task_of_another_model_is_refused_and_nothing_is_loaded(llm, base, task):
+def test_a_task_of_another_model_and_bad_questions_are_refused(llm, base, task):
     other = injection_for(base, task)
     other = replace(other, base=replace(other.base, weights="0" * 16))
     one_line("weights", frontend.load, llm, "a", other)
@@ -135,9 +135,6 @@ def test_a_task_of_another_model_is_refused_and_nothing_is_loaded(llm, base, tas
     assert not llm.sent
     assert not frontend.TASKS.served
     frontend.load(llm, "a", other, force=True)
-
-
-def test_bad_questions_are_refused(llm, base, task):
     frontend.load(llm, "a", injection_for(base, task))
     for texts, names, reason in (
         (["x"], [], "1 texts, but 0 tasks"),

@@ -66,16 +66,13 @@ def ready(model):
     return state
 
 
-def test_v2_fills_the_slots_of_a_padded_batch(model):
+def test_v2_fills_the_slots_of_a_padded_batch_and_a_place_forgets_its_last_task(model):
     state = ready(model)
     model.i2cl_tables.slots.fill_(9)
     batch = batch_v2([3, 1, 0], [2, 1, 3], padded=8, requests_padded=4)
     assert state.prepare_inputs(batch, "as before") == {"positions": "as before"}
     assert model.i2cl_tables.slots[:9].tolist() == [2, 2, PLAIN, 5, 5, 5, PLAIN, PLAIN, 9]
     assert state.added == [3, 1, 0]
-
-
-def test_v2_a_place_that_is_used_again_forgets_its_last_task(model):
     state = ready(model)
     state.add_request(3, SimpleNamespace(sampling_params=params()))
     state.prepare_inputs(batch_v2([3, 0], [1, 1], padded=2, requests_padded=2), None)

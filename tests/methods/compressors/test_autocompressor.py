@@ -66,7 +66,7 @@ LOGITS = {
 }
 
 
-def test_summaries_and_what_follows_them(own, segments, release):
+def test_summaries_what_follows_them_and_losses(own, segments, release):
     found = softs(own, segments, release)
     for name, soft in found.items():
         torch.testing.assert_close(soft, release[name], **RELEASES[release.name])
@@ -74,18 +74,6 @@ def test_summaries_and_what_follows_them(own, segments, release):
         torch.testing.assert_close(after(own, found[soft], release), release[name], **RELEASES[release.name])
     plain = after(own, own.embeddings[:0], release)
     torch.testing.assert_close(plain, release["query_logits_plain"], **RELEASES[release.name])
-
-
-def likelihoods(own, soft, ids, labels):
-    """Mean negative log-likelihood of each label's tokens behind a query."""
-    found = []
-    for label in labels:
-        table = logits(own, soft, ids + label[:-1])[len(ids) - 1 :].log_softmax(-1)
-        found.append(-table[range(len(label)), list(label)].mean())
-    return torch.stack(found)
-
-
-def test_losses(own, segments, release):
     within = RELEASES[release.name]
     soft, first = (release[f"softprompt_after_{number}"] for number in (2, 1))
     options = torch.stack([likelihoods(own, soft, ids, release.labels) for ids in release.queries])
@@ -97,6 +85,15 @@ def test_losses(own, segments, release):
     loss = torch.nn.functional.cross_entropy(both[:-1], targets[1:])
     torch.testing.assert_close(loss[None], release["segmented_loss"], **within)
     torch.testing.assert_close(both[-1], release["segmented_logits_last"], **within)
+
+
+def likelihoods(own, soft, ids, labels):
+    """Mean negative log-likelihood of each label's tokens behind a query."""
+    found = []
+    for label in labels:
+        table = logits(own, soft, ids + label[:-1])[len(ids) - 1 :].log_softmax(-1)
+        found.append(-table[range(len(label)), list(label)].mean())
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize("budget", [1, 60, 1024], ids=["one-by-one", "few", "all"])

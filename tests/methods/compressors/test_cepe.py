@@ -42,13 +42,10 @@ def states(own, chunks):
     return own.states(chunks)
 
 
-def test_encoder_states(own, release):
+def test_states_logits_and_losses(own, release, decoder):
     torch.testing.assert_close(states(own, release.shown_ids), release["encoder_states"], **CLOSE)
     alone = replace(own, budget=1)
     torch.testing.assert_close(states(alone, release.shown_ids), release["encoder_states"], **CLOSE)
-
-
-def test_logits(decoder, own, release):
     cases = {
         "query_logits": own.edit(release["encoder_states"]),
         "query_logits_one_chunk": own.edit(states(own, [release.context])),
@@ -60,9 +57,6 @@ def test_logits(decoder, own, release):
     front = sum(release.shown_ids[:2], ())
     found = after(decoder, edit, [front + ids for ids in release.queries])
     torch.testing.assert_close(found, release["query_logits_two_in_decoder"], **CLOSE)
-
-
-def test_losses(decoder, own, release):
     edit = own.edit(release["encoder_states"])
     label = release.labels[1]
     row = release.queries[0] + label

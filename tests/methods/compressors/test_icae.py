@@ -55,12 +55,26 @@ def logits(own, *parts):
     return own.decoder.model(inputs_embeds=whole[None], use_cache=False).logits[0]
 
 
-def test_memory_slots(own, release, within):
+def test_memory_slots_logits_and_losses(own, release, within):
     torch.testing.assert_close(slots(own, release.context), release["memory_slots"], **within)
     for name, tokens in (("one_segment", 32), ("two_segments", 33)):
         if f"memory_slots_{name}" in release.tensors:
             found = slots(own, release.context[:tokens])
             torch.testing.assert_close(found, release[f"memory_slots_{name}"], **within)
+    for row, ids in enumerate(release.queries):
+        for name, parts in forms(own, release, ids).items():
+            torch.testing.assert_close(logits(own, *parts)[-1], release[name][row], **within)
+    found = logits(own, release["memory_slots"], own.special("ae"))[-1]
+    torch.testing.assert_close(found, release["logits_after_ae"], **within)
+    kept, query, label = release["memory_slots"], release.queries[0], release.labels[1]
+    ft, first = own.special("ft"), own.version == "1"
+    told = release.context if first else (*release.context, release.record["eos"])
+    found = nll(logits(own, kept, own.special("ae"), told), told)
+    torch.testing.assert_close(found, release["ae_loss"], **within)
+    asked = (kept, ft, query, *([ft] if first else []))
+    torch.testing.assert_close(nll(logits(own, *asked, label), label), release["ft_loss"], **within)
+    front = (kept, own.special("lm")) if first else (kept,)
+    torch.testing.assert_close(nll(logits(own, *front, query), query), release["lm_loss"], **within)
 
 
 def forms(own, release, ids):
@@ -76,29 +90,9 @@ def forms(own, release, ids):
     }
 
 
-def test_logits(own, release, within):
-    for row, ids in enumerate(release.queries):
-        for name, parts in forms(own, release, ids).items():
-            torch.testing.assert_close(logits(own, *parts)[-1], release[name][row], **within)
-    found = logits(own, release["memory_slots"], own.special("ae"))[-1]
-    torch.testing.assert_close(found, release["logits_after_ae"], **within)
-
-
 def nll(table, ids):
     """Mean negative log-likelihood of tokens, given the logits that end in what follows the last of them."""
     return torch.nn.functional.cross_entropy(table[-len(ids) - 1 : -1], torch.tensor(ids))[None]
-
-
-def test_losses(own, release, within):
-    kept, query, label = release["memory_slots"], release.queries[0], release.labels[1]
-    ft, first = own.special("ft"), own.version == "1"
-    told = release.context if first else (*release.context, release.record["eos"])
-    found = nll(logits(own, kept, own.special("ae"), told), told)
-    torch.testing.assert_close(found, release["ae_loss"], **within)
-    asked = (kept, ft, query, *([ft] if first else []))
-    torch.testing.assert_close(nll(logits(own, *asked, label), label), release["ft_loss"], **within)
-    front = (kept, own.special("lm")) if first else (kept,)
-    torch.testing.assert_close(nll(logits(own, *front, query), query), release["lm_loss"], **within)
 
 
 @pytest.mark.parametrize("budget", [1, 60, 1024], ids=["one-by-one", "few", "all"])
@@ -222,14 +216,11 @@ def test_a_compressor_of_another_model_is_refused(decoder, release, options, tmp
     one_line(told[change], auto_encoder, decoder, ICAEConfig(compressor=str(path)))
 
 
-def test_fewer_layers_than_the_model_has_are_refused(decoder, options, tmp_path):
+def test_fewer_layers_and_what_cannot_be_are_told(decoder, options, tmp_path, release):
     tensors = {name: one for name, one in load_file(options["compressor"]).items() if "layers.2" not in name}
     save_file(tensors, tmp_path / "icae.safetensors")
     with pytest.raises(I2CLError, match=r"adapts 4 projections, and .* has 6"):
         auto_encoder(decoder, ICAEConfig(compressor=str(tmp_path / "icae.safetensors")))
-
-
-def test_what_cannot_be_is_told(decoder, release, options):
     other = Decoder(tiny_model("gpt2"), tiny_tokenizer())
     one_line(r"icae is known for llama and mistral, not for 'gpt2'", release.fitted, other, "icae", **options)
     with pytest.raises(I2CLError, match=r"icae needs a compressor for .*: give --set compressor=FILE or"):
