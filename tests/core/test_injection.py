@@ -282,7 +282,7 @@ def test_tensors_that_are_no_finite_numbers_are_named(saved, name, change):
 # The hub
 
 
-def test_a_name_that_is_no_folder_is_downloaded_and_may_hold_no_injection(saved, monkeypatch, tmp_path):
+def test_a_name_that_is_no_folder_is_downloaded(saved, monkeypatch):
     asked = []
 
     def download(name, **arguments):
@@ -295,6 +295,9 @@ def test_a_name_that_is_no_folder_is_downloaded_and_may_hold_no_injection(saved,
     assert asked == [("somebody/films", {"revision": "v1", "allow_patterns": [DESCRIPTION, TENSORS]})]
     Injection.from_pretrained(saved)
     assert len(asked) == 1
+
+
+def test_a_repository_or_a_path_without_an_injection(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("i2cl.storage.hub.snapshot_download", lambda *_, **__: str(tmp_path))
         one_line("'somebody/films' is no injection", Injection.from_pretrained, "somebody/films")

@@ -257,14 +257,14 @@ def test_bad_input_is_one_line(artefact, tmp_path, refused, monkeypatch):
 
 
 def test_another_configuration_or_model_is_refused(tmp_path, artefact, refused):
-    base, artefact = saved(decoder_of("llama"), tmp_path)
-    injection = Injection.from_pretrained(artefact)
+    base, mine = saved(decoder_of("llama"), tmp_path)
+    injection = Injection.from_pretrained(mine)
     path = base / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-5}), encoding="utf-8")
     one_line(r"\(config.rms_norm_eps 1e-06 and not 1e-05\)", export_hf, base, injection, tmp_path / "out")
-    base, _ = saved(decoder_of("llama"), tmp_path)
+    saved(decoder_of("llama"), tmp_path)
     assert "(layers, width)" in refused("export", artefact, tmp_path / "out", "--model", base)
-    other, mine = stored(decoder_of("llama", vocab_size=310), tmp_path / "other"), tmp_path / "artefact"
+    other = stored(decoder_of("llama", vocab_size=310), tmp_path / "other")
     told = refused("export", mine, tmp_path / "out", "--model", other, "--no-golden")
     assert "this injection was made on" in told
     assert run("export", mine, tmp_path / "forced", "--model", other, "--device", "cpu", "--force") == 0
