@@ -3,9 +3,12 @@
 from contextlib import ExitStack, contextmanager
 from functools import cache
 
+import pytest
 import torch
 
-from i2cl import Decoder, Example, Task, Template, calibrate, extract
+from i2cl import Decoder, Example, Injection, Task, Template, calibrate, extract
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.errors import I2CLError
 from i2cl.methods import make_methods
 from tiny import CASES, tiny_model, tiny_tokenizer
 
@@ -26,6 +29,13 @@ PATHS = {  # written down here once more, so that a wrong row of the architectur
 }
 
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
+TASKS = (
+    Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}")),
+    Task("topics", ("world", "sports", "company"), Template("News: {text} ->{label}")),
+    Task("flags", ("no", "yes"), Template("{text}?{label}")),
+)
+ASKED = ("a warm film", "dull " * 7, "one of the best", "the match was lost", "warm", "a cold and long night")
+"""Texts of different lengths."""
 
 
 def films_in(words):
@@ -76,6 +86,25 @@ def hooks(model):
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
+def _state(model):
+    parts = [(name, type(part), part.training) for name, part in model.named_modules()]
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    hooked = [[tuple(getattr(part, kind)) for kind in kinds] for part in model.modules()]
+    flags = [(one.dtype, one.requires_grad, one.grad is None) for one in model.parameters()]
+    return model.config.to_dict(), parts, hooked, flags
+
+
+@contextmanager
+def left_as_found(model):
+    """Weights, dtypes, flags, gradients, modes, modules, hooks and config are the same behind the block."""
+    before, values = _state(model), {name: value.clone() for name, value in model.state_dict().items()}
+    yield
+    assert _state(model) == before
+    after = model.state_dict()
+    assert after.keys() == values.keys()
+    assert all(torch.equal(after[name], value) for name, value in values.items())
+
+
 def ids(decoder, text):
     """Token ids as the tokenizer itself gives them."""
     return decoder.tokenizer(text)["input_ids"]
@@ -86,6 +115,38 @@ def first_tokens(decoder, task):
     prompt = task.template.query("x")
     start = len(ids(decoder, prompt))
     return [ids(decoder, prompt + task.template.continuation(word))[start] for word in task.labels]
+
+
+def random_edit(decoder, seed=0, factor=0.2, around=(0.1, 1.0), sites=2):
+    """A vector and coefficients near a pair, drawn from a seed or a generator."""
+    draw = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    values = torch.randn(decoder.layers, sites, decoder.d_model, generator=draw)
+    noise = torch.randn(decoder.layers, sites, 2, generator=draw)
+    return values, noise * factor + torch.tensor(around)
+
+
+def random_injection(decoder, task, seed=0, extraction=None, shown=7, base=None, fields=None, **drawn):
+    """An injection as good as fitted; `drawn` as in `random_edit`."""
+    extraction = extraction or ExtractConfig()
+    sites = 1 if extraction.writers == "hidden" else 2
+    values, coefficients = random_edit(decoder, seed, sites=sites, **drawn)
+    context = ContextVector(values, extraction, shown)
+    return Injection(context, coefficients, task, base or decoder.base, **fields or {})
+
+
+def log_probability(decoder, query, label):
+    """Of a label's tokens behind those of a query, from one row of the bare model."""
+    row = torch.tensor([[*query, *label[:-1]]])
+    logits = decoder.model(row, use_cache=False).logits[0, len(query) - 1 :].log_softmax(-1)
+    return sum(logits[step, token] for step, token in enumerate(label))
+
+
+def one_line(told, work, /, *given, **options):
+    """The one line of an `I2CLError` that a call raises, with this pattern in it."""
+    with pytest.raises(I2CLError, match=told or None) as raised:
+        work(*given, **options)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
 @contextmanager

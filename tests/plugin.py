@@ -3,6 +3,7 @@
 import gc
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, get_args
 
 import jaxtyping
@@ -83,6 +84,38 @@ def _one_thread() -> Iterator[None]:
 def _no_local_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `fit` and `demo` are set beside does not depend on what is installed."""
     monkeypatch.setattr(embeddings, "local_encoder", lambda: None)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command; its exit code, stdout and stderr."""
+    from commands import heard  # with all of the command line, which few tests need
+
+    return partial(heard, capsys)
+
+
+@pytest.fixture
+def said(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Run a command that ends with this exit code; its stdout."""
+
+    def ran(*words: Any, code: int = 0) -> str:
+        found, out, err = call(*words)
+        assert found == code, err
+        return out
+
+    return ran
+
+
+@pytest.fixture
+def refused(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Run a command that is to fail in one line, or so many, and print nothing else; what it says."""
+
+    def refuse(*words: Any, lines: int = 1) -> str:
+        code, out, err = call(*words)
+        assert (code, out, err.count("\n")) == (2, "", lines), err
+        return err.rstrip("\n")
+
+    return refuse
 
 
 @pytest.fixture

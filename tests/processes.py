@@ -7,10 +7,13 @@ A fresh interpreter takes seconds to import torch and transformers, a fork none.
 import os
 import signal
 import sys
+import time
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
+
+import pytest
 
 import i2cl
 
@@ -33,6 +36,23 @@ def environment():
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+def start(_=None):
+    """The context that forks such processes; its server runs from here on, and finds the package."""
+    with patch.dict(os.environ, environment()):
+        forkserver.ensure_running()
+    return FORKED
+
+
+def until(come, seconds=120.0, program=None):
+    """Wait for something that is true, and return it; fail once it takes longer or the program has ended."""
+    end = time.monotonic() + seconds
+    while not (found := come()):
+        assert program is None or program.process.is_alive(), program.said()
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)
+    return found
+
+
 class Program:
     """A running program; what it says goes to files.
 
@@ -48,20 +68,22 @@ class Program:
         self.err = Path(self._folder.name) / "err"
         for path in (self.out, self.err):
             path.touch()
-        with patch.dict(os.environ, environment()):
-            forkserver.ensure_running()
-            known = dict(os.environ) | variables
         words = ["-c", *map(str, arguments)]
-        self.process = FORKED.Process(target=_run, args=(code, words, (self.out, self.err), known))
+        told = (code, words, (self.out, self.err), environment() | variables)
+        self.process = start().Process(target=_run, args=told)
         self.process.start()
 
     def said(self):
         """What came to stdout and stderr by now."""
         return self.out.read_text(encoding="utf-8"), self.err.read_text(encoding="utf-8")
 
-    def wait(self):
-        """Its exit code, stdout and stderr once it has ended."""
-        self.process.join()
+    def wait(self, timeout=120):
+        """Its exit code, stdout and stderr once it has ended; fails if that takes more seconds."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            pytest.fail(f"it did not end: {self.said()}")
         return self.process.exitcode, *self.said()
 
 
@@ -75,6 +97,8 @@ def _run(code, words, files, variables):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "pthread_sigmask"):  # the server may have started while it was blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     os.environ.clear()
     os.environ.update(variables)
     sys.argv = words

@@ -5,6 +5,7 @@ import sys
 import pydantic
 import pytest
 
+from fitting import one_line
 from i2cl.errors import I2CLError, did_you_mean, first_problem, needs
 
 
@@ -25,12 +26,10 @@ def test_a_package_that_is_lacking_is_named_with_its_cure(monkeypatch, tmp_path)
         needs("a map", "maps", "json", "abacus")
     monkeypatch.setitem(sys.modules, "sklearn", None)
     told = r"needs the packages abacus and scikit-learn: pip install 'i2cl\[maps\]', or draw it$"
-    with pytest.raises(I2CLError, match=told):
-        needs("a map", "maps", "abacus", "sklearn", instead="draw it")
+    one_line(told, needs, "a map", "maps", "abacus", "sklearn", instead="draw it")
     (tmp_path / "abacus").mkdir()  # a folder beside the user's files is no package
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(I2CLError, match="needs the package abacus"):
-        needs("a map", "maps", "abacus")
+    one_line("needs the package abacus", needs, "a map", "maps", "abacus")
 
 
 def test_the_first_problem_is_one_line_with_place_and_value():

@@ -64,27 +64,18 @@ def logits(decoder, task, edit=None):
     return rows
 
 
-def test_context_vector(context, golden):
+def test_context_vector_and_logits_without_it_and_with_it(context, golden, decoder, task, demonstrations):
     torch.testing.assert_close(context.values, golden["context_vector"], **CLOSE)
-
-
-def test_zero_shot_logits(decoder, task, golden):
     torch.testing.assert_close(logits(decoder, task), golden["zero_shot_logits"], **CLOSE)
-
-
-def test_logits_under_the_first_coefficients(decoder, task, demonstrations, context, golden):
     first = calibrate(decoder, task, demonstrations, context, CalibrationConfig(epochs=0))
     torch.testing.assert_close(logits(decoder, task, first.edit()), golden["initial_logits"], **CLOSE)
     assert not torch.allclose(golden["initial_logits"], golden["zero_shot_logits"], atol=1e-3)
 
 
-def test_calibrated_coefficients(calibrated, golden):
-    torch.testing.assert_close(calibrated.coefficients, golden["coefficients"], **CLOSE)
-
-
-def test_calibrated_logits(decoder, task, calibrated, golden):
+def test_calibrated_coefficients_and_logits(calibrated, golden, decoder, task):
     """The recorded float32 numbers carry their own rounding over forty steps: layers in float64 differ by
     1.2e-5, and so does float32 on some processors."""
+    torch.testing.assert_close(calibrated.coefficients, golden["coefficients"], **CLOSE)
     found = logits(decoder, task, calibrated.edit())
     torch.testing.assert_close(found, golden["calibrated_logits"], atol=2e-5, rtol=0)
     assert not torch.allclose(golden["calibrated_logits"], golden["initial_logits"], atol=1e-3)

@@ -27,10 +27,6 @@ def test_the_snippet_runs_on_the_bundled_model(tmp_path, monkeypatch):
     assert (tmp_path / "tickets" / "injection.safetensors").is_file()
 
 
-def test_the_real_model_plays_the_snippet():
-    assert [one.mark for one in blocks(README) if one.language == "python"] == ["real"]
-
-
 def test_installation_names_every_extra_and_the_oldest_python():
     text = INSTALL.read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -47,14 +43,6 @@ def test_every_local_link_leads_somewhere():
     assert links, "README.md has no local link"
     missing = [link for link in links if not (ROOT / link).exists()]
     assert not missing
-
-
-@pytest.mark.parametrize("page", [README, INSTALL], ids=lambda page: page.stem)
-def test_the_make_targets_it_names_exist(page):
-    targets = set(re.findall(r"\bmake ([\w-]+)`", page.read_text(encoding="utf-8")))
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert targets
-    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
 
 def test_the_citation_and_the_release_are_of_this_version():

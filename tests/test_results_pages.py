@@ -41,17 +41,9 @@ def words(figure):
     return re.findall(r"<text[^>]*>([^<]*)</text>", figure)
 
 
-def test_a_changed_number_is_found(made):
-    page = "<!-- by-task: begin -->\n| **mean** | 99.9 |\n<!-- by-task: end -->"
-    assert made["filled"](page) != page
-
-
-def test_every_part_stands_on_a_page(made):
+def test_every_part_stands_on_a_page_and_rows_that_no_cell_has_are_left_out(made):
     shown = "".join((ROOT / page).read_text(encoding="utf-8") for page in made["PAGES"])
     assert [name for name in made["PARTS"] if f"<!-- {name}: begin -->" not in shown] == []
-
-
-def test_rows_that_no_cell_has_are_left_out(made):
     found = made["results"]("real")
     assert list(made["lines_of"](found, ("Zero-shot", "no such row"))) == ["Zero-shot"]
     assert made["line_of"](found, "zero_shot").name == "Zero-shot"  # by its method where no row is called so

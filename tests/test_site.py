@@ -42,11 +42,8 @@ def test_pages_load_nothing_from_elsewhere():
         assert not re.search(r"@import|url\([\"']?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet
 
 
-def test_the_search_knows_the_public_names():
+def test_every_public_name_and_page_is_on_it():
     index = (SITE / "searchindex.js").read_text(encoding="utf-8")
     assert [name for name in i2cl.__all__ if f'"{name}"' not in index and f",{name}:" not in index] == []
-
-
-def test_every_markdown_page_is_on_it():
     site = [page.relative_to(ROOT / "docs").with_suffix(".html") for page in pages() if "docs" in page.parts]
     assert [page for page in site if not (SITE / page).is_file()] == []

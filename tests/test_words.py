@@ -53,9 +53,3 @@ def test_the_results_are_a_page_of_1500_words():
 def outside_code(page):
     """Words of a page, tables included, code left out."""
     return len(re.findall(r"\S*\w\S*", CODE.sub("", page.read_text(encoding="utf-8"))))
-
-
-def test_a_long_sentence_is_found():
-    long = " ".join(["word"] * 36)
-    page = f"# A heading\n\nShort. {long}. Short.\n\n| {long} |\n|---|\n\n```text\n{long}\n```\n\n- {long}\n"
-    assert sorted(map(words, sentences(page))) == [1, 1, 36, 36]

@@ -263,6 +263,21 @@ def redrawn(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def byte_level(
+    sentences, size, *steps, special=("<|endoftext|>",), normalizer=None, ignore_merges=False, use_regex=True
+) -> Tokenizer:
+    """A byte-level BPE of so many tokens, trained on sentences; other steps split texts before it does."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last
+    tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.ByteLevel()
+    options = {"vocab_size": size, "special_tokens": list(special), "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
+    tokenizer.train_from_iterator(sentences, trainer)
+    return tokenizer
+
+
 @cache
 def _trained() -> str:
     sentences = [
@@ -270,17 +285,7 @@ def _trained() -> str:
         "Review: a dull and lifeless film\nSentiment: negative",
         "Question: where is the longest river\nType: location",
     ]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(sentences, trainer)
-    return tokenizer.to_str()
+    return byte_level(sentences, VOCABULARY).to_str()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

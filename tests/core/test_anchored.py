@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fitting import hooks, made
-from i2cl import Example, I2CLError, Task, Template
+from fitting import made, one_line
+from i2cl import Example, Task, Template
 from i2cl.core import anchored
 from i2cl.core import problem as module
 from i2cl.core.anchored import AnchoredConfig, Step, anchor, stepped
@@ -16,7 +16,6 @@ from i2cl.models.scoring import Questions, score
 
 WORDS = ("a warm film", "dull, dull, dull", "funny and kind all the way", "no")
 SHOWN = tuple(Example(text, label) for text, label in zip(WORDS, (0, 1, 0, 2), strict=True))
-FULL = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 
 def task(full=False):
@@ -35,12 +34,9 @@ def started(decoder, asked, config, shown=SHOWN):
     return fit, point, variance / config.reach**2
 
 
-def loss_of(fit, scores):
-    return torch.nn.functional.cross_entropy(scores.double(), fit.gold, reduction="sum")
-
-
 def objective(fit, u, tau):
-    return (loss_of(fit, fit.scores(u)) + tau / 2 * u.double().square().sum()).item()
+    loss = torch.nn.functional.cross_entropy(fit.scores(u).double(), fit.gold, reduction="sum")
+    return (loss + tau / 2 * u.double().square().sum()).item()
 
 
 def stationary(fit, u, tau):
@@ -49,16 +45,14 @@ def stationary(fit, u, tau):
     return (point.jacobian.T @ chances + tau * u).norm().item()
 
 
-KEPT = pytest.mark.parametrize("kept", [1, 2], ids=["others together", "each label"])
+# Columns are of all other labels together or of each; whole sequences have a column each.
+COLUMNS = pytest.mark.parametrize(("full", "kept"), [(False, 1), (False, 2), (True, 2)])
+TO_THE_END = AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False)
 
 
-@FULL
-@pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-@KEPT
+@COLUMNS
 def test_derivatives_are_those_of_finite_differences(model_type, full, kept, monkeypatch):
-    if full and kept == 1:
-        pytest.skip("whole sequences have a column each")
     monkeypatch.setattr(module, "columns_kept", lambda *_: kept)
     fit = problem(made(model_type), task(full))
     generator = torch.Generator().manual_seed(0)
@@ -125,12 +119,9 @@ def test_the_optimum_is_that_of_a_minimiser_of_scipy(shape):
 
 
 def test_it_ends_where_the_objective_is_smallest():
-    decoder, config = (
-        made("llama"),
-        AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False),
-    )
-    fit, _, tau = started(decoder, task(), config)
-    injection = anchor(decoder, task(), SHOWN, config)
+    decoder = made("llama")
+    fit, _, tau = started(decoder, task(), TO_THE_END)
+    injection = anchor(decoder, task(), SHOWN, TO_THE_END)
     assert injection.settings["tau"] == pytest.approx(tau)
     u = (injection.context.values / fit.scale).flatten()
     end = objective(fit, u, tau)
@@ -143,12 +134,8 @@ def test_it_ends_where_the_objective_is_smallest():
     assert stationary(fit, u, tau) < 0.1 * stationary(fit, torch.zeros_like(u), tau)
 
 
-@FULL
-@pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
-@KEPT
+@COLUMNS
 def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full, kept, monkeypatch):
-    if full and kept == 1:
-        pytest.skip("whole sequences have a column each")
     monkeypatch.setattr(module, "columns_kept", lambda *_: kept)
     fit = problem(made("llama"), task(full))
     point, _ = fit.point(torch.zeros(fit.scale.numel()))
@@ -169,7 +156,6 @@ def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full, 
     assert summed_loss(after.values) == pytest.approx(wanted.item(), rel=1e-5)
 
 
-@FULL
 def test_labels_of_several_tokens_that_do_not_compete_keep_their_derivatives():
     fit = problem(made("llama"), task(full=True))
     point, _ = fit.point(torch.zeros(fit.scale.numel()))
@@ -186,14 +172,11 @@ def test_labels_of_several_tokens_that_do_not_compete_keep_their_derivatives():
 
 
 def test_few_columns_end_where_all_of_them_do(monkeypatch):
-    decoder, config = (
-        made("llama"),
-        AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False),
-    )
-    fit, _, tau = started(decoder, task(), config)
-    every = anchor(decoder, task(), SHOWN, config)
+    decoder = made("llama")
+    fit, _, tau = started(decoder, task(), TO_THE_END)
+    every = anchor(decoder, task(), SHOWN, TO_THE_END)
     monkeypatch.setattr(module, "columns_kept", lambda *_: 1)
-    grouped = anchor(decoder, task(), SHOWN, config)
+    grouped = anchor(decoder, task(), SHOWN, TO_THE_END)
     ends = [objective(fit, (one.context.values / fit.scale).flatten(), tau) for one in (every, grouped)]
     # The scale is estimated otherwise, so the prior differs a little; the loss is the same function.
     assert ends[1] == pytest.approx(ends[0], rel=0.1)
@@ -247,7 +230,6 @@ def test_under_an_infinite_prior_it_is_the_plain_model(config):
     torch.testing.assert_close(injection.scores(decoder, texts), plain, atol=0, rtol=0)
 
 
-@FULL
 @pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
 def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
     """A site has one number, and what is left out stays so."""
@@ -286,19 +268,6 @@ def test_reach_is_the_spread_of_label_scores_under_the_prior_whatever_the_model(
     assert spread.item() == pytest.approx(2.0, rel=0.02)
 
 
-def test_the_model_is_left_as_found():
-    decoder = made("llama")
-    before = {name: value.clone() for name, value in decoder.model.state_dict().items()}
-    decoder.model.train()
-    asked = [parameter.requires_grad for parameter in decoder.model.parameters()]
-    anchor(decoder, task(), SHOWN, AnchoredConfig(reach=3.0, steps=1))
-    assert decoder.model.training
-    assert asked == [parameter.requires_grad for parameter in decoder.model.parameters()]
-    assert all(torch.equal(value, before[name]) for name, value in decoder.model.state_dict().items())
-    assert all(parameter.grad is None for parameter in decoder.model.parameters())
-    assert hooks(decoder.model) == 0
-
-
 def test_a_step_that_overflows_is_damped(monkeypatch):
     decoder = made("llama")
     scores, calls = Problem.scores, []
@@ -318,8 +287,7 @@ def test_a_model_that_overflows_by_itself_and_a_fit_without_a_step_are_told(monk
     decoder = made("llama")
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(I2CLError, match="not finite: load the model in float32"):
-        anchor(decoder, task(), SHOWN)
+    one_line("not finite: load the model in float32", anchor, decoder, task(), SHOWN)
     monkeypatch.setattr(anchored, "stepped", lambda *_, **__: None)
     with pytest.warns(UserWarning, match="this is the plain model: lower the reach"):
         injection = anchor(made("llama"), task(), SHOWN)
@@ -333,8 +301,7 @@ def test_a_wide_prior_takes_damped_steps(reach):
 
 
 def test_more_examples_than_a_kernel_holds_are_refused():
-    with pytest.raises(I2CLError, match=r"4800 examples are more than the 4096 .*--shots"):
-        anchor(made("llama"), task(), SHOWN * 1200)
+    one_line(r"4800 examples are more than the 4096 .*--shots", anchor, made("llama"), task(), SHOWN * 1200)
 
 
 @pytest.mark.parametrize("reach", [-1.0, 1e5, float("inf"), float("nan")])

@@ -3,11 +3,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from fitting import PATHS, close, decoder_of, replacing
+from fitting import PATHS, close, decoder_of, random_edit, replacing
 from i2cl.core.edits import LinearEdit, NoisyEdit, draw_from
 from i2cl.models.batching import make_batch
-from i2cl.models.decoder import Decoder
-from tiny import VOCABULARY, tiny_model, tiny_tokenizer
+from tiny import VOCABULARY
 
 FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom", "granite"]
 LENGTHS = (9, 4, 14, 1)
@@ -19,10 +18,7 @@ EVERYWHERE = torch.arange(max(LENGTHS)).expand(len(LENGTHS), -1)
 
 def drawn(decoder, site="writers"):
     """A vector and coefficients that leave no site as it was."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (decoder.layers, 1 if site == "hidden" else 2)
-    values = torch.randn(*shape, decoder.d_model, generator=generator)
-    return values, torch.randn(*shape, 2, generator=generator) * 0.3 + torch.tensor([0.5, 1.0])
+    return random_edit(decoder, 1, 0.3, (0.5, 1.0), sites=1 if site == "hidden" else 2)
 
 
 def first(output):
@@ -98,16 +94,6 @@ def test_lambda_v_plus_beta_a(case, site):
     assert not close(found, plain(decoder))
 
 
-@pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("case", ["gpt_neox", "falcon"])
-def test_both_forms_of_a_block(case, parallel):
-    option = {"gpt_neox": "use_parallel_residual", "falcon": "parallel_attn"}[case]
-    decoder = Decoder(tiny_model(case, **{option: parallel}), tiny_tokenizer())
-    values, coefficients = drawn(decoder)
-    found = edited(decoder, LinearEdit(values, coefficients))
-    assert close(found, by_hand(decoder, case, values, coefficients))
-
-
 @pytest.mark.parametrize(("dtype", "more"), [(torch.bfloat16, 3e-3), (torch.float16, 4e-4)])
 def test_coefficients_are_not_rounded_to_the_precision_of_the_model(dtype, more):
     generator = torch.Generator().manual_seed(2)
@@ -152,7 +138,7 @@ def random_places(seed, rows=ROWS):
     return seen[0].sum(-1).argmax(-1).tolist()
 
 
-def test_random_is_one_token_of_the_query_whatever_the_batching():
+def test_random_is_one_token_of_the_query_whatever_the_batching_and_a_mask_by_hand():
     found = [random_places(seed) for seed in range(40)]
     assert found[0] == random_places(0)
     for row, length in enumerate(LENGTHS):
@@ -162,9 +148,6 @@ def test_random_is_one_token_of_the_query_whatever_the_batching():
     for seed, together in enumerate(found[:5]):
         assert together == [random_places(seed, [row])[0] for row in ROWS]
         assert together[::-1] == random_places(seed, ROWS[::-1])
-
-
-def test_random_against_a_mask():
     decoder = decoder_of("gpt2")
     values, coefficients = drawn(decoder)
     found = edited(decoder, LinearEdit(values, coefficients, positions="random", seed=3))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import made
+from fitting import made, random_edit
 from i2cl import Example, Task, Template
 from i2cl.core import label_mass
 from i2cl.core.anchored import AnchoredConfig, anchor
@@ -27,9 +27,8 @@ TASK = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentim
 
 
 def edit_of(decoder, size=0.3):
-    generator = torch.Generator().manual_seed(0)
-    values = size * torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
-    return LinearEdit(values, torch.ones(decoder.layers, 2, 2))
+    values, _ = random_edit(decoder)
+    return LinearEdit(size * values, torch.ones(decoder.layers, 2, 2))
 
 
 def logits(decoder, ids, edit):
@@ -89,14 +88,15 @@ def test_the_default_fit_says_labels_and_its_answers_are_those_without():
     assert apart[-1] > 0
 
 
-def test_nothing_is_added_where_the_last_writer_is_left_out_or_nothing_was_fitted():
+def test_where_nothing_can_be_added_the_fit_stays_as_it_is():
     decoder = made("llama")
     for config in ({"steps": 0}, {"writers": "mha"}, {"writers": "hidden"}):
         assert "label_mass" not in anchor(decoder, TASK, SHOWN, AnchoredConfig(**config)).settings
-
-
-def test_labels_that_span_the_stream_and_a_model_that_overflows_leave_the_fit_as_it_is():
-    decoder = made("llama")
+    task = replace(TASK, labels=("good film", "good grief", "bad"))
+    injection = anchor(decoder, task, SHOWN)
+    assert "label_mass" not in injection.settings
+    silent = anchor(decoder, task, SHOWN, AnchoredConfig(say_label=False))
+    torch.testing.assert_close(injection.context.values, silent.context.values, atol=0, rtol=0)
     edit = edit_of(decoder)
     found = raise_label_mass(decoder, QUERIES, tuple(range(40, 40 + decoder.d_model + 1)), edit)
     assert not found.vector.any()
@@ -104,13 +104,3 @@ def test_labels_that_span_the_stream_and_a_model_that_overflows_leave_the_fit_as
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("inf"))
     assert not raise_label_mass(decoder, QUERIES, LABELS, edit).vector.any()
-
-
-@pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
-def test_whole_label_sequences_stay_as_the_fit_leaves_them():
-    decoder = made("llama")
-    task = replace(TASK, labels=("good film", "good grief", "bad"))
-    injection = anchor(decoder, task, SHOWN)
-    assert "label_mass" not in injection.settings
-    silent = anchor(decoder, task, SHOWN, AnchoredConfig(say_label=False))
-    torch.testing.assert_close(injection.context.values, silent.context.values, atol=0, rtol=0)

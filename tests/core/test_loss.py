@@ -1,14 +1,15 @@
 """The loss among the task's labels: what prediction compares is what calibration learns."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fitting import encode, injecting, made
+from fitting import encode, injecting, log_probability, made
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
 from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
 from i2cl.models.scoring import Questions
-from tiny import LONGROPE
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")
 FIRST = Task("films", ("positive", "negative"), TEMPLATE)
@@ -19,7 +20,6 @@ SHOTS = tuple(Example(text, row % 2) for row, text in enumerate(TEXTS))
 GOLD = torch.tensor([shot.label for shot in SHOTS])
 QUIET = CalibrationConfig(loss="labels", noise=0.0, epochs=1, passes=1, batch_size=len(SHOTS))
 
-pytestmark = pytest.mark.filterwarnings("ignore:labels share their first token")
 tasks = pytest.mark.parametrize("task", [FIRST, WHOLE], ids=["first", "whole"])
 cases = pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 
@@ -41,16 +41,10 @@ def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
 
 def by_hand(decoder, task, values, coefficients):
     """Mean loss among the labels: a plain row for each label of each text, under hooks of its own."""
-    whole, scores = task is WHOLE, []
+    end = None if task is WHOLE else 1
     with injecting(decoder, values, coefficients):
-        for text in TEXTS:
-            query = encode(TEMPLATE.query(text))
-            for word in task.labels:
-                label = encode(word)[: None if whole else 1]
-                row = torch.tensor([query + label])
-                logits = decoder.model(row, use_cache=False).logits[0].log_softmax(-1)
-                places = range(len(query) - 1, len(query) + len(label) - 1)
-                scores.append(sum(logits[place, token] for place, token in zip(places, label, strict=True)))
+        asked = product((encode(TEMPLATE.query(text)) for text in TEXTS), map(encode, task.labels))
+        scores = [log_probability(decoder, query, label[:end]) for query, label in asked]
     return cross_entropy(torch.stack(scores).view(len(TEXTS), -1), GOLD)
 
 
@@ -82,31 +76,17 @@ def test_the_loss_among_labels_falls(task, change):
     decoder = made("llama", dtype=torch.float16 if change.pop("dtype", "") else torch.float32)
     config = QUIET.model_copy(update=change)
     context = extract(decoder, task, SHOTS)
-    history = calibrate(decoder, task, SHOTS, context, config, seed=1).history
-    assert min(history) < history[0] - 0.02
+    found, again = (calibrate(decoder, task, SHOTS, context, config, seed=1) for _ in range(2))
+    assert min(found.history) < found.history[0] - 0.02
+    assert torch.equal(found.coefficients, again.coefficients)
 
 
 @tasks
-@pytest.mark.parametrize("shown", [False, True])
-def test_behind_demonstrations_and_where_angles_grow_a_steps_loss_is_the_mean_of_those_alone(task, shown):
-    decoder = made("phi3", **LONGROPE)
-    rows = [Example("dull and lifeless and " * 8, 1), Example("warm", 0), Example("so dull " * 8, 1)]
-    context = extract(decoder, task, rows)
-
-    def prompt(text):
-        return TEMPLATE.prompt((("funny", "positive"),) if shown else (), text)
-
-    def loss(batch):
-        return calibrate(decoder, task, rows, context, QUIET, batches=[batch], prompt=prompt).history[0]
-
-    assert loss([0, 1, 2]) == pytest.approx(sum(loss([row]) for row in range(3)) / 3, abs=1e-5)
-
-
-@tasks
-def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task):
+@pytest.mark.parametrize("loss", ["labels", "vocabulary"])
+def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task, loss):
     decoder = made("llama")
     context = extract(decoder, task, SHOTS)
-    config = QUIET.model_copy(update={"optimizer": "lbfgs", "passes": 5})
+    config = QUIET.model_copy(update={"optimizer": "lbfgs", "passes": 5, "loss": loss})
     wanted = calibrate(decoder, task, SHOTS, context, config).history
     forward, tokens = Decoder.forward, []
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fitting import injected
-from i2cl import CalibrationConfig, Example, I2CLError, Injection
+from fitting import injected, one_line
+from i2cl import CalibrationConfig, Example, Injection
 from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evaluation import evaluate
 from i2cl.experiments.evidence.baselines import BASELINES, labelled_rows, with_folds, with_worth
@@ -20,8 +20,6 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
-
-pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 
 def fitted(decoder, task):
@@ -35,16 +33,12 @@ def measured(decoder, task, limit=160, **more):
     return with_worth(injection, decoder, task, shown, rows, seconds=7.0, **more)
 
 
-def test_rows_are_test_rows_where_there_are_some(task):
+def test_rows_are_test_rows_or_else_training_rows_of_other_texts(task):
     shown = task.sample(2)
     for limit, rows in ((160, task.test), (7, task.queries(7)), (0, ())):
         assert labelled_rows(task, shown, limit) == rows
     assert labelled_rows(replace(task, test=(*task.test, shown[0])), shown, 160) == task.test
-    with pytest.raises(I2CLError, match="-1 queries"):
-        labelled_rows(task, shown, -1)
-
-
-def test_rows_are_else_training_rows_of_other_texts(task):
+    one_line("-1 queries", labelled_rows, task, shown, -1)
     twin = Example(task.train[0].text, 1 - task.train[0].label)
     task = replace(task, train=(*task.train, twin), test=())
     shown = (task.train[0], task.train[1])
@@ -99,7 +93,7 @@ def test_what_is_scored_is_told_with_every_row_and_left_over_training_rows_as_su
     assert sum(rows) == 4 * 16
 
 
-def test_few_shot_that_does_not_fit_and_batch_calibration_of_a_single_row_are_told(decoder, task):
+def test_few_shot_that_cannot_run_is_told_and_other_errors_are_not_hidden(decoder, task, monkeypatch):
     short = Decoder(tiny_model("llama", max_position_embeddings=64), tiny_tokenizer(), name="short")
     told = measured(short, task).worth
     assert list(told["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "i2cl"]
@@ -108,11 +102,7 @@ def test_few_shot_that_does_not_fit_and_batch_calibration_of_a_single_row_are_to
     assert "by itself" in told["not_run"]["zero_shot+batch_calibration"]
     assert ("on 1 row" in told["verdict"], "1 rows" in told["verdict"]) == (True, False)
     shown, injection = fitted(decoder, task)
-    with pytest.raises(I2CLError, match="no queries"):
-        with_worth(injection, decoder, task, shown, (), seconds=0.0)
-
-
-def test_few_shot_that_exceeds_the_memory_is_told_and_other_errors_are_not_hidden(decoder, task, monkeypatch):
+    one_line("no queries", with_worth, injection, decoder, task, shown, (), seconds=0.0)
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=torch.OutOfMemoryError("no room")))
     assert measured(decoder, task).worth["not_run"] == {"few_shot": "out of memory"}
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=RuntimeError("a bug")))
@@ -206,8 +196,7 @@ def test_the_temperature_is_chosen_on_the_rows_and_changes_no_answer(decoder, ta
 
 
 def test_a_threshold_is_found_where_an_accuracy_is_asked_for(decoder, task):
-    with pytest.raises(I2CLError, match="22 labelled rows beside the examples or more"):
-        measured(decoder, task, limit=10, target=0.9)
+    one_line("22 labelled rows beside the examples or more", measured, decoder, task, limit=10, target=0.9)
     rows = tuple(replace(row, text=f"{row.text} {at}") for at in range(8) for row in task.test)
     told = measured(decoder, replace(task, test=rows), target=0.5).worth["selection"]
     assert told["target"] == 0.5

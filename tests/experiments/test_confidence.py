@@ -60,16 +60,13 @@ def test_calibration_error_is_that_of_quantile_bins_of_scikit_learn():
     assert measured(scores, gold).ece == pytest.approx(np.abs(hits - means).mean())
 
 
-def test_bins_of_unequal_size_count_by_their_queries():
+def test_bins_count_by_their_queries_and_equal_confidence_depends_on_no_order():
+    """All queries are as sure, and 3 of 4 are right: at .75 the error is 0, not that of the order."""
     scores, gold = drawn(queries=BINS + 1)
     right = scores.argmax(1) == gold
     sure, hits = reliability(highest(scores), right)
     sizes = np.array([2, *[1] * (BINS - 1)])
     assert measured(scores, gold).ece == pytest.approx((sizes * np.abs(sure - hits)).sum() / sizes.sum())
-
-
-def test_equal_confidence_depends_on_no_order():
-    """All queries are as sure, and 3 of 4 are right: at .75 the error is 0, not that of the order."""
     scores = np.log(np.tile([0.75, 0.25], (60, 1)))
     for order in (np.arange(60), np.random.default_rng(1).permutation(60)):
         found = measured(scores, (order % 4 == 0).astype(int))
@@ -77,14 +74,11 @@ def test_equal_confidence_depends_on_no_order():
         assert found.aurc == pytest.approx(0.25)
 
 
-def test_risk_falls_where_the_sure_are_right():
+def test_risk_falls_where_the_sure_are_right_and_answers_are_not_read_from_ties():
     scores = np.log([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]])
     coverage, risk = risk_coverage(highest(scores), np.array([True, True, False, False]))
     assert coverage.tolist() == [0.25, 0.5, 0.75, 1]
     assert risk == pytest.approx([0, 0, 1 / 3, 1 / 2])
-
-
-def test_the_answer_is_told_and_not_read_from_scores_that_tie():
     scores, one, none = np.log([[0.5, 0.5]]), np.array([1]), np.array([0])
     assert (confidence(scores, one, one).aurc, confidence(scores, one, none).aurc) == (0, 1)
 
@@ -114,21 +108,21 @@ def test_the_temperature_is_that_of_a_search_of_scipy():
     assert measured(normalised(scores, found), gold).log_loss <= least + 1e-12
 
 
-def test_temperatures_that_no_label_bounds():
+def test_temperatures_are_finite_whatever_the_scores():
     scores, _ = drawn(queries=30)
     assert best_temperature(scores, scores.argmax(1)) == pytest.approx(COLDEST)
     assert best_temperature(scores, scores.argmin(1)) == pytest.approx(HOTTEST)
     assert best_temperature(np.zeros((3, 2)), np.array([0, 1, 1])) == 1
-
-
-def test_probabilities_of_zero_leave_finite_numbers():
     scores = np.array([[0.0, -65504.0], [-65504.0, 0.0]])
     found = measured(scores, np.array([1, 1]))
     assert found.log_loss == pytest.approx(65504 / 2)
     assert np.isfinite(best_temperature(scores, np.array([1, 1])))
+    scores = np.array([[0.0, -1.0, -np.inf], [-2.0, 0.0, -np.inf], [0.0, -1.0, -np.inf]])
+    found = likely_temperature(scores, np.array([0, 1, 2]))
+    assert TYPICAL < found <= HOTTEST
 
 
-def test_a_prior_pulls_the_temperature_of_few_rows_and_not_of_many():
+def test_a_prior_pulls_the_temperature_of_few_rows_to_where_loss_and_prior_are_least():
     scores, gold = drawn(queries=20_000, sharper=6.0)
     few = likely_temperature(scores[:5], gold[:5])
     assert likely_temperature(scores[:0], gold[:0]) == TYPICAL
@@ -136,9 +130,6 @@ def test_a_prior_pulls_the_temperature_of_few_rows_and_not_of_many():
     assert likely_temperature(scores, gold) == pytest.approx(6, rel=0.05)
     assert abs(np.log(few / TYPICAL)) < abs(np.log(best_temperature(scores[:5], gold[:5]) / TYPICAL))
     assert likely_temperature(scores[:5], gold[:5], 2.4, 1e-6) == pytest.approx(2.4, rel=1e-3)
-
-
-def test_the_likely_temperature_minimises_loss_and_prior_together():
     scores, gold = drawn(queries=30, sharper=4)
 
     def objective(log_temperature):
@@ -146,9 +137,3 @@ def test_the_likely_temperature_minimises_loss_and_prior_together():
         return own + (log_temperature - np.log(TYPICAL)) ** 2 / (2 * SPREAD**2)
 
     assert likely_temperature(scores, gold) == pytest.approx(searched(objective)[0], rel=1e-4)
-
-
-def test_a_label_that_was_not_seen_leaves_a_finite_temperature():
-    scores = np.array([[0.0, -1.0, -np.inf], [-2.0, 0.0, -np.inf], [0.0, -1.0, -np.inf]])
-    found = likely_temperature(scores, np.array([0, 1, 2]))
-    assert TYPICAL < found <= HOTTEST

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fitting import one_line
 from i2cl import I2CLError
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record, Scores
@@ -40,14 +41,11 @@ def write(folder, *records):
             store.append(one)
 
 
-def test_what_is_appended_is_read_again(tmp_path):
+def test_what_is_appended_is_read_again_and_a_line_holds_what_cell_and_run_share_once(tmp_path):
     write(tmp_path / "s", record(0), failed(1))
     store = Store.open(tmp_path / "s")
     assert list(store.records.values()) == [record(0), failed(1)]
     assert (store.done(record(0).key), store.done(failed(1).key)) == (True, False)
-
-
-def test_a_line_holds_what_cell_and_run_share_once(tmp_path):
     write(tmp_path, record(7))
     line = json.loads((tmp_path / "cells.jsonl").read_text())
     assert set(line["outcome"]) == {*OUTCOME, "together", "weights"}
@@ -85,21 +83,6 @@ def test_a_later_record_of_a_cell_takes_the_place_of_an_earlier_one_unless_it_fa
         assert store.done(record(0).key)
 
 
-def test_an_empty_run_removes_its_lock_once(tmp_path, monkeypatch):
-    """A second time it would be that of a run which began in between."""
-    removed, unlink = [], Path.unlink
-
-    def watched(self, missing_ok=False):
-        removed.append(self.name)
-        unlink(self, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", watched)
-    with Store.writing(tmp_path / "s"):
-        assert (tmp_path / "s" / ".lock").exists()
-    assert removed.count(".lock") == 1
-    assert not (tmp_path / "s").exists()
-
-
 @pytest.mark.parametrize("left", [1, 20, 200, -1])
 def test_a_torn_last_line_is_cut_off_and_another_one_named(tmp_path, left):
     """Whether the newline arrived decides, even if the JSON before it is whole."""
@@ -112,8 +95,7 @@ def test_a_torn_last_line_is_cut_off_and_another_one_named(tmp_path, left):
     assert kept(tmp_path) == [record(0), record(2)]
     assert all(json.loads(line) for line in file.read_text().splitlines())
     file.write_bytes(lines[0][:30] + b"\n" + lines[1])
-    with pytest.raises(I2CLError, match=r"line 1 of the store .* remove that line"):
-        Store.open(tmp_path)
+    one_line(r"line 1 of the store .* remove that line", Store.open, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +119,7 @@ def test_a_line_that_contradicts_itself_is_named(tmp_path, changes, named):
     told = record(1).model_dump(mode="json") | changes
     with (tmp_path / "cells.jsonl").open("a") as handle:
         handle.write(json.dumps(told) + "\n")
-    with pytest.raises(I2CLError, match=rf"line 2 of the store .*{named}.* remove that line"):
-        Store.open(tmp_path)
+    one_line(rf"line 2 of the store .*{named}.* remove that line", Store.open, tmp_path)
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 40, None], ids=["empty", "noise", "a link to nothing"])
@@ -148,17 +129,18 @@ def test_damaged_vectors_are_named(tmp_path, damage):
     path = tmp_path / "vectors" / f"{record(0).key}.safetensors"
     path.unlink()
     path.symlink_to("none") if damage is None else path.write_bytes(damage)
-    with pytest.raises(I2CLError, match=rf"{record(0).key}.safetensors' is damaged .* remove it"):
-        Store.open(tmp_path).vectors()
+    one_line(rf"{record(0).key}.safetensors' is damaged .* remove it", Store.open(tmp_path).vectors)
 
 
-def test_a_damaged_packed_store_is_named(tmp_path):
+def test_a_damaged_packed_store_and_no_store_are_named(tmp_path):
     write(tmp_path / "s", record(0))
     Store.open(tmp_path / "s").pack(tmp_path / "packed")
     path = tmp_path / "packed" / "cells.jsonl.gz"
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(I2CLError, match=r"cells.jsonl.gz' is damaged .* copy it"):
-        Store.open(tmp_path / "packed")
+    one_line(r"cells.jsonl.gz' is damaged .* copy it", Store.open, tmp_path / "packed")
+    one_line("i2cl experiment run", Store.open, tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    one_line("choose another --store", write, tmp_path / "file", record(0))
 
 
 def test_one_process_writes_at_a_time_and_reading_needs_no_lock(tmp_path):
@@ -171,14 +153,6 @@ def test_one_process_writes_at_a_time_and_reading_needs_no_lock(tmp_path):
         Store.open(tmp_path).append(record(1))
 
 
-def test_no_store_and_no_folder(tmp_path):
-    with pytest.raises(I2CLError, match="i2cl experiment run"):
-        Store.open(tmp_path / "none")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(I2CLError, match="choose another --store"):
-        write(tmp_path / "file", record(0))
-
-
 def test_packing_keeps_everything(tmp_path):
     source, packed = tmp_path / "it's a store", tmp_path / "packed"
     write(source, failed(0), record(0), failed(1))
@@ -187,8 +161,7 @@ def test_packing_keeps_everything(tmp_path):
     Store.open(source).pack(packed)
     again = Store.open(packed)
     assert again.records == Store.open(source).records
-    with pytest.raises(I2CLError, match="is packed"):
-        write(packed, record(2))
+    one_line("is packed", write, packed, record(2))
     again.unpack(tmp_path / "unpacked")
     write(tmp_path / "unpacked", record(2))
     unpacked = Store.open(tmp_path / "unpacked")
@@ -212,21 +185,6 @@ def test_scores_are_kept_and_read_without_this_package(tmp_path):
     np.testing.assert_array_equal(plain, with_scores.scores.array)
     below = Scores.of(np.array([[0.0, -1e9], [0.0, -np.inf]])).array  # half precision's least number
     np.testing.assert_array_equal(below, [[0, -65504], [0, -65504]])
-
-
-def test_packed_scores_take_two_bytes_a_query_and_label(tmp_path):
-    rng = np.random.default_rng(0)
-    many = {"gold": (0,) * 500, "predictions": (0,) * 500}
-    sizes = []
-    for name in ("without", "with"):
-        cells = [
-            record(seed, outcome=OUTCOME | many | ({"scores": scores} if name == "with" else {}))
-            for seed, scores in enumerate(Scores.of(rng.standard_normal((500, 2))) for _ in range(20))
-        ]
-        write(tmp_path / name, *cells)
-        Store.open(tmp_path / name).pack(tmp_path / f"packed-{name}")
-        sizes.append((tmp_path / f"packed-{name}" / "cells.jsonl.gz").stat().st_size)
-    assert (sizes[1] - sizes[0]) / 20 < 1.05 * 2 * 500 * 2
 
 
 def test_vectors_of_unknown_cells_are_left_out(tmp_path):

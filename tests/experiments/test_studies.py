@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from experiments.runs import ONE, OTHER, cell, run_alone
-from i2cl import CalibrationConfig, Decoder, I2CLError, Injection, calibrate_many, extract, load_task
+from fitting import one_line
+from i2cl import CalibrationConfig, Decoder, Injection, calibrate_many, extract, load_task
 from i2cl.experiments.evaluation import fit_seeds
 from i2cl.experiments.grid import Experiment
 from i2cl.experiments.report.document import build
@@ -57,8 +58,7 @@ def test_a_method_cell_keeps_predictions_and_their_origin(bench):
 
 def test_a_chat_is_asked_in_the_tokenizers_template(bench, monkeypatch):
     wanted = cell(method="zero_shot", chat=True)
-    with pytest.raises(I2CLError, match="chat template"):
-        run_study(bench, wanted)
+    one_line("chat template", run_study, bench, wanted)
     said = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
     said += "{% if add_generation_prompt %}<assistant>{% endif %}"
     monkeypatch.setattr(bench.decoder.tokenizer, "chat_template", said)

@@ -36,14 +36,11 @@ def test_the_verdict_is_what_both_free_rows_and_the_interval_allow(zero_shot, ba
     assert verdict({"zero_shot": zero_shot, "batch": batch}, n).verdict == said
 
 
-def test_three_against_three_of_twenty_rows_is_no_reason_to_drop_a_fit():
+def test_few_rows_are_no_reason_to_drop_a_fit_and_one_rival_alone_none_to_keep_it():
     found = verdict({"zero_shot": (3, 3)}, 20)
     assert found.verdict.startswith("not shown on 20 rows; about ")
     assert (found.difference, found.p) == (0, 1)
     assert found.low == -found.high < -0.2
-
-
-def test_one_rival_alone_is_not_enough():
     strong, none = (40, 0), (12, 3)
     assert mcnemar(*none) < LEVEL  # shown alone, and with Holm's correction where the other one is shown too
     assert verdict({"zero_shot": strong, "batch": none}, 160).verdict.startswith("better than batch")

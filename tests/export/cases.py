@@ -1,18 +1,19 @@
 """Models, injections and comparisons that tests of exports share."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from commands import run
-from fitting import hooks
-from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection
+from fitting import random_injection
+from i2cl.core.context import ExtractConfig
 from i2cl.export.families import FAMILIES
 from i2cl.models.batching import make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Task, Template
+from processes import finished
 from tiny import CASES, tiny_model, tiny_tokenizer
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
@@ -24,6 +25,31 @@ SLIDING = {"ministral-sliding", "mistral-sliding", "phi3-sliding", "qwen2-slidin
 FOLDED = [case for case, (kind, _) in CASES.items() if kind in FAMILIES and case not in SLIDING]
 # A model type for each way to fold.
 ONE_A_ROW = sorted({replace(FAMILIES[kind], model_type=""): kind for kind in FAMILIES}.values())
+llama_cpp = pytest.mark.skipif(
+    find_spec("llama_cpp") is None or find_spec("gguf") is None,
+    reason="llama-cpp-python is not installed (pip install 'i2cl[llama-cpp]')",
+)
+TEXTS = (
+    "Review: a warm and funny film\nSentiment:",
+    "It's 1234567 o'clock, they'LL say  I'VE\tgone\r\n\r\n  twice ",
+    "naïve façade, 東京 is большой; 🙂 x² = ½ — “quoted” ...",
+    "    four spaces, and a tail   \n\n",
+    "snake_case(camelCase) != HTTPServer/2 <|endoftext|>",
+    "<|user|>  a film\n</s>  another <|endoftext|>  end",
+)
+MEASURED = """
+import sys, torch
+from i2cl import export
+from i2cl.core.injection import Injection
+from i2cl.models.batching import peak_memory
+write, (base, artefact, out) = getattr(export, sys.argv[1]), sys.argv[2:]
+injection = Injection.from_pretrained(artefact)
+write("reference", Injection.from_pretrained(artefact + "-small"), out + "-warm")
+with peak_memory(torch.device("cpu")) as peak:
+    write(base, injection, out, **OPTIONS)
+print(peak.added)
+"""
+CLOSE = 1e-4  # largest difference of a log-probability between the hooked model and llama.cpp, in float32
 ROUNDED = 0.02  # largest relative difference in bfloat16, where every folded weight is rounded once more
 
 
@@ -34,12 +60,8 @@ def decoder_of(case, dtype=torch.float32, **overrides):
 
 
 def injection_for(decoder, **fields):
-    generator = torch.Generator().manual_seed(0)
-    shape = (decoder.layers, 2, decoder.d_model)
-    values = torch.randn(shape, generator=generator)
-    coefficients = torch.randn(*shape[:2], 2, generator=generator) * 0.2 + torch.tensor([0.5, 1.0])
-    context = ContextVector(values, ExtractConfig(separator=False), demonstrations=4)
-    return Injection(context, coefficients, TASK, decoder.base, **fields)
+    extraction = ExtractConfig(separator=False)
+    return random_injection(decoder, TASK, extraction=extraction, shown=4, fields=fields, around=(0.5, 1.0))
 
 
 def hooked(decoder, injection):
@@ -84,6 +106,14 @@ def saved(decoder, folder):
     return base, folder / "artefact"
 
 
+def memory_of(write, base, artefact, out, **options):
+    """Bytes that an export adds to a program that has made one."""
+    injection_for(Decoder.from_pretrained("reference", device="cpu")).save_pretrained(f"{artefact}-small")
+    code, told, errors = finished(MEASURED.replace("OPTIONS", repr(options)), write, base, artefact, out)
+    assert code == 0, errors
+    return int(told)
+
+
 def stored(decoder, folder, **options):
     """A model and its tokenizer, as a folder."""
     decoder.model.save_pretrained(folder, **options)
@@ -91,22 +121,28 @@ def stored(decoder, folder, **options):
     return folder
 
 
-def state_of(model):
-    """All that an export may not change."""
-    flags = [parameter.requires_grad for parameter in model.parameters()]
-    return model.config.to_dict(), flags, [module.training for module in model.modules()], hooks(model)
+def field(path, name):
+    """What a GGUF file says under a name."""
+    from gguf import GGUFReader
 
-
-def refused(capsys, *arguments, lines=1):
-    capsys.readouterr()  # what came before
-    assert run(*arguments) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert len(told.err.splitlines()) == lines
-    return told.err
+    found = GGUFReader(path).get_field(name)
+    return None if found is None else found.contents()
 
 
 def scaled(injection, factor):
     """The same injection with its context vector times a number."""
     context = replace(injection.context, values=factor * injection.context.values)
     return replace(injection, context=context)
+
+
+def change(path, tensor=None, fields=()):
+    """Write into a GGUF file itself."""
+    from gguf import GGUFReader
+
+    inside = GGUFReader(path, "r+")
+    for found in inside.tensors:
+        if found.name == tensor:
+            found.data[:] = 0
+    for name, value in fields:
+        inside.get_field(name).parts[-1][0] = value
+    inside.data.flush()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from commands import run
 from export.cases import TASK
+from fitting import one_line
 from i2cl import Decoder, Example, I2CLError, anchor
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.export import export_gguf, export_hf, export_peft, fold, golden, make_golden, verify
@@ -39,16 +39,12 @@ def anchored(decoder):
     return found
 
 
-def called(capsys, *words):
-    return run(*words), capsys.readouterr()
-
-
 @pytest.fixture
 def biased(anchored):
     return replace(anchored, label_bias=(0.25, -0.5))
 
 
-def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, folder, tmp_path, capsys):
+def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, folder, tmp_path, said):
     plain = anchored.scores(decoder, golden.TEXTS).log_softmax(-1)
     between = (plain[:, 1] - plain[:, 0]).mean().item()  # a prior that turns some answers and not others
     biased = replace(anchored, label_bias=(between, 0.0))
@@ -56,11 +52,10 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
     assert wanted != anchored.predict(decoder, golden.TEXTS)
     biased.save_pretrained(tmp_path / "artefact")
     words = ("export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--json")
-    code, told = called(capsys, *words)
-    said, ids = json.loads(told.out), Questions(decoder, TASK).labels.first
-    assert (code, said["prior_kept"]) == (0, True)
+    told, ids = json.loads(said(*words)), Questions(decoder, TASK).labels.first
+    assert told["prior_kept"] is True
     sent = {str(ids[0]): 100.0 + min(between, 0), str(ids[1]): 100.0 - max(between, 0)}
-    assert said["logit_bias"] == pytest.approx(sent)  # on top of what makes it say a label
+    assert told["logit_bias"] == pytest.approx(sent)  # on top of what makes it say a label
 
     found = verify(tmp_path / "out")
     assert found.passed
@@ -75,8 +70,7 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
     kept = json.loads(config.read_text())
     for left in (None, [[[7], 1.0]], [[[ids[0]], 0.1], [[ids[1]], 0.0]]):
         config.write_text(json.dumps(kept | {"sequence_bias": left}))
-        with pytest.raises(I2CLError, match="lacks the label prior"):
-            verify(tmp_path / "out")
+        one_line("lacks the label prior", verify, tmp_path / "out")
 
 
 @pytest.mark.parametrize("form", [list, dict])
@@ -118,24 +112,19 @@ def test_golden_values_of_another_prior_are_refused(anchored, biased, decoder, f
             export_hf(folder, one, tmp_path / "out", golden=lambda other=other: make_golden(decoder, other))
 
 
-def test_what_cannot_hold_a_label_prior_says_what_to_send(biased, decoder, folder, tmp_path, capsys):
+def test_what_cannot_hold_a_label_prior_says_what_to_send(biased, decoder, folder, tmp_path, said):
     for export in (export_peft, export_gguf):
-        with pytest.raises(I2CLError, match="leave it out with --drop-prior"):
-            export(decoder, biased, tmp_path / "out")
-    with pytest.raises(I2CLError, match="leave it out with --drop-prior"):
-        fold(decoder, biased)
-    with pytest.raises(I2CLError, match="tokens that the golden values name"):
-        export_hf(decoder, biased, tmp_path / "out")
+        one_line("leave it out with --drop-prior", export, decoder, biased, tmp_path / "out")
+    one_line("leave it out with --drop-prior", fold, decoder, biased)
+    one_line("tokens that the golden values name", export_hf, decoder, biased, tmp_path / "out")
     whole = replace(biased, scoring="full")
     with pytest.raises(I2CLError, match="scored as whole sequences"):
         export_hf(decoder, whole, tmp_path / "out", golden=lambda: make_golden(decoder, whole))
     biased.save_pretrained(tmp_path / "artefact")
     words = ["export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--drop-prior"]
-    code, told = called(capsys, *words)
-    ids = Questions(decoder, TASK).labels.first
-    assert code == 0
-    assert "positive +0.2500, negative -0.5000" in told.out
-    assert f'"logit_bias": {{"{ids[0]}": 100.0000, "{ids[1]}": 99.2500}}' in told.out
+    told, ids = said(*words), Questions(decoder, TASK).labels.first
+    assert "positive +0.2500, negative -0.5000" in told
+    assert f'"logit_bias": {{"{ids[0]}": 100.0000, "{ids[1]}": 99.2500}}' in told
     assert verify(tmp_path / "out").passed
     kept = golden.biases_of(GenerationConfig.from_pretrained(tmp_path / "out"))
     assert all(value % 100 == 0 for value in kept.values())  # they make it say a label, whatever the prior

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from commands import run
 from compressed import golden
+from fitting import one_line
 from i2cl import Decoder, I2CLError
 from i2cl.export import convert
 
@@ -67,8 +68,7 @@ def test_a_single_file_with_tied_weights(tmp_path):
 
 def test_a_pickle_that_would_run_code_is_refused(pickled, tmp_path):
     torch.save({"weight": Trap(tmp_path / "ran")}, pickled / SECOND)
-    with pytest.raises(I2CLError, match="would run code when loaded"):
-        convert(pickled, tmp_path / "new")
+    one_line("would run code when loaded", convert, pickled, tmp_path / "new")
     with pytest.raises(I2CLError, match=r"holds only pickle weights .*: `i2cl convert .* NEW` rewrites them"):
         Decoder.from_pretrained(str(pickled))
     icae = golden("icae-v1")
@@ -111,6 +111,5 @@ torch.save({"a": torch.eye(3).to_sparse()}, SPARSE)
 )
 def test_what_is_no_such_folder_is_refused_and_nothing_written(pickled, tmp_path, name, content, told):
     (pickled / name).unlink() if content is None else (pickled / name).write_bytes(content)
-    with pytest.raises(I2CLError, match=told):
-        convert(pickled, tmp_path / "new")
+    one_line(told, convert, pickled, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,31 +19,30 @@ from export.cases import (
     drawn,
     hooked,
     injection_for,
+    memory_of,
     plain,
-    refused,
     relative,
     saved,
     stored,
     weights,
 )
+from fitting import one_line
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
 from i2cl.export import Golden, checkpoint, export_hf, golden, make_golden, upcast, verify
 from i2cl.export.families import FAMILIES
 from i2cl.export.golden import GOLDEN
 from i2cl.models.checkpoint import INDEX
 from i2cl.models.decoder import Decoder
-from processes import finished
 from tiny import CASES
 
 
-def test_a_power_of_two_is_folded_exactly_and_verified_with_its_label_prior(tmp_path, capsys):
+def test_a_power_of_two_is_folded_exactly_and_verified_with_its_label_prior(tmp_path, said):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     injection = replace(Injection.from_pretrained(artefact), label_bias=(0.75, -0.5), temperature=2.0)
     injection.save_pretrained(tmp_path / "warm")
     out = tmp_path / "out"
-    assert run("export", tmp_path / "warm", out, "--model", base, "--temperature", "fold") == 0
-    assert "Its temperature 2 is in the head: all probabilities are those at it." in capsys.readouterr().out
+    told = said("export", tmp_path / "warm", out, "--model", base, "--temperature", "fold")
+    assert "Its temperature 2 is in the head: all probabilities are those at it." in told
     outcome = verify(out)
     assert outcome.passed
     assert outcome.golden.label_bias == [0.375, -0.25]
@@ -59,25 +59,22 @@ def test_a_power_of_two_is_folded_exactly_and_verified_with_its_label_prior(tmp_
 
 
 @pytest.mark.parametrize(("to", "case"), [("hf", "llama"), ("peft", "opt"), ("gguf", "llama")])
-def test_an_export_says_that_its_probabilities_are_those_at_1(to, case, tmp_path, capsys):
+def test_an_export_says_that_its_probabilities_are_those_at_1(to, case, tmp_path, said, refused):
     base, artefact = saved(decoder_of(case), tmp_path)
     injection = replace(Injection.from_pretrained(artefact), temperature=2.5)
     injection.save_pretrained(tmp_path / "warm")
     out = tmp_path / ("out.gguf" if to == "gguf" else "out")
     words = ["export", tmp_path / "warm", out, "--to", to, "--model", base, "--no-golden"]
     words += ["--no-tokenizer"] if to == "gguf" else []
-    assert run(*words) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    told = " ".join(said(*words).split())
     shutil.rmtree(out) if out.is_dir() else out.unlink()
-    assert run(*words, "--json") == 0
-    record = json.loads(capsys.readouterr().out)
+    record = json.loads(said(*words, "--json"))
     assert (record["temperature"], record["temperature_kept"]) == (2.5, False)
     said = "those of temperature 1: divide log-probabilities among the labels by 2.5"
     assert said + (", or export with --temperature fold." if to == "hf" else ".") in told
     if to != "hf":
         shutil.rmtree(out) if out.is_dir() else out.unlink()
-        assert run(*words, "--temperature", "fold") == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = refused(*words, "--temperature", "fold")
         assert f"--temperature fold is for --to hf, {to} leaves the head as it is" in line
         assert not out.exists()
 
@@ -143,8 +140,7 @@ def test_sharded_bases_and_copies_beside_them_are_read_right(tmp_path):
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
     (base / INDEX).write_text("{}", encoding="utf-8")
-    with pytest.raises(I2CLError, match=r"index\.json' is damaged"):
-        export_hf(base, injection, tmp_path / "again")
+    one_line(r"index\.json' is damaged", export_hf, base, injection, tmp_path / "again")
 
 
 def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
@@ -155,30 +151,13 @@ def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
     same_weights(tmp_path / "hub", tmp_path / "folder")
 
 
-MEASURE = """
-import sys, torch
-from i2cl.export import export_hf
-from i2cl.core.injection import Injection
-from i2cl.models.batching import peak_memory
-base, artefact, out = sys.argv[1:]
-injection = Injection.from_pretrained(artefact)
-export_hf("reference", Injection.from_pretrained(artefact + "-small"), out + "-warm")
-with peak_memory(torch.device("cpu")) as peak:
-    export_hf(base, injection, out, max_shard_size="20MB")
-print(peak.added)
-"""
-
-
 def test_memory_stays_near_one_shard(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
     large = decoder_of("llama", **sizes)
     base, artefact = saved(large, tmp_path)
     assert (base / "model.safetensors").stat().st_size > 180e6
-    injection_for(Decoder.from_pretrained("reference", device="cpu")).save_pretrained(f"{artefact}-small")
-    code, told, errors = finished(MEASURE, base, artefact, tmp_path / "out")
-    assert code == 0, errors
+    assert memory_of("export_hf", base, artefact, tmp_path / "out", max_shard_size="20MB") < 80e6
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 9
-    assert int(told) < 80e6
 
 
 def test_an_export_holds_and_tells_what_it_is(exported):
@@ -198,14 +177,12 @@ def scaled(folder, name, factor):
     save_file(state | more, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_zeroed_bias_is_found_and_named(exported, capsys):
+def test_a_zeroed_bias_is_found_and_named(exported, said):
     scaled(exported, "model.layers.1.mlp.down_proj.bias", 0)
-    assert run("verify", exported, "--device", "cpu") == 1
-    printed = capsys.readouterr().out
+    printed = said("verify", exported, "--device", "cpu", code=1)
     assert "does not hold" in printed
     assert "The bias model.layers.1.mlp.down_proj.bias is dropped." in printed
-    assert run("verify", exported, "--device", "cpu", "--json") == 1
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(said("verify", exported, "--device", "cpu", "--json", code=1))
     assert (told["passed"], told["worst"] > told["tolerance"]) == (False, True)
 
 
@@ -251,78 +228,67 @@ def artefact(tmp_path_factory):
     return folder
 
 
-def test_export_and_verify(artefact, tmp_path, capsys):
+def test_export_and_verify(artefact, tmp_path, said):
     out = tmp_path / "plain"
-    assert run("export", artefact, out, "--to", "hf", "--device", "cpu") == 0
-    assert "Next: i2cl verify" in capsys.readouterr().out
-    assert run("verify", out, "--device", "cpu") == 0
-    assert "The export holds" in capsys.readouterr().out
+    assert "Next: i2cl verify" in said("export", artefact, out, "--to", "hf", "--device", "cpu")
+    assert "The export holds" in said("verify", out, "--device", "cpu")
     options = ("--no-golden", "--json", "--max-shard-size", "500KB")
-    assert run("export", artefact, tmp_path / "bare", *options) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(said("export", artefact, tmp_path / "bare", *options))
     assert told["files"] > 1
     assert GOLDEN not in listed(tmp_path / "bare")
     assert weights(out).keys() == weights(tmp_path / "bare").keys()
 
 
-def test_bad_input_is_one_line(artefact, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_one_line(artefact, tmp_path, refused, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine", encoding="utf-8")
     out = tmp_path / "out"
-    assert "holds other files (notes.txt)" in refused(capsys, "export", artefact, tmp_path / "full")
-    assert "is no injection" in refused(capsys, "export", tmp_path / "full", out)
-    assert "see i2cl export --help" in refused(capsys, "export", artefact, out, "--to", "onnx")
-    assert "is no size" in refused(capsys, "export", artefact, out, "--no-golden", "--max-shard-size", "big")
-    assert "no config.json" in refused(capsys, "export", artefact, out, "--model", tmp_path / "full")
-
-    def offline(*_, **__):
-        raise LocalEntryNotFoundError("offline")
-
-    monkeypatch.setattr(checkpoint, "snapshot_download", offline)
-    told = refused(capsys, "export", artefact, out, "--model", "nobody/none")
+    assert "holds other files (notes.txt)" in refused("export", artefact, tmp_path / "full")
+    assert "is no injection" in refused("export", tmp_path / "full", out)
+    assert "see i2cl export --help" in refused("export", artefact, out, "--to", "onnx")
+    assert "is no size" in refused("export", artefact, out, "--no-golden", "--max-shard-size", "big")
+    assert "no config.json" in refused("export", artefact, out, "--model", tmp_path / "full")
+    monkeypatch.setattr(checkpoint, "snapshot_download", Mock(side_effect=LocalEntryNotFoundError("offline")))
+    told = refused("export", artefact, out, "--model", "nobody/none")
     assert "the hub says LocalEntryNotFoundError" in told
-    assert "has no i2cl_golden.json" in refused(capsys, "verify", tmp_path / "full")
-    assert "add --url" in refused(capsys, "verify", tmp_path / "full", "--model-name", "x")
+    assert "has no i2cl_golden.json" in refused("verify", tmp_path / "full")
+    assert "add --url" in refused("verify", tmp_path / "full", "--model-name", "x")
     assert listed(tmp_path) == ["full"]
 
 
-def test_a_folder_with_another_configuration_is_refused(tmp_path):
-    base, artefact = saved(decoder_of("llama"), tmp_path)
-    injection = Injection.from_pretrained(artefact)
+def test_another_configuration_or_model_is_refused(tmp_path, artefact, refused):
+    base, mine = saved(decoder_of("llama"), tmp_path)
+    injection = Injection.from_pretrained(mine)
     path = base / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-5}), encoding="utf-8")
-    with pytest.raises(I2CLError, match=r"\(config.rms_norm_eps 1e-06 and not 1e-05\)"):
-        export_hf(base, injection, tmp_path / "out")
-
-
-def test_another_model_is_refused(artefact, tmp_path, capsys):
-    base, _ = saved(decoder_of("llama"), tmp_path)
-    assert "(layers, width)" in refused(capsys, "export", artefact, tmp_path / "out", "--model", base)
-    other, mine = stored(decoder_of("llama", vocab_size=310), tmp_path / "other"), tmp_path / "artefact"
-    told = refused(capsys, "export", mine, tmp_path / "out", "--model", other, "--no-golden")
+    one_line(r"\(config.rms_norm_eps 1e-06 and not 1e-05\)", export_hf, base, injection, tmp_path / "out")
+    saved(decoder_of("llama"), tmp_path)
+    assert "(layers, width)" in refused("export", artefact, tmp_path / "out", "--model", base)
+    other = stored(decoder_of("llama", vocab_size=310), tmp_path / "other")
+    told = refused("export", mine, tmp_path / "out", "--model", other, "--no-golden")
     assert "this injection was made on" in told
     assert run("export", mine, tmp_path / "forced", "--model", other, "--device", "cpu", "--force") == 0
     assert not (tmp_path / "out").exists()
 
 
-def test_a_family_that_is_not_known_is_refused_from_files(artefact, tmp_path, capsys):
+def test_a_family_that_is_not_known_is_refused_from_files(artefact, tmp_path, refused):
     (tmp_path / "base").mkdir()
     decoder_of("llama").tokenizer.save_pretrained(tmp_path / "base")
     for kind in ("vit", "mixtral"):
         (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
-        told = refused(capsys, "export", artefact, tmp_path / "out", "--model", tmp_path / "base")
+        told = refused("export", artefact, tmp_path / "out", "--model", tmp_path / "base")
         assert f"a '{kind}' model cannot hold an injection in its weights" in told
 
 
-def test_damaged_files_and_missing_tensors_are_named(exported, tmp_path, capsys):
+def test_damaged_files_and_missing_tensors_are_named(exported, tmp_path, refused):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     export = ("export", artefact, tmp_path / "new", "--no-golden")
     scaled(base, "model.layers.1.mlp.up_proj.weight", None)
-    assert "lacks model.layers.1.mlp.up_proj.weight" in refused(capsys, *export)
+    assert "lacks model.layers.1.mlp.up_proj.weight" in refused(*export)
     (base / "model.safetensors").write_bytes(b"rubbish")
-    assert "is damaged" in refused(capsys, *export)
+    assert "is damaged" in refused(*export)
     (base / "model.safetensors").unlink()
-    assert "holds no *.safetensors" in refused(capsys, *export)
+    assert "holds no *.safetensors" in refused(*export)
     assert not (tmp_path / "new").exists()
     (exported / GOLDEN).write_text("{}", encoding="utf-8")
-    assert "cannot be read" in refused(capsys, "verify", exported)
+    assert "cannot be read" in refused("verify", exported)

@@ -1,14 +1,28 @@
 """A folded Llama as a GGUF file: what is written, and what llama.cpp answers, where it is installed."""
 
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from commands import listed, run
-from export.cases import IDS, decoder_of, drawn, hooked, injection_for, longrope, refused, relative, saved
+from export.cases import (
+    CLOSE,
+    IDS,
+    change,
+    decoder_of,
+    drawn,
+    field,
+    hooked,
+    injection_for,
+    llama_cpp,
+    longrope,
+    memory_of,
+    relative,
+    saved,
+)
 from export.test_export_server import by_id, serving
+from fitting import one_line
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export import Golden, export_gguf, fold, make_golden, verify_gguf
@@ -16,27 +30,11 @@ from i2cl.export.families import FAMILIES
 from i2cl.export.gguf import Weights, neighbours
 from i2cl.export.golden import GOLDEN
 from i2cl.export.llama_cpp import LlamaCpp
-from i2cl.models.decoder import Decoder
-from processes import finished
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")
-llama_cpp = pytest.mark.skipif(
-    find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'i2cl[llama-cpp]')"
-)
 
 # Model types that become a Llama which llama.cpp has.
 LLAMAS = {"llama", "ministral", "mistral", "qwen2", "phi3", "helium"}
-
-CLOSE = 1e-4  # largest difference of a log-probability between the hooked model and llama.cpp, in float32
-
-TEXTS = (
-    "Review: a warm and funny film\nSentiment:",
-    "It's 1234567 o'clock, they'LL say  I'VE\tgone\r\n\r\n  twice ",
-    "naïve façade, 東京 is большой; 🙂 x² = ½ — “quoted” ...",
-    "    four spaces, and a tail   \n\n",
-    "snake_case(camelCase) != HTTPServer/2 <|endoftext|>",
-    "<|user|>  a film\n</s>  another <|endoftext|>  end",
-)
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 ROPES = [
@@ -71,11 +69,6 @@ def exported(tmp_path):
 
 def tensors(path):
     return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-
-
-def field(path, name):
-    found = gguf.GGUFReader(path).get_field(name)
-    return None if found is None else found.contents()
 
 
 def test_the_file_says_what_it_is(exported):
@@ -148,36 +141,19 @@ def test_files_hold_what_memory_holds(tmp_path):
     assert (tmp_path / "memory.gguf").read_bytes() == (tmp_path / "files.gguf").read_bytes()
 
 
-MEASURE = """
-import sys, torch
-from i2cl.export import export_gguf
-from i2cl.core.injection import Injection
-from i2cl.models.batching import peak_memory
-base, artefact, out = sys.argv[1:]
-export_gguf("reference", Injection.from_pretrained(artefact + "-small"), out + "-warm")
-with peak_memory(torch.device("cpu")) as peak:
-    export_gguf(base, Injection.from_pretrained(artefact), out)
-print(peak.added)
-"""
-
-
 def test_memory_stays_near_one_tensor(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
     base, artefact = saved(decoder_of("llama", **sizes), tmp_path)
-    injection_for(Decoder.from_pretrained("reference", device="cpu")).save_pretrained(f"{artefact}-small")
-    code, told, errors = finished(MEASURE, base, artefact, tmp_path / "out.gguf")
-    assert code == 0, errors
+    assert memory_of("export_gguf", base, artefact, tmp_path / "out.gguf") < 50e6
     assert (tmp_path / "out.gguf").stat().st_size > 120e6
-    assert int(told) < 50e6
 
 
 @pytest.mark.parametrize("case", sorted(set(FAMILIES) - LLAMAS))
 def test_what_is_no_llama_is_refused(case, tmp_path):
     decoder = decoder_of(case)
     reason = "has the activation 'gelu" if case == "gemma" else "only a 'llama' is written as GGUF"
-    with pytest.raises(I2CLError, match=reason) as told:
-        export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
-    assert str(told.value).endswith("export it with --to hf")
+    told = one_line(reason, export_gguf, decoder, injection_for(decoder), tmp_path / "out.gguf")
+    assert told.endswith("export it with --to hf")
     assert listed(tmp_path) == []
 
 
@@ -199,43 +175,42 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     with pytest.raises(I2CLError, match=r"needs the package gguf: pip install 'i2cl\[gguf\]'"):
         export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(I2CLError, match="needs the package llama-cpp-python"):
-        LlamaCpp(tmp_path / "out.gguf", 8)
+    one_line("needs the package llama-cpp-python", LlamaCpp, tmp_path / "out.gguf", 8)
 
 
-def test_what_verify_lacks_is_told_before_the_file_is_written(tmp_path, capsys, monkeypatch):
+def test_what_verify_lacks_is_told_before_the_file_is_written(tmp_path, refused, monkeypatch):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     export = ("export", artefact, "--model", base, "--to", "gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setattr(Weights, "tensor", lambda *_: refuse("the disk is full"))
-    told = refused(capsys, *export, tmp_path / "out.gguf", lines=2)
+    told = refused(*export, tmp_path / "out.gguf", lines=2)
     assert told.startswith("`i2cl verify` of a GGUF file needs the package llama-cpp-python: pip install")
     assert "the disk is full" in told
-    assert "llama" not in refused(capsys, *export, tmp_path / "out.gguf", "--no-golden")
+    assert "llama" not in refused(*export, tmp_path / "out.gguf", "--no-golden")
 
 
 def refuse(why):
     raise I2CLError(why)
 
 
-def test_bad_input_is_one_line(tmp_path, capsys):
+def test_bad_input_is_one_line(tmp_path, refused):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     out, folder = tmp_path / "out.gguf", tmp_path / "folder.gguf"
     folder.mkdir()
     (tmp_path / "taken.gguf").write_text("mine", encoding="utf-8")
     export = ("export", artefact, "--model", base, "--no-golden")
     gguf_too = (*export, "--to", "gguf")
-    assert "end it with .gguf" in refused(capsys, *gguf_too, tmp_path / "out")
-    assert "is a folder" in refused(capsys, *gguf_too, folder)
-    assert "is there already" in refused(capsys, *gguf_too, tmp_path / "taken.gguf")
-    assert "cannot write to" in refused(capsys, *gguf_too, tmp_path / "taken.gguf" / "out.gguf")
-    assert "add --to gguf" in refused(capsys, *export, tmp_path / "out", "--dtype", "float16")
-    assert "add --to gguf" in refused(capsys, *export, tmp_path / "out", "--no-tokenizer")
-    assert "no GGUF file" in refused(capsys, "verify", out)
-    assert "is no GGUF file, or damaged" in refused(capsys, "verify", tmp_path / "taken.gguf")
+    assert "end it with .gguf" in refused(*gguf_too, tmp_path / "out")
+    assert "is a folder" in refused(*gguf_too, folder)
+    assert "is there already" in refused(*gguf_too, tmp_path / "taken.gguf")
+    assert "cannot write to" in refused(*gguf_too, tmp_path / "taken.gguf" / "out.gguf")
+    assert "add --to gguf" in refused(*export, tmp_path / "out", "--dtype", "float16")
+    assert "add --to gguf" in refused(*export, tmp_path / "out", "--no-tokenizer")
+    assert "no GGUF file" in refused("verify", out)
+    assert "is no GGUF file, or damaged" in refused("verify", tmp_path / "taken.gguf")
     assert run(*gguf_too, out) == 0
-    assert f"has no {GOLDEN}" in refused(capsys, "verify", out)
-    assert "leave --device out" in refused(capsys, "verify", out, "--device", "cuda")
+    assert f"has no {GOLDEN}" in refused("verify", out)
+    assert "leave --device out" in refused("verify", out, "--device", "cuda")
     assert not (tmp_path / "out").exists()
 
 
@@ -270,22 +245,20 @@ def test_long_rotary_scaling_holds_up_to_the_length_that_the_file_names(tmp_path
 
 
 @llama_cpp
-def test_an_export_holds(exported, capsys):
+def test_an_export_holds(exported, said):
     outcome = verify_gguf(exported)
     assert (outcome.passed, outcome.worst < 1e-5, outcome.retokenized) == (True, True, ())
-    assert run("verify", exported) == 0
-    assert "The export holds" in capsys.readouterr().out
+    assert "The export holds" in said("verify", exported)
 
 
-def test_a_server_is_asked_what_the_file_says(exported, capsys):
+def test_a_server_is_asked_what_the_file_says(exported, said):
     golden = Golden.from_export(exported)
     with serving(golden, shape=by_id) as (url, seen):
         assert run("verify", exported, "--url", url) == 0
     asked = [body["prompt"] for body in seen if "logit_bias" not in body]
     assert asked == [prompt.ids for prompt in golden.prompts]
     with serving(golden, values=lambda prompt: prompt.dropped["mlp"]) as (url, _):
-        assert run("verify", exported, "--url", url) == 1
-    assert "as if the biases of mlp were dropped" in capsys.readouterr().out
+        assert "as if the biases of mlp were dropped" in said("verify", exported, "--url", url, code=1)
 
 
 @llama_cpp
@@ -296,35 +269,19 @@ def test_lower_precision_holds_within_its_tolerance(dtype, tmp_path):
     assert verify_gguf(path).passed
 
 
-def change(path, tensor=None, fields=()):
-    """Write into the file itself."""
-    inside = gguf.GGUFReader(path, "r+")
-    for found in inside.tensors:
-        if found.name == tensor:
-            found.data[:] = 0
-    for name, value in fields:
-        inside.get_field(name).parts[-1][0] = value
-    inside.data.flush()
-
-
 @llama_cpp
 @pytest.mark.parametrize("name", ["blk.0.attn_output.bias", "blk.1.ffn_down.bias"])
-def test_a_zeroed_bias_is_found_and_named(exported, capsys, name):
+def test_a_zeroed_bias_is_found_and_named(exported, said, name):
     change(exported, name)
-    assert run("verify", exported) == 1
-    printed = capsys.readouterr().out
+    printed = said("verify", exported, code=1)
     assert "does not hold" in printed
     assert f"The bias {name} is dropped." in printed
 
 
 @llama_cpp
-def test_other_weights_are_told_apart_from_dropped_biases(exported):
+def test_other_weights_and_a_file_that_llama_cpp_refuses_are_told(exported, refused):
     change(exported, "blk.0.ffn_up.weight")
     outcome = verify_gguf(exported)
     assert (outcome.passed, outcome.dropped) == (False, None)
-
-
-@llama_cpp
-def test_a_file_that_llama_cpp_refuses_is_named(exported, capsys):
     change(exported, fields=[("general.architecture", ord("x"))])
-    assert "llama.cpp does not load" in refused(capsys, "verify", exported)
+    assert "llama.cpp does not load" in refused("verify", exported)

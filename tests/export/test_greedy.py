@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from commands import run
 from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for, scaled
 from export.test_export_server import expected, serving
-from i2cl.errors import I2CLError
+from fitting import one_line
 from i2cl.export import Golden, export_hf, fold, golden, make_golden, verify
 from i2cl.export.greedy import (
     FORCE,
@@ -24,8 +24,6 @@ from i2cl.export.greedy import (
 )
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Template
-
-pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 NO_END = replace(SHARED, template=Template("{text} {label}"))
 """No token ends every prompt."""
@@ -121,16 +119,14 @@ def test_a_model_that_says_labels_is_left_alone(tmp_path, capsys, monkeypatch):
     assert told in capsys.readouterr().out
 
 
-def test_settings_that_change_what_is_said_are_found(tmp_path, capsys):
+def test_settings_that_change_what_is_said_are_found(tmp_path, said):
     decoder = speaking()
     made = exported(tmp_path / "out", decoder, injection_for(decoder))
     change_settings(tmp_path / "out", lambda _: {"suppress_tokens": made.label_ids})
-    assert run("verify", tmp_path / "out", "--device", "cpu") == 1
-    printed = capsys.readouterr().out
+    printed = said("verify", tmp_path / "out", "--device", "cpu", code=1)
     for part in ("answers 0 of 2 prompts", "decode at temperature 0 without penalties", "does not hold"):
         assert part in printed
-    assert run("verify", tmp_path / "out", "--device", "cpu", "--json") == 1
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(said("verify", tmp_path / "out", "--device", "cpu", "--json", code=1))
     assert told["greedy"] == {"right": 0, "of": 2}
     assert told["worst"] < told["tolerance"]
     assert {row["greedy"] for row in told["prompts"]} == {"no label"}
@@ -230,8 +226,7 @@ def test_a_lost_search_or_bias_is_named(tmp_path, change):
     exported(tmp_path / "out", decoder, replace(injection_for(decoder), task=SHARED if change else TASK))
     change_settings(tmp_path / "out", lambda kept: change or {"sequence_bias": kept["sequence_bias"][1:]})
     lost = "the beam search over whole labels" if change else "the labels' sequence_bias"
-    with pytest.raises(I2CLError, match=f"lacks {lost}"):
-        verify(tmp_path / "out")
+    one_line(f"lacks {lost}", verify, tmp_path / "out")
 
 
 def test_the_bias_is_for_the_end_of_a_prompt_alone():

@@ -8,13 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from commands import run
 from export.cases import BEGUN, SHARED, decoder_of, injection_for
 from export.test_export_server import serving
 from i2cl.export import Golden, export_gguf, export_hf, golden, greedy, make_golden, verify, verify_gguf
-
-pytestmark = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
-
 
 TEXTS = ("a warm film", "dull and long", "two hours")  # without the letter that all labels begin with
 
@@ -60,14 +56,11 @@ def test_labels_that_differ_in_their_first_token_are_recorded_by_it():
     assert all(prompt.whole == [] for prompt in made.prompts)
 
 
-def test_the_export_holds_and_names_the_labels(export):
+def test_the_export_holds_and_a_change_that_only_later_tokens_show_is_found(export):
     outcome = verify(export, device="cpu")
     assert (outcome.passed, outcome.worst < 1e-5, bool(outcome.unchecked)) == (True, True, False)
     assert len({row["found"] for row in outcome.rows()}) > 1
     assert all(row["found"] == row["expected"] for row in outcome.rows())
-
-
-def test_a_change_that_only_later_tokens_show_is_found(export):
     told = Golden.from_export(export)
     first = told.label_ids[0]
     assert not any(first in prompt.ids for prompt in told.prompts)
@@ -126,10 +119,9 @@ class Echo:
 
 @pytest.mark.parametrize("takes", [(list, str), str], ids=["ids", "text"])
 @pytest.mark.parametrize("reply", [{}, {"generated": 0}, {"bos": True}], ids=str)
-def test_a_server_that_echoes_is_checked_by_whole_sequences(export, capsys, reply, takes):
+def test_a_server_that_echoes_is_checked_by_whole_sequences(export, said, reply, takes):
     with serving(Golden.from_export(export), echo=Echo(export, **reply), takes=takes) as (url, seen):
-        assert run("verify", export, "--url", url, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+        told = json.loads(said("verify", export, "--url", url, "--json"))
     assert (told["worst"] < 1e-5, told["unchecked"]) == (True, None)
     assert all(row["found"] == row["expected"] for row in told["prompts"])
     echoed = [body for body in seen if body.get("echo")]
@@ -137,7 +129,7 @@ def test_a_server_that_echoes_is_checked_by_whole_sequences(export, capsys, repl
     assert all(body["max_tokens"] == 1 and body["temperature"] == 0 for body in echoed)
 
 
-def test_labels_that_are_not_among_the_first_tokens_are_compared_all_the_same(export, capsys):
+def test_labels_that_are_not_among_the_first_tokens_are_compared_all_the_same(export, said, refused):
     """As vLLM with a fit that says no label: its most probable tokens are other ones."""
 
     def others(*_):
@@ -145,22 +137,19 @@ def test_labels_that_are_not_among_the_first_tokens_are_compared_all_the_same(ex
 
     told = Golden.from_export(export)
     with serving(told, echo=Echo(export), shape=others) as (url, seen):
-        assert run("verify", export, "--url", url) == 0
-    assert "The most probable whole label answers 3 of 3 prompts" in capsys.readouterr().out
+        assert "The most probable whole label answers 3 of 3 prompts" in said("verify", export, "--url", url)
     assert all(body["max_tokens"] == 1 for body in seen)  # nothing is generated
     with serving(told, shape=others, echo=refusing) as (url, _):
-        assert run("verify", export, "--url", url) == 2
-    assert "ask for more with --logprobs" in capsys.readouterr().err
+        assert "ask for more with --logprobs" in refused("verify", export, "--url", url)
 
 
-def test_a_server_with_another_model_is_found_out(export, capsys):
+def test_a_server_with_another_model_is_found_out(export, said):
     told = Golden.from_export(export)
     other = Echo(export)
     with torch.no_grad():
         other.model.get_input_embeddings().weight[told.label_ids[0]] *= -1
     with serving(told, echo=other) as (url, _):
-        assert run("verify", export, "--url", url, "--tolerance", "0.01") == 1
-    assert "does not hold" in capsys.readouterr().out
+        assert "does not hold" in said("verify", export, "--url", url, "--tolerance", "0.01", code=1)
 
 
 def refusing(body):
@@ -184,14 +173,12 @@ def silent(body):
 @pytest.mark.parametrize(
     "echo", [refusing, ignoring, miscounting, silent, "late"], ids=lambda one: getattr(one, "__name__", one)
 )
-def test_a_server_that_tells_no_sequences_names_no_label(export, capsys, echo):
+def test_a_server_that_tells_no_sequences_names_no_label(export, said, echo):
     shown = Echo(export, late=True) if echo == "late" else echo
     with serving(Golden.from_export(export), echo=shown) as (url, _):
-        assert run("verify", export, "--url", url) == 0
-        printed = capsys.readouterr().out
+        printed = said("verify", export, "--url", url)
         assert "holds" in printed
-        assert run("verify", export, "--url", url, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+        told = json.loads(said("verify", export, "--url", url, "--json"))
     assert {row["found"] for row in told["prompts"]} == {"-"}
     assert "whole label sequences were not checked" in told["unchecked"].lower()
     assert told["unchecked"].lower() in " ".join(printed.lower().split())

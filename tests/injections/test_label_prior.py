@@ -6,12 +6,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from fitting import injected
-from i2cl import CalibrationConfig, I2CLError, Injection, InjectionPool, with_label_prior
+from fitting import injected, one_line
+from i2cl import CalibrationConfig, Injection, with_label_prior
 from i2cl.injections.label_prior import FewTextsWarning, without_label_prior
 from i2cl.methods.base import Cost
 from i2cl.methods.calibrated.label_calibration import LabelPrior
-from i2cl.models.scoring import biased
 from i2cl.tasks import Example
 
 TEXTS = ["a warm film", "dull", "one of the best of them all"]
@@ -72,8 +71,7 @@ def test_few_texts_are_warned_of_and_none_are_refused(injection, decoder):
         found = with_label_prior(injection, decoder, UNLABELLED[:31])
     assert all(map(math.isfinite, found.label_bias))
     with_label_prior(injection, decoder, UNLABELLED[:32])
-    with pytest.raises(I2CLError, match="no texts were given"):
-        with_label_prior(injection, decoder, [])
+    one_line("no texts were given", with_label_prior, injection, decoder, [])
 
 
 @pytest.mark.parametrize(
@@ -85,30 +83,9 @@ def test_few_texts_are_warned_of_and_none_are_refused(injection, decoder):
     ],
 )
 def test_a_prior_that_is_none_is_refused(injection, decoder, prior, named):
-    with pytest.raises(I2CLError, match=named):
-        with_label_prior(injection, decoder, UNLABELLED, prior)
+    one_line(named, with_label_prior, injection, decoder, UNLABELLED, prior)
 
 
 @pytest.mark.parametrize("bias", [(0.5,), (0.1, 0.2, 0.3), (math.nan, 0.0), (0.0, math.inf)])
 def test_a_bias_that_does_not_fit_the_labels_is_refused(injection, bias):
-    with pytest.raises(I2CLError, match=r"label_bias .* 2 labels"):
-        replace(injection, label_bias=bias)
-
-
-def test_a_pool_mixes_injections_with_and_without(injection, decoder):
-    three = replace(injection, task=replace(injection.task, labels=("a", "positive", "negative")))
-    kinds = {
-        "plain": injection,
-        "biased": replace(injection, label_bias=(0.0, 4.0)),
-        "three": replace(three, label_bias=(1.0, -1.0, 2.0)),
-        "whole": replace(injection, scoring="full", label_bias=(-3.0, 0.0)),
-    }
-    texts, names = [text for text in TEXTS for _ in kinds], [*kinds] * len(TEXTS)
-    pool = InjectionPool(decoder, kinds)
-    found = pool.scores(texts, names)
-    for text, name, row in zip(texts, names, found, strict=True):
-        torch.testing.assert_close(row, kinds[name].scores(decoder, [text])[0], atol=1e-4, rtol=1e-4)
-    plain, shifted = (torch.stack([found[place + 4 * row] for row in range(3)]) for place in (0, 1))
-    torch.testing.assert_close(shifted, biased(plain, torch.tensor([0.0, 4.0])), atol=1e-4, rtol=1e-4)
-    words = [kinds[name].task.labels[int(row.argmax())] for name, row in zip(names, found, strict=True)]
-    assert pool.predict(texts, names) == words
+    one_line(r"label_bias .* 2 labels", replace, injection, label_bias=bias)

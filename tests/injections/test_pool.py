@@ -1,32 +1,22 @@
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fitting import decoder_of, hooks
+from fitting import ASKED, TASKS, decoder_of, hooks, one_line, random_injection
 from i2cl import InjectionPool, predict
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
-from i2cl.tasks import Task, Template
 
 FAMILIES = ["llama", "gpt2", "opt", "falcon", "gemma2", "granite", "mpt"]
-TASKS = (
-    Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}")),
-    Task("topics", ("world", "sports", "company"), Template("News: {text} ->{label}")),
-    Task("flags", ("no", "yes"), Template("{text}?{label}")),
-)
-TEXTS = ["a warm film", "dull " * 7, "one of the best", "the match was lost", "warm", "a cold and long night"]
+TEXTS = list(ASKED)
 
 
 def made(decoder, number, *, writers="both", **fields):
-    generator = torch.Generator().manual_seed(number)
-    shape = (decoder.layers, 1 if writers == "hidden" else 2)
-    values = torch.randn(*shape, decoder.d_model, generator=generator)
-    coefficients = torch.randn(*shape, 2, generator=generator) * 0.2 + torch.tensor([0.1, 1.0])
-    context = ContextVector(values, ExtractConfig(writers=writers), demonstrations=7)
-    return Injection(context, coefficients, TASKS[number % len(TASKS)], decoder.base, **fields)
+    extraction = ExtractConfig(writers=writers)
+    return random_injection(decoder, TASKS[number % 3], number, extraction=extraction, fields=fields)
 
 
 def pool_of(decoder, injections):
@@ -53,13 +43,22 @@ def test_all_kinds_of_injection_at_once():
     kinds = [*places, {"writers": "hidden"}, {"scoring": "full"}]
     injections = [made(decoder, number, **fields) for number, fields in enumerate(kinds)]
     injections.append(replace(made(decoder, 7, scoring="full"), task=TASKS[0]))
+    more = [{"label_bias": (0.0, 4.0)}, {"label_bias": (-3.0, 0.0), "scoring": "full"}]
+    more += [{"temperature": 0.5}, {"temperature": 3.0, "label_bias": (0.75, -0.5)}]
+    more += [{"temperature": 2.0, "scoring": "full"}]
+    injections += [made(decoder, 3 * number, **fields) for number, fields in enumerate(more)]
+    injections.append(made(decoder, 1, label_bias=(1.0, -1.0, 2.0)))
     texts = [text for text in TEXTS for _ in injections]
     names = [str(number) for _ in TEXTS for number in range(len(injections))]
     found = pool_of(decoder, injections).scores(texts, names)
     for text, name, row in zip(texts, names, found, strict=True):
         own = injections[int(name)]
         assert row.shape == (len(own.task.labels),)
-        torch.testing.assert_close(row, own.scores(decoder, [text])[0], rtol=1e-4, atol=1e-4)
+        wanted = own.scores(decoder, [text])[0]
+        torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-4, check_dtype=False)
+    labels = [injections[int(name)].task.labels for name in names]
+    words = [each[int(row.argmax())] for each, row in zip(labels, found, strict=True)]
+    assert pool_of(decoder, injections).predict(texts, names) == words
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -94,8 +93,7 @@ def test_loading_replacing_and_dropping():
     pool.drop("a")
     assert list(pool) == ["b"]
     for call in (lambda: pool.drop("a"), lambda: pool.predict(["x", "warm"], ["b", "a"])):
-        with pytest.raises(I2CLError, match="no injection 'a' is loaded"):
-            call()
+        one_line("no injection 'a' is loaded", call)
 
 
 def test_a_task_costs_its_vector_and_nothing_of_the_injection():
@@ -109,16 +107,12 @@ def test_a_task_costs_its_vector_and_nothing_of_the_injection():
 def test_bad_input():
     decoder = decoder_of("llama")
     pool = pool_of(decoder, [made(decoder, 0), made(decoder, 1)])
-    with pytest.raises(I2CLError, match="2 texts, but 1 task ids"):
-        pool.scores(["a", "b"], ["0"])
-    with pytest.raises(I2CLError, match="text 3 is empty"):
-        pool.scores(["a", "b", " "], ["0", "0", "1"])
-    with pytest.raises(I2CLError, match="was made on"):
-        pool.load("c", made(decoder_of("gpt2"), 0))
+    one_line("2 texts, but 1 task ids", pool.scores, ["a", "b"], ["0"])
+    one_line("text 3 is empty", pool.scores, ["a", "b", " "], ["0", "0", "1"])
+    one_line("was made on", pool.load, "c", made(decoder_of("gpt2"), 0))
     other = made(decoder, 0)
     other = replace(other, base=replace(other.base, weights="other"))
-    with pytest.raises(I2CLError, match="force"):
-        pool.load("c", other)
+    one_line("force", pool.load, "c", other)
     pool.load("c", other, force=True)
 
 
@@ -128,7 +122,7 @@ def test_tasks_come_and_go_beside_running_batches():
     pool = pool_of(decoder, injections)
     names = ["0", "1", "2"] * 2
     wanted = pool.scores(TEXTS, names)
-    wrong, stop = [], threading.Event()
+    stop = threading.Event()
 
     def churn():
         while not stop.is_set():
@@ -136,38 +130,27 @@ def test_tasks_come_and_go_beside_running_batches():
             pool.load("1", injections[1])
             pool.drop("other")
 
-    def work():
-        for _ in range(15):
-            pairs = zip(pool.scores(TEXTS, names), wanted, strict=True)
-            wrong.extend(pair for pair in pairs if not torch.allclose(*pair, atol=1e-4))
+    def close(_):
+        pairs = zip(pool.scores(TEXTS, names), wanted, strict=True)
+        return all(torch.allclose(*pair, atol=1e-4) for pair in pairs)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    churning = threading.Thread(target=churn)
-    for thread in (churning, *threads):
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stop.set()
-    churning.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as threads:
+        churning = threads.submit(churn)
+        try:
+            assert all(threads.map(close, range(45)))
+        finally:
+            stop.set()
+        churning.result()
 
 
 def test_two_threads_with_two_injections_on_one_decoder():
     decoder = decoder_of("llama")
     injections = [replace(made(decoder, number), task=TASKS[0]) for number in range(2)]
     wanted = [injection.scores(decoder, TEXTS) for injection in injections]
-    wrong = []
 
-    def work(number):
-        for _ in range(15):
-            found = injections[number].scores(decoder, TEXTS)
-            if not torch.allclose(found, wanted[number], atol=1e-4):
-                wrong.append(number)
+    def close(number):
+        return torch.allclose(injections[number].scores(decoder, TEXTS), wanted[number], atol=1e-4)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(close, [0, 1] * 15))
     assert hooks(decoder.model) == 0

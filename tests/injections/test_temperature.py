@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import injected
-from i2cl import CalibrationConfig, I2CLError, Injection, InjectionPool, with_label_prior, with_temperature
+from fitting import injected, one_line
+from i2cl import CalibrationConfig, with_label_prior, with_temperature
 from i2cl.core.injection import TEMPERATURES
 from i2cl.models.scoring import among
 
@@ -33,6 +33,7 @@ def test_log_probabilities_are_divided_behind_the_label_prior(injection, decoder
 def test_at_1_scores_are_what_they_were(injection, decoder):
     scores = injection.scores(decoder, TEXTS)
     assert torch.equal(with_temperature(injection, 1.0).scores(decoder, TEXTS), scores)
+    assert with_temperature(injection, 0.5).predict(decoder, TEXTS) == injection.predict(decoder, TEXTS)
     assert scores.dtype == torch.float32
     assert scores.exp().sum(-1).max() < 0.9  # of all that the model could say, as before
 
@@ -56,30 +57,11 @@ def test_a_label_that_cannot_be_said_stays_so():
     assert found[0, 0] == -math.inf
 
 
-def test_a_pool_mixes_temperatures(injection, decoder):
-    kinds: dict[str, Injection] = {
-        "plain": injection,
-        "cool": with_temperature(injection, 0.5),
-        "warm": with_temperature(replace(injection, label_bias=BIAS), 3.0),
-        "whole": with_temperature(replace(injection, scoring="full"), 2.0),
-    }
-    texts, names = [text for text in TEXTS for _ in kinds], [*kinds] * len(TEXTS)
-    pool = InjectionPool(decoder, kinds)
-    for text, name, row in zip(texts, names, pool.scores(texts, names), strict=True):
-        alone = kinds[name].scores(decoder, [text])[0]
-        torch.testing.assert_close(row, alone, atol=1e-4, rtol=1e-4, check_dtype=False)
-    assert pool.predict(TEXTS, ["cool"] * 3) == injection.predict(decoder, TEXTS)
-    assert kinds["cool"].predict(decoder, TEXTS) == injection.predict(decoder, TEXTS)
-
-
-def test_what_was_measured_of_answers_stays_and_the_command_does_not(injection):
+def test_what_was_measured_of_answers_stays_and_a_label_prior_takes_the_temperature_away(injection, decoder):
     told = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
     found = with_temperature(told, 2.0)
     assert (found.metrics, found.worth, found.command) == (told.metrics, told.worth, "")
     assert with_temperature(found, 3.0).temperature == 3
-
-
-def test_a_label_prior_takes_it_away(injection, decoder):
     found = with_label_prior(with_temperature(injection, 2.0), decoder, UNLABELLED)
     assert found.temperature == 1
     assert found.label_bias == with_label_prior(injection, decoder, UNLABELLED).label_bias
@@ -87,5 +69,4 @@ def test_a_label_prior_takes_it_away(injection, decoder):
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, 1e-4, 1e4])
 def test_a_temperature_that_is_none_is_refused(injection, bad):
-    with pytest.raises(I2CLError, match=r"^temperature .* is no number from 0.001 to 1000: give one$"):
-        with_temperature(injection, bad)
+    one_line(r"^temperature .* is no number from 0.001 to 1000: give one$", with_temperature, injection, bad)

@@ -7,7 +7,7 @@ from functools import cache, partial
 import pytest
 import torch
 
-from fitting import injected
+from fitting import injected, one_line
 from i2cl import TransferConfig
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import ContextVector, ExtractConfig
@@ -194,20 +194,16 @@ def test_anchors_of_another_model(case, overrides, refused):
     message = (
         r"anchor 2 \('moods'\) was made on 'tiny-.*', not 'tiny-llama' \(.*\): fit it again on this model"
     )
-    with pytest.raises(I2CLError, match=message):
-        refused([NEW, wrong])
-    with pytest.raises(I2CLError, match=message):
-        related(NEW, [NEW, wrong])
+    one_line(message, refused, [NEW, wrong])
+    one_line(message, related, NEW, [NEW, wrong])
 
 
 @pytest.mark.parametrize("fields", [{"writers": "mha"}, {"writers": "hidden"}, {"positions": "last"}])
 def test_anchors_of_other_writers_or_positions(fields, refused):
     message = r"anchor 1 \('moods'\) has \(writers, positions\) \('.*'\), "
     message += r"the new task \('both', 'all'\): fit both"
-    with pytest.raises(I2CLError, match=message):
-        refused([anchor([0.1, 1.0], **fields)])
-    with pytest.raises(I2CLError, match=message):
-        related(NEW, [anchor([0.1, 1.0], **fields)])
+    one_line(message, refused, [anchor([0.1, 1.0], **fields)])
+    one_line(message, related, NEW, [anchor([0.1, 1.0], **fields)])
 
 
 @pytest.mark.parametrize("formula", ["add", "balance"])
@@ -217,8 +213,7 @@ def test_only_the_linear_formula(formula, refused):
 
 
 def test_a_first_injection_that_does_not_fit(refused):
-    with pytest.raises(I2CLError, match=r"first injection \('moods'\) has other labels"):
-        refused([NEW], first=NEW)
+    one_line(r"first injection \('moods'\) has other labels", refused, [NEW], first=NEW)
     mine = replace(NEW, task=TASK)
     with pytest.raises(I2CLError, match=r"positions='last', the calibration 'all': give both the same"):
         refused([NEW], first=replace(mine, positions="last"))

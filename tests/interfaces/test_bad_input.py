@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 import signal
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,7 +13,7 @@ import typer
 
 from commands import jsonl, run
 from i2cl import Decoder
-from processes import Program
+from processes import Program, until
 from tiny import tiny_folder
 
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
@@ -67,37 +66,41 @@ def refused(call, tmp_path):
     return refuse
 
 
-EMPTY = b'{"text": " ", "label": "good"}\n{"text": "a", "label": "bad"}\n'
-ROWS = {
-    "empty file": (b"", "is empty"),
-    "one class only": (b'{"text": "a", "label": "good"}\n' * 3, "every label is 'good'"),
-    "empty text": (EMPTY, "line 1: the text is empty"),
-    "not UTF-8": (b'{"text": "caf\xe9", "label": "good"}\n', "is not UTF-8"),
-    "no text column": (b'{"txt": "a", "label": "good"}\n', "no text column 'text'"),
-    "no label column": (b'{"text": "a", "lbl": "good"}\n', "no label column 'label'"),
-    "bad JSON": (b'{"text": "a"', "line 1: bad JSON"),
+ONE_CLASS = b'{"text": "a", "label": "good"}\n' * 3
+FILES = {  # what the name of a file of them in the table below stands for
+    "empty.jsonl": b"",
+    "one.jsonl": ONE_CLASS,
+    "blank.jsonl": b'{"text": " ", "label": "good"}\n{"text": "a", "label": "bad"}\n',
+    "latin.txt": b"caf\x81\n",
+    "unlabelled.jsonl": b'{"text": "a", "lbl": "good"}\n',
+    "torn.jsonl": b'{"text": "a"',
+    "gap.txt": b"one\n\ntwo\n",
+    "columns.csv": b"a,b\n1,2\n",
 }
-
-
-@pytest.mark.parametrize("case", ROWS)
-def test_rows_that_cannot_be_fitted(refused, home, tmp_path, case):
-    content, message = ROWS[case]
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    assert message in refused(*fit(home, "-o", tmp_path / "new", task=path))
-
-
-def test_labels_that_do_not_fit_the_rows(refused, home, tmp_path):
-    output = ["-o", tmp_path / "new"]
-    assert "label 'bad' is not one of up, down" in refused(*fit(home, *output, "--labels", "up,down"))
-    path = jsonl(tmp_path / "one.jsonl", [row for row in GOOD if row["label"] == "good"])
-    line = refused(*fit(home, *output, "--labels", "bad,good", task=path))
-    assert "every training example is 'good'" in line
 
 
 FIT = [*fit(Path("{}")), "-o", "{new}"]
 UNLABELLED = [*FIT, "--unlabelled", "{films}"]
+SEEN, OWN, ASK = "mood-colour-1", ["-o", "{new}"], ["predict", "{artefact}"]
 WRONG = {
+    "rows of an empty file": ([*fit(Path("{}"), task="empty.jsonl"), *OWN], "is empty"),
+    "rows of one class": ([*fit(Path("{}"), task="one.jsonl"), *OWN], "every label is 'good'"),
+    "rows of an empty text": ([*fit(Path("{}"), task="blank.jsonl"), *OWN], "line 1: the text is empty"),
+    "rows without labels": ([*fit(Path("{}"), task="unlabelled.jsonl"), *OWN], "no label column 'label'"),
+    "rows of bad JSON": ([*fit(Path("{}"), task="torn.jsonl"), *OWN], "line 1: bad JSON"),
+    "labels of other rows": ([*FIT, "--labels", "up,down"], "label 'bad' is not one of up, down"),
+    "a label without rows": (
+        [*fit(Path("{}"), task="one.jsonl"), *OWN, "--labels", "bad,good"],
+        "every training example is 'good'",
+    ),
+    "texts of an empty file": ([*ASK, "empty.jsonl", *OWN], "is empty"),
+    "an empty text": ([*ASK, "gap.txt", *OWN], "line 2: the text is empty"),
+    "texts not in UTF-8": ([*ASK, "latin.txt", *OWN], "line 1 is not UTF-8"),
+    "texts without a column": ([*ASK, "columns.csv", *OWN], "no text column 'text'"),
+    "texts of bad JSON": ([*ASK, "torn.jsonl", *OWN], "line 1: bad JSON"),
+    "a device that is not there": ([*FIT, "--device", "cuda:7"], "cannot use device 'cuda:7'"),
+    "half a description": (["predict", "half json", "{films}"], "injection.json cannot be read"),
+    "half the tensors": (["predict", "half safetensors", "{films}"], "injection.safetensors is damaged"),
     "unknown task": (["fit", "{model}", "sst3", "-o", "{new}"], "did you mean 'sst"),
     "no such file": (["fit", "{model}", "none.jsonl", "-o", "{new}"], "does not exist"),
     "unknown method": (["eval", "{model}", "synthetic", "--method", "zero_shto"], "did you mean 'zero_shot'"),
@@ -132,6 +135,10 @@ WRONG = {
     "no task": (["fit", "{model}"], "see i2cl fit --help"),
     "no test rows": (["eval", "{model}", "{films}", "--template", TEMPLATE, "--shots", "2"], "no test"),
     "half an architecture": (["check", "{model}", "--mlp", "mlp"], "belong together"),
+    "a torn device map": ([*FIT, "--device-map", '{"": '], "is no JSON"),
+    "a list of devices": ([*FIT, "--device-map", '["cpu"]'], "is no map"),
+    "a map to no device": ([*FIT, "--device-map", '{"": "abacus"}'], "cannot use device 'abacus'"),
+    "half a device map": ([*FIT, "--device-map", '{"model.layers.0": "disk"}'], "does not give any device"),
     "a deep device map": (["predict", "{artefact}", "{films}", "--device-map", "[" * 5000], "is no JSON"),
     "a name too long for a task": (["fit", "{model}", "x" * 5000, "-o", "{new}"], "name too long"),
     "a name too long for a file": (["fit", "{model}", "x" * 5000 + ".csv", "-o", "{new}"], "name too long"),
@@ -143,6 +150,17 @@ WRONG = {
     "a deep grid": (["experiment", "run", "{home}/deep.toml"], "is not valid TOML"),
     "a deep task": (["fit", "{model}", "{home}/deep.toml", "-o", "{new}"], "is not valid TOML"),
     "a file with a null byte": (["fit", "{model}", "{home}/null.toml", "-o", "{new}"], "null byte"),
+    "a column of the name of another": ([*ASK, "{films}", "--keep", "row", "--row-number"], "leave one out"),
+    "unknown experiment": (["experiment", "run", "mian"], "did you mean 'main'"),
+    "tasks that no experiment has": (["experiment", "run", "main", "--tasks", "sst3"], "unknown task"),
+    "no store": (["report", "nowhere"], "no store at"),
+    "no such format": (["report", "nowhere", "--formats", "pdf"], "known are md, tex, csv, html"),
+    "an address here": (
+        ["experiment", "run", "main", "--address", "ray://x:1"],
+        "add --executor ray",
+    ),
+    "two tasks of a name": (["eval", "reference", f"{SEEN},{SEEN}"], "two tasks are called 'mood-colour-1'"),
+    "two methods of a name": (["eval", "reference", SEEN, "--method", "i2cl,i2cl"], "two methods are called"),
     "chunk of nothing": (["predict", "{artefact}", "{films}", "--chunk", "0"], "--chunk"),
     "no such model": ([*fit(Path("{}"), model="./none"), "-o", "{new}"], "'./none' does not exist"),
     "no such artefact": (["predict", "./none/at/all", "{films}"], "no injection at"),
@@ -156,32 +174,18 @@ def test_wrong_arguments(refused, home, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     arguments, message = WRONG[case]
+    for name, content in FILES.items():
+        if name in arguments:
+            (tmp_path / name).write_bytes(content)
+    for half in (part for part in arguments if part.startswith("half ")):
+        folder = shutil.copytree(home / "artefact", tmp_path / half)
+        path = folder / f"injection.{half.split()[1]}"
+        path.write_bytes(path.read_bytes()[:100])
     names = {"{model}": "model", "{artefact}": "artefact", "{films}": "films.jsonl"}
     names |= {f"{{home}}/{name}.toml": f"{name}.toml" for name in ("deep", "null")}
     places = {name: str(home / path) for name, path in names.items()} | {"{new}": str(tmp_path / "new")}
     filled = [places.get(part, part.replace("{}", str(home))) for part in arguments]
     assert message in refused(*filled)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() > 7, reason="this machine has that device")
-def test_a_device_that_does_not_exist(refused, home, tmp_path):
-    assert "cannot use device 'cuda:7'" in refused(*fit(home, "-o", tmp_path / "new", "--device", "cuda:7"))
-
-
-TEXTS = {
-    "empty file": ("t.txt", b"", "is empty"),
-    "empty text": ("t.txt", b"one\n\ntwo\n", "line 2: the text is empty"),
-    "not UTF-8": ("t.txt", b"caf\x81\n", "line 1 is not UTF-8"),
-    "no such column": ("t.csv", b"a,b\n1,2\n", "no text column 'text'"),
-    "bad JSON": ("t.jsonl", b"{\n", "line 1: bad JSON"),
-}
-
-
-@pytest.mark.parametrize("case", TEXTS)
-def test_texts_that_cannot_be_read(refused, home, tmp_path, case):
-    name, content, message = TEXTS[case]
-    (tmp_path / name).write_bytes(content)
-    assert message in refused("predict", home / "artefact", tmp_path / name, "-o", tmp_path / "out.tsv")
 
 
 def test_predictions_do_not_replace_what_they_are_made_from(refused, home, tmp_path):
@@ -270,15 +274,6 @@ def test_an_injection_for_another_model_needs_force_and_the_same_shape(call, ref
         assert ("d_model 32 and not 48" in line, "--force" in line) == (True, False)
 
 
-@pytest.mark.parametrize("name", ["injection.safetensors", "injection.json"])
-def test_a_truncated_injection(refused, home, tmp_path, name):
-    shutil.copytree(home / "artefact", tmp_path / "artefact")
-    path = tmp_path / "artefact" / name
-    path.write_bytes(path.read_bytes()[:100])
-    line = refused("predict", tmp_path / "artefact", home / "films.jsonl")
-    assert (name in line, "fit it again" in line) == (True, True)
-
-
 def test_the_base_model_moved_away(refused, home, tmp_path):
     shutil.copytree(home / "artefact", tmp_path / "artefact")
     description = tmp_path / "artefact" / "injection.json"
@@ -338,9 +333,8 @@ main()
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_ctrl_c_from_outside_ends_calibration(home, tmp_path):
     output = tmp_path / "new"
-    program = Program(TOLD, *fit(home, "-o", output), "--set", "epochs=1000000")
-    while program.process.is_alive() and "calibrating\n" not in program.out.read_text():
-        time.sleep(0.01)
+    program = Program(TOLD, *fit(home, "-o", output), "--set", "epochs=5000")
+    until(lambda: "calibrating\n" in program.out.read_text(), program=program)
     os.kill(program.process.pid, signal.SIGINT)
     code, _, err = program.wait()
     *hints, last = err.splitlines()

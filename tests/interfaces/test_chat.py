@@ -49,10 +49,13 @@ def test_what_is_asked_is_what_the_chat_template_says(home):
     assert pool.scores(["fine"], ["films"])[0].tolist() == pytest.approx(alone[0].tolist(), abs=1e-5)
 
 
-def test_it_is_exported_and_verified_as_a_chat(home, capsys):
+def test_it_is_exported_verified_and_kept_as_a_chat(home):
     assert run("export", home / "out", "--to", "hf", home / "folded") == 0
     assert run("verify", home / "folded") == 0
     assert any(SAY in path.read_text() for path in (home / "folded").glob("*golden*.json"))
+    told = json.loads((home / "out" / "injection.json").read_text())["task"]
+    assert told["opening"] == f"<system>\n{SAY}</end>\n"
+    assert Task.from_dict(told).to_dict() == told
 
 
 def test_the_classifier_asks_in_the_same_way(home):
@@ -72,22 +75,15 @@ def test_the_classifier_asks_in_the_same_way(home):
         ("model", ("--chat", "--template", "{text} {label}"), "--chat and --template exclude each other"),
     ],
 )
-def test_what_cannot_be_is_one_line(home, capsys, model, more, says):
-    assert run("fit", home / model, home / "films.jsonl", "-o", home / "none", "--shots", 2, *more) == 2
-    told = capsys.readouterr().err
+def test_what_cannot_be_is_one_line(home, refused, model, more, says):
+    told = refused("fit", home / model, home / "films.jsonl", "-o", home / "none", "--shots", 2, *more)
     assert says in told
     assert "Traceback" not in told
     assert not (home / "none").exists()
 
 
-def test_eval_asks_with_an_instruction_or_as_a_chat(home, capsys):
+def test_eval_asks_with_an_instruction_or_as_a_chat(home):
     common = ("eval", home / "model", home / "films.jsonl", "--test", home / "films.jsonl", "--shots", 1)
     common += ("--method", "zero_shot", "--limit", 4, "--json")
     assert run(*common, "--chat") == 0
     assert run(*common, "--template", "{text} {label}", "--instruction", SAY) == 0
-
-
-def test_an_artefact_keeps_opening_and_instruction(home):
-    told = json.loads((home / "out" / "injection.json").read_text())["task"]
-    assert told["opening"] == f"<system>\n{SAY}</end>\n"
-    assert Task.from_dict(told).to_dict() == told

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitting import injected
+from fitting import injected, left_as_found, one_line
 from i2cl import (
     AnchoredConfig,
     CalibrationConfig,
@@ -52,14 +52,6 @@ def quick(**parameters):
 @cache
 def fitted():
     return I2CLClassifier(reference(), shots=5, recipe="fast").fit(X, Y)
-
-
-def state_of(decoder):
-    model = decoder.model
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    flags = [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
-    return weights, hooks, flags, decoder.tokenizer.padding_side
 
 
 class OnNumbers(I2CLClassifier):
@@ -204,15 +196,13 @@ def test_there_is_no_report_where_no_text_is_left_or_none_is_wanted(tmp_path):
     report = refitted.report_
     assert (report["rows"], report["split"]) == (len(set(texts)), "demonstrations")
     assert refitted.injection_.temperature != 1
-    with pytest.raises(I2CLError, match="folds=1"):
-        quick(folds=1).fit(X, Y)
+    one_line("folds=1", quick(folds=1).fit, X, Y)
     found = quick(evaluate=0).fit(X, Y)
     assert found.report_ is None
     found.save_pretrained(tmp_path / "out")
     assert I2CLClassifier.from_pretrained(tmp_path / "out").report_ is None
     assert quick(evaluate=7).fit(X, Y).report_["rows"] == 7
-    with pytest.raises(I2CLError, match="-1 queries"):
-        quick(evaluate=-1).fit(X, Y)
+    one_line("-1 queries", quick(evaluate=-1).fit, X, Y)
     with pytest.raises(NotFittedError):
         _ = quick(evaluate=7).report_
 
@@ -272,10 +262,8 @@ def test_tables_and_vectorised_texts_are_refused():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     from sklearn.feature_extraction.text import CountVectorizer
 
-    with pytest.raises(I2CLError, match=r"frame\['text'\]"):
-        wrong(pandas.DataFrame({"text": X}))
-    with pytest.raises(I2CLError, match="X is a sparse matrix: give the texts themselves"):
-        wrong(CountVectorizer().fit_transform(X))
+    one_line(r"frame\['text'\]", wrong, pandas.DataFrame({"text": X}))
+    one_line("X is a sparse matrix: give the texts themselves", wrong, CountVectorizer().fit_transform(X))
 
 
 @pytest.mark.parametrize("method", ["predict", "predict_proba", "decision_function"])
@@ -332,25 +320,20 @@ def test_a_class_of_the_name_of_no_class_is_refused():
 @pytest.mark.parametrize("least", [0.0, -1.0, 1.5, float("nan")])
 def test_a_threshold_that_is_none_is_refused_at_fit_and_later(least):
     told = r"^min_confidence .* is no probability: give a number above 0, up to 1$"
-    with pytest.raises(I2CLError, match=told):
-        quick(min_confidence=least).fit(X, Y)
+    one_line(told, quick(min_confidence=least).fit, X, Y)
     later = copy.copy(fitted()).set_params(min_confidence=least)
-    with pytest.raises(I2CLError, match="is no probability"):
-        later.predict(QUERIES)
+    one_line("is no probability", later.predict, QUERIES)
 
 
 def test_the_model_is_left_as_found(decoder):
-    model = decoder.model.train()
-    next(model.parameters()).requires_grad_(False)
+    next(decoder.model.train().parameters()).requires_grad_(False)
     decoder.tokenizer.padding_side = "left"
-    before = state_of(decoder)
-    found = quick(model=decoder).fit(X, Y)
-    found.predict_proba(QUERIES)
-    with pytest.raises(I2CLError):
-        found.predict([""])
-    after = state_of(decoder)
-    assert all(torch.equal(after[0][name], value) for name, value in before[0].items())
-    assert after[1:] == before[1:]
+    with left_as_found(decoder.model):
+        found = quick(model=decoder).fit(X, Y)
+        found.predict_proba(QUERIES)
+        with pytest.raises(I2CLError):
+            found.predict([""])
+    assert decoder.tokenizer.padding_side == "left"
 
 
 def test_without_scikit_learn_the_cure_is_named():

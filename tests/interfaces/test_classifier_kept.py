@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from i2cl import Decoder, I2CLError, Injection
+from fitting import one_line
+from i2cl import Decoder, Injection
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
 
@@ -152,18 +153,15 @@ def test_another_model_under_the_same_name_is_refused(tmp_path):
     carried = [pickle.dumps(one) for one in (by_name, by_model, unfitted)]
     tiny_model("llama", seed=1).save_pretrained(tmp_path)
     named, given, plain = map(pickle.loads, carried)
-    with pytest.raises(I2CLError, match=r"made on .* \(weights"):
-        named.predict(QUERIES)
+    one_line(r"made on .* \(weights", named.predict, QUERIES)
     for use in (lambda: given.predict(QUERIES), lambda: plain.fit(X, Y)):
-        with pytest.raises(I2CLError, match=r"is not the model it was \(weights"):
-            use()
+        one_line(r"is not the model it was \(weights", use)
 
 
 def test_a_model_in_memory_alone_is_given_again():
     decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="./tiny-llama")
     found = pickle.loads(pickle.dumps(quick(model=decoder).fit(X, Y)))
-    with pytest.raises(I2CLError, match=r"tiny-llama.*set_params\(model=...\)"):
-        found.predict(QUERIES)
+    one_line(r"tiny-llama.*set_params\(model=...\)", found.predict, QUERIES)
     found.set_params(model=decoder)
     assert found.predict(QUERIES).tolist() == quick(model=decoder).fit(X, Y).predict(QUERIES).tolist()
 

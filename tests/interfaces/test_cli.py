@@ -13,7 +13,7 @@ from i2cl import Decoder, Injection, with_label_prior, with_temperature
 from i2cl.experiments.confidence import NAMES
 from i2cl.interfaces.cli import console
 from i2cl.methods import METHODS
-from processes import FORKED
+from processes import start
 from tiny import tiny_folder
 
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
@@ -142,11 +142,10 @@ def test_fit_measures_nothing_if_asked_not_to_and_one_fold_is_refused(call, home
     assert (record["worth"], record["metrics"]) == (None, {})
 
 
-def test_fit_goes_on_where_few_shot_exceeds_the_context(call, home, tmp_path):
+def test_fit_goes_on_where_few_shot_exceeds_the_context(said, home, tmp_path):
     tiny_folder(tmp_path / "short", max_position_embeddings=40)
     task = ["fit", tmp_path / "short", home / "films.jsonl", "-o", tmp_path / "new", "--template", TEMPLATE]
-    code, out, _ = call(*task, "--shots", "2", "--set", "epochs=1")
-    assert code == 0
+    out = said(*task, "--shots", "2", "--set", "epochs=1")
     assert "not run" in next(line for line in out.splitlines() if line.startswith(" few_shot"))
     assert "few_shot was not run: one demonstration per class" in out
     assert "holds 40" in Injection.from_pretrained(tmp_path / "new").worth["not_run"]["few_shot"]
@@ -159,15 +158,6 @@ def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch
     words = ("PyTorch", f"loading {home / 'model'}", "extracting", "loss")
     told = [seen.getvalue().find(one) for one in words]
     assert -1 < told[0] < told[1] < told[2] < told[3]
-
-
-def test_fit_twice_with_one_seed_saves_the_same(call, home, tmp_path):
-    call(*fit_arguments(home, tmp_path / "again", "--seed", "3"))
-    call(*fit_arguments(home, tmp_path / "other", "--seed", "4"))
-    folders = (home / "artefact", tmp_path / "again", tmp_path / "other")
-    first, again, other = (Injection.from_pretrained(folder).coefficients for folder in folders)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_path):
@@ -199,16 +189,12 @@ def test_fit_warns_of_a_label_prior_from_few_texts(call, home, tmp_path):
     assert json.loads(out)["label_bias"] == list(Injection.from_pretrained(tmp_path / "new").label_bias)
 
 
-def test_the_released_recipe_and_single_options_reach_calibration(call, home, tmp_path):
+def test_recipe_options_and_loss_reach_calibration_by_name(call, said, home, tmp_path):
     call(*fit_arguments(home, tmp_path / "new", "--recipe", "released", "--set", "warmup=0.5"))
     settings = Injection.from_pretrained(tmp_path / "new").settings
     assert (settings["draw"], settings["noise_place"], settings["lr_final"]) == ("step", "writer", 0.0)
     assert (settings["warmup"], settings["epochs"]) == (0.5, 2)
-
-
-def test_the_loss_among_labels_is_asked_for_by_name(call, home, tmp_path):
-    code, _, _ = call(*fit_arguments(home, tmp_path / "new", "--set", "loss=labels"))
-    assert code == 0
+    said(*fit_arguments(home, tmp_path / "new", "--set", "loss=labels"))
     found, paper = (Injection.from_pretrained(where) for where in (tmp_path / "new", home / "artefact"))
     assert (found.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
     assert max(found.history) < min(paper.history)
@@ -218,12 +204,10 @@ RECORD = {"model", "task", "method", "seed", "accuracy", "macro_f1", "n"}
 RECORD |= {"fit_seconds", "predict_seconds", "cached_values"}
 
 
-def test_eval_gives_one_record_per_task_method_and_seed(call, home):
+def test_eval_gives_one_record_per_task_method_and_seed(said, home):
     tasks = ["eval", home / "model", "synthetic, mood-letter-1", "--shots", "1", "--limit", "6"]
     methods = ["--method", "zero_shot, i2cl", "--seeds", "2", "--seed", "5", "--set", "epochs=1"]
-    code, out, _ = call(*tasks, *methods, "--workers", "1", "--json")
-    assert code == 0
-    records = json.loads(out)
+    records = json.loads(said(*tasks, *methods, "--workers", "1", "--json"))
     assert all(set(record) >= RECORD for record in records)
     cells = [(record["task"], record["method"], record["seed"]) for record in records]
     assert cells == [*product(("synthetic", "mood-letter-1"), ("zero_shot", "i2cl"), (5, 6))]
@@ -239,7 +223,7 @@ def measured(out):
 
 def test_eval_repeats_itself_for_one_seed_also_in_several_processes(call, home, monkeypatch):
     # As `spawn`, but fast.
-    monkeypatch.setattr("i2cl.experiments.workers.processes.get_context", lambda _: FORKED)
+    monkeypatch.setattr("i2cl.experiments.workers.processes.get_context", start)
     options = ("--method", "few_shot,i2cl", "--seeds", "2", "--set", "epochs=3", "--json")
     arguments = eval_arguments(home, *options)
     _, first, _ = call(*arguments)
@@ -248,16 +232,12 @@ def test_eval_repeats_itself_for_one_seed_also_in_several_processes(call, home, 
     assert measured(first) == measured(second)
 
 
-def test_eval_options_and_recipe_change_the_cost_and_nothing_is_read_from_the_hub(call, home):
+def test_eval_options_and_recipe_change_the_cost_and_people_get_a_table(call, said, home):
     arguments = eval_arguments(home, "--method", "i2cl", "--recipe", "released", "--json")
     _, out, _ = call(*arguments, "--set", "epochs=1", "--set", "formula=add", "--limit", "4")
     (record,) = json.loads(out)
     assert (record["trainable_parameters"], record["n"], record["task"]) == (2 * 2, 4, "films")
-
-
-def test_eval_prints_a_table_for_people(call, home):
-    code, out, _ = call(*eval_arguments(home, "--method", "zero_shot,few_shot_uncached", "--seeds", "2"))
-    assert code == 0
+    out = said(*eval_arguments(home, "--method", "zero_shot,few_shot_uncached", "--seeds", "2"))
     assert [name for name in ("few_shot_uncached", "±", *NAMES) if name not in out] == []
 
 

@@ -3,15 +3,18 @@
 import io
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from itertools import count
 from typing import Annotated
 
 import pytest
+import torch
 import typer
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
-from i2cl.interfaces.cli import app, console
+from i2cl.interfaces.cli import EXAMPLES, app, console
 from i2cl.interfaces.cli.options import expanded
 from i2cl.methods import METHODS
 from i2cl.version import __version__
@@ -39,6 +42,30 @@ def test_every_command_has_help_json_and_seed(call, words):
     assert told["--json"] == "Print JSON on stdout."
     assert ("--seed" in told) == ("--seed " in out) == (words in RANDOM)
     assert all(told.values())
+    first, second = COMMANDS[words].help.split("\n\n")
+    assert max(len(first), len(second)) <= 76
+    assert (first[-1], second[-1]) == (".", ".")
+    assert f"Example: {EXAMPLES[' '.join(words)]}" in " ".join(out.split())
+
+
+ELSEWHERE = {"demo", "serve", "push"}  # slow, endless, and for the hub: tests of their own run them
+
+
+def test_the_examples_run_one_after_another(said, tmp_path, monkeypatch):
+    assert sorted(EXAMPLES) == sorted(map(" ".join, COMMANDS))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.txt").write_text("the gloomy baker rested\nthat merry pilot waved\n", encoding="utf-8")
+    for name, typed in EXAMPLES.items():
+        if name == "convert":  # a model as older programs save it
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+            model.config.save_pretrained(tmp_path / "pickled")
+            torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
+        if name not in ELSEWHERE:
+            program, *words = shlex.split(typed)
+            assert program == "i2cl"
+            said(*words)
+    assert (tmp_path / "labels.csv").is_file()
+    assert (tmp_path / "results" / "report" / "report.md").is_file()
 
 
 @pytest.mark.parametrize("words", [("fit",), ("eval",)], ids=" ".join)
@@ -81,9 +108,8 @@ def test_a_group_of_options_is_one_argument():
         typer.main.get_command(grouped)(["--wide", "3"], standalone_mode=False)
 
 
-def test_without_a_command_the_commands_are_listed(call):
-    code, out, _ = call()
-    assert code == 0
+def test_without_a_command_the_commands_are_listed(call, said):
+    out = said()
     assert all(command in out for command in ("demo", "fit", "predict", "eval", "check", "ls"))
     assert call("--version") == (0, __version__ + "\n", "")
 

@@ -5,6 +5,7 @@ import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,11 +109,9 @@ def test_stdout_that_takes_nothing_is_one_line(home, words):
 
 
 def test_no_temporary_folder_is_one_line(call, home, monkeypatch):
-    def none():
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_get_default_tempdir", none)
+    none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", Mock(side_effect=none))
     code, out, err = call("push", home / "mood", "someone/mood")
     (line,) = err.splitlines()
     assert (code, out, line.startswith("error: ")) == (2, "", True)

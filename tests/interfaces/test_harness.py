@@ -18,12 +18,11 @@ from lm_eval.tasks import TaskManager
 
 from export.cases import TASK as FILMS
 from export.cases import decoder_of, injection_for, stored
-from fitting import injected
+from fitting import injected, left_as_found, one_line
 from i2cl import CalibrationConfig, Decoder, I2CLError, load_task, with_temperature
 from i2cl.export import export_hf, fold
 from i2cl.interfaces.harness import I2CLHarness, main
 from i2cl.models.scoring import Questions, score
-from interfaces.test_classifier import state_of
 from processes import finished
 
 TEXTS = ["a warm and funny film", "dull", "where is the longest river of them all"]
@@ -160,14 +159,12 @@ def test_pickle_weights_are_refused(tmp_path):
 def test_bad_input():
     decoder = decoder_of("llama")
     injection = injection_for(decoder)
-    with pytest.raises(I2CLError, match="neither a model nor an injection"):
-        I2CLHarness()
+    one_line("neither a model nor an injection", I2CLHarness)
     with pytest.raises(I2CLError, match="positions='last': fit one at all positions"):
         I2CLHarness(replace(injection, positions="last"), decoder)
     other = decoder_of("llama", rms_norm_eps=1e-3)
     other.model.lm_head.weight.data.add_(1)
-    with pytest.raises(I2CLError, match=r"made on .* \(weights"):
-        I2CLHarness(injection, other)
+    one_line(r"made on .* \(weights", I2CLHarness, injection, other)
     I2CLHarness(injection, other, force=True)
 
 
@@ -188,16 +185,13 @@ def test_the_model_is_left_as_found():
     next(decoder.model.parameters()).requires_grad_(False)
     decoder.tokenizer.padding_side = "right"
     assert decoder.tokenizer.pad_token is None
-    before = state_of(decoder)
-    harness = I2CLHarness(injection_for(decoder), decoder, batch_size=2)
-    likelihoods(harness, [("a film", " good")])
-    harness.generate_until(requests("generate_until", [("a", {"max_gen_toks": 2})]), disable_tqdm=True)
-    with pytest.raises(RuntimeError):
-        harness._model_call(torch.tensor([1.5]))
-    after = state_of(decoder)
-    assert all(torch.equal(after[0][name], value) for name, value in before[0].items())
-    assert after[1:] == before[1:]
-    assert decoder.tokenizer.pad_token is None
+    with left_as_found(decoder.model):
+        harness = I2CLHarness(injection_for(decoder), decoder, batch_size=2)
+        likelihoods(harness, [("a film", " good")])
+        harness.generate_until(requests("generate_until", [("a", {"max_gen_toks": 2})]), disable_tqdm=True)
+        with pytest.raises(RuntimeError):
+            harness._model_call(torch.tensor([1.5]))
+    assert (decoder.tokenizer.padding_side, decoder.tokenizer.pad_token) == ("right", None)
 
 
 def test_without_lm_eval_the_cure_is_named():

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from commands import listed
+from fitting import one_line
 from i2cl import I2CLError
 from i2cl.interfaces.batch_prediction.outputs import require_other, source_state, written
 from i2cl.interfaces.batch_prediction.tables import Table, output_format
@@ -54,20 +54,6 @@ def test_the_same_run_goes_on_after_the_last_whole_chunk(tmp_path, error):
         out.write("4\n5\n", 2)
     assert path.read_text() == HEADER + "0\n1\n2\n3\n4\n5\n"
     assert listed(tmp_path) == ["out.tsv"]
-
-
-@pytest.mark.parametrize(
-    ("there", "kept"),
-    [("lab", 0), (HEADER, 0), (HEADER + "0\n", 0), (HEADER + "0\n1\n2\n3", 2), (HEADER + "0\n1\n2\n3\n", 4)],
-)
-def test_torn_lines_and_chunks_are_dropped(tmp_path, there, kept):
-    path = tmp_path / "out.tsv"
-    stopped(path)
-    (tmp_path / ".out.tsv.part").write_text(there)
-    with writing(path) as out:
-        assert out.kept == kept
-        out.write("rest\n", 1)
-    assert path.read_text() == HEADER + "".join(f"{row}\n" for row in range(kept)) + "rest\n"
 
 
 def test_nothing_is_left_of_bad_texts_of_no_rows_and_of_what_cannot_be_read_again(tmp_path):
@@ -140,12 +126,10 @@ def test_what_is_read_is_not_written_over(tmp_path, monkeypatch):
     (tmp_path / "hard").hardlink_to(texts)
     monkeypatch.chdir(tmp_path)
     for output in (texts, *map(Path, ("texts.txt", "link", "hard", f"../{tmp_path.name}/texts.txt"))):
-        with pytest.raises(I2CLError, match=r"is what is read: choose another output"):
-            require_other(output, str(texts))
+        one_line(r"is what is read: choose another output", require_other, output, str(texts))
     with texts.open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        with pytest.raises(I2CLError, match="is what is read"):
-            require_other(Path("link"), "-")
+        one_line("is what is read", require_other, Path("link"), "-")
         require_other(other, "-")
     for output, source in ((None, "texts.txt"), (other, "texts.txt"), (Path("new"), "none"), (other, "-")):
         require_other(output, source)
@@ -159,27 +143,6 @@ def test_the_state_of_a_source_tells_when_it_changed(tmp_path):
     os.utime(path, ns=(0, 0))
     assert source_state(str(path)) != before
     assert source_state("-") == ["-"]
-
-
-def test_one_process_writes_at_a_time(tmp_path):
-    path = tmp_path / "out.tsv"
-    told = "another process is writing"
-    with FileLock(tmp_path / ".out.tsv.part.lock"), pytest.raises(I2CLError, match=told), writing(path):
-        pass
-    with writing(path) as out:
-        with pytest.raises(I2CLError, match=told), writing(path):
-            pass
-        out.write("0\n", 1)
-    assert path.read_text() == HEADER + "0\n"
-
-
-def test_places_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "none" / "out.txt", tmp_path / "file" / "out.txt", tmp_path / "folder"):
-        with pytest.raises(I2CLError, match="cannot write"), writing(path) as out:
-            out.write("x\n", 1)
-    assert listed(tmp_path) == ["file", "folder"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -204,7 +167,7 @@ def test_stdout_gets_the_header_with_the_first_row(capsys):
     assert capsys.readouterr().out == HEADER + "0\n"
 
 
-def test_predictions_as_table_and_as_json():
+def test_predictions_as_table_and_as_json_and_labels_with_breaks():
     rows = [[0.25, 0.75], [0.5, 0.5]]
     assert Table(("a", "b")).header == "label\ta\tb\n"
     assert Table(("a", "b")).lines(rows) == "b\t0.250000\t0.750000\na\t0.500000\t0.500000\n"
@@ -213,9 +176,6 @@ def test_predictions_as_table_and_as_json():
     first, second = map(json.loads, table.lines([[0.25, 0.75], [1.0, 0.0]]).splitlines())
     assert first == {"label": "b", "probabilities": {"\u00e9": 0.25, "b": 0.75}}
     assert second["label"] == "\u00e9"
-
-
-def test_a_label_with_breaks_stays_one_cell_and_one_that_is_called_label_has_its_own():
     assert Table(("label", "b")).columns == ("label", "probability.label", "b")
     assert Table(("a\tb", "c\nd")).header == "label\ta b\tc d\n"
     assert Table(("a", "c\nd")).lines([[0.0, 1.0]]) == "c d\t0.000000\t1.000000\n"
@@ -224,7 +184,7 @@ def test_a_label_with_breaks_stays_one_cell_and_one_that_is_called_label_has_its
 NAMES, KEPT = ("id", "label"), [["a\tb", 7], ["c", None]]
 
 
-def test_what_is_kept_comes_before_the_answer():
+def test_what_is_kept_comes_before_the_answer_and_csv_on_a_pipe_is_lines_of_its_own():
     rows = [[1.0, 0.0], [0.0, 1.0]]
     assert Table(("x", "id"), names=NAMES).header == "input.id\tinput.label\tlabel\tx\tid\n"
     lines = Table(("x", "y"), names=NAMES).lines(rows, KEPT)
@@ -232,9 +192,6 @@ def test_what_is_kept_comes_before_the_answer():
     first, _ = Table(("x", "y"), "jsonl", NAMES).lines(rows, KEPT).splitlines()
     answer = {"label": "x", "probabilities": {"x": 1.0, "y": 0.0}}
     assert json.loads(first) == {"input": {"id": "a\tb", "label": 7}} | answer
-
-
-def test_csv_on_a_pipe_is_lines_of_its_own():
     table = Table(("x", "y"), "csv", NAMES)
     assert table.header == "id,input.label,label,x,y\r\n"
     lines = '"a ""b""\nc",7,x,1.000000,0.000000\r\nd,,y,0.000000,1.000000\r\n'
@@ -269,8 +226,7 @@ def test_the_format_is_that_of_the_ending_unless_one_is_named(tmp_path, name, na
     ],
 )
 def test_formats_that_contradict_each_other(tmp_path, name, named, as_json, said):
-    with pytest.raises(I2CLError, match=said):
-        output_format(name and tmp_path / name, named, as_json=as_json)
+    one_line(said, output_format, name and tmp_path / name, named, as_json=as_json)
 
 
 def test_a_file_that_is_made_at_the_end_is_whole_or_not_there(tmp_path):

@@ -76,14 +76,10 @@ def test_rows_are_kept_back_unless_all_are_asked_for(call, model, tmp_path, at_8
     assert "16 of 24 rows used" in out
 
 
-def test_a_known_task_has_no_block(call, tmp_path):
+def test_a_known_task_has_no_block_and_a_file_is_asked_as_on_the_page(call, said, tmp_path, model):
     words = ["fit", "reference", "mood-colour-1", "-o", tmp_path / "m", "--shots", 1, "--evaluate", 0]
-    code, out, _ = call(*words, "--set", "steps=1")
-    assert code == 0
+    out = said(*words, "--set", "steps=1")
     assert out.startswith("Saved ")
-
-
-def test_a_file_without_a_template_is_asked_as_on_the_page(call, model, tmp_path):
     fitted(call, model, write(tmp_path / "mine.csv", ROWS), tmp_path / "new", "--evaluate", "0")
     assert Injection.from_pretrained(tmp_path / "new").task.template.format == "Text: {text}\nLabel: {label}"
     path = write(tmp_path / "test.csv", ROWS)
@@ -126,13 +122,6 @@ def test_sizes_are_checked_before_the_model_is_read(call, monkeypatch, tmp_path)
     assert "6000 examples are more than the 4096 that anchored calibration takes" in err
 
 
-def test_a_file_of_seventy_labels_is_fitted(call, model, tmp_path):
-    rows = [(f"text {row}", f"label{row}") for row in range(70)]
-    path = write(tmp_path / "many.csv", rows)
-    out, _ = fitted(call, model, path, tmp_path / "new", "--evaluate", "0", "--set", "steps=1")
-    assert "70 demonstrations" in out
-
-
 def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):
     path = write(tmp_path / "mine.csv", ROWS)
     words = ["eval", model, path, "--test", path, "--workers", "1", "--shots", "2", "--limit", "4"]
@@ -149,7 +138,7 @@ def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):
     assert (code, out, err.count("error: ")) == (2, "", 1), "with nothing to show it is an error"
 
 
-def test_an_unknown_model_is_one_line_where_the_hub_does_not_answer(call, monkeypatch, tmp_path):
+def test_an_unknown_model_is_one_line_where_the_hub_does_not_answer(call, refused, monkeypatch, tmp_path):
     asked = []
 
     def refused(url, **_options):

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -129,11 +130,8 @@ def makes_the_cells_that_run_here(folder, told, tmp_path):
 )
 def test_a_cluster_that_is_not_there(folder, tmp_path, capsys, monkeypatch, words):
     """Ray says so in such an error; it is not asked, since another test may have a cluster running."""
-
-    def none_there(**_options):
-        raise ConnectionError("Could not find any running Ray instance.")
-
-    monkeypatch.setattr("ray.init", none_there)
+    none_there = ConnectionError("Could not find any running Ray instance.")
+    monkeypatch.setattr("ray.init", Mock(side_effect=none_there))
     filled = [word.format(folder=folder) for word in words]
     assert run(*filled, tmp_path / "new", "--executor", "ray", "--address", "auto") == 2
     told = capsys.readouterr()

@@ -56,7 +56,6 @@ def spoilt(corruption, task, demonstrations, seed):
     return task, [replace(old, **{field: getattr(new, field)}) for old, new in pairs]
 
 
-@pytest.mark.filterwarnings("ignore:labels share their first token")
 @pytest.mark.parametrize("stage", ["vectorization", "calibration"])
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
 def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demonstrations):

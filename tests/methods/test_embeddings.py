@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from fitting import SHOWN, TEXTS, fit, injected, made
+from fitting import SHOWN, TEXTS, fit, injected, made, one_line
 from i2cl import Example, I2CLError
 from i2cl.core.calibration import CalibrationConfig
 from i2cl.experiments.evidence.baselines import BASELINES, with_folds, with_worth
@@ -49,25 +49,18 @@ def test_sentence_embeddings_are_logistic_regression_on_mean_states(task, demons
 
 @needs_encoders
 @pytest.mark.parametrize("name", EACH)
-def test_a_label_without_demonstrations_has_no_probability(name, task, encoder):
+def test_a_label_without_demonstrations_and_what_cannot_be_fitted_to(name, task, encoder, demonstrations):
     three = replace(task, labels=("positive", "neutral", "negative"), train=(), test=())
     shown = [Example(text, 2 * label) for text, label in SHOWN]
     scores = fit(name, made("llama"), three, shown, encoder=encoder).scores(TEXTS)
     assert (scores[:, 1] == -torch.inf).all()
     assert scores[:, [0, 2]].isfinite().all()
     assert fit(name, made("llama"), three, shown, encoder=encoder).scores([]).shape == (0, 3)
-
-
-@needs_encoders
-@pytest.mark.parametrize("name", EACH)
-def test_what_they_cannot_be_fitted_to_is_refused(name, task, demonstrations, encoder):
     decoder = made("llama")
     with pytest.raises(I2CLError, match=f"{name} needs demonstrations of at least two classes"):
         fit(name, decoder, task, demonstrations[:1], encoder=encoder)
-    with pytest.raises(I2CLError, match="no demonstrations were given"):
-        fit(name, decoder, task, [], encoder=encoder)
-    with pytest.raises(I2CLError, match="text 5 is empty"):
-        fit(name, decoder, task, [*demonstrations, Example("", 0)], encoder=encoder)
+    one_line("no demonstrations were given", fit, name, decoder, task, [], encoder=encoder)
+    one_line("text 5 is empty", fit, name, decoder, task, [*demonstrations, Example("", 0)], encoder=encoder)
 
 
 @needs_encoders
@@ -110,8 +103,7 @@ def test_an_encoder_that_is_none(name, message, task, demonstrations, encoder, t
     model = AutoModel.from_pretrained(encoder)
     model.config.save_pretrained("pickled")
     torch.save(model.state_dict(), "pickled/pytorch_model.bin")
-    with pytest.raises(I2CLError, match=message):
-        fit("sentence_embeddings", made("llama"), task, demonstrations, encoder=name)
+    one_line(message, fit, "sentence_embeddings", made("llama"), task, demonstrations, encoder=name)
 
 
 @pytest.mark.parametrize("name", ["sentence_embeddings", "setfit"])

@@ -1,15 +1,16 @@
 """Every method against a short direct computation, and what all of them promise."""
 
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from compressed import with_compressor
-from fitting import FAMILIES, SHOWN, WORDS, fit, hooks, injected, made
+from fitting import FAMILIES, SHOWN, WORDS, fit, injected, left_as_found, log_probability, made, one_line
+from fitting import ids as token_ids
 from i2cl import (
     CalibrationConfig,
     Decoder,
@@ -26,26 +27,21 @@ from i2cl.core.recipe import RECIPES
 from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.base import Wrapper
 from i2cl.methods.i2cl import NoiseConfig, noise_like
-from tiny import tiny_model, tiny_tokenizer
+from tiny import byte_level, tiny_model, tiny_tokenizer
 
 KEY_VALUE_WIDTH = {"llama": 16, "qwen2": 16, "gpt2": 32, "gptj": 32, "gpt_neox": 32}
 LAYERS, WIDTH = 2, 32
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm", "not bad"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-FULL = pytest.mark.filterwarnings("ignore::i2cl.models.encoding.ScoringWarning")
 
 
 def plain(decoder, task, prompts, *, full=False):
     """Log-probability of each label after each prompt, one forward pass of the bare model each."""
-
-    def ids(text):
-        return decoder.tokenizer(text)["input_ids"]
+    ids = partial(token_ids, decoder)
 
     def one(prompt, word):
         start, whole = len(ids(prompt)), ids(prompt + task.template.continuation(word))
-        logits = decoder.model(torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
-        end = len(whole) if full else start + 1
-        return sum(logits[place - 1, whole[place]] for place in range(start, end))
+        return log_probability(decoder, whole[:start], whole[start : None if full else start + 1])
 
     with torch.no_grad():
         return torch.tensor([[one(prompt, word) for word in task.labels] for prompt in prompts])
@@ -61,16 +57,11 @@ def prompts(texts):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_zero_shot_is_the_bare_model(model_type, films, demonstrations):
+def test_zero_shot_and_few_shot_are_the_bare_model_cached_or_not(model_type, films, demonstrations):
     decoder = made(model_type)
     predictor = fit("zero_shot", decoder, films, demonstrations)
     torch.testing.assert_close(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), **CLOSE)
     assert (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_few_shot_is_the_bare_model_on_the_whole_prompt_cached_or_not(model_type, films, demonstrations):
-    decoder = made(model_type)
     expected = plain(decoder, films, prompts(TEXTS))
     cached = fit("few_shot", decoder, films, demonstrations)
     uncached = fit("few_shot_uncached", decoder, films, demonstrations)
@@ -84,7 +75,6 @@ def test_few_shot_is_the_bare_model_on_the_whole_prompt_cached_or_not(model_type
     assert (cached.cost.trained, uncached.cost.cached_values) == (0, 0)
 
 
-@FULL
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "few_shot_uncached"])
 def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
     task = Task("films", ("poorest", "poorer"), Template("Review: {text}\nSentiment:{label}"))
@@ -96,20 +86,11 @@ def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
     torch.testing.assert_close(predictor.scores(TEXTS), plain(decoder, task, asked, full=True), **CLOSE)
 
 
-def newline_tokenizer():
-    """A tokenizer that joins newlines into one token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=258, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["one\n\n\n\ntwo\n\n\n\nthree"] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_text_that_merges_with_the_demonstrations_is_scored_right(model_type, demonstrations):
-    decoder = Decoder(tiny_model(model_type), newline_tokenizer(), name=model_type)
+    joined = byte_level(["one\n\n\n\ntwo\n\n\n\nthree"] * 3, 258, special=())  # newlines into one token
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=joined)
+    decoder = Decoder(tiny_model(model_type), tokenizer, name=model_type)
     task = Task("films", WORDS, Template("{text}\nSentiment:{label}"))
     texts = ["\n\n\nlate", "early", "\n\nlater", "\nonce"]
     shown = "".join(f"{text}\nSentiment:{WORDS[label]}\n" for text, label in SHOWN)
@@ -178,7 +159,6 @@ def test_noise_is_calibrated_like_i2cl_on_another_vector(films, demonstrations, 
     assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
 
 
-@FULL
 @pytest.mark.parametrize("name", ["i2cl", "noise", "i2cl_unseen", "i2cl_corrupted", "i2cl+batch_calibration"])
 def test_seeds_fitted_together_are_those_fitted_alone(name, decoder, rows):
     (method,) = make_methods([name], {"epochs": 3})
@@ -246,39 +226,25 @@ def rows(task):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_scores_each_text_by_itself_repeats_itself_and_refuses_an_empty_one(
+def test_every_method_scores_each_text_by_itself_repeats_itself_and_leaves_the_model_as_found(
     name, decoder, rows, contract
 ):
-    texts = [query.text for query in rows.queries(5)]
-    predictor = contract(name, decoder, rows)
-    scores = predictor.scores(texts)
+    model, texts = decoder.model, [query.text for query in rows.queries(5)]
+    model.train()
+    model.model.layers[0].eval()
+    model.lm_head.weight.requires_grad_(False)
+    with left_as_found(model):
+        predictor = contract(name, decoder, rows)
+        scores = predictor.scores(texts)
     assert scores.shape == (5, 2)
     assert scores.dtype == (torch.float64 if name == "temperature" else torch.float32)
     assert torch.isfinite(scores).all()
     assert torch.equal(contract(name, decoder, rows).scores(texts), scores)
-    with pytest.raises(I2CLError, match="text 2 is empty"):
-        predictor.scores(["good", " "])
+    one_line("text 2 is empty", predictor.scores, ["good", " "])
     if not issubclass(METHODS[name], Wrapper):  # a calibration may look at all texts at once
         torch.testing.assert_close(predictor.scores(texts[::-1]), scores.flip(0), **CLOSE)
     counts = (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out)
     assert all(isinstance(count, int) and count >= 0 for count in counts)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_leaves_the_model_as_found(name, decoder, rows, contract):
-    model = decoder.model
-    model.train()
-    model.model.layers[0].eval()
-    model.lm_head.weight.requires_grad_(False)
-    modules = {name: module.training for name, module in model.named_modules()}
-    wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    contract(name, decoder, rows).scores(TEXTS)
-    assert hooks(model) == 0
-    assert {name: module.training for name, module in model.named_modules()} == modules
-    assert {name: value.requires_grad for name, value in model.named_parameters()} == wanted
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 def test_as_many_demonstrations_are_shown_as_fit(films, demonstrations):
@@ -293,8 +259,7 @@ def test_as_many_demonstrations_are_shown_as_fit(films, demonstrations):
     assert predictor.shown == tuple((text, WORDS[label]) for text, label in SHOWN[:2])
     decoder = Decoder(tiny_model("llama", max_position_embeddings=30), tiny_tokenizer())
     for name in ("few_shot", "few_shot_uncached"):
-        with pytest.raises(I2CLError, match=r"need \d+ tokens, but the context holds 30"):
-            fit(name, decoder, films, demonstrations)
+        one_line(r"need \d+ tokens, but the context holds 30", fit, name, decoder, films, demonstrations)
 
 
 def test_methods_are_made_by_name_with_the_options_they_know():
@@ -322,8 +287,7 @@ def test_methods_are_made_by_name_with_the_options_they_know():
     ],
 )
 def test_wrong_names_and_options(names, options, message):
-    with pytest.raises(I2CLError, match=message.replace("+", r"\+")):
-        make_methods(names, options)
+    one_line(message.replace("+", r"\+"), make_methods, names, options)
 
 
 def test_the_table_of_methods_is_complete_and_cannot_be_changed():
@@ -358,8 +322,7 @@ def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
 )
 @pytest.mark.parametrize("value", ["inf", float("inf")])
 def test_an_option_that_json_cannot_hold_is_refused(name, option, value):
-    with pytest.raises(I2CLError, match=f"option {option}='?inf'?: .*finite number"):
-        make_methods([name], {option: value})
+    one_line(f"option {option}='?inf'?: .*finite number", make_methods, [name], {option: value})
 
 
 def test_behind_demonstrations_i2cl_injects_everywhere_or_not_at_all(films, demonstrations):
@@ -375,5 +338,4 @@ def test_scores_that_are_not_numbers_are_told(films, demonstrations, name):
     predictor = fit(name, decoder, task, demonstrations, **options)
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(I2CLError, match="label scores are not numbers, since something overflows in float32"):
-        predictor.scores(TEXTS)
+    one_line("label scores are not numbers, since something overflows in float32", predictor.scores, TEXTS)

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from fitting import random_edit
 from i2cl import Decoder
 from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import make_batch
@@ -37,9 +38,8 @@ def plain(checkpoint):
 
 
 def edit_of(decoder):
-    torch.manual_seed(0)
-    coefficients = torch.tensor([0.3, 1.1]).repeat(decoder.layers, 2, 1).requires_grad_()
-    return LinearEdit(torch.randn(decoder.layers, 2, decoder.d_model), coefficients)
+    values, _ = random_edit(decoder)
+    return LinearEdit(values, torch.tensor([0.3, 1.1]).repeat(decoder.layers, 2, 1).requires_grad_())
 
 
 def gradients(decoder, scale=1.0, through=None):

@@ -33,7 +33,7 @@ def encoder():
     return Encoder.of(tiny_tokenizer())
 
 
-def test_a_batch_is_padded_on_the_right_or_packed_one_row_behind_the_other():
+def test_rows_are_padded_or_packed_where_that_pays_longest_first():
     batch = make_batch([(5, 6, 7), (8,)], CPU)
     assert (batch.input_ids[0].tolist(), batch.input_ids[1, 0]) == ([5, 6, 7], 8)
     assert (batch.last.tolist(), batch.rows, batch.packed) == ([2, 0], (0, 1), False)
@@ -41,15 +41,9 @@ def test_a_batch_is_padded_on_the_right_or_packed_one_row_behind_the_other():
     assert (batch.input_ids.tolist(), batch.packed) == ([[5, 6, 7, 8, 9, 10]], True)
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
     assert (batch.first.tolist(), batch.last.tolist()) == ([0, 3, 4], [2, 3, 5])
-
-
-def test_packing_pays_for_padding_and_not_for_long_rows():
     assert packing_pays([5, 20], d_model=64)
     assert not packing_pays([20, 20], d_model=64)
     assert not packing_pays([900, 1000], d_model=64)
-
-
-def test_longest_first_and_equal_rows_together():
     ids = [(1,), (2, 3), (1,), (4, 5, 6), (2, 2)]
     assert [ids[row] for row in longest_first(ids)] == [(4, 5, 6), (2, 2), (2, 3), (1,), (1,)]
 

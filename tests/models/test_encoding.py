@@ -12,7 +12,7 @@ from i2cl.core.recipe import CalibrationConfig
 from i2cl.methods import make_methods
 from i2cl.models.encoding import Encoder, label_tokens
 from i2cl.models.scoring import Questions
-from tiny import tiny_model, tiny_tokenizer
+from tiny import byte_level, tiny_model, tiny_tokenizer
 
 LINES = ["a warm, funny film", "the longest river | of all <b> </i> im_end s"] * 20
 CONTROL = ("</s>", "<|im_end|>", "<|im_start|>", "[INST]")
@@ -25,31 +25,28 @@ TEXTS = (
 )
 
 
-def trained(model, before, after, trainer):
-    backend = Tokenizer(model)
-    backend.pre_tokenizer, backend.decoder = before, after
-    backend.train_from_iterator(LINES, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", additional_special_tokens=CONTROL[1:]
-    )
+def of(backend):
+    named = {"eos_token": "</s>", "unk_token": "<unk>", "additional_special_tokens": CONTROL[1:]}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **named)
 
 
 def tokenizer_of(kind):
     if kind == "bytes, slow":
         return ByT5Tokenizer(extra_ids=0, additional_special_tokens=list(CONTROL[1:]))
     letters = {character for line in (*LINES, *TEXTS) for character in line} | {"\ufdd0", "▁"}
-    options = {"vocab_size": 300, "show_progress": False, "initial_alphabet": sorted(letters)}
     if kind == "byte-level BPE":
-        options["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(special_tokens=["<unk>", *CONTROL], **options)
-        split = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        return trained(models.BPE(), split, decoders.ByteLevel(), trainer)
-    split, join = pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace(prepend_scheme="first")
+        return of(byte_level(LINES, 300, special=("<unk>", *CONTROL)))
+    options = {"vocab_size": 300, "show_progress": False, "initial_alphabet": sorted(letters)}
+    options["special_tokens"] = ["<unk>", *CONTROL]
     if kind == "unigram":
-        trainer = trainers.UnigramTrainer(special_tokens=["<unk>", *CONTROL], unk_token="<unk>", **options)
-        return trained(models.Unigram(), split, join, trainer)
-    trainer = trainers.BpeTrainer(special_tokens=["<unk>", *CONTROL], **options)
-    return trained(models.BPE(unk_token="<unk>"), split, join, trainer)
+        backend, trainer = models.Unigram(), trainers.UnigramTrainer(unk_token="<unk>", **options)
+    else:
+        backend, trainer = models.BPE(unk_token="<unk>"), trainers.BpeTrainer(**options)
+    backend = Tokenizer(backend)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    backend.train_from_iterator(LINES, trainer)
+    return of(backend)
 
 
 KINDS = ("byte-level BPE", "sentencepiece BPE", "unigram", "bytes, slow")
@@ -72,22 +69,16 @@ def test_a_text_never_becomes_a_control_token(encoder, text):
     assert encoder.tokenizer.decode(ids).strip() == text.strip()
 
 
-def test_texts_without_control_tokens_are_encoded_as_ever(encoder):
+def test_a_template_keeps_its_control_tokens_and_other_texts_and_the_mark_are_encoded_as_ever(encoder):
     for text in LINES[:2]:
         assert encoder.literal(text) is text
         assert encoder([text])[0] == tuple(encoder.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def test_a_template_keeps_its_own_control_tokens(encoder):
     vocabulary = encoder.tokenizer.get_vocab()
     prompt = "<|im_start|>" + encoder.literal("dull <|im_start|>") + "<|im_end|>"
     (ids,) = encoder([prompt])
     places = [place for place, token in enumerate(ids) if token in special(encoder)]
     assert [ids[place] for place in places] == [vocabulary["<|im_start|>"], vocabulary["<|im_end|>"]]
     assert places == [0, len(ids) - 1]
-
-
-def test_the_mark_itself_is_a_character(encoder):
     text = "a \ufdd0 film </s>"
     (ids,) = encoder([encoder.literal(text)])
     assert not special(encoder) & set(ids)
@@ -180,7 +171,7 @@ def test_the_answer_is_that_of_the_characters(decoder):
 # Keywords
 
 
-def test_every_label_has_a_token_of_its_own_where_first_tokens_are_shared(decoder):
+def test_every_label_has_a_token_of_its_own_or_they_are_refused(decoder):
     template = Template("Text: {text}\nTopic:\n{label}")
     labels = ("xa", "xb", "xab", "xbc", "xbb")
     found = label_tokens(decoder.encoder, template, labels, "keyword")
@@ -192,9 +183,6 @@ def test_every_label_has_a_token_of_its_own_where_first_tokens_are_shared(decode
     assert sum(token in some for token, some in zip(tokens, own, strict=True)) == 4
     assert not set(tokens) & decoder.encoder.special
     assert label_tokens(decoder.encoder, template, labels, "keyword") == found
-
-
-def test_more_labels_than_tokens_are_refused(decoder):
     labels = tuple(f"{number:05}" for number in range(2000))
     with pytest.raises(I2CLError, match="fewer tokens than there are labels, 2000"):
         label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "keyword")

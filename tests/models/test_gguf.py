@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import commands
-from i2cl import Decoder, I2CLError
+from fitting import one_line
+from i2cl import Decoder
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.export.folding import Folding, StateDict
@@ -18,7 +18,7 @@ from i2cl.export.gguf import Weights
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.tasks import Task, Template
-from tiny import tiny_folder, tiny_model, tiny_tokenizer
+from tiny import byte_level, tiny_folder, tiny_model, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")
 pytest.importorskip("accelerate", reason="the package accelerate is not installed (pip install 'i2cl[gguf]')")
@@ -56,11 +56,7 @@ def file(tmp_path):
     return written(tmp_path / "model.gguf")
 
 
-def run(capsys, *arguments):
-    return commands.run(*arguments), capsys.readouterr()
-
-
-def test_a_file_gives_the_weights_and_tokens_that_were_written(file):
+def test_a_file_gives_weights_tokens_and_identity_of_what_was_written(file, tmp_path, monkeypatch):
     decoder = Decoder.from_pretrained(str(file), device="cpu")
     expected = tiny_model("llama")
     found = decoder.model.state_dict()
@@ -70,9 +66,6 @@ def test_a_file_gives_the_weights_and_tokens_that_were_written(file):
     with torch.no_grad():
         ids = torch.tensor(decoder.encoder([PROBE]))
         assert torch.equal(decoder.model(ids).logits, expected(ids).logits)
-
-
-def test_its_identity_is_that_of_the_same_weights_in_a_folder(file, tmp_path, monkeypatch):
     one = Decoder.from_pretrained(str(tiny_folder(tmp_path / "folder")), device="cpu").base
     monkeypatch.chdir(tmp_path)
     other = Decoder.from_pretrained("model.gguf", device="cpu").base
@@ -117,13 +110,8 @@ def test_the_model_is_a_plain_one(file, tmp_path):
 
 def digits_apart():
     """A tokenizer as SmolLM has it: digits one by one, and the blanks before them together."""
-    trained = Tokenizer(models.BPE())
-    split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    trained.pre_tokenizer = pre_tokenizers.Sequence(split)
-    trained.decoder = decoders.ByteLevel()
-    options = {"vocab_size": 400, "special_tokens": ["<|endoftext|>"], "show_progress": False}
-    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
-    trained.train_from_iterator([f"{PROBE}   7\n\n\n8    9 warm  films"] * 9, trainer)
+    texts = [f"{PROBE}   7\n\n\n8    9 warm  films"] * 9
+    trained = byte_level(texts, 400, pre_tokenizers.Digits(individual_digits=True))
     return PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|endoftext|>")
 
 
@@ -140,29 +128,24 @@ def test_digits_are_split_where_the_file_says_so(tmp_path):
     assert found(PROBE).input_ids != tokenizer(PROBE).input_ids  # the probe shows the difference
 
 
-def test_fit_predict_and_export_take_a_file(file, tmp_path, capsys):
+def test_fit_predict_and_export_take_a_file(file, tmp_path, call, said):
     (tmp_path / "films.csv").write_text(ROWS, encoding="utf-8")
     artefact, cpu = tmp_path / "artefact", ("--device", "cpu")
     fit = ("fit", file, tmp_path / "films.csv", "-o", artefact, "--shots", 1, "--recipe", "fast", *cpu)
     fit = (*fit, "--template", TASK.template.format)
-    code, told = run(capsys, *fit)
-    assert code == 0, told.err
+    said(*fit)
     assert Injection.from_pretrained(artefact).base.name == str(file)
     (tmp_path / "new.txt").write_text("a warm film\n", encoding="utf-8")
-    assert run(capsys, "predict", artefact, tmp_path / "new.txt", *cpu)[0] == 0
-    code, told = run(capsys, "check", file, *cpu)
-    assert (code, told.err) == (0, "")  # no progress bars
+    said("predict", artefact, tmp_path / "new.txt", *cpu)
+    assert call("check", file, *cpu)[::2] == (0, "")  # no progress bars
     for to in ("hf", "peft"):
         if to == "peft" and importlib.util.find_spec("peft") is None:
             continue
-        assert run(capsys, *fit, *(("--set", "formula=add") if to == "peft" else ()))[0] == 0
-        code, told = run(capsys, "export", artefact, tmp_path / to, "--to", to, *cpu)
-        assert code == 0, told.err
-        code, told = run(capsys, "verify", tmp_path / to, *cpu)
-        assert (code, "The export holds" in told.out) == (0, True), told
+        said(*fit, *(("--set", "formula=add") if to == "peft" else ()))
+        said("export", artefact, tmp_path / to, "--to", to, *cpu)
+        assert "The export holds" in said("verify", tmp_path / to, *cpu)
     out = tmp_path / "out.gguf"
-    code, told = run(capsys, "export", artefact, out, "--to", "gguf", *cpu)
-    assert code == 0, told.err
+    said("export", artefact, out, "--to", "gguf", *cpu)
     assert {tensor.name for tensor in gguf.GGUFReader(out).tensors} >= {"blk.0.attn_output.bias"}
 
 
@@ -170,10 +153,7 @@ def test_fit_predict_and_export_take_a_file(file, tmp_path, capsys):
 
 
 def refused(name, **options):
-    with pytest.raises(I2CLError) as told:
-        load_model_and_tokenizer(str(name), **{"device": "cpu"} | options)
-    assert "\n" not in str(told.value)
-    return str(told.value)
+    return one_line("", load_model_and_tokenizer, str(name), **{"device": "cpu"} | options)
 
 
 @pytest.mark.parametrize(
@@ -254,8 +234,7 @@ def test_missing_packages(file, monkeypatch):
     from i2cl import errors
 
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
-    told = refused(file)
-    assert "needs the packages gguf and accelerate: pip install 'i2cl[gguf]'" in told
+    assert "needs the packages gguf and accelerate: pip install 'i2cl[gguf]'" in refused(file)
 
 
 def test_smollm2_is_looked_for_and_never_imported(file, tmp_path, monkeypatch):

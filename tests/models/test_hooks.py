@@ -4,7 +4,6 @@ from torch import nn
 
 from fitting import hooks
 from i2cl.models.hooks import edit_inputs, edit_outputs
-from tiny import tiny_model
 
 X = torch.arange(6.0).view(1, 3, 2)
 
@@ -25,7 +24,7 @@ def boom(value):
     raise RuntimeError("inside the hook")
 
 
-def test_an_output_is_replaced_and_of_a_tuple_the_first_element_only():
+def test_outputs_are_replaced_in_the_order_given_and_seen_downstream():
     module = nn.Identity()
     with edit_outputs([(module, lambda value: value + 1)]):
         assert torch.equal(module(X), X + 1)
@@ -35,9 +34,6 @@ def test_an_output_is_replaced_and_of_a_tuple_the_first_element_only():
         first, second = module(X)
     assert torch.equal(first, 2 * X + 1)
     assert second == "weights"
-
-
-def test_edits_are_seen_downstream_and_run_in_the_order_given():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     model = nn.Sequential(first, second)
     with edit_outputs([(first, lambda value: 3 * value)]):
@@ -62,14 +58,6 @@ def test_none_leaves_the_value():
     assert [value.sum().item() / X.sum().item() for value in seen] == [1, 1, 1, 2]
 
 
-def test_gradients_flow_through_an_edit():
-    strength = torch.tensor(2.0, requires_grad=True)
-    model = nn.Sequential(nn.Identity(), nn.Identity())
-    with edit_outputs([(model[0], lambda value: value * strength)]):
-        model(X).sum().backward()
-    assert strength.grad.item() == X.sum().item()
-
-
 @pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
 def test_first_argument_is_replaced(keyword):
     module = Pair()
@@ -79,7 +67,7 @@ def test_first_argument_is_replaced(keyword):
 
 
 @pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
-def test_hooks_are_removed_after_success_and_others_left_alone(edit):
+def test_hooks_are_removed_after_success_and_when_a_later_one_cannot_be_set(edit):
     model, calls = nn.Sequential(nn.Identity(), nn.Identity()), []
     handle = model[0].register_forward_hook(lambda *_: calls.append("kept"))
     with edit([(part, lambda value: value + 1) for part in model]):
@@ -89,6 +77,16 @@ def test_hooks_are_removed_after_success_and_others_left_alone(edit):
     assert calls == ["kept", "kept"]
     handle.remove()
     assert hooks(model) == 0
+    module = nn.Identity()
+
+    def changes():
+        yield module, lambda value: value
+        assert hooks(module) == 1
+        raise LookupError("no such module")
+
+    with pytest.raises(LookupError), edit(changes()):
+        pass
+    assert hooks(module) == 0
 
 
 @pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
@@ -108,38 +106,3 @@ def test_hooks_are_removed_after_an_error(edit, place):
     with pytest.raises(RuntimeError, match=f"inside the {place}"):
         run()
     assert hooks(model) == 0
-
-
-@pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
-def test_hooks_are_removed_when_a_later_one_cannot_be_set(edit):
-    module = nn.Identity()
-
-    def changes():
-        yield module, lambda value: value
-        assert hooks(module) == 1
-        raise LookupError("no such module")
-
-    with pytest.raises(LookupError), edit(changes()):
-        pass
-    assert hooks(module) == 0
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2", "falcon", "opt"])
-def test_blocks_of_real_models_can_be_edited_on_both_sides(model_type):
-    model = tiny_model(model_type)
-    name = next(name for name, part in model.base_model.named_modules() if isinstance(part, nn.ModuleList))
-    blocks = model.base_model.get_submodule(name)
-    ids = torch.arange(1, 9)[None]
-
-    def run():
-        with torch.no_grad():
-            return model(input_ids=ids, use_cache=False).logits
-
-    plain = run()
-    with edit_outputs([(blocks[0], lambda hidden: hidden * 1.5)]):
-        after_first = run()
-    with edit_inputs([(blocks[1], lambda hidden: hidden * 1.5)]):
-        before_second = run()
-    assert torch.equal(after_first, before_second)
-    assert not torch.allclose(after_first, plain)
-    assert torch.equal(run(), plain)

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from fitting import decoder_of, encode, made
+from fitting import decoder_of, encode, log_probability, made
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import ScoringWarning, label_tokens
@@ -36,13 +36,6 @@ def random_labels(seed):
     return tuple(sorted(found | {"hate", "hate speech"}, key=lambda _: picker.random()))
 
 
-def sum_by_hand(decoder, prompt, answer):
-    whole = prompt + answer
-    with torch.no_grad():
-        logits = decoder.model(torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
-    return sum(logits[place - 1, whole[place]].item() for place in range(len(prompt), len(whole)))
-
-
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_label_begins_another_one_that_is_scored(case, seed):
@@ -56,11 +49,10 @@ def test_no_label_begins_another_one_that_is_scored(case, seed):
     (end,) = {one[-1] for one in ids}  # what ends all of them: the separator's first token
     assert end == encode("\n")[0]
     prompt = encode(TEMPLATE.query("a warm film"))
-    by_hand = [
-        sum_by_hand(decoder, prompt, encode(TEMPLATE.query("a warm film") + label + "\n")[len(prompt) :])
-        for label in labels
-    ]
-    assert torch.allclose(found, torch.tensor(by_hand), atol=1e-4)
+    wholes = [encode(TEMPLATE.query("a warm film") + label + "\n") for label in labels]
+    with torch.no_grad():
+        by_hand = [log_probability(decoder, prompt, whole[len(prompt) :]) for whole in wholes]
+    assert torch.allclose(found, torch.stack(by_hand), atol=1e-4)
     assert found.exp().sum() <= 1 + 1e-5  # different answers exclude each other
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fitting import one_line
 from i2cl import Decoder, I2CLError
 from i2cl.models import loading
 from i2cl.models.loading import load_model_and_tokenizer
@@ -48,8 +49,7 @@ def asked(monkeypatch):
 def test_a_python_without_docstrings_is_refused_in_one_line(folder, monkeypatch):
     """Transformers parses its own, and fails with them gone."""
     monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
-    with pytest.raises(I2CLError, match="python -O"):
-        load_model_and_tokenizer(str(folder))
+    one_line("python -O", load_model_and_tokenizer, str(folder))
 
 
 def test_a_folder_gives_its_weights_in_evaluation_mode(folder):
@@ -72,12 +72,15 @@ def test_tensor_parallel_needs_torchrun_and_then_asks_transformers_for_it(asked,
     assert "device_map" not in named
 
 
-def test_a_hub_id_is_passed_on_with_its_revision(asked):
+def test_a_hub_id_its_revision_and_the_precision_are_passed_on(asked, folder):
     decoder = Decoder.from_pretrained("somebody/some-model", revision="v2", device="cpu")
     for name, named in asked.values():
         assert name == "somebody/some-model"
         assert named["revision"] == "v2"
     assert (decoder.name, decoder.revision) == ("somebody/some-model", "v2")
+    for given, wanted in ((None, "float32"), ("auto", "auto"), (torch.bfloat16, torch.bfloat16)):
+        load_model_and_tokenizer(str(folder), dtype=given, device="cpu")
+        assert asked["model"][1]["dtype"] == wanted
 
 
 @pytest.mark.parametrize("options", [{}, {"trust_remote_code": True}])
@@ -93,15 +96,8 @@ def test_remote_code_of_a_folder_is_not_run(folder, tmp_path):
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(I2CLError, match="trust_remote_code"):
-        load_model_and_tokenizer(str(folder))
+    one_line("trust_remote_code", load_model_and_tokenizer, str(folder))
     assert not (tmp_path / "ran").exists()
-
-
-def test_the_precision_asked_for(folder, asked):
-    for given, wanted in ((None, "float32"), ("auto", "auto"), (torch.bfloat16, torch.bfloat16)):
-        load_model_and_tokenizer(str(folder), dtype=given, device="cpu")
-        assert asked["model"][1]["dtype"] == wanted
 
 
 @pytest.mark.parametrize(
@@ -113,8 +109,7 @@ def test_the_precision_asked_for(folder, asked):
 )
 def test_a_checkpoint_that_lacks_weights_or_has_others_than_the_config_says(folder, name, tensor, message):
     change(folder, **{name: tensor})
-    with pytest.raises(I2CLError, match=message):
-        load_model_and_tokenizer(str(folder))
+    one_line(message, load_model_and_tokenizer, str(folder))
 
 
 def test_tied_weights_do_not_count_as_lacking(tmp_path):
@@ -128,21 +123,20 @@ def test_tied_weights_do_not_count_as_lacking(tmp_path):
 def test_a_truncated_checkpoint(folder, kept):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(I2CLError, match="damaged"):
-        load_model_and_tokenizer(str(folder))
+    one_line("damaged", load_model_and_tokenizer, str(folder))
 
 
-@pytest.mark.parametrize("device", ["abacus", "cuda:99", "cpu:x"])
-def test_a_device_that_does_not_exist(folder, device):
-    with pytest.raises(I2CLError, match=f"cannot use device '{device}'"):
-        load_model_and_tokenizer(str(folder), device=device)
-
-
-def test_what_is_wrong_is_told_before_anything_is_loaded(asked):
-    with pytest.raises(I2CLError, match="unknown dtype"):
-        load_model_and_tokenizer("somebody/some-model", dtype="float12")
-    with pytest.raises(I2CLError, match="exclude each other"):
-        load_model_and_tokenizer("somebody/some-model", device="cpu", device_map="auto")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"device": device}, f"cannot use device '{device}'") for device in ("abacus", "cuda:99", "cpu:x")),
+        ({"dtype": "float12"}, "unknown dtype"),
+        ({"device": "cpu", "device_map": "auto"}, "exclude each other"),
+        ({"quantization": "3bit"}, "unknown quantization '3bit': choose 8bit or 4bit"),
+    ],
+)
+def test_options_that_make_no_sense_are_told_before_anything_is_loaded(asked, options, message):
+    one_line(message, load_model_and_tokenizer, "somebody/some-model", **options)
     assert asked == {}
 
 
@@ -153,5 +147,4 @@ def test_a_sharded_checkpoint(tmp_path):
     assert len(shards) > 1
     load_model_and_tokenizer(str(tmp_path))
     shards[-1].unlink()
-    with pytest.raises(I2CLError, match="cannot load"):
-        load_model_and_tokenizer(str(tmp_path))
+    one_line("cannot load", load_model_and_tokenizer, str(tmp_path))

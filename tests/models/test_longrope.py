@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from i2cl import CalibrationConfig, Decoder, Example, I2CLError, InjectionPool, Task, Template
+from fitting import log_probability, one_line
+from i2cl import CalibrationConfig, Decoder, Example, InjectionPool, Task, Template
 from i2cl.core.calibration import calibrate, calibrate_many
 from i2cl.core.context import extract
 from i2cl.methods import adapters, make_methods
@@ -36,14 +37,9 @@ def ids(length, start=1):
 
 def by_hand(decoder, row, labels):
     """Scores from plain rows, one for each label, without anything cached."""
-    found = []
-    for label in labels.ids:
-        wanted = label if labels.full else label[:1]
-        with torch.no_grad():
-            logits = decoder.model(torch.tensor([row + wanted[:-1]]), use_cache=False).logits[0]
-        places = logits.log_softmax(-1)[len(row) - 1 :]
-        found.append(sum(places[step, token] for step, token in enumerate(wanted)))
-    return torch.stack(found)
+    wanted = [label if labels.full else label[:1] for label in labels.ids]
+    with torch.no_grad():
+        return torch.stack([log_probability(decoder, row, label) for label in wanted])
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -65,7 +61,7 @@ def test_cached_is_uncached(decoder, cached, full):
     torch.testing.assert_close(found, wanted, **SAME)
 
 
-def test_few_shot_is_the_same_cached_or_not(decoder):
+def test_few_shot_is_the_same_cached_or_not_and_a_vector_is_the_mean_of_those_alone(decoder):
     task = replace(FILMS, train=tuple(SHOWN))
     cached, uncached = (
         method.fit(decoder, task, SHOWN[:1], 0) for method in make_methods(["few_shot", "few_shot_uncached"])
@@ -73,33 +69,38 @@ def test_few_shot_is_the_same_cached_or_not(decoder):
     assert len(cached.prefix.ids) < LIMIT
     texts = ["dull", "dull " * 5, "a warm film " * 9]
     torch.testing.assert_close(cached.scores(texts), uncached.scores(texts), **SAME)
+    alone = torch.stack([extract(decoder, FILMS, [one]).values for one in SHOWN])
+    torch.testing.assert_close(extract(decoder, FILMS, SHOWN).values, alone.mean(0), **SAME)
 
 
 def test_a_thinned_out_cache_ends_at_the_limit(decoder):
     prefix = decoder.prefix(ids(12), whole=True).kept_at((0, 3, 11))
     assert score(decoder, [ids(LIMIT - 12)], LABELS, prefix=prefix).isfinite().all()
     message = f"query are {LIMIT + 1} tokens, but beyond {LIMIT} this model's rotary embedding"
-    with pytest.raises(I2CLError, match=message):
-        score(decoder, [ids(LIMIT - 11)], LABELS, prefix=prefix)
+    one_line(message, score, decoder, [ids(LIMIT - 11)], LABELS, prefix=prefix)
     beyond = decoder.prefix(ids(LIMIT + 1), whole=True).kept_at((0, 3, 11))
     assert score(decoder, [ids(30)], LABELS, prefix=beyond).isfinite().all()
 
 
-def test_a_context_vector_is_the_mean_of_those_alone(decoder):
-    alone = torch.stack([extract(decoder, FILMS, [one]).values for one in SHOWN])
-    torch.testing.assert_close(extract(decoder, FILMS, SHOWN).values, alone.mean(0), **SAME)
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("shown", [False, True])
-def test_a_steps_loss_is_the_mean_of_those_alone(decoder, monkeypatch, packed, shown):
+@pytest.mark.parametrize(
+    ("among", "labels"),
+    [
+        ("vocabulary", FILMS.labels),
+        ("labels", FILMS.labels),
+        ("labels", ("positive", "poor")),  # whole sequences
+    ],
+)
+def test_a_steps_loss_is_the_mean_of_those_alone(decoder, monkeypatch, packed, shown, among, labels):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
     prompt = partial(FILMS.template.prompt, (("funny", "positive"),)) if shown else None
-    context = extract(decoder, FILMS, SHOWN)
+    task = replace(FILMS, labels=labels)
+    context = extract(decoder, task, SHOWN)
 
     def loss(rows):
-        config = CalibrationConfig(noise=0.0, epochs=1)
-        found = calibrate(decoder, FILMS, SHOWN, context, config, batches=[rows], prompt=prompt)
+        config = CalibrationConfig(noise=0.0, epochs=1, loss=among)
+        found = calibrate(decoder, task, SHOWN, context, config, batches=[rows], prompt=prompt)
         return found.history[0]
 
     alone = [loss([row]) for row in range(len(SHOWN))]

@@ -1,5 +1,6 @@
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -7,11 +8,7 @@ import torch
 from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import label_tokens
-from i2cl.models.scoring import score
-from i2cl.tasks import Template
 from processes import finished
-from tiny import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 MEASURED = """
@@ -63,14 +60,9 @@ def test_batches_hold_every_row_once_within_the_budget(monkeypatch, budget, rese
 
 
 def test_a_large_budget_makes_one_batch():
-    assert len(list(Runner(6).run_batches([(1,), (2, 3), (4,)], len_of))) == 1
-    assert len(list(Runner(6).run_batches([(1,), (2, 3), (4,)], len_of, reserve=30))) == 1
-    assert len(list(Runner(6).run_batches([(1,), (2, 3), (4,)], len_of, reserve=2000))) == 2
-    assert list(Runner(6).run_batches([], len_of)) == []
-
-
-def len_of(batch):
-    return len(batch.rows)
+    for reserve, count in ((0, 1), (30, 1), (2000, 2)):
+        assert len(list(Runner(6).run_batches([(1,), (2, 3), (4,)], Mock(), reserve=reserve))) == count
+    assert list(Runner(6).run_batches([], Mock())) == []
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["gpu", "cpu"])
@@ -94,36 +86,11 @@ def test_what_exceeds_the_memory_is_halved_and_said_once(error):
 
 
 def test_a_single_query_that_exceeds_the_memory_is_told_and_other_errors_are_not_hidden():
-    def run(_):
-        raise ERRORS[0]
-
     told = "a query of 11 tokens does not fit into memory"
     with pytest.warns(MemoryWarning), pytest.raises(I2CLError, match=told):
-        list(Runner(50).run_batches(rows(23), run))
-
-    def fails(_):
-        raise RuntimeError("shapes do not match")
-
+        list(Runner(50).run_batches(rows(23), Mock(side_effect=ERRORS[0])))
     with pytest.raises(RuntimeError, match="shapes"):
-        list(Runner(50).run_batches(rows(3), fails))
-
-
-def test_scores_after_running_out_of_memory_are_the_same(monkeypatch):
-    decoder = Decoder(tiny_model("gpt2"), tiny_tokenizer(), name="tiny")
-    labels = label_tokens(decoder.encoder, Template("{text} ->{label}"), ("up", "down"))
-    wanted = score(decoder, rows(23), labels)
-    forward = decoder.forward
-
-    def short_of_memory(batch, **options):
-        if len(batch.rows) > 3:
-            raise ERRORS[0]
-        return forward(batch, **options)
-
-    monkeypatch.setattr(decoder, "forward", short_of_memory)
-    with pytest.warns(MemoryWarning, match="smaller batches"):
-        found = score(decoder, rows(23), labels)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert not any(module._forward_hooks for module in decoder.model.modules())
+        list(Runner(50).run_batches(rows(3), Mock(side_effect=RuntimeError("shapes do not match"))))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can set the mark back")

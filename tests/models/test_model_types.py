@@ -7,7 +7,7 @@ the right ones is the residual identity's business (`test_architectures.py`).
 import pytest
 import torch
 
-from fitting import close, injecting, made, replacing
+from fitting import close, injecting, left_as_found, made, random_edit, replacing
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import extract
 from i2cl.core.edits import LinearEdit
@@ -23,14 +23,6 @@ SHOTS = (Example("a warm film", 0), Example("dull", 1), Example("a funny, warm a
 @pytest.fixture(scope="module", params=CASES)
 def decoder(request):
     return made(request.param)
-
-
-def drawn(decoder):
-    """A vector and coefficients that leave no writer as it was."""
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
-    coefficients = torch.randn(decoder.layers, 2, 2, generator=generator) * 0.3 + torch.tensor([0.5, 1.0])
-    return values, coefficients
 
 
 def demonstrations(decoder):
@@ -57,7 +49,7 @@ def test_the_context_vector_is_the_mean_of_what_the_writers_put_out_last(decoder
 
 
 def test_an_injection_is_what_hooks_by_hand_do(decoder):
-    values, coefficients = drawn(decoder)
+    values, coefficients = random_edit(decoder, 1, 0.3, (0.5, 1.0))
     batch = make_batch(demonstrations(decoder), torch.device("cpu"))
     ends = torch.arange(len(SHOTS)), batch.last
 
@@ -74,7 +66,7 @@ def test_an_injection_is_what_hooks_by_hand_do(decoder):
 
 
 def test_all_four_scalars_of_every_layer_have_the_right_gradient(decoder):
-    values, coefficients = drawn(decoder)
+    values, coefficients = random_edit(decoder, 1, 0.3, (0.5, 1.0))
     coefficients.requires_grad_()
     ids = torch.tensor(demonstrations(decoder)[:1])
 
@@ -94,12 +86,7 @@ def test_all_four_scalars_of_every_layer_have_the_right_gradient(decoder):
 
 @pytest.mark.parametrize("decoder", PATHS, indirect=True)
 def test_calibration_lowers_the_loss_and_leaves_the_model_as_found(decoder):
-    model = decoder.model
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    wanted = [parameter.requires_grad for parameter in model.parameters()]
     config = CalibrationConfig(epochs=20, batch_size=len(SHOTS), lr=0.05)
-    found = calibrate(decoder, TASK, SHOTS, extract(decoder, TASK, SHOTS), config)
+    with left_as_found(decoder.model):
+        found = calibrate(decoder, TASK, SHOTS, extract(decoder, TASK, SHOTS), config)
     assert found.history[-1] < found.history[0] - 0.1
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

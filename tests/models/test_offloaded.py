@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from commands import run
-from fitting import hooks, injected
-from i2cl import Decoder, I2CLError
+from fitting import hooks, injected, one_line
+from i2cl import Decoder
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.models.batching import make_batch
 from tiny import tiny_model, tiny_tokenizer
@@ -80,26 +80,7 @@ def test_tied_offloaded_weights_count_once(model_type, dtype, tmp_path):
 def test_a_model_without_values_is_refused():
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(tiny_model("llama").config)
-    with pytest.raises(I2CLError, match="on the device meta and has no values"):
-        Decoder(empty, tiny_tokenizer())
-
-
-@needs_accelerate
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ('{"": ', "is no JSON"),
-        ('["cpu"]', "is no map"),
-        ('{"": "abacus"}', "cannot use device 'abacus'"),
-        ('{"model.layers.0": "disk"}', "does not give any device"),
-    ],
-)
-def test_a_wrong_device_map_is_one_line(checkpoint, typed, message, capsys, tmp_path):
-    assert run("fit", checkpoint, "mood-colour-1", "-o", tmp_path / "out", "--device-map", typed) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert (error.count("\n"), len(error) < 700) == (1, True)
-    assert not (tmp_path / "out").exists()
+    one_line("on the device meta and has no values", Decoder, empty, tiny_tokenizer())
 
 
 @needs_bitsandbytes

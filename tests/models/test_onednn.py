@@ -74,7 +74,7 @@ def test_value_and_gradient(forced, kind, shape, bias):
     torch.testing.assert_close(gradient, wanted)
 
 
-def test_what_is_trained_or_not_float32_is_left_alone(forced):
+def test_what_is_trained_or_not_float32_is_left_alone_and_what_becomes_trained_gets_its_gradient(forced):
     trained, half, own = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).bfloat16(), torch.nn.Linear(4, 4)
     own.forward = lambda x: x + 1
     model = torch.nn.ModuleList([trained, half, own]).requires_grad_(False)
@@ -83,9 +83,6 @@ def test_what_is_trained_or_not_float32_is_left_alone(forced):
         assert swapped(model) == [own]
         assert own(torch.ones(4)).tolist() == [2.0] * 4
     assert swapped(model) == [own]
-
-
-def test_what_becomes_trained_meanwhile_gets_its_gradient(forced):
     module = torch.nn.Linear(4, 4).requires_grad_(False)
     with onednn.fast_products(module):
         module.requires_grad_(True)
@@ -93,13 +90,17 @@ def test_what_becomes_trained_meanwhile_gets_its_gradient(forced):
     assert module.weight.grad.tolist() == [[2.0] * 4] * 4
 
 
-def test_autocast_other_precision_and_a_switched_off_onednn_are_respected(forced):
+def test_autocast_a_switched_off_onednn_and_errors_leave_the_model_as_found(forced):
     module = torch.nn.Linear(4, 4).requires_grad_(False)
     with onednn.fast_products(module), torch.autocast("cpu", torch.bfloat16):
         for given in (torch.ones(4), torch.ones(4).bfloat16()):
             assert module(given).dtype == torch.bfloat16
     with torch.backends.mkldnn.flags(enabled=False), onednn.fast_products(module):
         assert not swapped(module)
+    module = torch.nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(RuntimeError), onednn.fast_products(module), onednn.fast_products(module):
+        module(torch.ones(3))
+    assert not swapped(module)
 
 
 def test_a_copy_made_meanwhile_multiplies_as_it_always_did(forced, monkeypatch):
@@ -110,13 +111,6 @@ def test_a_copy_made_meanwhile_multiplies_as_it_always_did(forced, monkeypatch):
     with torch.no_grad():
         twin[0].weight.zero_()
     assert torch.equal(twin(torch.ones(4)), module[0].bias)
-
-
-def test_the_model_is_left_as_found_after_an_error(forced):
-    module = torch.nn.Linear(4, 4).requires_grad_(False)
-    with pytest.raises(RuntimeError), onednn.fast_products(module), onednn.fast_products(module):
-        module(torch.ones(3))
-    assert not swapped(module)
 
 
 def test_small_matrices_stay_with_the_models_own_product(monkeypatch):

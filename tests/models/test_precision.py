@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from fitting import hooks, injected
+from fitting import injected, left_as_found, one_line
 from i2cl import Decoder, I2CLError
 from i2cl.core.injection import PrecisionWarning
 from i2cl.core.recipe import RECIPES, CalibrationConfig
@@ -17,7 +17,7 @@ from i2cl.models.precision import quantization_of
 from i2cl.models.training import LOSS_SCALE, Backward
 from tiny import PATHS, tiny_model, tiny_tokenizer
 
-from .conftest import TEXTS, WIDE, edit_of, flags, gradients, look, needs_bitsandbytes, saved
+from .conftest import TEXTS, WIDE, edit_of, gradients, look, needs_bitsandbytes, saved
 
 FAST = make_methods(["i2cl"], {}, RECIPES["fast"])[0].calibration.model_copy(update={"passes": 20})
 
@@ -31,14 +31,12 @@ def off(found, expected):
 def test_model_types_calibrate_in_half_precision(model_type, dtype, task):
     model = tiny_model(model_type, dtype=dtype)
     decoder = Decoder(model, tiny_tokenizer(), name=model_type)
-    before = flags(model)
-    injection = injected(decoder, task, task.sample(2, 0), CalibrationConfig(epochs=2))
+    with left_as_found(model):
+        injection = injected(decoder, task, task.sample(2, 0), CalibrationConfig(epochs=2))
+        assert injection.scores(decoder, TEXTS).isfinite().all()
     assert injection.coefficients.dtype == injection.context.values.dtype == torch.float32
     assert injection.coefficients.isfinite().all()
     assert (injection.coefficients != injection.coefficients[:1, :1]).any()
-    assert injection.scores(decoder, TEXTS).isfinite().all()
-    assert flags(model) == before
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
 def test_small_gradients_survive_float16_when_the_loss_is_scaled(checkpoint, plain):
@@ -179,13 +177,10 @@ def test_gradients_flow_through_codes(quantized, checkpoint):
 
 
 def test_a_quantized_model_calibrates_and_is_left_as_found(quantized, task):
-    before = flags(quantized.model), hooks(quantized.model)
-    codes = {name: value.clone() for name, value in quantized.model.state_dict().items()}
-    injection = injected(quantized, task, task.sample(3, 0), FAST)
+    with left_as_found(quantized.model):
+        injection = injected(quantized, task, task.sample(3, 0), FAST)
+        assert injection.scores(quantized, TEXTS).isfinite().all()
     assert min(injection.history) < 0.95 * injection.history[0]
-    assert injection.scores(quantized, TEXTS).isfinite().all()
-    assert (flags(quantized.model), hooks(quantized.model)) == before
-    assert all(torch.equal(value, codes[name]) for name, value in quantized.model.state_dict().items())
 
 
 @pytest.fixture
@@ -210,8 +205,7 @@ def test_export_refuses_quantized_weights(quantized, injection, tmp_path):
         lambda: fold(quantized, injection),
         lambda: make_golden(quantized, injection),
     ):
-        with pytest.raises(I2CLError, match="export from its unquantized checkpoint"):
-            act()
+        one_line("export from its unquantized checkpoint", act)
     assert not (tmp_path / "out").exists()
     with pytest.warns(PrecisionWarning):
         export_hf(quantized.name, injection, tmp_path / "out")
@@ -240,8 +234,7 @@ def test_a_model_that_its_user_has_quantized(checkpoint):
 def test_repacked_codes_and_broken_blocks_are_refused(checkpoint, tmp_path):
     model = Decoder.from_pretrained(checkpoint, quantization="4bit").model
     model.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
-    with pytest.raises(I2CLError, match=r"has run before.*load it anew"):
-        Decoder(model, tiny_tokenizer())
+    one_line(r"has run before.*load it anew", Decoder, model, tiny_tokenizer())
     with pytest.raises(I2CLError, match=r"takes 32 inputs.*multiples of 64: load it in 8bit"):
         Decoder.from_pretrained(saved(tmp_path), quantization="4bit", device="cpu")
 
@@ -262,8 +255,7 @@ def test_what_is_wrong_with_a_quantization_is_told(checkpoint, monkeypatch):
     with pytest.raises(I2CLError, match="unknown quantization '3bit': choose 8bit or 4bit"):
         load_model_and_tokenizer(checkpoint, quantization="3bit")
     monkeypatch.setattr("i2cl.errors.find_spec", lambda _name: None)
-    with pytest.raises(I2CLError, match=r"pip install 'i2cl\[quant\]'"):
-        load_model_and_tokenizer(checkpoint, quantization="8bit")
+    one_line(r"pip install 'i2cl\[quant\]'", load_model_and_tokenizer, checkpoint, quantization="8bit")
 
 
 @needs_bitsandbytes

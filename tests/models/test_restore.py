@@ -171,9 +171,14 @@ def test_a_model_that_another_thread_has_is_not_waited_for_after_ctrl_c():
     other = threading.Thread(target=hold)
     other.start()
     has_it.wait()
-    threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt), frozen(model):
-        pass
+
+    def ask():
+        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+        with frozen(model):
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        ask()
     done.set()
     other.join()
     assert free(lock_of(model))

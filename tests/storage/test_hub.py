@@ -1,7 +1,6 @@
 """Model cards, the hub's cache, and what a push would upload. Nothing here reaches a network."""
 
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -10,11 +9,12 @@ import torch
 from huggingface_hub import ModelCard, constants
 
 from commands import jsonl, run
+from fitting import one_line, random_injection
 from i2cl import anchor
 from i2cl.core import artefact
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.artefact import TENSORS
-from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.context import ExtractConfig
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
@@ -32,13 +32,9 @@ def decoder_named(name="somebody/tiny-llama"):
 
 
 def made(decoder=None, task=TASK, **fields):
-    decoder = decoder or decoder_named()
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
-    coefficients = torch.randn(decoder.layers, 2, 2, generator=generator)
-    context = ContextVector(values, ExtractConfig(separator=False), demonstrations=10)
     fields = {"settings": {"epochs": 3}, "history": (1.5, 0.25), "seed": 3} | fields
-    return Injection(context, coefficients, task, decoder.base, **fields)
+    given = {"extraction": ExtractConfig(separator=False), "shown": 10, "fields": fields}
+    return random_injection(decoder or decoder_named(), task, factor=1.0, around=(0.0, 0.0), **given)
 
 
 def card_of(folder):
@@ -105,35 +101,6 @@ def test_metrics_become_the_hubs_results(tmp_path, worth):
     assert (loaded.metrics, loaded.worth) == (METRICS, worth)
 
 
-ODD = [
-    "a: b",
-    "---",
-    "'quoted\"",
-    "{{ task }}",
-    "# not a heading\nbut two lines",
-    "Größe ☃",
-    "```",
-    "- [x",
-    "yes",
-]
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_any_name_makes_a_valid_card(tmp_path, name):
-    template = Template(f"{name.replace('{', '').replace('}', '')} ````\n{{text}}\n---\n{{label}}")
-    task = Task(name, (f"{name}1", "- two"), template, title=name)
-    injection = made(decoder_named(f"models/{name}"), task, metrics=METRICS | {"n": 1}, command=name)
-    injection.save_pretrained(tmp_path / "out")
-    card = card_of(tmp_path / "out")
-    assert card.data.eval_results[0].dataset_name == name
-    block = re.search(r"^(`{3,})json\n(.*?)\n\1$", card.text, re.DOTALL | re.MULTILINE)
-    assert json.loads(block[2])["labels"] == list(task.labels)
-    assert "````" in block[2]
-    assert len(block[1]) > 4
-    assert next(line for line in card.text.splitlines() if line.startswith("# ")).startswith("# I2CL: ")
-    assert Injection.from_pretrained(tmp_path / "out").task == task.without_data()
-
-
 def test_a_private_path_is_in_no_card(tmp_path):
     home = tmp_path / "home" / "me" / "llama"
     home.mkdir(parents=True)
@@ -158,15 +125,14 @@ def test_names_that_may_be_published(name, shown):
 
 def test_a_readme_of_the_users_own_is_not_replaced(tmp_path):
     (tmp_path / CARD).write_text("mine", encoding="utf-8")
-    with pytest.raises(I2CLError, match=r"other files \(README.md\)"):
-        made().save_pretrained(tmp_path)
+    one_line(r"other files \(README.md\)", made().save_pretrained, tmp_path)
     assert (tmp_path / CARD).read_text(encoding="utf-8") == "mine"
     made().save_pretrained(tmp_path / "out")
     made(seed=4).save_pretrained(tmp_path / "out")
     assert '"seed": 4' in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
 
 
-def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, capsys):
+def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, said):
     monkeypatch.chdir(tmp_path)
     rows = [{"line": f"film {number}", "label": ("good", "bad")[number % 2]} for number in range(8)]
     films = jsonl(tmp_path / "films.jsonl", rows)
@@ -181,8 +147,7 @@ def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, 
         4,
     ]
     options += ["--test", films, "--recipe", "fast", "--set", "passes=2", "--set", "noise=0"]
-    assert run("fit", "reference", films, "-o", "one", *options, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["n"] == 4
+    assert json.loads(said("fit", "reference", films, "-o", "one", *options, "--json"))["metrics"]["n"] == 4
     first = Injection.from_pretrained("one")
     words = shlex.split(first.command)
     assert words[:4] == ["i2cl", "fit", "reference", "films.jsonl"]
@@ -218,12 +183,9 @@ def cached(tmp_path, monkeypatch):
     return cache
 
 
-def test_a_cached_repository_is_read_offline(cached):
+def test_a_cached_repository_is_read_offline_and_what_is_not_cached_is_told(cached, refused):
     for revision, seed in ((None, 1), ("main", 1), ("v1", 2), ("b" * 40, 2)):
         assert Injection.from_pretrained("somebody/films", revision=revision).seed == seed
-
-
-def test_what_is_not_cached_is_told(cached, capsys):
     for name, revision in (("somebody/films", "v2"), ("nobody/films", None), ("not a name!", None)):
         with pytest.raises(I2CLError, match="no such folder, and the hub says") as told:
             Injection.from_pretrained(name, revision=revision)
@@ -231,17 +193,14 @@ def test_what_is_not_cached_is_told(cached, capsys):
         assert (f"at revision {revision!r}" in str(told.value)) == (revision is not None)
         assert "\n" not in str(told.value)
     (cached / "models--somebody--films" / "snapshots" / ("a" * 40) / TENSORS).unlink()
-    with pytest.raises(I2CLError, match=r"damaged or missing|the hub says"):
-        Injection.from_pretrained("somebody/films")
-    assert run("predict", "nobody/films", "texts.txt") == 2
-    assert "no injection at 'nobody/films'" in capsys.readouterr().err
+    one_line(r"damaged or missing|the hub says", Injection.from_pretrained, "somebody/films")
+    assert "no injection at 'nobody/films'" in refused("predict", "nobody/films", "texts.txt")
 
 
 @pytest.mark.parametrize("metrics", [{"accuracy": None}, {"note": "good"}])
 def test_what_could_not_be_read_again_is_not_written(tmp_path, metrics):
     described = made(decoder_named("gpt2")).description() | {"metrics": metrics}
-    with pytest.raises(I2CLError, match=r"could not be read again \(metrics"):
-        artefact.write(tmp_path, {}, described, "out")
+    one_line(r"could not be read again \(metrics", artefact.write, tmp_path, {}, described, "out")
     assert not list(tmp_path.iterdir())
 
 

@@ -11,10 +11,9 @@ import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-from commands import run
+from fitting import one_line
 from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
 from i2cl.storage import hub
 from i2cl.storage.card import CARD
 from storage.test_hub import card_of, decoder_named, made
@@ -68,14 +67,13 @@ def test_a_push_uploads_the_artefact_and_its_card(uploads, tmp_path):
     assert "--model PATH" in card_of(tmp_path / "down").text
 
 
-def test_push_on_the_command_line(uploads, tmp_path, capsys):
+def test_push_on_the_command_line(uploads, tmp_path, said):
     made().save_pretrained(tmp_path / "out")
-    assert run("push", tmp_path / "out", "me/films") == 0
-    assert "Pushed" in capsys.readouterr().out
+    assert "Pushed" in said("push", tmp_path / "out", "me/films")
     assert uploads[0][2]["private"] is False
     assert uploads[1][2]["commit_message"] == "I2CL injection for films"
-    assert run("push", tmp_path / "out", "me/films", "--private", "--branch", "v2", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["commit"].startswith("https://")
+    told = said("push", tmp_path / "out", "me/films", "--private", "--branch", "v2", "--json")
+    assert json.loads(told)["commit"].startswith("https://")
     assert uploads[-1][2]["revision"] == "v2"
 
 
@@ -96,33 +94,27 @@ def unauthorised(status):
     ],
     ids=str,
 )
-def test_a_push_that_fails_is_one_line(error, told, tmp_path, monkeypatch, capsys):
+def test_a_push_that_fails_is_one_line(error, told, tmp_path, monkeypatch, refused):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setattr(HfApi, "create_repo", Mock(side_effect=error))
-    with pytest.raises(I2CLError, match=told):
-        made().push_to_hub("me/films")
+    one_line(told, made().push_to_hub, "me/films")
     made().save_pretrained(tmp_path / "out")
-    assert run("push", tmp_path / "out", "me/films") == 2
-    printed = capsys.readouterr()
-    assert (printed.out, len(printed.err.splitlines())) == ("", 1)
-    assert "cannot push to 'me/films'" in printed.err
+    assert "cannot push to 'me/films'" in refused("push", tmp_path / "out", "me/films")
 
 
-def test_a_name_that_is_none_never_reaches_the_hub(tmp_path, capsys, monkeypatch):
+def test_a_name_that_is_none_never_reaches_the_hub(tmp_path, refused, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_TOKEN", "secret")
     made().save_pretrained(tmp_path / "out")
     for name in ("a/b/c", "no spaces", ""):
-        assert run("push", tmp_path / "out", name) == 2
-        assert "cannot push to" in capsys.readouterr().err
-    assert run("push", tmp_path / "none", "me/films") == 2
-    assert "is no folder" in capsys.readouterr().err
+        assert "cannot push to" in refused("push", tmp_path / "out", name)
+    assert "is no folder" in refused("push", tmp_path / "none", "me/films")
 
 
-def test_nobody_is_logged_in(uploads, tmp_path, capsys, monkeypatch):
+def test_nobody_is_logged_in(uploads, tmp_path, refused, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     made().save_pretrained(tmp_path / "out")
-    assert run("push", tmp_path / "out", "me/films") == 2
-    assert "you are not logged in: log in with `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
+    told = refused("push", tmp_path / "out", "me/films")
+    assert "you are not logged in: log in with `hf auth login`, or set HF_TOKEN" in told
     assert uploads == []

@@ -37,7 +37,7 @@ def test_they_are_listed_without_rows_and_every_file_of_rows_belongs_to_one():
 
 
 @pytest.mark.parametrize("name", BUNDLED_TASKS)
-def test_rows_are_balanced_mixed_and_on_one_line(name, tmp_path, monkeypatch):
+def test_rows_are_balanced_mixed_on_one_line_and_no_two_alike(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("I2CL_DATA_DIR", str(tmp_path / "none"))  # their rows lie in the package
     task = load_task(name)
@@ -48,11 +48,6 @@ def test_rows_are_balanced_mixed_and_on_one_line(name, tmp_path, monkeypatch):
         assert len(set(counts.values())) == 1
         assert len({one.label for one in rows[: 10 * len(task.labels)]}) == len(task.labels)
         assert all(one.text == " ".join(one.text.split()) for one in rows)
-
-
-@pytest.mark.parametrize("name", BUNDLED_TASKS)
-def test_no_two_texts_are_alike(name):
-    task = load_task(name)
     texts = [one.text for one in (*task.train, *task.test)]
     assert len({text.lower() for text in texts}) == len(texts)
 

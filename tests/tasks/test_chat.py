@@ -2,7 +2,7 @@
 
 import pytest
 
-from i2cl.errors import I2CLError
+from fitting import one_line
 from i2cl.tasks import Template
 from tiny import tiny_tokenizer
 
@@ -93,8 +93,7 @@ def test_a_bos_that_the_tokenizer_puts_in_front_is_left_to_it():
     ids=str,
 )
 def test_what_cannot_be_a_chat_is_one_line(source, says):
-    with pytest.raises(I2CLError, match=says):
-        Template.chat(tokenizer(source), "Say it.")
+    one_line(says, Template.chat, tokenizer(source), "Say it.")
 
 
 def test_an_instruction_before_a_plain_template_stands_once_and_one_with_braces_is_named():
@@ -102,5 +101,4 @@ def test_an_instruction_before_a_plain_template_stands_once_and_one_with_braces_
     assert found.prompt([("a", "up")], "b") == "Say up or down.\nText: a\nLabel: up\nText: b\nLabel:"
     assert found.demonstration("a", "up") == "Say up or down.\nText: a\nLabel: up\n"
     assert found.instructed("") == Template("Text: {text}\nLabel: {label}")
-    with pytest.raises(I2CLError, match=r"the instruction 'Use \{a\}' holds braces"):
-        Template.chat(tokenizer(CHATML), "Use {a}")
+    one_line(r"the instruction 'Use \{a\}' holds braces", Template.chat, tokenizer(CHATML), "Use {a}")

@@ -3,7 +3,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from i2cl.errors import I2CLError
+from fitting import one_line
 from i2cl.tasks import load_task
 from i2cl.tasks.hub import load_hub
 from i2cl.tasks.schema import HubSource
@@ -47,19 +47,16 @@ def test_splits_of_a_local_folder_and_kept_labels_in_the_order_of_the_words(fold
     assert [(e.text, e.label) for e in test] == [("test 1", 1)]
 
 
-def test_a_share_of_the_texts_becomes_the_test_split(folder):
+def test_a_cap_per_class_and_a_share_of_the_texts_as_test_split(folder):
+    train, _ = load_hub(source(folder, max_per_class=3), ("a", "b", "c", "d"))
+    assert sorted(e.label for e in train) == sorted([0, 1, 2, 3] * 3)
+    assert train == load_hub(source(folder, max_per_class=3), ("a", "b", "c", "d"))[0]
     write(folder / "train.parquet", [(f"text {n % 50}", n % 2) for n in range(100)])
     train, test = load_hub(source(folder, test_fraction=0.2), WORDS)
     assert (len(train), len(test)) == (80, 20)
     assert {e.text for e in train}.isdisjoint({e.text for e in test})
     assert (train, test) == load_hub(source(folder, test_fraction=0.2), WORDS)
     assert test != load_hub(source(folder, test_fraction=0.2, split_seed=1), WORDS)[1]
-
-
-def test_a_cap_per_class(folder):
-    train, _ = load_hub(source(folder, max_per_class=3), ("a", "b", "c", "d"))
-    assert sorted(e.label for e in train) == sorted([0, 1, 2, 3] * 3)
-    assert train == load_hub(source(folder, max_per_class=3), ("a", "b", "c", "d"))[0]
 
 
 def test_a_task_toml_with_a_hub_table(folder, tmp_path, monkeypatch):
@@ -82,24 +79,18 @@ def test_a_task_toml_with_a_hub_table(folder, tmp_path, monkeypatch):
     ],
 )
 def test_a_set_that_is_not_as_described(folder, fields, labels, said):
-    with pytest.raises(I2CLError) as caught:
-        load_hub(source(folder, **fields), tuple(labels))
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert said in one_line("", load_hub, source(folder, **fields), tuple(labels))
 
 
 def test_a_failed_download_names_the_data_folder_and_a_missing_package_the_extra(monkeypatch):
     offline = Mock(side_effect=ConnectionError("no route to host\nsecond line"))
     monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(I2CLError) as caught:
-        load_task("sst2")
+    caught = one_line("", load_task, "sst2")
     for part in ("stanfordnlp/sst2", "no route to host", "I2CL_DATA_DIR"):
-        assert part in str(caught.value)
-    assert "\n" not in str(caught.value)
+        assert part in caught
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(I2CLError, match=r"pip install 'i2cl\[hub\]', or give a folder"):
-        load_task("sst2")
+    one_line(r"pip install 'i2cl\[hub\]', or give a folder", load_task, "sst2")
 
 
 def test_what_is_asked_of_the_hub(monkeypatch):

@@ -1,6 +1,6 @@
 import pytest
 
-from i2cl.errors import I2CLError
+from fitting import one_line
 from i2cl.tasks.schema import parse_spec, read_spec
 
 HEAD = 'name = "mood"\nlabels = ["bad", "good"]\ntemplate = "{text}: {label}"\n'
@@ -46,17 +46,11 @@ def test_a_task_of_a_user():
     ],
 )
 def test_errors_name_file_and_field_in_one_line(content, said):
-    with pytest.raises(I2CLError) as caught:
-        parse_spec(content.encode(), "mine.toml")
-    message = str(caught.value)
-    assert message.startswith("mine.toml")
-    assert (said in message, "\n" in message) == (True, False)
+    assert said in one_line("^mine.toml", parse_spec, content.encode(), "mine.toml")
 
 
 def test_a_toml_that_cannot_be_read(tmp_path):
-    with pytest.raises(I2CLError, match="does not exist"):
-        read_spec(tmp_path / "none.toml")
+    one_line("does not exist", read_spec, tmp_path / "none.toml")
     latin = tmp_path / "latin.toml"
     latin.write_bytes('name = "café"'.encode("latin-1"))
-    with pytest.raises(I2CLError, match="is not UTF-8"):
-        read_spec(latin)
+    one_line("is not UTF-8", read_spec, latin)

@@ -1,20 +1,17 @@
 import pytest
 
-from i2cl.errors import I2CLError
+from fitting import one_line
 from i2cl.tasks import Template
 
 REVIEW = Template("Review: {text}\nSentiment: {label}")
 
 
-def test_parts_join_to_the_format():
+def test_parts_join_to_the_format_and_prompts_end_demonstrations_with_the_separator():
     assert (REVIEW.head, REVIEW.middle, REVIEW.lead) == ("Review: ", "\nSentiment:", " ")
     assert REVIEW.query("fine") == "Review: fine\nSentiment:"
     assert REVIEW.continuation("positive") == " positive"
     assert REVIEW.demonstration("fine", "positive") == "Review: fine\nSentiment: positive\n"
     assert REVIEW.demonstration("fine", "positive", separator=False) == "Review: fine\nSentiment: positive"
-
-
-def test_prompt_ends_every_demonstration_with_the_separator():
     template = Template("Q: {text} A:{label}", separator=" || ")
     assert template.lead == ""
     assert template.prompt([("a", "x"), ("b", "y")], "c") == "Q: a A:x || Q: b A:y || Q: c A:"
@@ -46,7 +43,4 @@ def test_user_text_is_never_formatted(text):
     ],
 )
 def test_bad_formats_name_the_cure(text_format, said):
-    with pytest.raises(I2CLError) as caught:
-        Template(text_format)
-    message = str(caught.value)
-    assert (said in message, "write it like" in message, "\n" in message) == (True, True, False)
+    assert said in one_line("write it like", Template, text_format)

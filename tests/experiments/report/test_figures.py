@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from experiments.report.made import changed  # noqa: E402
-from i2cl.errors import I2CLError  # noqa: E402
+from fitting import one_line  # noqa: E402
 from i2cl.experiments.confidence import highest, reliability  # noqa: E402
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale  # noqa: E402
 from i2cl.experiments.library import load_experiment  # noqa: E402
@@ -252,7 +252,7 @@ def test_matrix_is_accuracy_minus_zero_shot():
     assert red > blue
 
 
-def test_matrix_signs_and_cells_that_were_not_run():
+def test_matrix_signs_cells_that_were_not_run_and_only_what_is_readable():
     found = results(ZERO, MOVED, seeds=1, keep=lambda cell: cell.sources != ("news",) or cell.task != "films")
     worse = {("zero_shot", "films"): 0.6, ("zero_shot", "news"): 0.99}
     keys = [(one.cell.method, one.cell.task) for one in found.cells]
@@ -262,9 +262,6 @@ def test_matrix_signs_and_cells_that_were_not_run():
     values = np.ma.getmaskarray(axes.images[0].get_array())
     assert values.tolist() == [[False] * 3, [True, False, False], [False] * 3]
     assert texts(axes) == ["0", "−34", "+40", "−27", "+47", "+14", "−20", "+54"]
-
-
-def test_matrix_needs_zero_shot_and_prints_only_what_is_readable():
     assert FIGURES["matrix"](results(MOVED), {}) is None
     assert FIGURES["matrix"](results(ZERO, I2CL), {}) is None
     many = tuple(f"task-{number}" for number in range(17))
@@ -305,8 +302,7 @@ def test_no_map_of_one_task_few_points_equal_points_or_missing_vectors(monkeypat
     assert FIGURES["class-vectors"](many, equal) is None
     assert FIGURES["vectors"](other, vectors_of(other)) is None
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(I2CLError, match=r"scikit-learn: pip install"):
-        FIGURES["vectors"](many, vectors_of(many))
+    one_line(r"scikit-learn: pip install", FIGURES["vectors"], many, vectors_of(many))
 
 
 def test_class_vectors_have_a_panel_for_each_task_and_the_label_words(monkeypatch):

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -30,6 +31,8 @@ NAMES = {
     "YAML": "x\n---\nlicense: mit\n- &a [*a]",
     "tag": "!!python/object/apply:os.system ['ls']",
     "template": "{{ 7 * 7 }}{% for x in y %}",
+    "fence": "````",
+    "heading": "# not a heading\nbut two lines",
 }
 
 
@@ -66,12 +69,8 @@ def test_html(report, name):
 
 def test_csv(report):
     cells = [cell for row in csv.reader(io.StringIO(csv_text(report))) for cell in row]
-    wrong = [cell for cell in cells if cell[:1] in {"=", "+", "-", "@", "\t", "\r"} and not is_number(cell)]
-    assert wrong == []
-
-
-def is_number(cell):
-    return re.fullmatch(r"-?[\d.]+(e-?\d+)?", cell) is not None
+    formulas = [cell for cell in cells if cell[:1] in {"=", "+", "-", "@", "\t", "\r"}]
+    assert [cell for cell in formulas if not re.fullmatch(r"-?[\d.]+(e-?\d+)?", cell)] == []
 
 
 def test_latex(report):
@@ -84,6 +83,9 @@ def test_latex(report):
     assert not re.search(r"(?<!\\)[$%#^~]", body)
     unescaped = re.sub(r"\\[{}]", "", body)
     assert unescaped.count("{") == unescaped.count("}")
+    assert sorted(re.findall(r"\\begin{(\w+)}", body)) == sorted(re.findall(r"\\end{(\w+)}", body)[:-1])
+    for row in re.findall(r"\\midrule\n(.*?)\n\\bottomrule", body, re.DOTALL):
+        assert len({len(re.findall(r"(?<!\\)&", line)) for line in row.splitlines()}) == 1
 
 
 def test_figures_stay_in_their_folder(tmp_path):
@@ -112,6 +114,9 @@ def test_model_card(name, tmp_path):
     card = ModelCard.load(tmp_path / "out" / CARD)
     assert card.data.license is None
     assert {one.dataset_type for one in card.data.eval_results} == {name}
+    block = re.search(r"^(`{3,})json\n(.*?)\n\1$", card.text, re.DOTALL | re.MULTILINE)
+    assert json.loads(block[2])["labels"] == list(labels)
+    assert next(line for line in card.text.splitlines() if line.startswith("# ")).startswith("# I2CL: ")
     prose = re.sub(r"^(`{3,})\w*\n.*?^\1$", "", card.text, flags=re.DOTALL | re.MULTILINE)
     assert not re.search(r"(?<!\\)<(script|img)|(?<!\\)\]\((javascript|http://evil)", prose)
     assert "49" not in prose

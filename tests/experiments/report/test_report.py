@@ -32,7 +32,7 @@ from i2cl.experiments.statistics import accuracy, difference
 from i2cl.injections.temperature import best_temperature, normalised
 
 
-def test_accuracy_by_task_and_average_by_hand():
+def test_accuracy_by_task_by_hand_and_the_average_with_its_interval():
     found = table("tasks", experiment(), trial())
     assert found.columns == ("Row", "Average", "sst2", "trec")
     ours, free = ["61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"], ["30.0", "40.0", "20.0"]
@@ -40,9 +40,6 @@ def test_accuracy_by_task_and_average_by_hand():
     for part in ("3 seeds", "a single seed has no ±", "10 queries per task"):
         assert part in found.notes[0]
     assert not any("†" in note for note in found.notes)
-
-
-def test_average_with_its_interval():
     found = texts(table("average", experiment(), trial()))
     right = np.array([[answer == "1" for answer in one] for one in SEEDS])
     expected = accuracy([right, np.tile(np.arange(10) < 5, (3, 1))])
@@ -51,7 +48,7 @@ def test_average_with_its_interval():
     assert found["Zero-shot"][0] == "30.0"
 
 
-def test_cost_by_hand():
+def test_cost_by_hand_and_times_from_several_places_that_cannot_be_compared():
     made = [
         record("i2cl", "sst2", 0, "10", fit_seconds=1.0, predict_seconds=0.5, cached_values=768),
         record("i2cl", "sst2", 1, "10", fit_seconds=3.0, predict_seconds=1.5, cached_values=768),
@@ -62,9 +59,6 @@ def test_cost_by_hand():
     found = cells(table("cost", experiment(["I2CL"], seeds=2), made))["I2CL"]
     names = ("Values kept", "Trained parameters", "Fit, s", "Query, ms")
     assert [found[name].text for name in names] == ["768–3,072", "16", "4.00", "375"]
-
-
-def test_times_from_several_places_are_said_to_be_incomparable():
     made = [
         record("zero_shot", "sst2", 0, "10", provenance={"device": "cpu", "threads": "2"}),
         record("i2cl", "sst2", 0, "10", provenance={"device": "cuda:0", "threads": "2"}),
@@ -126,15 +120,12 @@ def test_the_p_that_is_printed_is_the_one_that_decides():
     assert (row["p"], float(row["q"])) == ("", 1)  # too few seeds decide nothing
 
 
-def test_one_task_needs_neither_average_nor_a_table_by_task():
+def test_one_task_needs_neither_average_nor_a_table_by_task_and_many_are_lines():
     made = [one for one in trial() if one.cell.task == "sst2"]
     found = section(experiment(), made)
     titles = ["Accuracy by task", "Average accuracy over tasks", "Difference from I2CL", "Cost"]
     assert [one.title for one in found.tables] == titles
     assert found.tables[0].columns == ("Row", "sst2")
-
-
-def test_many_tasks_are_lines():
     tasks = [f"task{number:02}" for number in range(11)]
     made = [record("i2cl", task, 0, "1" * number + "0") for number, task in reversed([*enumerate(tasks)])]
     made += [record("zero_shot", task, 0, "0" * number + "0") for number, task in enumerate(tasks)]
@@ -211,7 +202,7 @@ def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
     assert losses[1] < losses[0]
 
 
-def test_rows_without_scores_have_no_confidence_and_are_named():
+def test_confidence_in_the_file_and_of_rows_without_scores():
     found = table("confidence", experiment(("ICV", "I2CL")), trusted())
     assert set(texts(found)["ICV"]) == {"–"}
     assert noted(found, "cells without scores").endswith(": ICV.")
@@ -219,9 +210,6 @@ def test_rows_without_scores_have_no_confidence_and_are_named():
     (only,) = build([experiment(views=views)], trial(), {}).sections
     assert [one.title for one in only.tables] == ["Accuracy by task"]
     assert only.missing[-1].startswith("confidence, reliability, risk-coverage: no row has the scores")
-
-
-def test_the_file_has_a_line_for_each_number_of_confidence():
     asked = experiment(("ICV", "I2CL"), views=("confidence",))
     rows = lines_of_csv(asked, trusted())
     assert {one["task"] for one in rows} == {"sst2", "agnews", "(average)"}

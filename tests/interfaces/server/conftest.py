@@ -2,35 +2,22 @@
 
 import io
 import tarfile
-from dataclasses import replace
 
 import pytest
-import torch
 
-from i2cl.core.context import ContextVector
-from i2cl.core.injection import Injection
-from i2cl.tasks import Task, Template
+from fitting import ASKED, TASKS, random_injection
 
-TASKS = (
-    Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}")),
-    Task("topics", ("world", "sports", "company"), Template("News: {text} ->{label}")),
-    Task("flags", ("no", "yes"), Template("{text}?{label}")),
-)
-TEXTS = ("a warm film", "dull " * 7, "one of the best", "the match was lost", "warm", "a cold and long night")
+TEXTS = ASKED
 HOST = "http://127.0.0.1"
 TAR, LINES = {"Content-Type": "application/x-tar"}, {"Content-Type": "application/jsonl"}
 
 
 def made(decoder, number, **fields):
     """An injection as good as fitted: of one of three tasks, another for every number."""
-    generator = torch.Generator().manual_seed(number)
-    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
-    coefficients = torch.randn(decoder.layers, 2, 2, generator=generator) * 0.2 + torch.tensor([0.1, 1.0])
     task = TASKS[number % len(TASKS)]
-    found = Injection(ContextVector(values, demonstrations=7), coefficients, task, decoder.base, **fields)
     if number % 4 == 1:
-        return replace(found, label_bias=tuple(0.5 * place for place in range(len(task.labels))))
-    return found
+        fields |= {"label_bias": tuple(0.5 * place for place in range(len(task.labels)))}
+    return random_injection(decoder, task, number, fields=fields)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from i2cl.errors import I2CLError
+from fitting import one_line
 from i2cl.interfaces.server.guard import Access, read_tokens
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import LONG, RefusalError
@@ -251,15 +251,12 @@ def test_one_that_only_reads(service, opened, asking, tmp_path):
     assert error_of(client.get("/v1/jobs")) == (403, "read_only")
 
 
-def test_no_other_site_can_ask_unless_it_is_named(client, service, asking):
+def test_no_other_site_can_ask_unless_named_and_the_page_loads_nothing_of_others(client, service, asking):
     origin = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in client.options(CLASSIFY, headers=origin).headers
     named = asking(service, origins=["https://example.org"])
     reply = named.options(CLASSIFY, headers=origin)
     assert reply.headers["access-control-allow-origin"] == "https://example.org"
-
-
-def test_the_page_and_the_description_load_nothing_from_elsewhere(client):
     for path in ("/", "/page.css", "/page.js"):
         reply = client.get(path)
         assert reply.status_code == 200
@@ -281,7 +278,8 @@ def test_figures_tell_of_requests_and_name_no_task(client, service):
     assert "films" not in told
 
 
-def test_an_end_takes_nothing_new(client, service):
+def test_two_processes_do_not_write_to_one_folder_and_an_end_takes_nothing_new(service, opened, client):
+    one_line("another process serves", opened)
     service.close()
     assert error_of(client.get("/readyz")) == (503, "stopping")
     assert error_of(client.post(CLASSIFY, json=ONE)) == (503, "stopping")
@@ -289,18 +287,11 @@ def test_an_end_takes_nothing_new(client, service):
     assert error_of(lines) == (503, "stopping")
 
 
-def test_two_processes_do_not_write_to_one_folder(service, opened):
-    with pytest.raises(I2CLError, match="another process serves"):
-        opened()
-
-
 @pytest.mark.parametrize("text", ["admin short", "root 0123456789abcdef", "admin", "", "# none"])
 def test_token_files_that_are_none(tmp_path, text):
     file = tmp_path / "tokens"
     file.write_text(text)
-    with pytest.raises(I2CLError, match="--token-file") as refused:
-        read_tokens(file)
-    assert "0123456789abcdef" not in str(refused.value)
+    assert "0123456789abcdef" not in one_line("--token-file", read_tokens, file)
 
 
 def test_an_answer_that_nobody_waits_for_does_not_run(service):

@@ -2,14 +2,15 @@
 
 import io
 import json
-import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from i2cl.interfaces.server import files, jobs
 from i2cl.interfaces.server.refusals import RefusalError
+from processes import until
 
 from .conftest import TEXTS, made
 
@@ -18,10 +19,8 @@ FIT |= {"seed": 0, "method": None, "recipe": None, "settings": {"steps": 1}, "ev
 FIT |= {"chat": False, "instruction": None}
 
 
-def ended(job, seconds=60.0):
-    start = time.monotonic()
-    while not job.ended and time.monotonic() - start < seconds:
-        time.sleep(0.01)
+def ended(job):
+    until(lambda: job.ended)
     return job
 
 
@@ -37,9 +36,8 @@ def fitting(service, task, **more):
 def two_slow(service, task):
     """A fit that has come to its first step, and one that waits behind it; both would take minutes."""
     runs, waits = (fitting(service, task, method="i2cl", settings={"epochs": 5000}) for _ in range(2))
-    while runs.events[-1]["event"] != "step":
-        assert not runs.ended, runs.events[-1]
-        time.sleep(0.01)
+    until(lambda: runs.events[-1]["event"] == "step" or runs.ended)
+    assert not runs.ended, runs.events[-1]
     return runs, waits
 
 
@@ -73,7 +71,7 @@ def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
     assert last["digest"] == service.tasks.entry("films").digest
     assert last["worth"]["methods"].keys() >= {"zero_shot", "few_shot", "anchored"}
     assert last["tokens"]["few_shot"] > last["tokens"]["task"]
-    assert not list(job.folder.glob("input.*"))
+    until(lambda: not list(job.folder.glob("input.*")))
     injection = service.tasks.injection(last["digest"])
     assert injection.task.labels == tuple(sorted(task.labels))
 
@@ -83,15 +81,10 @@ def test_a_fit_that_was_killed_comes_to_the_same_vectors(opened, task, tmp_path,
     whole = fitted(service, task)
     before = service.tasks.injection(whole.events[-1]["digest"])
     service.tasks.delete("films")
-
-    def killed(*_, **__):
-        raise jobs.FitStoppedError  # as at the end of the process: nothing is told
-
-    with monkeypatch.context() as patch:
-        patch.setattr(service.tasks, "put", killed)
+    with monkeypatch.context() as patch:  # as at the end of the process: nothing is told
+        patch.setattr(service.tasks, "put", Mock(side_effect=jobs.FitStoppedError))
         job = fitting(service, task)
-        while not any(one.get("method") == "anchored" for one in job.events):
-            time.sleep(0.01)
+        until(lambda: any(one.get("method") == "anchored" for one in job.events))
         service.close()
     again = opened()
     found = ended(again.jobs.get(job.id))
@@ -126,8 +119,7 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
 
     service.batcher.pool.answers = some
     job = service.jobs.add("batch", told, {files.INPUT: rows})
-    while len(calls) < 4:
-        time.sleep(0.01)
+    until(lambda: len(calls) >= 4)
     service.close()
     with (tmp_path / "tasks" / "jobs" / job.id / files.OUTPUT).open("ab") as torn:
         torn.write(b'{"line": 13, "half')
@@ -165,9 +157,7 @@ def test_a_job_is_cancelled_while_it_runs_and_while_it_waits(service, task):
 
 
 def test_a_fit_that_fails_says_why(service, task, monkeypatch):
-    def fails(*_, **__):
-        raise KeyError("a user's text")
-
+    fails = Mock(side_effect=KeyError("a user's text"))
     monkeypatch.setattr("i2cl.interfaces.server.fits.Anchored.injection", fails)
     job = fitted(service, task)
     assert job.status == "failed"
@@ -212,7 +202,7 @@ def test_a_cancel_survives_a_kill(opened, task, monkeypatch, kind):
     assert not chosen.ended
     again = opened()
     assert ended(again.jobs.get(chosen.id)).status == "cancelled"
-    assert not list(chosen.folder.glob("input.*"))
+    until(lambda: not list(chosen.folder.glob("input.*")))
     other = again.jobs.get(({runs, waits} - {chosen}).pop().id)
     again.jobs.cancel(other)
     assert [one["event"] for one in ended(other).events][-1] == "cancelled"

@@ -16,7 +16,9 @@ from i2cl.interfaces.server import guard, process
 from i2cl.interfaces.server.guard import Access, Guard
 from i2cl.interfaces.server.metrics import Metrics
 
-from .test_serve import SECONDS, serving
+from .test_serve import serving
+
+SECONDS = 120.0
 
 SERVED = """
 from i2cl.interfaces.server import process
@@ -87,16 +89,13 @@ def test_bodies_are_bounded_alone_and_together(around, monkeypatch):
     assert one.held == 1000
 
 
-def test_a_long_body_lies_on_the_disk(around, monkeypatch):
+def test_a_long_body_lies_on_the_disk_and_requests_at_once_are_bounded(around, monkeypatch):
     monkeypatch.setattr(guard, "IN_MEMORY", 10)
     rolled = []
     rollover = guard.SpooledTemporaryFile.rollover
     monkeypatch.setattr(guard.SpooledTemporaryFile, "rollover", lambda self: rolled.append(rollover(self)))
     assert asked(around(), [(0, b"a" * 6)] * 3) == (200, [18, 18, 18, 1])
     assert len(rolled) == 1
-
-
-def test_requests_at_once_are_bounded(around, monkeypatch):
     monkeypatch.setattr(guard, "MOST_RUNNING", 3)
     one = around()
     one.running = 3

@@ -107,13 +107,7 @@ def test_a_query_that_cannot_be_read_is_refused(refusing, query, told):
     assert told in reply.json()["error"]["message"]
 
 
-def test_a_table_without_its_columns_is_refused_with_a_cure_for_clients(refusing):
-    query = {"name": "new", "template": "{text} {label}"}
-    reply = refusing.post("/v1/tasks", params=query, content="a,b\n", headers={"Content-Type": "text/csv"})
-    assert reply.json()["error"]["cure"] == "name the columns text and label"
-
-
-def test_what_is_too_long_or_too_much_is_told_with_its_place_limit_and_cure(refusing):
+def test_texts_that_cannot_be_used_are_told_with_place_limit_and_cure(refusing):
     told = refusing.post(CLASSIFY, json={"model": "films", "input": [TEXT, "long " * 3000]}).json()["error"]
     assert re.match(r"text 2 takes \d+ tokens with its prompt, and \d+ fit .*: shorten it", told["message"])
     assert told.keys() == {"message", "type", "code", "cure"}
@@ -121,9 +115,6 @@ def test_what_is_too_long_or_too_much_is_told_with_its_place_limit_and_cure(refu
     assert re.match("the request has 3000 texts, and 2048 may come at once: send fewer", told["message"])
     described = refusing.get("/openapi.json").json()["components"]["schemas"]["Classify"]
     assert [one.get("maxItems") for one in described["properties"]["input"]["anyOf"]] == [None, 2048]
-
-
-def test_a_text_that_cannot_be_used_is_named_in_its_list(refusing):
     for text in ("", 3, "\ud800"):
         body = json.dumps({"model": "films", "input": ["a", text]})
         reply = refusing.post(CLASSIFY, content=body, headers={"Content-Type": "application/json"})
@@ -131,10 +122,13 @@ def test_a_text_that_cannot_be_used_is_named_in_its_list(refusing):
         assert reply.json()["error"]["message"].startswith("input.1 cannot be used")
 
 
-def test_every_row_that_is_refused_is_named(refusing):
+def test_rows_that_are_refused_are_all_named_and_a_table_without_its_columns_has_a_cure(refusing):
     rows = [*second("")["examples"], {"text": "b", "label": [1]}, {"label": "y"}]
     told = refusing.post("/v1/tasks", json={**NAMED, "examples": rows}).json()
     assert [re.search(r"item (\d)", row)[1] for row in told["error"]["rows"]] == ["2", "3", "4"]
+    query = {"name": "new", "template": "{text} {label}"}
+    reply = refusing.post("/v1/tasks", params=query, content="a,b\n", headers={"Content-Type": "text/csv"})
+    assert reply.json()["error"]["cure"] == "name the columns text and label"
 
 
 @pytest.mark.parametrize(

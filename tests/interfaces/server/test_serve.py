@@ -6,34 +6,20 @@ import os
 import re
 import signal
 import socket
-import time
 from contextlib import contextmanager
 
 import pytest
 
 from i2cl.interfaces.server.client import AsyncClient, Client, ServerError
 from i2cl.tasks import load_task
-from processes import COMMAND, Program
+from processes import COMMAND, Program, until
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-SECONDS = 120.0
-
-
-def until(told, program=None):
-    """Wait for something that is not False or None."""
-    start = time.monotonic()
-    while time.monotonic() - start < SECONDS:
-        if found := told():
-            return found
-        assert program is None or program.process.is_alive(), program.said()
-        time.sleep(0.02)
-    return pytest.fail("it did not come")
-
 
 def address(program):
-    return until(lambda: re.search(r'http://[^"\s]+(?=["\s])', program.said()[0]), program)[0]
+    return until(lambda: re.search(r'http://[^"\s]+(?=["\s])', program.said()[0]), program=program)[0]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import errno
 import os
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,14 +83,10 @@ def test_an_end_before_the_acknowledgement_leaves_all_as_it_was(
     folder = opened_folder()
     folder.put("a", made(decoder, 0))
     before = files(tmp_path / "tasks")
-
-    def ends(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(f"i2cl.interfaces.server.task_store.{at}", ends)
-    with pytest.raises(KeyboardInterrupt):
-        folder.put("a", made(decoder, 1))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"i2cl.interfaces.server.task_store.{at}", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            folder.put("a", made(decoder, 1))
     again = opened_folder()
     again.sweep()
     assert files(tmp_path / "tasks") == before

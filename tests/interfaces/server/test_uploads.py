@@ -6,6 +6,7 @@ import tarfile
 import threading
 import tracemalloc
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -193,10 +194,7 @@ def test_numbers_that_are_not_finite_when_used_are_refused(client, service, file
 
 
 def test_scores_that_are_no_numbers_are_seen_before_the_task_is_there(client, service, files, monkeypatch):
-
-    def fails(_):
-        raise NotFiniteError("label scores are not numbers")
-
+    fails = Mock(side_effect=NotFiniteError("label scores are not numbers"))
     monkeypatch.setattr(service.batcher.pool, "answers", fails)
     reply = client.put("/v1/tasks/new", content=tar(files), headers=TAR)
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "bad_artefact")

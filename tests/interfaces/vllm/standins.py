@@ -1,27 +1,34 @@
 """What stands in for vLLM where it is not installed: as little of it as the plugin touches."""
 
+import asyncio
+from functools import wraps
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import nn
 
-from i2cl.core.context import ContextVector, ExtractConfig
+from fitting import random_injection
 from i2cl.core.edits import LinearEdit
-from i2cl.core.injection import Injection
 from i2cl.interfaces.vllm import frontend, prompts
 from i2cl.interfaces.vllm.engine import LOAD
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
 from i2cl.models.scoring import next_token_log_probabilities
 
 
+def in_a_loop(test):
+    """Runs an async test in an event loop of its own."""
+
+    @wraps(test)
+    def ran(*given, **named):
+        return asyncio.run(test(*given, **named))
+
+    return ran
+
+
 def injection_for(decoder, task, seed=0, **more):
     """An injection that changes what a tiny model says."""
-    draw = torch.Generator().manual_seed(seed)
-    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=draw)
-    pairs = torch.randn(decoder.layers, 2, 2, generator=draw) * 0.3 + torch.tensor([0.0, 1.0])
-    context = ContextVector(values, ExtractConfig(), 4, decoder.base)
-    return Injection(context, pairs, task, decoder.base, **more)
+    return random_injection(decoder, task, seed, shown=4, fields=more, factor=0.3, around=(0.0, 1.0))
 
 
 class Linear(nn.Linear):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fitting import one_line
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm import engine
 from i2cl.interfaces.vllm.engine import DROP, LOAD, WRITE, Core, Worker
@@ -87,8 +88,7 @@ def test_a_task_that_was_not_written_is_not_booked(core, told):
     for _ in range(2):
         with pytest.raises((I2CLError, RuntimeError), match=r"1 of 2 workers .* buy some|a worker is gone"):
             core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
-        with pytest.raises(I2CLError, match="send it again"):  # its own error, before any worker sees it
-            Request.from_engine_core_request(asked(ONE.digest), None)
+        one_line("send it again", Request.from_engine_core_request, asked(ONE.digest), None)
     core.told = [None, None]
     assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
     assert [method for method, *_ in core.sent] == [WRITE] * 3
@@ -125,8 +125,7 @@ def test_a_request_whose_task_went_meanwhile_is_refused(core):
     for number in (2, 3):
         other = Packed.of(torch.full((1, 2, 4), float(number)), torch.zeros(1, 2))
         core.collective_rpc(LOAD, args=(other.rows, other.scales))
-    with pytest.raises(I2CLError, match="send it again"):
-        Request.from_engine_core_request(asked(ONE.digest), None)
+    one_line("send it again", Request.from_engine_core_request, asked(ONE.digest), None)
 
 
 def test_methods_are_wrapped_once_however_often_the_plugin_is_run(core):
@@ -144,8 +143,7 @@ def test_the_executor_gets_the_settings_or_nothing_starts(core):
     assert config.parallel_config.worker_extension_cls == WORKER
     assert resolve_name(WORKER) is Worker
     assert Executor(config).vllm_config is config  # which it has extended itself
-    with pytest.raises(I2CLError, match="LoRA"):
-        Executor(vllm_config(lora_config=object()))
+    one_line("LoRA", Executor, vllm_config(lora_config=object()))
 
 
 def test_the_canary_sings_once_before_anything_is_asked(core, monkeypatch):
@@ -188,11 +186,9 @@ def test_the_canary_finds_an_edit_that_does_not_act(edited, fault):
     if fault is None:
         engine.require_edited(*told)
     else:
-        with pytest.raises(I2CLError, match=fault):
-            engine.require_edited(*told)
+        one_line(fault, engine.require_edited, *told)
 
 
 def test_answers_that_are_no_numbers_are_no_edit():
     plain, broken = torch.zeros(4), torch.full((4,), torch.nan)
-    with pytest.raises(I2CLError, match="does not act"):
-        engine.require_edited(plain, broken, broken)
+    one_line("does not act", engine.require_edited, plain, broken, broken)

@@ -7,7 +7,7 @@ import pytest
 
 from i2cl.interfaces.vllm.prompts import ROWS, SHARE, Reach, Share, Trie
 
-from .standins import told_of, vllm_config
+from .standins import in_a_loop, told_of, vllm_config
 
 QUERY = tuple(range(100, 140))
 LABELS = ((1, 2, 3), (1, 2, 4), (1, 5), (6,), (7, 8, 9, 2), (7, 8, 9, 3), (7, 8, 1, 1))
@@ -66,13 +66,10 @@ def test_the_way_that_reads_less_is_taken(block, size):
     assert taken <= min(ways)
 
 
-def test_one_token_each_is_one_prompt_whatever_the_cache_does():
+def test_one_token_each_is_one_prompt_and_long_prompts_do_not_tell_their_own_tokens():
     for block in (0, 16):
         (asked,) = Trie(((1,), (2,), (3,))).prompts(QUERY, reach(block))
         assert (asked.ids, asked.tokens, asked.along) == (QUERY, (1, 2, 3), False)
-
-
-def test_longer_prompts_than_vllm_keeps_rows_for_do_not_tell_their_own_tokens():
     for rows, along in ((len(QUERY) + 3, True), (len(QUERY) + 2, False)):
         assert any(one.along for one in Trie(LABELS).prompts(QUERY, reach(rows=rows))) == along
 
@@ -86,50 +83,45 @@ def test_reach_is_read_from_the_engine():
     assert Reach.of(vllm_config(scheduler_config__max_num_seqs=1)).prompts == 1
 
 
-def test_never_more_than_the_share_is_in_and_all_take_turns():
-    async def played():
-        share, inside, most, ended = Share(reach(prompts=4, tokens=100)), [], [0, 0], []
+@in_a_loop
+async def test_never_more_than_the_share_is_in_and_all_take_turns():
+    share, inside, most, ended = Share(reach(prompts=4, tokens=100)), [], [0, 0], []
 
-        async def run(name, size):
-            inside.append(size)
-            most[:] = max(most[0], len(inside)), max(most[1], sum(inside))
-            await asyncio.sleep(0)
-            inside.remove(size)
-            share.leave(size)
-            ended.append(name)
+    async def run(name, size):
+        inside.append(size)
+        most[:] = max(most[0], len(inside)), max(most[1], sum(inside))
+        await asyncio.sleep(0)
+        inside.remove(size)
+        share.leave(size)
+        ended.append(name)
 
-        async def client(name, sizes):
-            async with asyncio.TaskGroup() as group:
-                for size in sizes:
-                    await share.enter(size)
-                    group.create_task(run(name, size))
-
+    async def client(name, sizes):
         async with asyncio.TaskGroup() as group:
-            group.create_task(client("bulk", [30] * 500))
-            await asyncio.sleep(0)
-            for number in range(8):
-                group.create_task(client(f"single {number}", [40]))
-            group.create_task(client("long", [5000]))  # beyond the share: alone
-        return most, ended
+            for size in sizes:
+                await share.enter(size)
+                group.create_task(run(name, size))
 
-    most, ended = asyncio.run(played())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(client("bulk", [30] * 500))
+        await asyncio.sleep(0)
+        for number in range(8):
+            group.create_task(client(f"single {number}", [40]))
+        group.create_task(client("long", [5000]))  # beyond the share: alone
     assert most == [3, 5000]
     assert len(ended) == 509
     assert max(place for place, name in enumerate(ended) if name != "bulk") < 60
 
 
-def test_who_waits_and_leaves_takes_no_room():
-    async def played():
-        share = Share(reach(prompts=1, tokens=10))
-        await share.enter(10)
-        gone, stays = (asyncio.create_task(share.enter(10)) for _ in range(2))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.sleep(0)
-        assert not stays.done()
-        share.leave(10)
-        await asyncio.wait_for(stays, 60)
-        share.leave(10)
-        await asyncio.wait_for(share.enter(1), 60)
-
-    asyncio.run(played())
+@in_a_loop
+async def test_who_waits_and_leaves_takes_no_room():
+    share = Share(reach(prompts=1, tokens=10))
+    await share.enter(10)
+    gone, stays = (asyncio.create_task(share.enter(10)) for _ in range(2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.sleep(0)
+    assert not stays.done()
+    share.leave(10)
+    await asyncio.wait_for(stays, 60)
+    share.leave(10)
+    await asyncio.wait_for(share.enter(1), 60)

@@ -16,7 +16,7 @@ from i2cl import Injection, with_temperature
 from i2cl.interfaces.vllm import frontend, plugin, routes
 from i2cl.interfaces.vllm.slots import DIGEST
 
-from .standins import LLM, injection_for, parameters, vllm_config
+from .standins import LLM, in_a_loop, injection_for, parameters, vllm_config
 
 
 class Engine(LLM):
@@ -110,21 +110,18 @@ async def until(condition):
     raise AssertionError("it did not come to that")
 
 
-def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(app, base, task, tmp_path):
+@in_a_loop
+async def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(app, base, task, tmp_path):
     with_temperature(injection_for(base, task, 0), 3.0).save_pretrained(tmp_path / "warm")
     warm = Injection.from_pretrained(tmp_path / "warm")
 
-    async def asked():
-        (await started(app, base, ("mood", str(tmp_path / "warm")))).go.set()
-        path, body = "/v1/i2cl/classify", {"model": "mood", "input": ["good", "this film", "bad"]}
-        plain = (await call(app, "POST", path, body))[1]["data"]
-        least = max(max(one["probs"]) for one in plain) - 1e-9
-        found = (await call(app, "POST", path, body | {"min_confidence": least}))[1]["data"]
-        statuses = [(await call(app, "POST", path, body | {"min_confidence": bad}))[0] for bad in (0, 1.5)]
-        return body["input"], plain, least, found, statuses
-
-    texts, plain, least, found, statuses = asyncio.run(asked())
-    wanted = warm.scores(base, texts).softmax(-1)
+    (await started(app, base, ("mood", str(tmp_path / "warm")))).go.set()
+    path, body = "/v1/i2cl/classify", {"model": "mood", "input": ["good", "this film", "bad"]}
+    plain = (await call(app, "POST", path, body))[1]["data"]
+    least = max(max(one["probs"]) for one in plain) - 1e-9
+    found = (await call(app, "POST", path, body | {"min_confidence": least}))[1]["data"]
+    statuses = [(await call(app, "POST", path, body | {"min_confidence": bad}))[0] for bad in (0, 1.5)]
+    wanted = warm.scores(base, body["input"]).softmax(-1)
     found_probs = torch.tensor([one["probs"] for one in plain]).double()
     torch.testing.assert_close(found_probs, wanted, rtol=0, atol=1e-5)
     sure = [max(one["probs"]) >= least for one in plain]
@@ -134,43 +131,38 @@ def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(app, bas
     assert statuses == [422, 422]
 
 
-def test_a_classify_that_runs_under_reloads_ends_as_it_began(app, base, task, saved):
+@in_a_loop
+async def test_a_classify_that_runs_under_reloads_ends_as_it_began(app, base, task, saved):
     texts = ["this film", "good", "bad indeed"] * 4
 
-    async def played():
-        engine = await started(app, base, ("mood", str(saved / "0")))
-        first = frontend.TASKS.get("mood").packed.digest
-        running = asyncio.create_task(classify(app, "mood", texts))
-        await until(lambda: engine.inside == 4)  # the rest of its prompts are not even in the engine
-        await routes._load(app.state, "mood", str(saved / "1"))
-        assert (await call(app, "DELETE", "/v1/i2cl/tasks/mood"))[0] == 200
-        assert (await classify(app, "mood", texts))[0] == 404
-        engine.go.set()
-        status, reply, headers = await running
-        assert (status, len(reply["data"])) == (200, len(texts))
-        assert headers[b"x-i2cl-digest"].decode() == first
-        assert engine.digests == [first] * engine.ended
-        assert engine.ended > len(texts)  # their labels have several tokens
-        assert list(engine.held) == [first]
-        await routes._load(app.state, "mood", str(saved / "1"))
-        assert list(engine.held) == [frontend.TASKS.get("mood").packed.digest]  # its slot is free again
-        return reply
-
-    reply = asyncio.run(played())
+    engine = await started(app, base, ("mood", str(saved / "0")))
+    first = frontend.TASKS.get("mood").packed.digest
+    running = asyncio.create_task(classify(app, "mood", texts))
+    await until(lambda: engine.inside == 4)  # the rest of its prompts are not even in the engine
+    await routes._load(app.state, "mood", str(saved / "1"))
+    assert (await call(app, "DELETE", "/v1/i2cl/tasks/mood"))[0] == 200
+    assert (await classify(app, "mood", texts))[0] == 404
+    engine.go.set()
+    status, reply, headers = await running
+    assert (status, len(reply["data"])) == (200, len(texts))
+    assert headers[b"x-i2cl-digest"].decode() == first
+    assert engine.digests == [first] * engine.ended
+    assert engine.ended > len(texts)  # their labels have several tokens
+    assert list(engine.held) == [first]
+    await routes._load(app.state, "mood", str(saved / "1"))
+    assert list(engine.held) == [frontend.TASKS.get("mood").packed.digest]  # its slot is free again
     wanted = injection_for(base, task, 0).scores(base, texts).softmax(-1)
     found = torch.tensor([one["probs"] for one in reply["data"]], dtype=wanted.dtype)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
-def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved):
-    async def played():
-        engine = await started(app, base, ("mood", str(saved / "0")))
-        engine.go.set()
-        long = "film " * 100
-        asked = (["good", long, long], ["good"] * 2049, [], "good")
-        return engine, [await classify(app, "mood", texts) for texts in asked]
-
-    engine, (long, many, none, fine) = asyncio.run(played())
+@in_a_loop
+async def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved):
+    engine = await started(app, base, ("mood", str(saved / "0")))
+    engine.go.set()
+    long = "film " * 100
+    asked = (["good", long, long], ["good"] * 2049, [], "good")
+    long, many, none, fine = [await classify(app, "mood", texts) for texts in asked]
     error = long[1]["error"]
     assert (long[0], error["type"], error["code"]) == (413, "invalid_request_error", "text_too_long")
     assert error["message"].startswith("text 2 takes ")
@@ -183,72 +175,64 @@ def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved):
     assert 0 < len(engine.digests) < 10  # those of one text
 
 
-def test_work_stops_when_nobody_waits_for_it_and_others_go_on(app, base, saved):
-    async def played():
-        engine = await started(app, base, ("mood", str(saved / "0")))
-        bulk = asyncio.create_task(classify(app, "mood", ["good"] * 200))
+@in_a_loop
+async def test_work_stops_when_nobody_waits_for_it_and_others_go_on(app, base, saved):
+    engine = await started(app, base, ("mood", str(saved / "0")))
+    bulk = asyncio.create_task(classify(app, "mood", ["good"] * 200))
+    await until(lambda: engine.inside == 4)
+    single = asyncio.create_task(classify(app, "mood", "good"))
+    await until(lambda: frontend.TASKS._held.total() == 2)
+    bulk.cancel()  # as vLLM does when the client leaves
+    with pytest.raises(asyncio.CancelledError):
+        await bulk
+    assert engine.ended == 4
+    await until(lambda: engine.inside > 0)
+    engine.go.set()
+    assert (await single)[0] == 200
+    assert engine.ended - 4 == len(engine.digests) < 10
+    assert not frontend.TASKS._held.total()
+
+
+@in_a_loop
+async def test_many_texts_take_their_share_of_a_batch_and_turns(app, base, saved):
+    engine = await started(app, base, ("mood", str(saved / "0")))
+    ended = []
+
+    async def asked(name, texts):
+        assert (await classify(app, "mood", texts))[0] == 200
+        ended.append(name)
+
+    engine.go.set()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asked("bulk", ["good"] * 100))
         await until(lambda: engine.inside == 4)
-        single = asyncio.create_task(classify(app, "mood", "good"))
-        await until(lambda: frontend.TASKS._held.total() == 2)
-        bulk.cancel()  # as vLLM does when the client leaves
-        with pytest.raises(asyncio.CancelledError):
-            await bulk
-        assert engine.ended == 4
-        await until(lambda: engine.inside > 0)
-        engine.go.set()
-        assert (await single)[0] == 200
-        assert engine.ended - 4 == len(engine.digests) < 10
-        assert not frontend.TASKS._held.total()
-
-    asyncio.run(played())
+        for number in range(4):
+            group.create_task(asked(f"single {number}", "good"))
+    assert ended[-1] == "bulk"
+    assert engine.most == 16 // 4
 
 
-def test_many_texts_take_their_share_of_a_batch_and_turns(app, base, saved):
-    async def played():
-        engine = await started(app, base, ("mood", str(saved / "0")))
-        ended = []
-
-        async def asked(name, texts):
-            assert (await classify(app, "mood", texts))[0] == 200
-            ended.append(name)
-
-        engine.go.set()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(asked("bulk", ["good"] * 100))
-            await until(lambda: engine.inside == 4)
-            for number in range(4):
-                group.create_task(asked(f"single {number}", "good"))
-        assert ended[-1] == "bulk"
-        assert engine.most == 16 // 4
-
-    asyncio.run(played())
-
-
-def test_a_prompt_that_fails_ends_its_request_and_leaves_room(app, base, saved):
+@in_a_loop
+async def test_a_prompt_that_fails_ends_its_request_and_leaves_room(app, base, saved):
     class GoneError(Exception):
         """vLLM's, when its engine has ended."""
 
-    async def played():
-        engine = await started(app, base, ("mood", str(saved / "0")))
-        engine.go.set()
-        answer = engine.answer
-        engine.answer = lambda *_: (_ for _ in ()).throw(GoneError)
-        with pytest.raises(GoneError):
-            await classify(app, "mood", ["good"] * 9)
-        engine.answer = answer
-        assert (await classify(app, "mood", ["good"] * 9))[0] == 200
-
-    asyncio.run(played())
+    engine = await started(app, base, ("mood", str(saved / "0")))
+    engine.go.set()
+    answer = engine.answer
+    engine.answer = lambda *_: (_ for _ in ()).throw(GoneError)
+    with pytest.raises(GoneError):
+        await classify(app, "mood", ["good"] * 9)
+    engine.answer = answer
+    assert (await classify(app, "mood", ["good"] * 9))[0] == 200
 
 
 @pytest.mark.parametrize("name", ["team/mood", "a b/c", "mood"])
-def test_every_name_that_can_be_loaded_can_be_dropped(app, base, saved, name):
-    async def played():
-        await started(app, base)
-        body = {"name": name, "artefact": str(saved / "0")}
-        assert (await call(app, "POST", "/v1/i2cl/tasks", body))[0] == 200
-        status, reply, _ = await call(app, "DELETE", f"/v1/i2cl/tasks/{name}")
-        assert (status, reply["name"], frontend.TASKS.served) == (200, name, {})
-        assert (await call(app, "DELETE", f"/v1/i2cl/tasks/{name}"))[0] == 404
-
-    asyncio.run(played())
+@in_a_loop
+async def test_every_name_that_can_be_loaded_can_be_dropped(app, base, saved, name):
+    await started(app, base)
+    body = {"name": name, "artefact": str(saved / "0")}
+    assert (await call(app, "POST", "/v1/i2cl/tasks", body))[0] == 200
+    status, reply, _ = await call(app, "DELETE", f"/v1/i2cl/tasks/{name}")
+    assert (status, reply["name"], frontend.TASKS.served) == (200, name, {})
+    assert (await call(app, "DELETE", f"/v1/i2cl/tasks/{name}"))[0] == 404

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fitting import one_line
 from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.model import Hooked, found_writers
@@ -65,16 +66,13 @@ def ready(model):
     return state
 
 
-def test_v2_fills_the_slots_of_a_padded_batch(model):
+def test_v2_fills_the_slots_of_a_padded_batch_and_a_place_forgets_its_last_task(model):
     state = ready(model)
     model.i2cl_tables.slots.fill_(9)
     batch = batch_v2([3, 1, 0], [2, 1, 3], padded=8, requests_padded=4)
     assert state.prepare_inputs(batch, "as before") == {"positions": "as before"}
     assert model.i2cl_tables.slots[:9].tolist() == [2, 2, PLAIN, 5, 5, 5, PLAIN, PLAIN, 9]
     assert state.added == [3, 1, 0]
-
-
-def test_v2_a_place_that_is_used_again_forgets_its_last_task(model):
     state = ready(model)
     state.add_request(3, SimpleNamespace(sampling_params=params()))
     state.prepare_inputs(batch_v2([3, 0], [1, 1], padded=2, requests_padded=2), None)
@@ -97,15 +95,11 @@ def test_v1_fills_the_slots_of_a_padded_batch(model):
     assert model.i2cl_tables.slots[:6].tolist() == [2, PLAIN, PLAIN, 5, 5, PLAIN]
 
 
-def test_v1_leaves_other_models_alone():
+def test_v1_leaves_other_models_alone_and_never_answers_plain_what_is_in_no_slot(model):
     runner = SimpleNamespace(model=torch.nn.Linear(1, 1))
     assert forward_v1(lambda *args: args[1:])(runner, 1, 2, 3, 4) == (1, 2, 3, 4)
-
-
-def test_an_edit_that_is_in_no_slot_is_never_answered_plain(model):
     runner = runner_v1(model, {"x": params("gone")}, ["x"], [1])
-    with pytest.raises(I2CLError, match="in no slot"):
-        forward_v1(lambda *args: None)(runner, torch.zeros(1))
+    one_line("in no slot", forward_v1(lambda *args: None), runner, torch.zeros(1))
 
 
 def test_each_token_is_edited_as_the_core_edits_it(model):
@@ -151,16 +145,13 @@ def test_tables_keep_their_addresses_and_stay_out_of_checkpoints(model):
     assert writer.i2cl_scales[PLAIN] == 1
 
 
-def test_a_task_of_another_depth_is_refused(model):
+def test_a_task_of_another_depth_and_a_part_of_a_sum_are_refused(model):
     with pytest.raises(I2CLError, match="edits 2 residual writers, and the model has 4"):
         model.i2cl_tables.write(1, "x", Packed.of(torch.zeros(1, 2, D), torch.ones(1, 2)))
 
-
-def test_a_part_of_a_sum_is_refused():
     class Part(Linear):
         reduce_results = False
 
     model = Llama(vllm_config=vllm_config())
     model.model.layers[1].mlp.down_proj = Part(D, D)
-    with pytest.raises(I2CLError, match="part of a sum"):
-        found_writers(model, "LlamaForCausalLM")
+    one_line("part of a sum", found_writers, model, "LlamaForCausalLM")

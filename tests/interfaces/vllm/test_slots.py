@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fitting import one_line
 from i2cl.core.context import ExtractConfig
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.slots import PLAIN, Ledger, Packed, Salts, digest_of, token_slots
@@ -30,8 +31,7 @@ def test_a_slot_is_not_given_away_while_a_request_needs_it():
     assert ledger.load("b") == (2, True)
     ledger.admit("a", running)
     ledger.drop("a")
-    with pytest.raises(I2CLError, match=r'all 2 slots hold tasks.*"slots": 4'):
-        ledger.load("c")
+    one_line(r'all 2 slots hold tasks.*"slots": 4', ledger.load, "c")
     del running
     assert ledger.load("c") == (1, True)
     assert ledger.load("b") == (2, False)
@@ -43,15 +43,13 @@ def test_a_dropped_task_is_admitted_as_long_as_its_slot_has_it():
     ledger.load("b")
     ledger.drop("a")
     ledger.admit("a", late)  # its front end let it in before the drop
-    with pytest.raises(I2CLError, match="all 2 slots"):
-        ledger.load("c")
+    one_line("all 2 slots", ledger.load, "c")
     assert ledger.load("a") == (1, False)
     ledger.drop("a")
     del late
     ledger.load("c")
     for name in ("a", "never"):
-        with pytest.raises(I2CLError, match="dropped before it began"):
-            ledger.admit(name, Request())
+        one_line("dropped before it began", ledger.admit, name, Request())
     ledger.drop("never")
 
 
@@ -59,8 +57,7 @@ def test_what_could_not_be_written_is_not_booked():
     ledger = Ledger(2)
     assert ledger.load("a") == (1, True)
     ledger.unbook("a")
-    with pytest.raises(I2CLError, match="dropped before it began"):
-        ledger.admit("a", Request())
+    one_line("dropped before it began", ledger.admit, "a", Request())
     assert ledger.load("a") == (1, True)
 
 
@@ -76,15 +73,11 @@ def test_the_digest_is_that_of_the_edit_and_of_nothing_else(decoder, task):
     torch.testing.assert_close(scales, one.coefficients[..., 1].flatten())
 
 
-def test_salts_of_two_tasks_differ_and_keep_the_callers():
+def test_salts_keep_tasks_callers_and_plain_requests_apart():
+    """Not with the digest, which is public; not with the salt itself; not with what that is made into."""
     salts = Salts()
     asked = [(salt, digest) for salt in (None, "mine", "a:", "a") for digest in ("a", "b")]
     assert len({salts.of(*one) for one in asked}) == len(asked)
-
-
-def test_no_plain_request_can_send_the_salt_of_a_task():
-    """Not with the digest, which is public; not with the salt itself; not with what that is made into."""
-    salts = Salts()
     task = salts.of(None, "a")
     seen = {salts.of(sent, None) for sent in ("|i2cl:a", "i2cl:a", "i2cl:", task, salts.of(task, None))}
     assert task not in seen
@@ -102,8 +95,7 @@ def test_plain_requests_have_no_digest():
 
 def test_what_vllm_cannot_inject_is_refused(decoder, task):
     one = injection_for(decoder, task)
-    with pytest.raises(I2CLError, match="on positions 'last'"):
-        Packed.of_injection(replace(one, positions="last"))
+    one_line("on positions 'last'", Packed.of_injection, replace(one, positions="last"))
     hidden = replace(one.context, config=ExtractConfig(writers="hidden"), values=one.context.values[:, :1])
     with pytest.raises(I2CLError, match="block outputs"):
         Packed.of_injection(replace(one, context=hidden, coefficients=one.coefficients[:, :1]))

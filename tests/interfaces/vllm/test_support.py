@@ -2,7 +2,7 @@
 
 import pytest
 
-from i2cl.errors import I2CLError
+from fitting import one_line
 from i2cl.interfaces.vllm.support import ANY, SLOTS, require_supported, require_version, settings_of
 from i2cl.version import __version__
 
@@ -11,8 +11,7 @@ from .standins import vllm_config
 
 def test_an_untested_version_is_refused_unless_told(monkeypatch):
     require_version("0.32.1+cpu")
-    with pytest.raises(I2CLError, match=rf"vLLM 0\.33\.0 was not tested .*{ANY}=1"):
-        require_version("0.33.0")
+    one_line(rf"vLLM 0\.33\.0 was not tested .*{ANY}=1", require_version, "0.33.0")
     monkeypatch.setenv(ANY, "1")
     require_version("0.33.0")
 
@@ -38,8 +37,7 @@ REFUSED = {
 def test_what_the_edit_would_be_wrong_with_is_refused(field):
     require_supported(vllm_config())
     value, reason = REFUSED[field]
-    with pytest.raises(I2CLError, match=reason):
-        require_supported(vllm_config(**{field: value}))
+    one_line(reason, require_supported, vllm_config(**{field: value}))
 
 
 def test_the_version_stands_in_the_key_of_compiled_graphs():
@@ -50,5 +48,4 @@ def test_the_version_stands_in_the_key_of_compiled_graphs():
 
 @pytest.mark.parametrize("given", [{"slots": 1}, {"slots": "8"}, {"slots": True}, {"slot": 8}, 8])
 def test_settings_that_are_none_are_refused(given):
-    with pytest.raises(I2CLError, match="additional_config"):
-        settings_of(vllm_config(additional_config={"i2cl": given}))
+    one_line("additional_config", settings_of, vllm_config(additional_config={"i2cl": given}))

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from compressed import ALIKE, CLOSE, golden, with_compressor
-from fitting import hooks
+from fitting import hooks, one_line
 from i2cl import Decoder, Example, I2CLError
 from i2cl.methods.compressors.cepe import CrossAttention, context_encoder
 from i2cl.models.batching import make_batch, pack_batch
@@ -42,13 +42,10 @@ def states(own, chunks):
     return own.states(chunks)
 
 
-def test_encoder_states(own, release):
+def test_states_logits_and_losses(own, release, decoder):
     torch.testing.assert_close(states(own, release.shown_ids), release["encoder_states"], **CLOSE)
     alone = replace(own, budget=1)
     torch.testing.assert_close(states(alone, release.shown_ids), release["encoder_states"], **CLOSE)
-
-
-def test_logits(decoder, own, release):
     cases = {
         "query_logits": own.edit(release["encoder_states"]),
         "query_logits_one_chunk": own.edit(states(own, [release.context])),
@@ -60,9 +57,6 @@ def test_logits(decoder, own, release):
     front = sum(release.shown_ids[:2], ())
     found = after(decoder, edit, [front + ids for ids in release.queries])
     torch.testing.assert_close(found, release["query_logits_two_in_decoder"], **CLOSE)
-
-
-def test_losses(decoder, own, release):
     edit = own.edit(release["encoder_states"])
     label = release.labels[1]
     row = release.queries[0] + label
@@ -132,14 +126,11 @@ def test_cross_attention_at_another_place_shows(decoder, own, release, mistake):
     assert (found - release["query_logits"]).abs().max() > 0.1
 
 
-def test_the_norm_of_the_mlp_shows(decoder, own, release):
+def test_the_norm_of_the_mlp_a_causal_encoder_and_joined_chunks_show(decoder, own, release):
     norms = {number: decoder.blocks[number].post_attention_layernorm.weight for number in own.layers}
     layers = {number: replace(layer, norm=norms[number]) for number, layer in own.layers.items()}
     wrong = replace(own, layers=layers).edit(release["encoder_states"])
     assert (after(decoder, wrong, release.queries) - release["query_logits"]).abs().max() > 0.1
-
-
-def test_a_causal_encoder_and_joined_chunks_show(decoder, own, release):
     with torch.no_grad():
         causal = [own.encoder(torch.tensor([ids])).last_hidden_state[0] for ids in release.shown_ids]
     for wrong in (torch.cat(causal), states(own, [release.context])):
@@ -191,8 +182,7 @@ LAST, NORM = "model.layers.2.cross_attn.o_proj.weight", "encoder.norm.weight"
     ],
 )
 def test_what_does_not_belong_together_is_refused(release, tmp_path, tensors, settings, told):
-    with pytest.raises(I2CLError, match=told):
-        release.fitted(changed(tmp_path, release, tensors, **settings), "cepe")
+    one_line(told, release.fitted, changed(tmp_path, release, tensors, **settings), "cepe")
 
 
 def test_what_is_no_cepe_model_is_refused(release):
@@ -200,8 +190,7 @@ def test_what_is_no_cepe_model_is_refused(release):
     with pytest.raises(I2CLError, match="'plain' holds no cepe compressor beside its weights: give a CEPE"):
         release.fitted(plain, "cepe")
     other = Decoder(tiny_model("mistral"), tiny_tokenizer())
-    with pytest.raises(I2CLError, match="cepe is known for llama, not for 'mistral'"):
-        release.fitted(other, "cepe")
+    one_line("cepe is known for llama, not for 'mistral'", release.fitted, other, "cepe")
 
 
 def test_the_encoder_is_loaded_once_and_goes_with_its_model_also_into_another_dtype(tmp_path):

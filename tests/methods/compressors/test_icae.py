@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compressed import CLOSE, LOOSE, golden
+from fitting import one_line
 from i2cl import Decoder, I2CLError
 from i2cl.methods.compressors.icae import ICAEConfig, PutIn, auto_encoder, behind_slots
 from i2cl.models.batching import make_batch, pack_batch
@@ -54,12 +55,26 @@ def logits(own, *parts):
     return own.decoder.model(inputs_embeds=whole[None], use_cache=False).logits[0]
 
 
-def test_memory_slots(own, release, within):
+def test_memory_slots_logits_and_losses(own, release, within):
     torch.testing.assert_close(slots(own, release.context), release["memory_slots"], **within)
     for name, tokens in (("one_segment", 32), ("two_segments", 33)):
         if f"memory_slots_{name}" in release.tensors:
             found = slots(own, release.context[:tokens])
             torch.testing.assert_close(found, release[f"memory_slots_{name}"], **within)
+    for row, ids in enumerate(release.queries):
+        for name, parts in forms(own, release, ids).items():
+            torch.testing.assert_close(logits(own, *parts)[-1], release[name][row], **within)
+    found = logits(own, release["memory_slots"], own.special("ae"))[-1]
+    torch.testing.assert_close(found, release["logits_after_ae"], **within)
+    kept, query, label = release["memory_slots"], release.queries[0], release.labels[1]
+    ft, first = own.special("ft"), own.version == "1"
+    told = release.context if first else (*release.context, release.record["eos"])
+    found = nll(logits(own, kept, own.special("ae"), told), told)
+    torch.testing.assert_close(found, release["ae_loss"], **within)
+    asked = (kept, ft, query, *([ft] if first else []))
+    torch.testing.assert_close(nll(logits(own, *asked, label), label), release["ft_loss"], **within)
+    front = (kept, own.special("lm")) if first else (kept,)
+    torch.testing.assert_close(nll(logits(own, *front, query), query), release["lm_loss"], **within)
 
 
 def forms(own, release, ids):
@@ -75,29 +90,9 @@ def forms(own, release, ids):
     }
 
 
-def test_logits(own, release, within):
-    for row, ids in enumerate(release.queries):
-        for name, parts in forms(own, release, ids).items():
-            torch.testing.assert_close(logits(own, *parts)[-1], release[name][row], **within)
-    found = logits(own, release["memory_slots"], own.special("ae"))[-1]
-    torch.testing.assert_close(found, release["logits_after_ae"], **within)
-
-
 def nll(table, ids):
     """Mean negative log-likelihood of tokens, given the logits that end in what follows the last of them."""
     return torch.nn.functional.cross_entropy(table[-len(ids) - 1 : -1], torch.tensor(ids))[None]
-
-
-def test_losses(own, release, within):
-    kept, query, label = release["memory_slots"], release.queries[0], release.labels[1]
-    ft, first = own.special("ft"), own.version == "1"
-    told = release.context if first else (*release.context, release.record["eos"])
-    found = nll(logits(own, kept, own.special("ae"), told), told)
-    torch.testing.assert_close(found, release["ae_loss"], **within)
-    asked = (kept, ft, query, *([ft] if first else []))
-    torch.testing.assert_close(nll(logits(own, *asked, label), label), release["ft_loss"], **within)
-    front = (kept, own.special("lm")) if first else (kept,)
-    torch.testing.assert_close(nll(logits(own, *front, query), query), release["lm_loss"], **within)
 
 
 @pytest.mark.parametrize("budget", [1, 60, 1024], ids=["one-by-one", "few", "all"])
@@ -176,14 +171,11 @@ def test_a_mistake_in_the_slots_shows(own, release, mistake):
     assert found.shape != right.shape or (found - right).abs().max() > 0.1
 
 
-def test_the_adapter_is_off_in_the_decoder(own, release):
+def test_the_adapter_is_off_in_the_decoder_and_hooks_come_off_after_an_error(own, release):
     parts = forms(own, release, release.queries[0])["query_logits_ft"]
     with own.adapted():
         wrong = logits(own, *parts)[-1]
     assert (wrong - release["query_logits_ft"][0]).abs().max() > 0.1
-
-
-def test_hooks_come_off_after_an_error(own, release):
     with pytest.raises(IndexError):
         own.slots([(10**6,)])
     assert not any(module._forward_hooks for module in own.decoder.model.modules())
@@ -221,29 +213,23 @@ def test_a_compressor_of_another_model_is_refused(decoder, release, options, tmp
         tensors["memory_token_embed.weight"] = tensors["memory_token_embed.weight"][:3]
     path = tmp_path / "icae.safetensors"
     save_file({name: value.contiguous() for name, value in tensors.items()}, path)
-    with pytest.raises(I2CLError, match=told[change]):
-        auto_encoder(decoder, ICAEConfig(compressor=str(path)))
+    one_line(told[change], auto_encoder, decoder, ICAEConfig(compressor=str(path)))
 
 
-def test_fewer_layers_than_the_model_has_are_refused(decoder, options, tmp_path):
+def test_fewer_layers_and_what_cannot_be_are_told(decoder, options, tmp_path, release):
     tensors = {name: one for name, one in load_file(options["compressor"]).items() if "layers.2" not in name}
     save_file(tensors, tmp_path / "icae.safetensors")
     with pytest.raises(I2CLError, match=r"adapts 4 projections, and .* has 6"):
         auto_encoder(decoder, ICAEConfig(compressor=str(tmp_path / "icae.safetensors")))
-
-
-def test_what_cannot_be_is_told(decoder, release, options):
     other = Decoder(tiny_model("gpt2"), tiny_tokenizer())
-    with pytest.raises(I2CLError, match=r"icae is known for llama and mistral, not for 'gpt2'"):
-        release.fitted(other, "icae", **options)
+    one_line(r"icae is known for llama and mistral, not for 'gpt2'", release.fitted, other, "icae", **options)
     with pytest.raises(I2CLError, match=r"icae needs a compressor for .*: give --set compressor=FILE or"):
         release.fitted(decoder, "icae")
     with pytest.raises(I2CLError, match=r"as \(11, 32\), this model needs \(10, 32\)"):
         release.fitted(decoder, "icae", **options, memory=7)
     short = release.decoder()
     short.max_length = 20
-    with pytest.raises(I2CLError, match=r"a segment and its memory take|the memory slots take"):
-        release.fitted(short, "icae", **options)
+    one_line(r"a segment and its memory take|the memory slots take", release.fitted, short, "icae", **options)
     if "left" in options:
         with pytest.raises(I2CLError, match="token id 28793 of the form is none of"):
             release.fitted(decoder, "icae", compressor=options["compressor"])
@@ -261,5 +247,4 @@ def test_a_pickle_of_the_release_gives_equal_scores(decoder, release, options, t
 
 def test_no_tokens_have_no_embeddings_and_no_file_has_so_long_a_name(decoder, release):
     assert decoder.embed(()).shape == (0, decoder.d_model)
-    with pytest.raises(I2CLError, match="cannot be a file"):
-        release.fitted(decoder, "icae", compressor="x" * 300)
+    one_line("cannot be a file", release.fitted, decoder, "icae", compressor="x" * 300)

@@ -10,8 +10,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 
-from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection
+import fitting
 from i2cl.models.scoring import labelled_batch
 from i2cl.tasks import load_task
 
@@ -28,10 +27,7 @@ USER, ADMIN = "user-key", "admin-key"
 
 
 def random_injection(decoder, draw, name):
-    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=draw)
-    pairs = torch.randn(decoder.layers, 2, 2, generator=draw) * 0.3 + torch.tensor([0.0, 1.0])
-    context = ContextVector(values, ExtractConfig(), 4, decoder.base)
-    return Injection(context, pairs, load_task(name), decoder.base)
+    return fitting.random_injection(decoder, load_task(name), draw, shown=4, factor=0.3, around=(0.0, 1.0))
 
 
 def texts(count, seed=0, most=60):

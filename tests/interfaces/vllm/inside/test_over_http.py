@@ -16,6 +16,7 @@ import torch
 from i2cl.export import ask_server, calls, make_golden
 from i2cl.export.verify import compare
 from i2cl.tasks import Task, Template
+from processes import until
 
 from .engines import ADMIN, USER, call, followed, random_injection, texts
 
@@ -97,7 +98,9 @@ def test_over_http_a_classify_under_reloads_ends_as_it_began(server, decoder, ar
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(call, classify, body) for body in bodies]
         reloads = 0
+        end = time.monotonic() + 600
         while not all(one.done() for one in running):
+            assert time.monotonic() < end
             body = {"name": "turned", "artefact": str(folder / ("t3", "t6")[reloads % 2])}
             assert call(listed, body, key=ADMIN)[0] == 200
             reloads += 1
@@ -182,13 +185,9 @@ def test_over_http_work_stops_when_the_client_leaves(server):
         head = f"POST /v1/i2cl/classify HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {USER}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
-        while figures()[0] == before:
-            time.sleep(0.05)
-    for _ in range(1200):
-        done, running = figures()
-        if not running:
-            break
-        time.sleep(0.05)
+        until(lambda: figures()[0] != before)
+    until(lambda: not figures()[1])
+    done, _ = figures()
     time.sleep(1)
     print(f"\n{done - before:.0f} of 2000 texts were done")
     assert figures() == (done, 0)
