@@ -1,10 +1,12 @@
 """Anchored calibration against its objective, minimised and differentiated in other ways."""
 
+import string
+
 import pytest
 import torch
 
 from fitting import made, one_line
-from i2cl import Example, Task, Template
+from i2cl import Example, I2CLError, Task, Template
 from i2cl.core import anchored
 from i2cl.core import problem as module
 from i2cl.core.anchored import AnchoredConfig, Step, anchor, stepped
@@ -302,6 +304,31 @@ def test_a_wide_prior_takes_damped_steps(reach):
 
 def test_more_examples_than_a_kernel_holds_are_refused():
     one_line(r"4800 examples are more than the 4096 .*--shots", anchor, made("llama"), task(), SHOWN * 1200)
+    with pytest.raises(I2CLError, match=r"2000 examples times 3 labels are more whole sequences than"):
+        anchor(made("llama"), task(), SHOWN * 500, scoring="full")
+
+
+def many(count):
+    """A task of so many labels that share their first token, with a text each."""
+    words = [f"~{character}" for character in string.ascii_letters + string.digits][:count]
+    made_of = Task("many", tuple(words), Template("Review: {text}\nSentiment:\n{label}"))
+    return made_of, tuple(Example(f"text {word}", at) for at, word in enumerate(words))
+
+
+def test_any_number_of_labels_can_be_fitted():
+    decoder = made("llama")
+    asked, shown = many(60)
+    injection = anchor(decoder, asked, shown, AnchoredConfig(steps=2))
+    assert injection.scoring == "keyword"
+    assert columns_kept(60, 60) < 59
+    assert injection.history[-1] < injection.history[0] - 0.5
+    texts = [one.text for one in shown]
+    scores = injection.scores(decoder, texts)
+    assert scores.shape == (60, 60)
+    loss = torch.nn.functional.cross_entropy(scores.log_softmax(-1), torch.arange(60))
+    assert injection.history[-1] == pytest.approx(loss.item(), abs=0.2)
+    few, some = many(12)
+    assert anchor(decoder, few, some, AnchoredConfig(steps=1)).scoring == "auto"
 
 
 @pytest.mark.parametrize("reach", [-1.0, 1e5, float("inf"), float("nan")])

@@ -37,9 +37,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from i2cl.core.context import ContextVector, ExtractConfig, Writers, require_demonstrations
-from i2cl.core.injection import LABEL_PRIOR, Injection
+from i2cl.core.injection import Injection
 from i2cl.core.label_mass import raise_label_mass
-from i2cl.core.problem import Problem
+from i2cl.core.problem import MOST_COLUMNS, Problem
 from i2cl.core.tangent import Tangent, optimum, summed_loss
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
@@ -48,8 +48,8 @@ from i2cl.models.scoring import Questions
 from i2cl.models.training import StepProgress
 from i2cl.tasks import Example, Task
 
-MOST_SEQUENCES = 2**17
-"""Whole label sequences, of all demonstrations, from which shortlists are chosen: each is read once."""
+MOST_SEQUENCES = 4096
+"""Whole label sequences, of all demonstrations: each has a row in the kernel, whoever asks for them."""
 
 MOST_DEMONSTRATIONS = 4096
 """The kernel has `FEWEST` rows for each, and is solved as a whole."""
@@ -118,9 +118,8 @@ def anchor(
         config: see `AnchoredConfig`.
         seed: of the demonstrations, to be told with the injection.
         scoring: a label's first token, its whole sequence, or one token of its own; see
-            `i2cl.models.encoding`. Where labels share first tokens, ``"auto"`` takes whole sequences, and
-            beyond `MOST_SEQUENCES` of them single tokens. Of more than `MOST_COLUMNS` each demonstration
-            keeps a shortlist, and the injection has a label bias.
+            `i2cl.models.encoding`. Where labels share first tokens, ``"auto"`` takes whole sequences up to
+            `MOST_COLUMNS` of them, and single tokens beyond: a fit reads every sequence once a step.
         progress: called after each step with steps done, steps at most and the mean loss in nats.
 
     Raises:
@@ -132,24 +131,22 @@ def anchor(
     require_few(demonstrations)
     decoder.require_identity()
     questions = Questions(decoder, task, scoring)
-    if (
-        scoring == "auto"
-        and questions.labels.full
-        and len(demonstrations) * len(task.labels) > MOST_SEQUENCES
-    ):
+    if scoring == "auto" and questions.labels.full and len(demonstrations) * len(task.labels) > MOST_COLUMNS:
         scoring = "keyword"
         questions = Questions(decoder, task, scoring)
+    if questions.labels.full and len(demonstrations) * len(task.labels) > MOST_SEQUENCES:
+        raise I2CLError(
+            f"{len(demonstrations)} examples times {len(task.labels)} labels are more whole sequences than "
+            f"the {MOST_SEQUENCES} that anchored calibration takes: leave out scoring='full'"
+        )
     memory = None if config.memory is None else int(config.memory * 1e9)
     problem = Problem(questions, tuple(demonstrations), config.writers, memory)
     with decoder.frozen():
-        bias = tuple(problem.shortlist().tolist()) if problem.crowded else None
         u, tau, history = solved(problem, config, progress)
     if not u.any() and config.steps and config.reach:
         warnings.warn(NO_STEP, UserWarning, stacklevel=2)
     vectors = problem.theta(u)
     settings = config.model_dump(mode="json") | {"method": "anchored", "tau": tau}
-    if bias is not None:
-        settings[LABEL_PRIOR] = {"texts": len(demonstrations), "prior": None}
     if config.say_label and problem.ends_free and u.any():
         raised = raise_label_mass(decoder, problem.queries, questions.labels.first, problem.edit(u))
         vectors[-1, -1] += raised.vector / decoder.writer_scale
@@ -164,7 +161,6 @@ def anchor(
         seed=seed,
         settings=settings,
         history=history,
-        label_bias=bias,
     )
 
 

@@ -7,7 +7,6 @@ gives the derivatives of all rows by one backward pass a column.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,17 +25,12 @@ from i2cl.tasks import Example
 MOST_COLUMNS = 1024
 """Rows of the kernel, as long as each demonstration keeps `FEWEST` columns; then those."""
 
-SHORTLIST = 8
-"""Whole labels that a demonstration's own one competes with, where all of them exceed `MOST_COLUMNS`."""
-
 FEWEST = 2
 """Columns of a demonstration: the label that competes most, and all others together."""
 
 
 HELD = 1.5
 """Memory that derivatives take at most, times their own size."""
-
-LEAST_SHARE = 1e-12  # of a label that the plain model never says
 
 KERNELS = 5
 """Square matrices in double precision that the solver of a step holds at once."""
@@ -62,8 +56,7 @@ class Problem:
         demonstrations: labelled examples.
         writers: which sites have a vector.
         memory: bytes that derivatives and kernel may take; None: a quarter of what is free.
-        labels: of each demonstration; all of the task, or a `shortlist`.
-        bias: added to the labels' log-probabilities, in nats.
+        columns: of each demonstration; of whole sequences one for every label but its own.
         scale: units of theta at each site; `first` sets it.
     """
 
@@ -76,13 +69,12 @@ class Problem:
         decoder = self.questions.decoder
         self.queries = self.questions.queries([example.text for example in self.demonstrations])
         self.gold = torch.tensor([example.label for example in self.demonstrations])
-        self.labels = [self.questions.labels] * len(self.queries)
-        self.bias = torch.zeros(len(self.queries), len(self.questions.labels.ids))
         self.site = ExtractConfig(writers=self.writers).site
         active = torch.ones(decoder.layers, 1 if self.site == "hidden" else 2, 1)
         if self.writers in ("mha", "mlp"):
             active[:, 1 if self.writers == "mha" else 0] = 0
         self.scale = active.expand(-1, -1, decoder.d_model)
+        self.columns = self._columns_that_fit()
 
     @property
     def ends_free(self) -> bool:
@@ -90,24 +82,10 @@ class Problem:
         single = not self.questions.labels.full
         return single and self.site == "writers" and bool(self.scale[-1, -1].any())
 
-    @property
-    def crowded(self) -> bool:
-        """Whether there are more whole sequences than columns."""
-        labels = self.questions.labels
-        return labels.full and len(self.queries) * len(labels.ids) > MOST_COLUMNS
-
-    @cached_property
-    def columns(self) -> int:
-        """Of each demonstration; of whole sequences one for every label but its own, or of a shortlist.
-
-        Raises:
-            I2CLError: where the fewest take more than the memory.
-        """
-        labels, count = len(self.questions.labels.ids), len(self.queries)
-        wanted = labels - 1 if self.questions.labels.full else columns_kept(count, labels)
-        fewest = wanted if self.questions.labels.full else min(FEWEST, wanted)
-        if self.crowded:
-            wanted, fewest = min(SHORTLIST, wanted), 1
+    def _columns_that_fit(self) -> int:
+        labels, whole, count = len(self.questions.labels.ids), self.questions.labels.full, len(self.queries)
+        wanted = labels - 1 if whole else columns_kept(count, labels)
+        fewest = wanted if whole else min(FEWEST, wanted)
         free = free_memory()
         room = self.memory if self.memory is not None else free // 4 if free else None
         if room is None:
@@ -126,30 +104,6 @@ class Problem:
             warnings.warn(f"{share}: more memory (--memory) holds all", MemoryWarning, stacklevel=2)
         return kept
 
-    def shortlist(self) -> Float[Tensor, " labels"]:
-        """Leave each demonstration its own whole label, as label 0, and those that compete most with it.
-
-        A plain model says a few of many labels whatever the text, and all others would compete with these few
-        alone. So first a bias makes all labels about as frequent.
-
-        Returns:
-            The bias, one number for each label of the task, in nats.
-
-        Raises:
-            I2CLError: where derivatives take too much memory.
-        """
-        questions, gold, rivals = self.questions, self.gold, self.columns
-        plain = score(questions.decoder, self.queries, questions.labels).log_softmax(-1)
-        bias = -(plain.shape[1] * plain.exp().mean(0).clamp_min(LEAST_SHARE)).log()
-        others = (plain + bias).scatter(1, gold[:, None], -torch.inf)
-        chosen = torch.cat([gold[:, None], others.topk(rivals).indices], dim=1)
-        self.gold, self.bias = torch.zeros_like(gold), bias[chosen]
-        self.labels = [
-            replace(questions.labels, ids=tuple(questions.labels.ids[label] for label in row))
-            for row in chosen.tolist()
-        ]
-        return bias
-
     def theta(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sites d"]:
         """The vectors at a place in units of their scale."""
         return self.scale * u.view_as(self.scale)
@@ -161,7 +115,8 @@ class Problem:
 
     def scores(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
         """Label scores at u."""
-        return self.bias + score(self.questions.decoder, self.queries, self.labels, edit=self.edit(u))
+        questions = self.questions
+        return score(questions.decoder, self.queries, questions.labels, edit=self.edit(u))
 
     def first(self) -> tuple[Tangent, Float[Tensor, "n labels"], float]:
         """The tangent at the plain model, once it has set the scale; scores; and the variance it gives them.
@@ -282,7 +237,7 @@ class Problem:
     ) -> Float[Tensor, "rows labels"]:
         """Scores of whole sequences; writes derivatives of the labels but the gold one, less its own."""
         gold: list[int] = self.gold.tolist()
-        scores = torch.zeros_like(self.bias)
+        scores = torch.zeros(len(gold), len(self.questions.labels.ids))
         own = torch.empty(len(gold), 1, u.numel())
         self._derive_pairs(own, scores, u, [(row, gold[row], 0) for row in chosen])
         read = torch.ones_like(scores, dtype=torch.bool) if competing is None else competing
@@ -305,22 +260,22 @@ class Problem:
         asked: Sequence[tuple[int, int, int]],
     ) -> None:
         """Write scores and derivatives of some labels: of each a row, the label and its column are asked."""
-        decoder = self.questions.decoder
+        decoder, labels = self.questions.decoder, self.questions.labels.ids
 
         def run(batch: Batch) -> None:
             rows, chosen, columns = zip(*[asked[place] for place in batch.rows], strict=True)
             leaf, edit = self._rows_edit(u, batch.rows, len(asked))
-            targets = [self.labels[row].ids[label] for row, label in zip(rows, chosen, strict=True)]
+            targets = [labels[label] for label in chosen]
             whole = labelled_batch([self.queries[row] for row in rows], targets, decoder.device)
             with torch.enable_grad():
                 values = sequence_log_probabilities(decoder, replace(whole, rows=batch.rows), targets, edit)
                 decoder.pause()
                 (slopes,) = Backward([leaf], decoder.model.dtype).gradients(values.sum())
-            scores[rows, chosen] = values.detach().cpu() + self.bias[rows, chosen]
-            into[rows, columns] = self._in_units(slopes)
+            scores[rows, chosen], into[rows, columns] = values.detach().cpu(), self._in_units(slopes)
 
-        whole = [self.queries[row] + self.labels[row].ids[label][:-1] for row, label, _ in asked]
-        for _ in decoder.run_batches(whole, run):
+        for _ in decoder.run_batches(
+            [self.queries[row] + labels[label][:-1] for row, label, _ in asked], run
+        ):
             pass
 
     def _rows_edit(

@@ -7,7 +7,7 @@ from random import Random
 from statistics import median_low
 
 from i2cl.core.anchored import require_few
-from i2cl.core.problem import MOST_COLUMNS, SHORTLIST, columns_kept
+from i2cl.core.problem import MOST_COLUMNS, columns_kept
 from i2cl.errors import I2CLError
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
@@ -154,11 +154,8 @@ class _Pace:
         """
         tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
         labels = len(self.questions.task.labels)
-        columns, choice = float(columns_kept(len(shown), labels)), 0.0
-        if self.questions.labels.full:
-            crowded = len(shown) * labels > MOST_COLUMNS
-            columns = (min(SHORTLIST, labels - 1) if crowded else labels - 1) / SHARED
-            choice = labels / SHARED if crowded else 0.0
+        whole = self.questions.labels.full and len(shown) * labels <= MOST_COLUMNS
+        columns = (labels - 1) / SHARED if whole else columns_kept(len(shown), labels)
         once = FORWARD + BACKWARD * columns
-        passes = choice + once * (1 + AGAIN * (self.steps > 1)) + self.steps + FORWARD
+        passes = once * (1 + AGAIN * (self.steps > 1)) + self.steps + FORWARD
         return self.seconds_a_token * tokens * passes

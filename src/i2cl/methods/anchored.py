@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from pydantic import BaseModel
 
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.injection import Injection
 from i2cl.injections.temperature import SPREAD, TYPICAL
-from i2cl.methods.base import BiasedPredictor, Cost, Method, Predictor
+from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
@@ -56,14 +55,12 @@ class Anchored(Method):
             decoder, task, demonstrations, self.anchoring, seed=seed, scoring=scoring, progress=progress
         )
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int) -> Predictor:
+    def fit(
+        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
+    ) -> PromptPredictor:
         """Inject what `injection` finds."""
         injection = self.injection(decoder, task, demonstrations, seed)
         sites = decoder.layers * (2 if self.anchoring.writers == "both" else 1)
         cost = Cost.of(injection.context.values, trained=sites * decoder.d_model)
         questions = Questions(decoder, task, injection.scoring)
-        below = PromptPredictor(questions, edit=injection.edit(), cost=cost)
-        if injection.label_bias is None:
-            return below
-        bias = torch.tensor(injection.label_bias)
-        return BiasedPredictor(below, bias, cost + Cost.of(bias))
+        return PromptPredictor(questions, edit=injection.edit(), cost=cost)
