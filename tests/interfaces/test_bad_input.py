@@ -123,6 +123,10 @@ WRONG = {
         ["fit", "reference", "mood-colour-1", "--memory", "1e-9", "-o", "{new}"],
         "more memory (--memory)",
     ),
+    "endless memory": (
+        ["fit", "reference", "mood-colour-1", "--memory", "inf", "-o", "{new}"],
+        "memory='inf'",
+    ),
     "memory of another method": ([*FIT, "--memory", "1"], "has the option"),
     "a prior of no texts": ([*FIT, "--prior", "0.5,0.5"], "with --unlabelled"),
     "a prior in words": ([*UNLABELLED, "--prior", "half,half"], "write it like 0.5,0.3,0.2"),

@@ -96,7 +96,7 @@ class AnchoredConfig(BaseModel):
     trust: float = Field(0.25, ge=0, lt=1)
     settled: float = Field(0.1, ge=0)
     say_label: bool = True
-    memory: float | None = Field(None, gt=0, exclude=True)
+    memory: float | None = Field(None, gt=0, allow_inf_nan=False, exclude=True)
 
 
 def anchor(
