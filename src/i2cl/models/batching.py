@@ -152,6 +152,39 @@ def budget_chunks(ids: Sequence[Ids], token_budget: int) -> list[list[int]]:
     return chunks
 
 
+PASSES_A_BATCH = 8
+"""A pass over few tokens costs as much as a full batch divided by this: the weights have to be read."""
+
+
+def batch_sizes(lengths: Sequence[int], most: Sequence[int], price: float) -> list[int]:
+    """How many of some rows, longest first, run together, so that padding and passes cost the least.
+
+    Args:
+        lengths: tokens of each row; a batch is padded to its first.
+        most: rows that a batch with this one as its first may have, at least one.
+        price: of a pass, in tokens.
+    """
+    count = len(lengths)
+    best, size = [0.0] * (count + 1), [1] * count
+    shorter = [count] * count  # the next row of fewer tokens, where alone a cut can save padding
+    for row in range(count - 1, -1, -1):
+        if row + 1 < count:
+            shorter[row] = row + 1 if lengths[row + 1] < lengths[row] else shorter[row + 1]
+        end, after = min(count, row + most[row]), shorter[row]
+        best[row] = lengths[row] * (end - row) + price + best[end]
+        size[row] = end - row
+        while after < end:
+            cost = lengths[row] * (after - row) + price + best[after]
+            if cost < best[row]:
+                best[row], size[row] = cost, after - row
+            after = shorter[after]
+    sizes, row = [], 0
+    while row < count:
+        sizes.append(size[row])
+        row += size[row]
+    return sizes
+
+
 def shared_front(rows: Sequence[Ids]) -> Ids:
     """The tokens that all rows start with, short of the shortest row's last, which is left to run."""
     length = min(map(len, rows)) - 1

@@ -193,13 +193,10 @@ class Decoder:
         front of every query, the ``reserve``, are kept, but not run, so that they count towards `KEPT_BUDGET`
         (`CPU_KEPT_BUDGET`) alone. Raises I2CLError if a single query exceeds the memory.
         """
-        order, start = longest_first(ids), 0
-        kept = CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET
-        while start < len(order):
-            length = len(ids[order[start]])
-            room = max(self.token_budget, kept) // (length + reserve)
-            rows = order[start : start + max(1, min(self.token_budget // length, room))]
-            rows = rows[: len(self.together([len(ids[row]) + reserve for row in rows])[-1])]
+        order, sizes = longest_first(ids), list[int]()
+        while order:
+            sizes = sizes or self._sizes([len(ids[row]) for row in order], reserve)
+            rows = order[: sizes[0]]
             batch = make_batch([ids[row] for row in rows], self.device, rows)
             try:
                 result = run(batch)
@@ -208,9 +205,22 @@ class Decoder:
                     raise
             else:
                 yield batch, result
-                start += len(rows)
+                order, sizes = order[len(rows) :], sizes[1:]
                 continue
-            self._shrink(len(rows), length, reserve)  # what the error held on to is free by now
+            self._shrink(len(rows), len(ids[rows[0]]), reserve)  # what the error held on to is free by now
+            sizes = []
+
+    def _sizes(self, lengths: Sequence[int], reserve: int) -> list[int]:
+        """How many rows of these lengths, longest first, run together, behind so many cached tokens each."""
+        budget = self.token_budget
+        room = max(budget, CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET)
+        sides = [len(side) for side in reversed(self.together([length + reserve for length in lengths]))]
+        alike = [rest for side in sides for rest in range(side, 0, -1)]  # rows from here on that may share
+        most = [
+            max(1, min(budget // length, room // (length + reserve), rest))
+            for length, rest in zip(lengths, alike, strict=True)
+        ]
+        return batching.batch_sizes(lengths, most, budget / batching.PASSES_A_BATCH)
 
     def together(self, lengths: Sequence[int]) -> list[list[int]]:
         """Places of rows that may share a batch, by their tokens, cached ones included; shortest first."""

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from i2cl.errors import I2CLError
-from i2cl.models.batching import CPU_KEPT_BUDGET, Batch, Ids, make_batch, pack_batch
+from i2cl.models.batching import CPU_KEPT_BUDGET, PASSES_A_BATCH, Batch, Ids, make_batch, pack_batch
 from i2cl.models.decoder import CPU_BUDGET, Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens, Scoring, label_tokens
@@ -23,7 +23,6 @@ from i2cl.tasks import Example, Task
 
 # Called with the number of queries just finished, or the share of one whose labels run one by one.
 Progress = Callable[[float], None]
-PASSES_A_BATCH = 8
 
 
 class NotFiniteError(I2CLError):
