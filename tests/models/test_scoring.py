@@ -1,4 +1,5 @@
 import inspect
+import random
 import warnings
 from functools import cache
 
@@ -11,7 +12,8 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
-from i2cl.models.scoring import PASSES_A_BATCH, Questions, require_texts, score
+from i2cl.models.scoring import Questions, require_texts, score
+from i2cl.models.trie import Trie
 from i2cl.tasks import Task, Template
 from tiny import CASES, tiny_model, tiny_tokenizer
 
@@ -86,8 +88,9 @@ class Counting(Decoder):
         return super().forward(batch, **arguments)
 
 
-INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text")
-"""Model types that cache more than keys and values."""
+NO_FORKS = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text")
+NO_FORKS += ("bloom", "falcon-alibi", "mpt")
+"""Model types that cache more than keys and values, or place their tokens by themselves (ALiBi)."""
 
 MANY = ("positive", "negative", "funny and warm", "warm", "where is the river", "dull and lifeless film")
 
@@ -106,35 +109,61 @@ def drawn_edit(decoder, *pair, **options):
 @pytest.mark.parametrize("positions", [None, "all", "last"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, positions):
-    decoder = counting(case)
+    model_type, variant = CASES[case]
+    wide = {name: 512 for name in ("sliding_window", "window_size") if decoder_of(case).window}
+    decoder = Counting(tiny_model(model_type, **variant | wide), tiny_tokenizer(), name=case, token_budget=64)
     asked = questions(decoder, "full", MANY)
     edit = drawn_edit(decoder, 0.1, 0.9, positions=positions) if positions else None
     queries = asked.queries(TEXTS)
-    found = score(decoder, queries, asked.labels, edit=edit)
-    once, decoder.tokens, decoder.can_split = decoder.tokens, 0, False
+    assert decoder.can_fork is (case not in NO_FORKS and not decoder.rope_limits)
+    forks = decoder.can_fork and positions != "last"
+    decoder.tokens = 0
+    found, once = score(decoder, queries, asked.labels, edit=edit), decoder.tokens
+    decoder.tokens, decoder.can_fork = 0, False
     assert close(found, score(decoder, queries, asked.labels, edit=edit))
-    shared = positions != "last" and not decoder.rope_limits and case not in INDEXED
-    assert (1.5 * once < decoder.tokens) is shared
-    assert shared or once == decoder.tokens
+    assert (1.5 * once < decoder.tokens) is forks
+    assert forks or once == decoder.tokens
 
 
-def test_one_more_pass_a_length_has_to_pay():
-    asked = questions(decoder_of("llama"), "full", MANY)
-    queries = asked.queries(TEXTS)
-    saved = (len(MANY) - 1) * sum(map(len, queries))
-    worth = PASSES_A_BATCH * saved // len(set(map(len, queries)))
-    for budget, repeated in ((worth - 1, False), (worth + 1, True)):
-        decoder, apart = counting("llama", budget), counting("llama", budget)
-        apart.can_split = False
-        score(decoder, queries, asked.labels)
-        score(apart, queries, asked.labels)
-        assert (decoder.tokens == apart.tokens) is repeated
+@pytest.mark.parametrize(("case", "limits"), [("gemma2", {"sliding_window": 42}), ("gpt2", {"n_positions": 42})])
+def test_queries_whose_labels_pass_a_window_or_the_context_run_with_each_label(case, limits):
+    decoder = Counting(tiny_model(case, **limits), tiny_tokenizer(), name=case)
+    assert decoder.can_fork
+    asked = questions(decoder, "full", MANY)
+    queries = asked.queries(["dull", "a warm film", "where is the longest river"])
+    lengths = [len(query) + len(Trie.of(asked.labels.ids).tokens) for query in queries]
+    assert min(lengths) <= 42 < max(lengths)
+    decoder.tokens = 0
+    found, once = score(decoder, queries, asked.labels), decoder.tokens
+    decoder.tokens, decoder.can_fork = 0, False
+    assert close(found, score(decoder, queries, asked.labels))
+    assert once < decoder.tokens
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_trie_holds_every_beginning_once_and_adds_up_to_the_labels(seed):
+    draw = random.Random(seed)
+    labels = {tuple(draw.choices(range(3), k=draw.randint(1, 5))) for _ in range(draw.randint(1, 20))}
+    trie = Trie.of(tuple(sorted(labels)))
+    beginnings = {ids[:end] for ids in labels for end in range(1, len(ids))}
+    assert len(trie.tokens) == len(beginnings)
+    spelled: list[tuple[int, ...]] = []
+    for token, parent, depth, seen in zip(trie.tokens, trie.parents, trie.depths, trie.visible, strict=True):
+        spelled.append((*(spelled[parent] if parent >= 0 else ()), token))
+        assert depth == len(spelled[-1]) - 1
+        assert [trie.tokens[node] for node in seen.nonzero()[:, 0]] == list(spelled[-1])
+    assert set(spelled) == beginnings
+    assert len(set(trie.edges)) == len(trie.edges)
+    for ids, steps in zip(sorted(labels), trie.steps, strict=True):
+        assert [trie.edges[step][1] for step in steps] == list(ids)
+    values = torch.rand(len(trie.edges))
+    assert close(trie.scores(values), torch.stack([values[list(own)].sum() for own in trie.steps]))
 
 
 @pytest.mark.parametrize("limit", [10, 2])
 def test_running_out_of_memory_behind_shared_queries_halves_them(monkeypatch, limit):
     """Also where what runs behind the queries exceeds it, and not the queries themselves."""
-    decoder = counting("llama", 100)
+    decoder = counting("llama", 1000)
     asked = questions(decoder, "full", MANY)
     queries = asked.queries(["a warm film"] * 30)
     wanted, forward, done = score(decoder, queries, asked.labels), decoder.forward, []

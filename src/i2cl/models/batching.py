@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Ids = tuple[int, ...]
@@ -35,19 +35,23 @@ class Batch:
         first: index of each query's first token in its row: 0, unless packed.
         last: index of each query's last token in its row, whose next token is predicted.
         rows: place of each query in the caller's list.
-        position_ids: of a packed batch, which start again with every query; None otherwise.
+        position_ids: of a packed batch, which start again with every query, or of one whose rows fork; None
+            otherwise.
+        visible: of each token, which others of its row it sees, where rows fork (`i2cl.models.trie`); None
+            otherwise: all before it.
     """
 
     input_ids: Int[Tensor, "lines tokens"]
     first: Int[Tensor, " batch"]
     last: Int[Tensor, " batch"]
     rows: tuple[int, ...]
-    position_ids: Int[Tensor, "1 tokens"] | None = None
+    position_ids: Int[Tensor, "lines tokens"] | None = None
+    visible: Bool[Tensor, "lines tokens tokens"] | None = None
 
     @property
     def packed(self) -> bool:
         """Whether one row holds all queries."""
-        return self.position_ids is not None
+        return self.position_ids is not None and self.visible is None
 
 
 def make_batch(ids: Sequence[Ids], device: torch.device, rows: Sequence[int] | None = None) -> Batch:

@@ -1,5 +1,6 @@
 """Decoder: the only owner of a model and its tokenizer."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ from i2cl.models.precision import Quantization, dtype_name, execution_device, qu
 from i2cl.models.prefix import Prefix, holds_keys_alone, keys_at, window_of
 from i2cl.models.residual_check import ResidualIdentity, residual_identity
 from i2cl.models.restore import frozen, lock_of
+from i2cl.models.trie import Trie, forked_batch
 
 T = TypeVar("T")
 
@@ -167,6 +169,34 @@ class Decoder:
         with self.frozen():
             return residual_identity(self.model, self.architecture, ids)
 
+    @cached_property
+    def can_fork(self) -> bool:
+        """Whether a row may go on in several ways at once, kept apart by a mask: tried once on a few tokens.
+        Some models, those with ALiBi among them, make their masks or positions by themselves.
+        """
+        ids = self.encoder([PROBE])[0][:12]
+        query, ends = ids[:4], (ids[4:], ids[-2:])
+        limit = min(self.window or math.inf, self.max_length or math.inf)
+        if not self.can_split or self.rope_limits or limit < len(ids) + len(ends[1]):
+            return False
+        trie = Trie.of(tuple((*end, 0) for end in ends))
+        forked = forked_batch([query], [trie], self.device)
+        last = [len(query) + trie.edges[own[-1]][0] for own in trie.steps]
+        places = torch.tensor([last], device=self.device)
+        try:
+            with self.frozen(), torch.no_grad():
+                together = self.forward(forked, at=places)[0].float()
+                apart = self.forward(make_batch([query + end for end in ends], self.device))[:, 0].float()
+        except (RuntimeError, TypeError, ValueError):  # an attention that takes no such mask
+            return False
+        size = (apart[0] - apart[1]).abs().max()
+        return bool((together - apart.to(together.device)).abs().max() <= self._same * size)
+
+    @property
+    def _same(self) -> float:
+        """Share of a logit's range that rounding may move it by."""
+        return 1e-3 if self.model.dtype == torch.float32 else 0.05
+
     def require_identity(self) -> None:
         """Refuse a model whose blocks do not simply add their writers, as a post-norm OPT (I2CLError)."""
         if not self.residual_identity.passed:
@@ -264,8 +294,12 @@ class Decoder:
         look = partial(batching.gather, positions, batch.packed)
         kept = {} if caches is None else {"past_key_values": DynamicCache()}
         arguments: dict[str, Any] = {"use_cache": bool(kept), **kept}
-        if batch.packed:
+        if batch.position_ids is not None:
             arguments["position_ids"] = batch.position_ids
+        if batch.visible is not None:  # added to the attention's logits, as transformers takes it
+            hidden = torch.zeros(batch.visible.shape, dtype=self.model.dtype, device=batch.visible.device)
+            hidden.masked_fill_(~batch.visible, torch.finfo(hidden.dtype).min)
+            arguments["attention_mask"] = hidden[:, None]
         placed: AbstractContextManager[None] = nullcontext()
         if prefix is not None:
             arguments, keys = prefix.in_front_of(batch.input_ids)

@@ -1,24 +1,23 @@
 """Log-probabilities of label words after a prompt."""
 
-from collections import defaultdict
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Cache
 
 from i2cl.errors import I2CLError
-from i2cl.models.batching import CPU_KEPT_BUDGET, PASSES_A_BATCH, Batch, Ids, make_batch, pack_batch
-from i2cl.models.decoder import CPU_BUDGET, Decoder
+from i2cl.models.batching import Batch, Ids, make_batch, pack_batch
+from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens, Scoring, label_tokens
 from i2cl.models.precision import dtype_name
 from i2cl.models.prefix import Prefix
+from i2cl.models.trie import Trie, edge_scores, fork_places, forked_batch
 from i2cl.tasks import Example, Task
 
 # Called with the number of queries just finished, or the share of one whose labels run one by one.
@@ -123,16 +122,12 @@ def score(
     most = max((len(own.ids) for own in each), default=0)
     scores = torch.full((len(queries), most), -torch.inf)
     with decoder.frozen(), torch.no_grad():
-        if not any(own.full for own in each):
-            parts = _first(decoder, queries, each, edit, prefix)
-        elif prefix is None and _shares(decoder, queries, each, edit):
-            parts = _shared(decoder, queries, each, edit)
-        else:
-            parts = _whole(decoder, queries, each, edit, prefix)
-        for rows, columns, values, finished in parts:
-            scores[rows, columns] = values
-            if progress is not None:
-                progress(finished)
+        for way, chosen in _ways(decoder, queries, each[: len(queries)], edit, prefix).items():
+            asked = [queries[row] for row in chosen], [each[row] for row in chosen]
+            for rows, columns, values, finished in way(decoder, *asked, edit, prefix):
+                scores[torch.tensor(chosen)[rows], columns] = values
+                if progress is not None:
+                    progress(finished)
     return scores
 
 
@@ -198,85 +193,53 @@ def _read(
     yield from decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0)
 
 
-def _shares(
-    decoder: Decoder, queries: Sequence[Ids], labels: Sequence[LabelTokens], edit: Edit | None
-) -> bool:
-    """Whether each query is to run once, with its labels behind the keys that it leaves.
-    They follow in a pass for every length of query, so that has to save a fair part of a batch each. Beyond a
-    limit of longrope a label turns the keys of its query.
+Way = Callable[[Decoder, Sequence[Ids], Sequence[LabelTokens], Edit | None, Prefix | None], Iterator[Part]]
+
+
+def _ways(
+    decoder: Decoder,
+    queries: Sequence[Ids],
+    labels: Sequence[LabelTokens],
+    edit: Edit | None,
+    prefix: Prefix | None,
+) -> dict[Way, list[int]]:
+    """Places of the queries by how their labels are read.
+
+    All labels of several tokens stand behind their query at once, where the model lets a row fork. A mask of
+    one's own knows no window, and some models have no place for more tokens than their context has.
     """
-    if not decoder.can_split or decoder.rope_limits or not (edit is None or edit.everywhere):
-        return False
-    saved = sum(len(ids) * (len(labels[row].ids) - 1) for row, ids in enumerate(queries))
-    return PASSES_A_BATCH * saved > decoder.token_budget * len(set(map(len, queries)))
+    if not any(own.full for own in labels):
+        return {_first: list(range(len(queries)))}
+    forks = prefix is None and (edit is None or edit.everywhere) and decoder.can_fork
+    limit = min(decoder.window or math.inf, decoder.max_length or math.inf)
+    found: dict[Way, list[int]] = {_forked: [], _whole: []}
+    for row, (query, own) in enumerate(zip(queries, labels, strict=True)):
+        fits = forks and len(query) + len(Trie.of(own.ids).tokens) <= limit
+        found[_forked if fits else _whole].append(row)
+    return found
 
 
-class _Branch(NamedTuple):
-    """A label behind a query: the query's place in its batch, and both their places in the caller's lists."""
-
-    line: int
-    row: int
-    column: int
-    ids: Ids
-
-
-def _shared(
-    decoder: Decoder, queries: Sequence[Ids], labels: Sequence[LabelTokens], edit: Edit | None
+def _forked(
+    decoder: Decoder,
+    queries: Sequence[Ids],
+    labels: Sequence[LabelTokens],
+    edit: Edit | None,
+    _prefix: Prefix | None,
 ) -> Iterator[Part]:
     """Whole label sequences, each query run once for all of its labels."""
+    tries = [Trie.of(own.ids) for own in labels]
 
-    def run(batch: Batch) -> tuple[list[_Branch], Tensor]:
-        caches: list[Cache] = []
-        read = decoder.forward(batch, edit=edit, caches=caches)[:, 0].float().log_softmax(-1)
-        branches = [
-            _Branch(line, row, column, ids)
-            for line, row in enumerate(batch.rows)
-            for column, ids in enumerate(labels[row].ids)
-        ]
-        values = read[[branch.line for branch in branches], [branch.ids[0] for branch in branches]]
-        alike = defaultdict(list)  # behind queries of one length no key is padding
-        for place, branch in enumerate(branches):
-            if len(branch.ids) > 1:
-                alike[len(queries[branch.row])].append(place)
-        for length, places in alike.items():
-            lengths = [len(branches[place].ids) for place in places]
-            for group in _groups(decoder, places, lengths, length):
-                own = [branches[place] for place in group]
-                behind = Prefix.of_rows(caches[0], [branch.line for branch in own], length)
-                targets = [branch.ids[1:] for branch in own]
-                rests = make_batch([branch.ids[:-1] for branch in own], decoder.device)
-                rests = replace(rests, last=rests.first, rows=tuple(branch.row for branch in own))
-                values[group] += sequence_log_probabilities(decoder, rests, targets, edit, behind)
-        return branches, values
+    def run(batch: Batch) -> list[Tensor]:
+        own = [tries[row] for row in batch.rows]
+        forked = forked_batch([queries[row] for row in batch.rows], own, decoder.device)
+        logits = decoder.forward(replace(forked, rows=batch.rows), at=fork_places(forked, own), edit=edit)
+        return edge_scores(logits, own)
 
-    for batch, (branches, values) in decoder.run_batches(queries, run):
-        rows, columns = torch.tensor([(branch.row, branch.column) for branch in branches]).unbind(-1)
-        yield rows, columns, values.cpu(), len(batch.rows)
-
-
-def _groups(
-    decoder: Decoder, places: Sequence[int], lengths: Sequence[int], cached: int
-) -> Iterator[Sequence[int]]:
-    """Places of labels of these lengths, behind so many cached tokens each, that run together.
-    Shorter labels go with longer ones as long as their padding costs less than a pass of their own. A CPU may
-    hold the keys of more tokens than it runs: copying a few costs less than a pass of few rows. What exceeds
-    the memory halves the batch of queries, and the token budget with it.
-    """
-    room = decoder.token_budget * (CPU_KEPT_BUDGET // CPU_BUDGET if decoder.device.type == "cpu" else 1)
-    alike = defaultdict(list)
-    for place, length in zip(places, lengths, strict=True):
-        alike[length].append(place)
-    groups: list[tuple[int, list[int]]] = []  # the longest label's length, and places
-    padding = 0
-    for length in sorted(alike, reverse=True):
-        padding += len(alike[length]) * (groups[-1][0] - length) if groups else 0
-        if not groups or PASSES_A_BATCH * padding > decoder.token_budget:
-            groups.append((length, []))
-            padding = 0
-        groups[-1][1].extend(alike[length])
-    for longest, group in groups:
-        size = max(1, room // (cached + longest))
-        yield from (group[start : start + size] for start in range(0, len(group), size))
+    whole = [query + trie.tokens for query, trie in zip(queries, tries, strict=True)]
+    for batch, each in decoder.run_batches(whole, run):
+        rows = [row for row, values in zip(batch.rows, each, strict=True) for _ in values]
+        columns = [column for values in each for column in range(len(values))]
+        yield torch.tensor(rows), torch.tensor(columns), torch.cat(each).cpu(), len(batch.rows)
 
 
 def _whole(

@@ -1,0 +1,106 @@
+"""Labels of several tokens as a trie, all of whose branches run behind a query in one row.
+
+The beginnings that labels share run once. A mask keeps the branches apart, and every token has the position
+that it has where its label stands alone. So one pass gives the scores of all labels, and none is
+approximated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from i2cl.models.batching import Batch, Ids, make_batch
+
+
+@dataclass(frozen=True, eq=False)
+class Trie:
+    """The beginnings of labels, each once; a beginning is all of a label but some last tokens.
+
+    Attributes:
+        tokens: the last token of each beginning.
+        parents: the beginning before it, or -1 where that is the query alone; always an earlier one.
+        edges: a beginning or -1, and a token that some label has behind it; each once.
+        steps: of each label its edges, whose log-probabilities add up to its own.
+    """
+
+    tokens: Ids
+    parents: tuple[int, ...]
+    edges: tuple[tuple[int, int], ...]
+    steps: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, labels: tuple[Ids, ...]) -> "Trie":
+        """The trie of these label sequences."""
+        places: dict[Ids, int] = {(): -1}
+        edges: dict[tuple[int, int], int] = {}
+        steps = []
+        for ids in labels:
+            for end in range(1, len(ids)):
+                places.setdefault(ids[:end], len(places) - 1)
+            own = [(places[ids[:end]], token) for end, token in enumerate(ids)]
+            steps.append(tuple(edges.setdefault(edge, len(edges)) for edge in own))
+        beginnings = [ids for ids in places if ids]
+        parents = tuple(places[ids[:-1]] for ids in beginnings)
+        return cls(tuple(ids[-1] for ids in beginnings), parents, tuple(edges), tuple(steps))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """How many beginnings stand before each one."""
+        found: list[int] = []
+        for parent in self.parents:
+            found.append(0 if parent < 0 else found[parent] + 1)
+        return tuple(found)
+
+    @cached_property
+    def visible(self) -> Bool[Tensor, "nodes nodes"]:
+        """What each beginning sees: itself, and those before it."""
+        found = torch.eye(len(self.parents), dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                found[node] |= found[parent]
+        return found
+
+    def scores(self, edges: Float[Tensor, " edges"]) -> Float[Tensor, " labels"]:
+        """Log-probability of each label, from those of the edges."""
+        rows = torch.tensor([label for label, own in enumerate(self.steps) for _ in own], device=edges.device)
+        taken = torch.tensor([edge for own in self.steps for edge in own], device=edges.device)
+        return edges.new_zeros(len(self.steps)).index_add(0, rows, edges[taken])
+
+
+def forked_batch(queries: Sequence[Ids], tries: Sequence[Trie], device: torch.device) -> Batch:
+    """Each query with all branches of its labels behind it; ``last`` stays at the query's end."""
+    batch = make_batch([query + trie.tokens for query, trie in zip(queries, tries, strict=True)], device)
+    lines, width = batch.input_ids.shape
+    visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(lines, 1, 1)
+    places = torch.zeros(lines, width, dtype=torch.long)
+    for row, (query, trie) in enumerate(zip(queries, tries, strict=True)):
+        start, end = len(query), len(query) + len(trie.tokens)
+        visible[row, start:end, start:end] = trie.visible
+        places[row, :end] = torch.tensor([*range(start), *(start + depth for depth in trie.depths)])
+    ends = torch.tensor([len(query) - 1 for query in queries], device=device)
+    return replace(batch, last=ends, position_ids=places.to(device), visible=visible.to(device))
+
+
+def edge_scores(
+    logits: Float[Tensor, "batch positions vocab"], tries: Sequence[Trie]
+) -> list[Float[Tensor, " labels"]]:
+    """Log-probability of each row's labels, from logits at its query's end and at every beginning."""
+    wide = logits.float()
+    whole = wide.logsumexp(-1)
+    found = []
+    for row, trie in enumerate(tries):
+        nodes, tokens = torch.tensor(trie.edges, device=wide.device).unbind(-1)
+        found.append(trie.scores(wide[row, nodes + 1, tokens] - whole[row, nodes + 1]))
+    return found
+
+
+def fork_places(batch: Batch, tries: Sequence[Trie]) -> Int[Tensor, "batch positions"]:
+    """Where each row's query ends, and where its beginnings stand; rows of fewer repeat their last token."""
+    most = max(len(trie.tokens) for trie in tries)
+    steps = torch.arange(most + 1, device=batch.last.device)
+    return (batch.last[:, None] + steps).clamp(max=batch.input_ids.shape[1] - 1)
