@@ -92,22 +92,44 @@ def temperature_table(fits: list[Fit]) -> str:
     for rule in dict.fromkeys(rule for rule, _ in each):
         keys = [key for key in each if key[0] == rule]
         log_loss, brier, ece, aurc = np.mean([np.mean(each[key], 0) for key in keys], 0)
-        pooled = []
-        for key in keys:
-            scores, gold = (np.concatenate(part) for part in zip(*all_seeds[key], strict=True))
-            pooled.append(confidence(scores, gold, scores.argmax(1)).ece)
-        numbers = f"{100 * ece:.1f} | {100 * np.mean(pooled):.1f} | {100 * aurc:.1f}"
+        pooled = error_of_all_seeds([(key[1], *part) for key in keys for part in all_seeds[key]])
+        numbers = f"{100 * ece:.1f} | {100 * pooled:.1f} | {100 * aurc:.1f}"
         lines.append(f"| {rule} | {log_loss:.3f} | {brier:.3f} | {numbers} |")
     return "\n".join(lines)
 
 
-def floor(fits: list[Fit], random: np.random.Generator) -> float:
-    """Calibration error of probabilities that are right, on as many queries."""
+def drawn(fits: list[Fit], random: np.random.Generator) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """Task, log-probabilities, and answers drawn by them, so that the probabilities are right."""
     found = []
     for fit in fits:
         at = normalised(fit.scores, fit.best)
-        drawn = (np.exp(at).cumsum(1) > random.random((len(at), 1))).argmax(1)
-        found.append(confidence(at, drawn, at.argmax(1)).ece)
+        answers = (np.exp(at).cumsum(1) > random.random((len(at), 1))).argmax(1)
+        found.append((fit.task, at, answers))
+    return found
+
+
+def error_of_all_seeds(parts: list[tuple[str, np.ndarray, np.ndarray]]) -> float:
+    """Mean over tasks of the calibration error of all seeds' queries: task, log-probabilities, gold."""
+    by_task = defaultdict(list)
+    for task, scores, gold in parts:
+        by_task[task].append((scores, gold))
+    joined = [[np.concatenate(part) for part in zip(*own, strict=True)] for own in by_task.values()]
+    return float(np.mean([confidence(scores, gold, scores.argmax(1)).ece for scores, gold in joined]))
+
+
+def with_unseen_rows(fits: list[Fit], times: int, random: np.random.Generator) -> float:
+    """Calibration error of all seeds with temperatures from rows that the fit itself has not seen.
+
+    Of each fit's queries as many as it has examples, or ``times`` as many, take the place of its refits.
+    """
+    found = []
+    for _ in range(DRAWS):
+        parts = []
+        for fit in fits:
+            rows = random.permutation(len(fit.gold))[: times * len(fit.left_out_gold)]
+            chosen = likely_temperature(fit.scores[rows], fit.gold[rows])
+            parts.append((fit.task, normalised(fit.scores, chosen), fit.gold))
+        found.append(error_of_all_seeds(parts))
     return float(np.mean(found))
 
 
@@ -138,10 +160,17 @@ def main() -> None:
     apart = 100 * (by_refits - np.array([(fit.scores.argmax(1) == fit.gold).mean() for fit in fits]))
     seconds = np.mean([fit.seconds for fit in fits])
     sizes = f"mean {apart.mean():.1f} points, mean size {np.abs(apart).mean():.1f}"
+    right = drawn(fits, random)
+    by_fit = np.mean([confidence(at, answers, at.argmax(1)).ece for _, at, answers in right])
+    more = np.random.default_rng(1)
+    all_seeds = np.mean([error_of_all_seeds(drawn(fits, more)) for _ in range(DRAWS)])
+    unseen = [100 * with_unseen_rows(fits, times, more) for times in (1, 2)]
     told = (
         f"{len(fits)} fits of {', '.join(sorted({fit.task for fit in fits}))}",
         temperature_table(fits),
-        f"ECE of probabilities that are right, on as many queries: {100 * floor(fits, random):.1f} %",
+        f"ECE of probabilities that are right: {100 * by_fit:.1f} %, of all seeds {100 * all_seeds:.1f} %",
+        "ECE of all seeds by temperatures from unseen rows: {:.1f} % by as many as examples, "
+        "{:.1f} % by twice as many".format(*unseen),
         f"Refits less test accuracy: {sizes}; {seconds:.0f} CPU seconds a fit",
         threshold_table(fits, random),
     )

@@ -1,3 +1,4 @@
+import random
 import warnings
 from functools import partial
 
@@ -7,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from fitting import encode
 from i2cl.errors import I2CLError
-from i2cl.models.batching import longest_first, make_batch, pack_batch, packing_pays
+from i2cl.models.batching import batch_sizes, longest_first, make_batch, pack_batch, packing_pays
 from i2cl.models.encoding import Encoder, TruncationWarning
 from tiny import tiny_tokenizer
 
@@ -46,6 +47,31 @@ def test_rows_are_padded_or_packed_where_that_pays_longest_first():
     assert not packing_pays([900, 1000], d_model=64)
     ids = [(1,), (2, 3), (1,), (4, 5, 6), (2, 2)]
     assert [ids[row] for row in longest_first(ids)] == [(4, 5, 6), (2, 2), (2, 3), (1,), (1,)]
+
+
+def cuts(count):
+    """Every way to cut so many rows into parts."""
+    if not count:
+        yield []
+    for first in range(1, count + 1):
+        yield from ([first, *rest] for rest in cuts(count - first))
+
+
+def cost(lengths, sizes, price):
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    return sum(lengths[start] * size + price for start, size in zip(starts, sizes, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_cut_where_padding_and_passes_cost_the_least(seed):
+    draw = random.Random(seed)
+    lengths = sorted((draw.randint(1, 12) for _ in range(draw.randint(0, 9))), reverse=True)
+    most = [draw.randint(1, 6)] * len(lengths)
+    price = draw.choice([0, 2.5, 30])
+    sizes = batch_sizes(lengths, most, price)
+    allowed = [one for one in cuts(len(lengths)) if all(size <= most[0] for size in one)]
+    assert sizes in allowed
+    assert cost(lengths, sizes, price) == min(cost(lengths, one, price) for one in allowed)
 
 
 @pytest.mark.parametrize("behind", ["", " <|endoftext|>"])

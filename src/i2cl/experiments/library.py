@@ -13,7 +13,7 @@ from i2cl.tasks.schema import parse_toml
 _PAPER = """main peft efficiency shots robustness formation taskids transfer coefficients ablation-module
 ablation-layer ablation-position ablation-noise ablation-formula synthetic over-icl"""
 _OTHERS = """real main-real skewed chat real-ablations anchored-ablations anchored-shots
-anchored-unlabelled unlabelled many-labels"""
+curves anchored-unlabelled unlabelled many-labels"""
 
 ORDER = tuple(_PAPER.split())  # the paper's experiments, in its order; what `all` means
 BROUGHT = (*_OTHERS.split(), *ORDER)  # all that the package brings
