@@ -24,7 +24,7 @@ StrPath = str | os.PathLike[str]
 
 PAPER_TASKS = ("sst2", "sst5", "mr", "subj", "trec", "agnews", "dbpedia", "hate_speech18", "emoc")
 
-BENCHMARK_TASKS = ("banking77",)  # tasks of the hub that the paper has not: those with many labels
+BENCHMARK_TASKS = ("banking77", "clinc150")  # tasks of the hub that the paper has not: those with many labels
 
 BUNDLED_TASKS = tuple(
     sorted({file.stem for file in BUILTIN.glob("*.toml")} - {*PAPER_TASKS, *BENCHMARK_TASKS})
