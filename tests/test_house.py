@@ -108,8 +108,8 @@ def test_imports_run_downwards_and_the_checks_find_what_they_are_for():
     assert not upward("interfaces.cli.fit", "core.context")
     graph = import_graph()
     assert {"errors", "models.decoder", "core.injection", "methods.base"} <= set().union(*graph.values())
-    graph["models.hooks"] = graph["models.hooks"] | {"models.decoder"}
-    with pytest.raises(CycleError, match=r"models\.hooks"):
+    graph["models.edits"] = graph["models.edits"] | {"models.decoder"}
+    with pytest.raises(CycleError, match=r"models\.edits"):
         TopologicalSorter(graph).prepare()
 
 

@@ -10,7 +10,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.architectures import _ROWS, ARCHITECTURES, Architecture, architecture_of
 from i2cl.models.batching import make_batch, pack_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.hooks import edit_inputs
+from i2cl.models.edits import edit_inputs
 from i2cl.models.residual_check import TOLERANCE, ResidualIdentity, residual_identity
 from tiny import _CONFIGS, CASES, HALF, MODEL_TYPES, PATHS, VOCABULARY, redrawn, tiny_model, tiny_tokenizer
 

@@ -7,8 +7,7 @@ from core.test_label_mass import LABELS, QUERIES, edit_of
 from fitting import made
 from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import make_batch
-from i2cl.models.edits import Edit
-from i2cl.models.hooks import Replay
+from i2cl.models.edits import Edit, Replay
 from tiny import CASES
 
 

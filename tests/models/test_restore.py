@@ -17,8 +17,7 @@ from torch import nn
 from i2cl.methods import adapters
 from i2cl.models import decoder, onednn
 from i2cl.models.batching import make_batch
-from i2cl.models.edits import Keep
-from i2cl.models.hooks import edit_inputs, edit_keywords, edit_outputs
+from i2cl.models.edits import Keep, edit_inputs, edit_keywords, edit_outputs
 from i2cl.models.restore import frozen, lock_of
 from tiny import tiny_model, tiny_tokenizer
 
@@ -139,8 +138,8 @@ def _usual():
 @pytest.mark.parametrize(
     ("make", "files"),
     [
-        (borrowed, {"restore.py", "onednn.py", "hooks.py", "contextlib.py"}),
-        (run, {"decoder.py", "hooks.py"}),
+        (borrowed, {"restore.py", "onednn.py", "edits.py", "contextlib.py"}),
+        (run, {"decoder.py", "edits.py"}),
         (adapted, {"adapters.py"}),
     ],
 )

@@ -125,7 +125,9 @@ def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, posit
     assert forks or once == decoder.tokens
 
 
-@pytest.mark.parametrize(("case", "limits"), [("gemma2", {"sliding_window": 42}), ("gpt2", {"n_positions": 42})])
+@pytest.mark.parametrize(
+    ("case", "limits"), [("gemma2", {"sliding_window": 42}), ("gpt2", {"n_positions": 42})]
+)
 def test_queries_whose_labels_pass_a_window_or_the_context_run_with_each_label(case, limits):
     decoder = Counting(tiny_model(case, **limits), tiny_tokenizer(), name=case)
     assert decoder.can_fork

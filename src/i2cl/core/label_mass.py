@@ -24,8 +24,7 @@ from torch import Tensor
 from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import Batch, Ids, make_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
-from i2cl.models.hooks import Replay
+from i2cl.models.edits import Edit, Replay
 from i2cl.models.training import Backward
 
 RIDGE = 0.001

@@ -35,7 +35,7 @@ from i2cl.export.greedy import (
 from i2cl.export.upcast import Upcast
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.hooks import edit_outputs
+from i2cl.models.edits import edit_outputs
 from i2cl.models.loading import gguf_reader, is_gguf
 from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import Questions, score

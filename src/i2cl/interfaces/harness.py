@@ -17,7 +17,7 @@ from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, needs
 from i2cl.models.decoder import Decoder
-from i2cl.models.hooks import edit_outputs
+from i2cl.models.edits import edit_outputs
 from i2cl.models.loading import is_gguf, located
 
 try:

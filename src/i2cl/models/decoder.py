@@ -17,10 +17,9 @@ from i2cl.errors import I2CLError
 from i2cl.models import batching
 from i2cl.models.architectures import Architecture, architecture_of
 from i2cl.models.batching import CPU_KEPT_BUDGET, KEPT_BUDGET, Batch, Ids, longest_first, make_batch
-from i2cl.models.edits import Edit, Keep, Site, editing
+from i2cl.models.edits import Edit, Keep, Replay, Site, edit_inputs, editing
 from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config, weights_fingerprint
-from i2cl.models.hooks import Replay, edit_inputs
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.precision import Quantization, dtype_name, execution_device, quantization_of, settle_4bit
 from i2cl.models.prefix import Prefix, holds_keys_alone, keys_at, window_of

@@ -1,9 +1,13 @@
-"""What may look at a decoder's layers or change what they write.
+"""What may look at a decoder's layers or change what they write, and the only hooks by which it does.
 
+Every hook lives inside a ``with`` block and is removed on success and on error alike
+(`torch.nn.Module.register_forward_hook`,
+https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html).
 Source: paper, section "Context Injection", which changes what the residual writers put out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Literal
 
@@ -12,8 +16,125 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from i2cl.models.batching import Batch
-from i2cl.models.hooks import Hook, edit_inputs, edit_outputs
 from i2cl.models.restore import uninterrupted
+
+# What is to be in a tensor's place, or None to leave it (a mere look).
+Hook = Callable[[Tensor], Tensor | None]
+KeywordChange = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
+"""Takes a module and its keyword arguments and returns the ones it is to have."""
+
+
+@uninterrupted
+def _held(handles: Iterable[Any]) -> Iterator[None]:
+    """Hooks, from when they are registered until the block ends."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
+
+
+def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
+    """Replace what each module returns by ``change(output)`` while the block runs.
+    Modules that return a tuple (attention) have its first element replaced. The change must build a new
+    tensor: editing in place would break autograd and the residual stream.
+    """
+    return _held(module.register_forward_hook(partial(_with_output, change)) for module, change in changes)
+
+
+def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
+    """Replace the first argument of each module, or ``hidden_states``, by ``change(argument)``."""
+    return _held(
+        module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
+        for module, change in changes
+    )
+
+
+def add_to_outputs(
+    changes: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]],
+) -> AbstractContextManager[None]:
+    """Add ``change(argument)`` of its first argument to what each module returns while the block runs."""
+    return _held(module.register_forward_hook(partial(_plus, change)) for module, change in changes)
+
+
+def edit_keywords(changes: Iterable[tuple[nn.Module, KeywordChange]]) -> AbstractContextManager[None]:
+    """Replace the keyword arguments of each module by ``change(module, keywords)`` while the block runs."""
+    return _held(
+        module.register_forward_pre_hook(partial(_with_keywords, change), with_kwargs=True)
+        for module, change in changes
+    )
+
+
+class Replay:
+    """What a decoder's lower blocks put out, kept batch by batch, so that later passes need not run them.
+
+    Beyond the paper: what a fit does at the upper end of a model takes many passes over the same
+    demonstrations. Its owner answers for it that nothing below changes from pass to pass, and that passes
+    fill no caches.
+
+    Attributes:
+        blocks: the lower ones; none of them where somebody, such as Accelerate, has replaced a ``forward``.
+        kept: the stream behind the last of them, for each batch.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = [] if any("forward" in block.__dict__ for block in blocks) else list(blocks)
+        self.kept: dict[tuple[Any, ...], Float[Tensor, "lines tokens d"]] = {}
+        self._tuples: dict[int, int] = {}
+
+    @uninterrupted
+    def during(self, batch: Batch) -> Iterator[None]:
+        """Keep what the blocks put out in a pass over this batch, or give what is kept in their place."""
+        key = (batch.rows, tuple(batch.input_ids.shape))
+        with ExitStack() as stack:
+            if key in self.kept:
+                for place, block in enumerate(self.blocks):
+                    given = self.kept[key] if place == len(self.blocks) - 1 else None
+                    block.__dict__["forward"] = partial(self._skipped, place, given)
+                    stack.callback(block.__dict__.pop, "forward")
+            else:
+                for place, block in enumerate(self.blocks):
+                    handle = block.register_forward_hook(partial(self._keep, place, key))
+                    stack.callback(handle.remove)
+            yield
+
+    def _skipped(self, place: int, given: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        """The residual stream as it came in, or as it was kept, in the form that the block gives it."""
+        stream = given if given is not None else args[0] if args else kwargs["hidden_states"]
+        length = self._tuples[place]
+        return (stream, *[None] * (length - 1)) if length else stream
+
+    def _keep(self, place: int, key: tuple[Any, ...], _module: nn.Module, _args: Any, output: Any) -> None:
+        self._tuples[place] = len(output) if isinstance(output, tuple) else 0
+        if place == len(self.blocks) - 1:
+            stream: Tensor = output[0] if isinstance(output, tuple) else output
+            self.kept[key] = stream.detach().clone()  # some blocks add in place
+
+
+def _plus(
+    change: Callable[[Tensor], Tensor], _module: nn.Module, args: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    return output + change(args[0])
+
+
+def _with_keywords(change: KeywordChange, module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+    return args, change(module, keywords)
+
+
+def _with_output(change: Hook, _module: nn.Module, _args: Any, output: Any) -> Any:
+    changed = change(output[0] if isinstance(output, tuple) else output)
+    if changed is None:
+        return None
+    return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+
+def _with_input(change: Hook, _module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    changed = change(args[0] if args else keywords["hidden_states"])
+    if changed is None:
+        return None
+    if args:
+        return (changed, *args[1:]), keywords
+    return args, keywords | {"hidden_states": changed}
+
 
 # What a layer reads or writes; a line is a row of the batch, or all of its rows where they are packed.
 States = Float[Tensor, "lines tokens d"]

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from i2cl.models.batching import Ids
-from i2cl.models.hooks import edit_keywords
+from i2cl.models.edits import edit_keywords
 from i2cl.models.restore import uninterrupted
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from i2cl.errors import I2CLError
 from i2cl.models.architectures import Architecture
-from i2cl.models.hooks import edit_inputs, edit_outputs
+from i2cl.models.edits import edit_inputs, edit_outputs
 
 TOLERANCE = 1e-4  # largest error of the residual identity, relative to the largest change a block makes
 

@@ -24,9 +24,8 @@ from i2cl.methods.compressors.base import BehindVectors, Compressor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.checkpoint import folder_of, read_tensors
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit, States
+from i2cl.models.edits import Edit, States, add_to_outputs
 from i2cl.models.encoding import TruncationWarning
-from i2cl.models.hooks import add_to_outputs
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 

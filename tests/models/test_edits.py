@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from fitting import hooks
-from i2cl.models.hooks import edit_inputs, edit_outputs
+from i2cl.models.edits import edit_inputs, edit_outputs
 
 X = torch.arange(6.0).view(1, 3, 2)
 
