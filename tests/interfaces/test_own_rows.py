@@ -119,7 +119,11 @@ def test_sizes_are_checked_before_the_model_is_read(call, monkeypatch, tmp_path)
     monkeypatch.setattr("i2cl.interfaces.cli.load.decoder", read)
     code, _, err = call("fit", "reference", path, "-o", tmp_path / "new", "--shots", "3000")
     assert (code, err.count("\n")) == (2, 1)
-    assert "6000 examples are more than the 4096 that anchored calibration takes" in err
+    assert "6000 examples are more than the 4096 that anchored calibration takes: give fewer of each" in err
+    path = write(tmp_path / "labels.csv", [(f"text {row}", f"label {row}") for row in range(5000)])
+    code, _, err = call("fit", "reference", path, "-o", tmp_path / "new")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "fewer than its 5000 labels, or --method sentence_embeddings" in err
 
 
 def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):

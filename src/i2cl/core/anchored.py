@@ -171,10 +171,12 @@ def require_few(demonstrations: Sequence[Example]) -> None:
         I2CLError: with both numbers.
     """
     if len(demonstrations) > MOST_DEMONSTRATIONS:
-        raise I2CLError(
-            f"{len(demonstrations)} examples are more than the {MOST_DEMONSTRATIONS} that anchored "
-            "calibration takes: give fewer of each class (--shots)"
-        )
+        most = f"{len(demonstrations)} examples are more than the {MOST_DEMONSTRATIONS}"
+        labels = len({example.label for example in demonstrations})
+        cure = "give fewer of each class (--shots)"
+        if labels > MOST_DEMONSTRATIONS:
+            cure = f"ask for fewer than its {labels} labels, or --method sentence_embeddings"
+        raise I2CLError(f"{most} that anchored calibration takes: {cure}")
 
 
 @dataclass(frozen=True, eq=False)

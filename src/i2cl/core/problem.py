@@ -97,7 +97,8 @@ class Problem:
         kept = max((columns for columns in range(fewest, wanted + 1) if taken(columns) <= room), default=0)
         if not kept:
             sizes = f"{taken(fewest) / 1e9:.3g} GB, more than the {room / 1e9:.3g} GB that they may"
-            cure = "give fewer of each class (--shots) or more memory (--memory)"
+            fewer = count > len(set(self.gold.tolist()))
+            cure = f"give {'fewer of each class (--shots) or ' if fewer else ''}more memory (--memory)"
             raise I2CLError(f"derivatives of {count} examples take {sizes}: {cure}")
         if kept < wanted:
             share = f"{kept} derivatives of an example are kept in place of {wanted}"
