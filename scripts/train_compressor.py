@@ -31,7 +31,8 @@ from i2cl.methods.compressors.icae import MEMORY, AutoEncoder, ICAEConfig, behin
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Questions, label_log_probabilities
+from i2cl.models.scoring import Questions
+from i2cl.models.training import label_log_probabilities
 from i2cl.tasks.corpus import TASKS
 from reference_documents import sample_example
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fitting import decoder_of, encode, log_probability, made, one_line, random_edit
-from i2cl.core.edits import LinearEdit
+from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.decoder import Decoder
@@ -116,13 +116,17 @@ def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, posit
     edit = drawn_edit(decoder, 0.1, 0.9, positions=positions) if positions else None
     queries = asked.queries(TEXTS)
     assert decoder.can_fork is (case not in NO_FORKS and not decoder.rope_limits)
-    forks = decoder.can_fork and positions != "last"
-    decoder.tokens = 0
-    found, once = score(decoder, queries, asked.labels, edit=edit), decoder.tokens
-    decoder.tokens, decoder.can_fork = 0, False
-    assert close(found, score(decoder, queries, asked.labels, edit=edit))
-    assert (1.5 * once < decoder.tokens) is forks
-    assert forks or once == decoder.tokens
+    once = decoder.can_split and positions != "last" and not decoder.rope_limits
+    found, tokens = [], []
+    ways = (decoder.can_fork, decoder.can_split), (False, decoder.can_split), (False, False)
+    for fork, split in ways:  # as a trie, behind cached keys, one by one
+        decoder.tokens, decoder.can_fork, decoder.can_split = 0, fork, split
+        found.append(score(decoder, queries, asked.labels, edit=edit))
+        tokens.append(decoder.tokens)
+    assert close(found[0], found[2])
+    assert close(found[1], found[2])
+    assert (1.5 * max(tokens[:2]) < tokens[2]) is once
+    assert once or len(set(tokens)) == 1
 
 
 @pytest.mark.parametrize(
@@ -137,9 +141,33 @@ def test_queries_whose_labels_pass_a_window_or_the_context_run_with_each_label(c
     assert min(lengths) <= 42 < max(lengths)
     decoder.tokens = 0
     found, once = score(decoder, queries, asked.labels), decoder.tokens
-    decoder.tokens, decoder.can_fork = 0, False
+    decoder.tokens, decoder.can_fork, decoder.can_split = 0, False, False
     assert close(found, score(decoder, queries, asked.labels))
     assert once < decoder.tokens
+
+
+@pytest.mark.parametrize(("case", "limit"), [("gemma2", "sliding_window"), ("gpt2", "n_positions")])
+def test_every_query_keeps_its_own_vectors_where_some_fork_and_some_do_not(case, limit):
+    decoder = Counting(tiny_model(case, **{limit: 42}), tiny_tokenizer(), name=case)
+    asked = questions(decoder, "full", MANY)
+    long = "where is the longest river"
+    queries = asked.queries([long, "dull", "a warm film", long])
+    draw = torch.Generator().manual_seed(0)
+    vectors = torch.randn(4, decoder.layers, 2, decoder.d_model, generator=draw)
+    keep = torch.ones(4, decoder.layers, 2)
+    found = score(decoder, queries, asked.labels, edit=RowsEdit(vectors, keep, torch.arange(4)))
+    for row, query in enumerate(queries):
+        own = RowsEdit(vectors[row : row + 1], keep[:1], torch.zeros(1, dtype=torch.long))
+        assert close(found[row : row + 1], score(decoder, [query], asked.labels, edit=own))
+
+
+def test_an_attention_that_takes_no_mask_does_not_fork():
+    decoder = counting("llama")
+    decoder.model.config._attn_implementation = "flash_attention_2"
+    try:
+        assert not decoder.can_fork
+    finally:
+        decoder.model.config._attn_implementation = "sdpa"
 
 
 @pytest.mark.parametrize("seed", range(8))

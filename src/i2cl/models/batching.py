@@ -1,6 +1,6 @@
 """From token ids to length-sorted batches, and what to do where one does not fit into memory.
 
-Padded batches are padded on the right and run without an attention mask: under causal attention a
+Padded batches are padded on the right and run without a mask, but for forks: under causal attention a
 token never sees what stands to its right, so padding cannot change a result, whatever the
 tokenizer's own padding side says. Packed batches hold all queries in one row, kept apart by their
 position ids (https://huggingface.co/docs/transformers/en/attention_interface).

@@ -176,7 +176,8 @@ class Decoder:
         ids = self.encoder([PROBE])[0][:12]
         query, ends = ids[:4], (ids[4:], ids[-2:])
         limit = min(self.window or math.inf, self.max_length or math.inf)
-        if not self.can_split or self.rope_limits or limit < len(ids) + len(ends[1]):
+        masks = getattr(self.model.config, "_attn_implementation", None) in (None, "eager", "sdpa")
+        if not (masks and self.can_split) or self.rope_limits or limit < len(ids) + len(ends[1]):
             return False
         trie = Trie.of(tuple((*end, 0) for end in ends))
         forked = forked_batch([query], [trie], self.device)
@@ -186,7 +187,9 @@ class Decoder:
             with self.frozen(), torch.no_grad():
                 together = self.forward(forked, at=places)[0].float()
                 apart = self.forward(make_batch([query + end for end in ends], self.device))[:, 0].float()
-        except (RuntimeError, TypeError, ValueError):  # an attention that takes no such mask
+        except (RuntimeError, TypeError, ValueError) as error:  # an attention that takes no such mask
+            if isinstance(error, RuntimeError) and batching.is_out_of_memory(error):
+                raise
             return False
         size = (apart[0] - apart[1]).abs().max()
         return bool((together - apart.to(together.device)).abs().max() <= self._same * size)
@@ -222,10 +225,11 @@ class Decoder:
         front of every query, the ``reserve``, are kept, but not run, so that they count towards `KEPT_BUDGET`
         (`CPU_KEPT_BUDGET`) alone. Raises I2CLError if a single query exceeds the memory.
         """
-        order, sizes = longest_first(ids), list[int]()
-        while order:
-            sizes = sizes or self._sizes([len(ids[row]) for row in order], reserve)
-            rows = order[: sizes[0]]
+        order, start = longest_first(ids), 0
+        sizes: Iterator[int] | None = None
+        while start < len(order):
+            sizes = sizes or iter(self._sizes([len(ids[row]) for row in order[start:]], reserve))
+            rows = order[start : start + next(sizes)]
             batch = make_batch([ids[row] for row in rows], self.device, rows)
             try:
                 result = run(batch)
@@ -234,10 +238,10 @@ class Decoder:
                     raise
             else:
                 yield batch, result
-                order, sizes = order[len(rows) :], sizes[1:]
+                start += len(rows)
                 continue
             self._shrink(len(rows), len(ids[rows[0]]), reserve)  # what the error held on to is free by now
-            sizes = []
+            sizes = None
 
     def _sizes(self, lengths: Sequence[int], reserve: int) -> list[int]:
         """How many rows of these lengths, longest first, run together, behind so many cached tokens each."""

@@ -1,7 +1,7 @@
 """Keys and values of tokens, or of vectors in their place, that many queries share."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,10 +23,11 @@ class Prefix:
 
     Attributes:
         ids: the tokens; none where it is made of vectors.
-        cache: keys and values for one row (transformers Cache); never changed.
+        cache: keys and values for one row (transformers Cache); never changed, unless ``once``.
         length: how many tokens or vectors it was made of.
         behind: position of the first token behind it; less than the length where vectors have no position.
         kept: places of the tokens that the cache still holds, or None for all.
+        once: whether the cache has a row for each row of the one batch that comes behind it, which takes it.
     """
 
     ids: Ids
@@ -34,9 +35,12 @@ class Prefix:
     length: int
     behind: int
     kept: tuple[int, ...] | None = None
+    once: bool = False
 
     def expanded(self, rows: int) -> Cache:
         """A cache of its own for a batch of ``rows``; gradients flow to this one."""
+        if self.once:
+            return self.cache
         cache: Any = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in cache.layers]  # layers replace tensors, never edit them
         cache.batch_repeat_interleave(rows)
@@ -63,6 +67,11 @@ class Prefix:
     def kept_at(self, places: tuple[int, ...]) -> "Prefix":
         """The same with only the tokens at ``places``. Needs a cache that holds all tokens."""
         return replace(self, cache=_changed(self.cache, lambda held: held[:, :, list(places)]), kept=places)
+
+    @classmethod
+    def of_rows(cls, cache: Cache, rows: Sequence[int], length: int) -> "Prefix":
+        """The first ``length`` tokens of some rows of a cache, each for one row of a batch that takes it."""
+        return cls((), _changed(cache, lambda held: held[list(rows), :, :length]), length, length, once=True)
 
     def in_front_of(
         self, input_ids: Int[Tensor, "batch tokens"]

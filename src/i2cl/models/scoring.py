@@ -1,18 +1,19 @@
 """Log-probabilities of label words after a prompt."""
 
-import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from transformers import Cache
 
 from i2cl.errors import I2CLError
-from i2cl.models.batching import Batch, Ids, make_batch, pack_batch
-from i2cl.models.decoder import Decoder
+from i2cl.models.batching import CPU_KEPT_BUDGET, PASSES_A_BATCH, Batch, Ids, make_batch, pack_batch
+from i2cl.models.decoder import CPU_BUDGET, Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens, Scoring, label_tokens
 from i2cl.models.precision import dtype_name
@@ -22,6 +23,9 @@ from i2cl.tasks import Example, Task
 
 # Called with the number of queries just finished, or the share of one whose labels run one by one.
 Progress = Callable[[float], None]
+
+LONGEST_FORK = 4096
+"""Tokens of a row that forks: its mask has their square."""
 
 
 class NotFiniteError(I2CLError):
@@ -123,9 +127,8 @@ def score(
     scores = torch.full((len(queries), most), -torch.inf)
     with decoder.frozen(), torch.no_grad():
         for way, chosen in _ways(decoder, queries, each[: len(queries)], edit, prefix).items():
-            asked = [queries[row] for row in chosen], [each[row] for row in chosen]
-            for rows, columns, values, finished in way(decoder, *asked, edit, prefix):
-                scores[torch.tensor(chosen)[rows], columns] = values
+            for rows, columns, values, finished in way(decoder, queries, each, edit, prefix, chosen):
+                scores[rows, columns] = values
                 if progress is not None:
                     progress(finished)
     return scores
@@ -173,6 +176,7 @@ def _first(
     labels: Sequence[LabelTokens],
     edit: Edit | None,
     prefix: Prefix | None,
+    _chosen: Sequence[int],
 ) -> Iterator[Part]:
     for batch, values in _read(decoder, queries, edit, prefix):
         wanted = [(row, token) for row, place in enumerate(batch.rows) for token in labels[place].first]
@@ -193,7 +197,10 @@ def _read(
     yield from decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0)
 
 
-Way = Callable[[Decoder, Sequence[Ids], Sequence[LabelTokens], Edit | None, Prefix | None], Iterator[Part]]
+Way = Callable[
+    [Decoder, Sequence[Ids], Sequence[LabelTokens], Edit | None, Prefix | None, Sequence[int]], Iterator[Part]
+]
+"""Reads the labels of some queries, whose places come last."""
 
 
 def _ways(
@@ -206,17 +213,19 @@ def _ways(
     """Places of the queries by how their labels are read.
 
     All labels of several tokens stand behind their query at once, where the model lets a row fork. A mask of
-    one's own knows no window, and some models have no place for more tokens than their context has.
+    one's own knows no window, some models have no place for more tokens than their context has, and a mask
+    grows with the square of a row.
     """
     if not any(own.full for own in labels):
         return {_first: list(range(len(queries)))}
-    forks = prefix is None and (edit is None or edit.everywhere) and decoder.can_fork
-    limit = min(decoder.window or math.inf, decoder.max_length or math.inf)
-    found: dict[Way, list[int]] = {_forked: [], _whole: []}
+    everywhere = prefix is None and (edit is None or edit.everywhere)
+    limit = min(decoder.window or LONGEST_FORK, decoder.max_length or LONGEST_FORK, LONGEST_FORK)
+    forks, others = list[int](), list[int]()
     for row, (query, own) in enumerate(zip(queries, labels, strict=True)):
-        fits = forks and len(query) + len(Trie.of(own.ids).tokens) <= limit
-        found[_forked if fits else _whole].append(row)
-    return found
+        fits = everywhere and len(query) + len(Trie.of(own.ids).tokens) <= limit
+        (forks if fits and decoder.can_fork else others).append(row)
+    shared = everywhere and _shares(decoder, queries, labels, others)
+    return {_forked: forks, (_shared if shared else _whole): others}
 
 
 def _forked(
@@ -225,21 +234,110 @@ def _forked(
     labels: Sequence[LabelTokens],
     edit: Edit | None,
     _prefix: Prefix | None,
+    chosen: Sequence[int],
 ) -> Iterator[Part]:
-    """Whole label sequences, each query run once for all of its labels."""
-    tries = [Trie.of(own.ids) for own in labels]
+    """Whole label sequences, each query run once with all of its labels behind it."""
+    tries = [Trie.of(labels[row].ids) for row in chosen]
 
     def run(batch: Batch) -> list[Tensor]:
-        own = [tries[row] for row in batch.rows]
-        forked = forked_batch([queries[row] for row in batch.rows], own, decoder.device)
-        logits = decoder.forward(replace(forked, rows=batch.rows), at=fork_places(forked, own), edit=edit)
+        own = [tries[place] for place in batch.rows]
+        rows = tuple(chosen[place] for place in batch.rows)
+        forked = forked_batch([queries[row] for row in rows], own, decoder.device)
+        logits = decoder.forward(replace(forked, rows=rows), at=fork_places(forked, own), edit=edit)
         return edge_scores(logits, own)
 
-    whole = [query + trie.tokens for query, trie in zip(queries, tries, strict=True)]
+    whole = [queries[row] + trie.tokens for row, trie in zip(chosen, tries, strict=True)]
     for batch, each in decoder.run_batches(whole, run):
-        rows = [row for row, values in zip(batch.rows, each, strict=True) for _ in values]
+        rows = [chosen[place] for place, values in zip(batch.rows, each, strict=True) for _ in values]
         columns = [column for values in each for column in range(len(values))]
         yield torch.tensor(rows), torch.tensor(columns), torch.cat(each).cpu(), len(batch.rows)
+
+
+def _shares(
+    decoder: Decoder, queries: Sequence[Ids], labels: Sequence[LabelTokens], chosen: Sequence[int]
+) -> bool:
+    """Whether each query is to run once, with its labels behind the keys that it leaves.
+    They follow in a pass for every length of query, so that has to save a fair part of a batch each. Beyond a
+    limit of longrope a label turns the keys of its query.
+    """
+    if not decoder.can_split or decoder.rope_limits:
+        return False
+    saved = sum(len(queries[row]) * (len(labels[row].ids) - 1) for row in chosen)
+    return PASSES_A_BATCH * saved > decoder.token_budget * len({len(queries[row]) for row in chosen})
+
+
+class _Branch(NamedTuple):
+    """A label behind a query: the query's place in its batch, and both their places in the caller's lists."""
+
+    line: int
+    row: int
+    column: int
+    ids: Ids
+
+
+def _shared(
+    decoder: Decoder,
+    queries: Sequence[Ids],
+    labels: Sequence[LabelTokens],
+    edit: Edit | None,
+    _prefix: Prefix | None,
+    chosen: Sequence[int],
+) -> Iterator[Part]:
+    """Whole label sequences, each query run once, and its labels behind the keys that it leaves."""
+
+    def run(batch: Batch) -> tuple[list[_Branch], Tensor]:
+        batch = replace(batch, rows=tuple(chosen[place] for place in batch.rows))
+        caches: list[Cache] = []
+        read = decoder.forward(batch, edit=edit, caches=caches)[:, 0].float().log_softmax(-1)
+        branches = [
+            _Branch(line, row, column, ids)
+            for line, row in enumerate(batch.rows)
+            for column, ids in enumerate(labels[row].ids)
+        ]
+        values = read[[branch.line for branch in branches], [branch.ids[0] for branch in branches]]
+        alike = defaultdict(list)  # behind queries of one length no key is padding
+        for place, branch in enumerate(branches):
+            if len(branch.ids) > 1:
+                alike[len(queries[branch.row])].append(place)
+        for length, places in alike.items():
+            lengths = [len(branches[place].ids) for place in places]
+            for group in _groups(decoder, places, lengths, length):
+                own = [branches[place] for place in group]
+                behind = Prefix.of_rows(caches[0], [branch.line for branch in own], length)
+                targets = [branch.ids[1:] for branch in own]
+                rests = make_batch([branch.ids[:-1] for branch in own], decoder.device)
+                rests = replace(rests, last=rests.first, rows=tuple(branch.row for branch in own))
+                values[group] += sequence_log_probabilities(decoder, rests, targets, edit, behind)
+        return branches, values
+
+    for batch, (branches, values) in decoder.run_batches([queries[row] for row in chosen], run):
+        rows, columns = torch.tensor([(branch.row, branch.column) for branch in branches]).unbind(-1)
+        yield rows, columns, values.cpu(), len(batch.rows)
+
+
+def _groups(
+    decoder: Decoder, places: Sequence[int], lengths: Sequence[int], cached: int
+) -> Iterator[Sequence[int]]:
+    """Places of labels of these lengths, behind so many cached tokens each, that run together.
+    Shorter labels go with longer ones as long as their padding costs less than a pass of their own. A CPU may
+    hold the keys of more tokens than it runs: copying a few costs less than a pass of few rows. What exceeds
+    the memory halves the batch of queries, and the token budget with it.
+    """
+    room = decoder.token_budget * (CPU_KEPT_BUDGET // CPU_BUDGET if decoder.device.type == "cpu" else 1)
+    alike = defaultdict(list)
+    for place, length in zip(places, lengths, strict=True):
+        alike[length].append(place)
+    groups: list[tuple[int, list[int]]] = []  # the longest label's length, and places
+    padding = 0
+    for length in sorted(alike, reverse=True):
+        padding += len(alike[length]) * (groups[-1][0] - length) if groups else 0
+        if not groups or PASSES_A_BATCH * padding > decoder.token_budget:
+            groups.append((length, []))
+            padding = 0
+        groups[-1][1].extend(alike[length])
+    for longest, group in groups:
+        size = max(1, room // (cached + longest))
+        yield from (group[start : start + size] for start in range(0, len(group), size))
 
 
 def _whole(
@@ -248,9 +346,10 @@ def _whole(
     labels: Sequence[LabelTokens],
     edit: Edit | None,
     prefix: Prefix | None,
+    chosen: Sequence[int],
 ) -> Iterator[Part]:
     """Whole label sequences, each query run with each of its labels."""
-    pairs = [(row, label) for row in range(len(queries)) for label in range(len(labels[row].ids))]
+    pairs = [(row, label) for row in chosen for label in range(len(labels[row].ids))]
     whole = [queries[row] + labels[row].ids[label][:-1] for row, label in pairs]  # what will run
 
     def run(group: Batch) -> Tensor:
@@ -291,26 +390,3 @@ def sequence_log_probabilities(
     padded, wide = padded.to(logits.device), logits.float()
     chosen = wide.gather(-1, padded.clamp(min=0)[..., None])[..., 0] - wide.logsumexp(-1)
     return chosen.where(padded >= 0, 0.0).sum(-1)
-
-
-def label_log_probabilities(
-    decoder: Decoder,
-    batch: Batch,
-    labels: Sequence[Ids],
-    gold: Sequence[int],
-    edit: Edit | None = None,
-    prefix: Prefix | None = None,
-) -> Float[Tensor, " batch"]:
-    """Log-probability of each row's right label among its own labels, in nats. Gradients flow if on.
-    A row is a query, ``labels`` are the first tokens of its labels, of which rows may have more or fewer,
-    ``gold`` is the right one's place.
-    """
-    logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float()
-    return right_among([row[list(own)] for row, own in zip(logits, labels, strict=True)], gold)
-
-
-def right_among(scores: Sequence[Tensor], gold: Sequence[int]) -> Float[Tensor, " queries"]:
-    """Log-probability of each query's right label, from the scores of its own labels, up to a constant."""
-    padded = pad_sequence(list(scores), batch_first=True, padding_value=-torch.inf)
-    right = torch.tensor(gold, device=padded.device)
-    return padded.log_softmax(-1).gather(-1, right[:, None])[:, 0]

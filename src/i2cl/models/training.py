@@ -11,15 +11,15 @@ import torch
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from i2cl.errors import I2CLError
-from i2cl.models import scoring
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import label_log_probabilities, labelled_batch, sequence_log_probabilities
+from i2cl.models.scoring import labelled_batch, sequence_log_probabilities
 
 # Called after each epoch with steps done, steps in all and the epoch's mean loss in nats.
 StepProgress = Callable[[int, int, float], None]
@@ -116,7 +116,7 @@ class LabelLikelihood:
         if not self.whole:
             return values[order]
         scores = values[order].split([len(self.rows[place]) for place in chosen])
-        return scoring.right_among(scores, [self.gold[place] for place in chosen])
+        return right_among(scores, [self.gold[place] for place in chosen])
 
     def batch(self, rows: Sequence[int], *, packed: bool = False) -> Batch:
         """These rows, to be run; see `labelled_batch`."""
@@ -274,3 +274,26 @@ class Backward:
             if fits or all(one is None or one.isfinite().all() for one in scaled):
                 return [None if one is None else one / self.scale for one in scaled]
             self.scale /= 2
+
+
+def label_log_probabilities(
+    decoder: Decoder,
+    batch: Batch,
+    labels: Sequence[Ids],
+    gold: Sequence[int],
+    edit: Edit | None = None,
+    prefix: Prefix | None = None,
+) -> Float[Tensor, " batch"]:
+    """Log-probability of each row's right label among its own labels, in nats. Gradients flow if on.
+    A row is a query, ``labels`` are the first tokens of its labels, of which rows may have more or fewer,
+    ``gold`` is the right one's place.
+    """
+    logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float()
+    return right_among([row[list(own)] for row, own in zip(logits, labels, strict=True)], gold)
+
+
+def right_among(scores: Sequence[Tensor], gold: Sequence[int]) -> Float[Tensor, " queries"]:
+    """Log-probability of each query's right label, from the scores of its own labels, up to a constant."""
+    padded = pad_sequence(list(scores), batch_first=True, padding_value=-torch.inf)
+    right = torch.tensor(gold, device=padded.device)
+    return padded.log_softmax(-1).gather(-1, right[:, None])[:, 0]

@@ -33,7 +33,7 @@ class Trie:
     steps: tuple[tuple[int, ...], ...]
 
     @classmethod
-    @lru_cache(maxsize=64)
+    @lru_cache(maxsize=256)
     def of(cls, labels: tuple[Ids, ...]) -> "Trie":
         """The trie of these label sequences."""
         places: dict[Ids, int] = {(): -1}
@@ -90,17 +90,17 @@ def edge_scores(
     logits: Float[Tensor, "batch positions vocab"], tries: Sequence[Trie]
 ) -> list[Float[Tensor, " labels"]]:
     """Log-probability of each row's labels, from logits at its query's end and at every beginning."""
-    wide = logits.float()
-    whole = wide.logsumexp(-1)
     found = []
-    for row, trie in enumerate(tries):
+    for own, trie in zip(logits, tries, strict=True):
+        wide = own.float()  # a row at a time: each has a vocabulary for every beginning
+        whole = wide.logsumexp(-1)
         nodes, tokens = torch.tensor(trie.edges, device=wide.device).unbind(-1)
-        found.append(trie.scores(wide[row, nodes + 1, tokens] - whole[row, nodes + 1]))
+        found.append(trie.scores(wide[nodes + 1, tokens] - whole[nodes + 1]))
     return found
 
 
 def fork_places(batch: Batch, tries: Sequence[Trie]) -> Int[Tensor, "batch positions"]:
-    """Where each row's query ends, and where its beginnings stand; rows of fewer repeat their last token."""
+    """Where each query ends, and where its beginnings stand; rows of fewer read padding behind them."""
     most = max(len(trie.tokens) for trie in tries)
     steps = torch.arange(most + 1, device=batch.last.device)
     return (batch.last[:, None] + steps).clamp(max=batch.input_ids.shape[1] - 1)
