@@ -31,8 +31,10 @@ def test_as_many_columns_are_kept_as_the_memory_holds():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert asked(decoder, memory_taken(6, 5, parameters)).columns == 5
-    with pytest.raises(I2CLError, match=r"give fewer of each class \(--shots\) or more memory"):
+    with pytest.raises(I2CLError, match=r"they may: give more memory \(--memory\)"):
         asked(decoder, memory_taken(6, FEWEST, parameters) - 1)
+    with pytest.raises(I2CLError, match=r"give fewer of each class \(--shots\) or more memory"):
+        Problem(Questions(decoder, LETTERS), SHOWN * 2, "both", memory_taken(12, FEWEST, parameters) - 1)
 
 
 @pytest.mark.parametrize("free", [0, 4 * 10**9])

@@ -109,11 +109,11 @@ def test_reference_tasks_and_the_list_of_all_without_rows():
     assert load_task("mood-colour-1", labels=list("abcd")).labels == ("a", "b", "c", "d")
     tasks = list_tasks()
     count = len(BUNDLED_TASKS)
-    groups = ["paper"] * 9 + ["benchmark"] + ["bundled"] * count + ["synthetic"] + ["reference"] * 16
+    groups = ["paper"] * 9 + ["benchmark"] * 2 + ["bundled"] * count + ["synthetic"] + ["reference"] * 16
     assert [task.group for task in tasks] == groups
     assert len({task.name for task in tasks}) == len(tasks)
     assert all(task.train == task.test == () for task in tasks)
-    assert all(task.title and task.description for task in tasks[: 10 + count])
+    assert all(task.title and task.description for task in tasks[: 11 + count])
 
 
 @pytest.mark.parametrize(
