@@ -12,7 +12,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
-from i2cl.models.scoring import Questions, require_texts, score
+from i2cl.models.scoring import PASSES_A_BATCH, Questions, require_texts, score
 from i2cl.models.trie import Trie
 from i2cl.tasks import Task, Template
 from tiny import CASES, tiny_model, tiny_tokenizer
@@ -132,7 +132,7 @@ def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, posit
 @pytest.mark.parametrize(
     ("case", "limits"), [("gemma2", {"sliding_window": 42}), ("gpt2", {"n_positions": 42})]
 )
-def test_queries_whose_labels_pass_a_window_or_the_context_run_with_each_label(case, limits):
+def test_queries_whose_labels_pass_a_window_or_the_context_do_not_fork(case, limits):
     decoder = Counting(tiny_model(case, **limits), tiny_tokenizer(), name=case)
     assert decoder.can_fork
     asked = questions(decoder, "full", MANY)
@@ -190,10 +190,30 @@ def test_a_trie_holds_every_beginning_once_and_adds_up_to_the_labels(seed):
     assert close(trie.scores(values), torch.stack([values[list(own)].sum() for own in trie.steps]))
 
 
-@pytest.mark.parametrize("limit", [10, 2])
-def test_running_out_of_memory_behind_shared_queries_halves_them(monkeypatch, limit):
+def test_one_more_pass_a_length_has_to_pay_where_no_row_forks():
+    asked = questions(decoder_of("llama"), "full", MANY)
+    queries = asked.queries(TEXTS)
+    saved = (len(MANY) - 1) * sum(map(len, queries))
+    worth = PASSES_A_BATCH * saved // len(set(map(len, queries)))
+    for budget, repeated in ((worth - 1, False), (worth + 1, True)):
+        decoder, apart = counting("llama", budget), counting("llama", budget)
+        decoder.can_fork = apart.can_fork = apart.can_split = False
+        score(decoder, queries, asked.labels)
+        score(apart, queries, asked.labels)
+        assert (decoder.tokens == apart.tokens) is repeated
+
+
+@pytest.mark.parametrize("case", [*FAMILIES, "falcon-alibi", "mpt"])
+def test_half_precision_forks_where_single_precision_does(case):
+    decoder = Decoder(made(case, dtype=torch.bfloat16).model, tiny_tokenizer(), name=case)
+    assert decoder.can_fork is counting(case).can_fork
+
+
+@pytest.mark.parametrize(("limit", "budget", "fork"), [(10, 1000, True), (10, 100, False), (2, 100, False)])
+def test_running_out_of_memory_behind_shared_queries_halves_them(monkeypatch, limit, budget, fork):
     """Also where what runs behind the queries exceeds it, and not the queries themselves."""
-    decoder = counting("llama", 1000)
+    decoder = counting("llama", budget)
+    decoder.can_fork = fork
     asked = questions(decoder, "full", MANY)
     queries = asked.queries(["a warm film"] * 30)
     wanted, forward, done = score(decoder, queries, asked.labels), decoder.forward, []

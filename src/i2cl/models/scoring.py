@@ -126,8 +126,9 @@ def score(
     most = max((len(own.ids) for own in each), default=0)
     scores = torch.full((len(queries), most), -torch.inf)
     with decoder.frozen(), torch.no_grad():
-        for way, chosen in _ways(decoder, queries, each[: len(queries)], edit, prefix).items():
-            for rows, columns, values, finished in way(decoder, queries, each, edit, prefix, chosen):
+        asked = _Asked(decoder, queries, each[: len(queries)], edit, prefix)
+        for way, chosen in _ways(asked).items():
+            for rows, columns, values, finished in way(asked, chosen):
                 scores[rows, columns] = values
                 if progress is not None:
                     progress(finished)
@@ -170,17 +171,21 @@ def in_order(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
 Part = tuple[Tensor, Tensor, Tensor, float]  # rows, columns, values of scores; how many queries they complete
 
 
-def _first(
-    decoder: Decoder,
-    queries: Sequence[Ids],
-    labels: Sequence[LabelTokens],
-    edit: Edit | None,
-    prefix: Prefix | None,
-    _chosen: Sequence[int],
-) -> Iterator[Part]:
-    for batch, values in _read(decoder, queries, edit, prefix):
-        wanted = [(row, token) for row, place in enumerate(batch.rows) for token in labels[place].first]
-        columns = [column for place in batch.rows for column in range(len(labels[place].ids))]
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What `score` is asked: queries, each with its labels, under an edit and behind a prefix."""
+
+    decoder: Decoder
+    queries: Sequence[Ids]
+    labels: Sequence[LabelTokens]
+    edit: Edit | None
+    prefix: Prefix | None
+
+
+def _first(asked: _Asked, _chosen: Sequence[int]) -> Iterator[Part]:
+    for batch, values in _read(asked.decoder, asked.queries, asked.edit, asked.prefix):
+        wanted = [(row, token) for row, place in enumerate(batch.rows) for token in asked.labels[place].first]
+        columns = [column for place in batch.rows for column in range(len(asked.labels[place].ids))]
         rows, tokens = torch.tensor(wanted, device=values.device).unbind(-1)
         places = torch.tensor(batch.rows)[rows.cpu()]
         yield places, torch.tensor(columns), values[rows, tokens].cpu(), len(batch.rows)
@@ -197,73 +202,59 @@ def _read(
     yield from decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0)
 
 
-Way = Callable[
-    [Decoder, Sequence[Ids], Sequence[LabelTokens], Edit | None, Prefix | None, Sequence[int]], Iterator[Part]
-]
+Way = Callable[[_Asked, Sequence[int]], Iterator[Part]]
 """Reads the labels of some queries, whose places come last."""
 
 
-def _ways(
-    decoder: Decoder,
-    queries: Sequence[Ids],
-    labels: Sequence[LabelTokens],
-    edit: Edit | None,
-    prefix: Prefix | None,
-) -> dict[Way, list[int]]:
+def _ways(asked: _Asked) -> dict[Way, list[int]]:
     """Places of the queries by how their labels are read.
 
     All labels of several tokens stand behind their query at once, where the model lets a row fork. A mask of
     one's own knows no window, some models have no place for more tokens than their context has, and a mask
     grows with the square of a row.
     """
-    if not any(own.full for own in labels):
-        return {_first: list(range(len(queries)))}
-    everywhere = prefix is None and (edit is None or edit.everywhere)
-    limit = min(decoder.window or LONGEST_FORK, decoder.max_length or LONGEST_FORK, LONGEST_FORK)
+    if not any(own.full for own in asked.labels):
+        return {_first: list(range(len(asked.queries)))}
+    everywhere = asked.prefix is None and (asked.edit is None or asked.edit.everywhere)
+    limit = min(asked.decoder.window or LONGEST_FORK, asked.decoder.max_length or LONGEST_FORK, LONGEST_FORK)
     forks, others = list[int](), list[int]()
-    for row, (query, own) in enumerate(zip(queries, labels, strict=True)):
+    for row, (query, own) in enumerate(zip(asked.queries, asked.labels, strict=True)):
         fits = everywhere and len(query) + len(Trie.of(own.ids).tokens) <= limit
-        (forks if fits and decoder.can_fork else others).append(row)
-    shared = everywhere and _shares(decoder, queries, labels, others)
+        (forks if fits and asked.decoder.can_fork else others).append(row)
+    shared = everywhere and _shares(asked, others)
     return {_forked: forks, (_shared if shared else _whole): others}
 
 
-def _forked(
-    decoder: Decoder,
-    queries: Sequence[Ids],
-    labels: Sequence[LabelTokens],
-    edit: Edit | None,
-    _prefix: Prefix | None,
-    chosen: Sequence[int],
-) -> Iterator[Part]:
+def _forked(asked: _Asked, chosen: Sequence[int]) -> Iterator[Part]:
     """Whole label sequences, each query run once with all of its labels behind it."""
-    tries = [Trie.of(labels[row].ids) for row in chosen]
+    tries = [Trie.of(asked.labels[row].ids) for row in chosen]
 
     def run(batch: Batch) -> list[Tensor]:
         own = [tries[place] for place in batch.rows]
         rows = tuple(chosen[place] for place in batch.rows)
-        forked = forked_batch([queries[row] for row in rows], own, decoder.device)
-        logits = decoder.forward(replace(forked, rows=rows), at=fork_places(forked, own), edit=edit)
+        forked = forked_batch([asked.queries[row] for row in rows], own, asked.decoder.device)
+        logits = asked.decoder.forward(
+            replace(forked, rows=rows), at=fork_places(forked, own), edit=asked.edit
+        )
         return edge_scores(logits, own)
 
-    whole = [queries[row] + trie.tokens for row, trie in zip(chosen, tries, strict=True)]
-    for batch, each in decoder.run_batches(whole, run):
+    whole = [asked.queries[row] + trie.tokens for row, trie in zip(chosen, tries, strict=True)]
+    for batch, each in asked.decoder.run_batches(whole, run):
         rows = [chosen[place] for place, values in zip(batch.rows, each, strict=True) for _ in values]
         columns = [column for values in each for column in range(len(values))]
         yield torch.tensor(rows), torch.tensor(columns), torch.cat(each).cpu(), len(batch.rows)
 
 
-def _shares(
-    decoder: Decoder, queries: Sequence[Ids], labels: Sequence[LabelTokens], chosen: Sequence[int]
-) -> bool:
+def _shares(asked: _Asked, chosen: Sequence[int]) -> bool:
     """Whether each query is to run once, with its labels behind the keys that it leaves.
     They follow in a pass for every length of query, so that has to save a fair part of a batch each. Beyond a
     limit of longrope a label turns the keys of its query.
     """
-    if not decoder.can_split or decoder.rope_limits:
+    if not asked.decoder.can_split or asked.decoder.rope_limits:
         return False
-    saved = sum(len(queries[row]) * (len(labels[row].ids) - 1) for row in chosen)
-    return PASSES_A_BATCH * saved > decoder.token_budget * len({len(queries[row]) for row in chosen})
+    lengths = [len(asked.queries[row]) for row in chosen]
+    saved = sum(n * (len(asked.labels[row].ids) - 1) for n, row in zip(lengths, chosen, strict=True))
+    return PASSES_A_BATCH * saved > asked.decoder.token_budget * len(set(lengths))
 
 
 class _Branch(NamedTuple):
@@ -275,42 +266,35 @@ class _Branch(NamedTuple):
     ids: Ids
 
 
-def _shared(
-    decoder: Decoder,
-    queries: Sequence[Ids],
-    labels: Sequence[LabelTokens],
-    edit: Edit | None,
-    _prefix: Prefix | None,
-    chosen: Sequence[int],
-) -> Iterator[Part]:
+def _shared(asked: _Asked, chosen: Sequence[int]) -> Iterator[Part]:
     """Whole label sequences, each query run once, and its labels behind the keys that it leaves."""
 
     def run(batch: Batch) -> tuple[list[_Branch], Tensor]:
         batch = replace(batch, rows=tuple(chosen[place] for place in batch.rows))
         caches: list[Cache] = []
-        read = decoder.forward(batch, edit=edit, caches=caches)[:, 0].float().log_softmax(-1)
+        read = asked.decoder.forward(batch, edit=asked.edit, caches=caches)[:, 0].float().log_softmax(-1)
         branches = [
             _Branch(line, row, column, ids)
             for line, row in enumerate(batch.rows)
-            for column, ids in enumerate(labels[row].ids)
+            for column, ids in enumerate(asked.labels[row].ids)
         ]
         values = read[[branch.line for branch in branches], [branch.ids[0] for branch in branches]]
         alike = defaultdict(list)  # behind queries of one length no key is padding
         for place, branch in enumerate(branches):
             if len(branch.ids) > 1:
-                alike[len(queries[branch.row])].append(place)
+                alike[len(asked.queries[branch.row])].append(place)
         for length, places in alike.items():
             lengths = [len(branches[place].ids) for place in places]
-            for group in _groups(decoder, places, lengths, length):
+            for group in _groups(asked.decoder, places, lengths, length):
                 own = [branches[place] for place in group]
                 behind = Prefix.of_rows(caches[0], [branch.line for branch in own], length)
                 targets = [branch.ids[1:] for branch in own]
-                rests = make_batch([branch.ids[:-1] for branch in own], decoder.device)
+                rests = make_batch([branch.ids[:-1] for branch in own], asked.decoder.device)
                 rests = replace(rests, last=rests.first, rows=tuple(branch.row for branch in own))
-                values[group] += sequence_log_probabilities(decoder, rests, targets, edit, behind)
+                values[group] += sequence_log_probabilities(asked.decoder, rests, targets, asked.edit, behind)
         return branches, values
 
-    for batch, (branches, values) in decoder.run_batches([queries[row] for row in chosen], run):
+    for batch, (branches, values) in asked.decoder.run_batches([asked.queries[row] for row in chosen], run):
         rows, columns = torch.tensor([(branch.row, branch.column) for branch in branches]).unbind(-1)
         yield rows, columns, values.cpu(), len(batch.rows)
 
@@ -340,27 +324,24 @@ def _groups(
         yield from (group[start : start + size] for start in range(0, len(group), size))
 
 
-def _whole(
-    decoder: Decoder,
-    queries: Sequence[Ids],
-    labels: Sequence[LabelTokens],
-    edit: Edit | None,
-    prefix: Prefix | None,
-    chosen: Sequence[int],
-) -> Iterator[Part]:
+def _whole(asked: _Asked, chosen: Sequence[int]) -> Iterator[Part]:
     """Whole label sequences, each query run with each of its labels."""
-    pairs = [(row, label) for row in chosen for label in range(len(labels[row].ids))]
-    whole = [queries[row] + labels[row].ids[label][:-1] for row, label in pairs]  # what will run
+    pairs = [(row, label) for row in chosen for label in range(len(asked.labels[row].ids))]
+    whole = [asked.queries[row] + asked.labels[row].ids[label][:-1] for row, label in pairs]  # what will run
 
     def run(group: Batch) -> Tensor:
         rows, columns = zip(*[pairs[place] for place in group.rows], strict=True)
-        targets = [labels[row].ids[column] for row, column in zip(rows, columns, strict=True)]
-        batch = labelled_batch([queries[row] for row in rows], targets, decoder.device)
-        return sequence_log_probabilities(decoder, replace(batch, rows=rows), targets, edit, prefix)
+        targets = [asked.labels[row].ids[column] for row, column in zip(rows, columns, strict=True)]
+        batch = labelled_batch([asked.queries[row] for row in rows], targets, asked.decoder.device)
+        return sequence_log_probabilities(
+            asked.decoder, replace(batch, rows=rows), targets, asked.edit, asked.prefix
+        )
 
-    for group, values in decoder.run_batches(whole, run, reserve=prefix.length if prefix else 0):
+    for group, values in asked.decoder.run_batches(
+        whole, run, reserve=asked.prefix.length if asked.prefix else 0
+    ):
         rows, columns = torch.tensor([pairs[place] for place in group.rows]).unbind(-1)
-        yield rows, columns, values.cpu(), sum(1 / len(labels[row].ids) for row in rows.tolist())
+        yield rows, columns, values.cpu(), sum(1 / len(asked.labels[row].ids) for row in rows.tolist())
 
 
 def labelled_batch(
