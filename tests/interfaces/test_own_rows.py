@@ -123,7 +123,7 @@ def test_sizes_are_checked_before_the_model_is_read(call, monkeypatch, tmp_path)
     path = write(tmp_path / "labels.csv", [(f"text {row}", f"label {row}") for row in range(5000)])
     code, _, err = call("fit", "reference", path, "-o", tmp_path / "new")
     assert (code, err.count("\n")) == (2, 1)
-    assert "fewer than its 5000 labels, or --method sentence_embeddings" in err
+    assert "they have 5000 labels, all of which sentence_embeddings takes (i2cl eval)" in err
 
 
 def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):

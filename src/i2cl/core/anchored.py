@@ -175,7 +175,7 @@ def require_few(demonstrations: Sequence[Example]) -> None:
         labels = len({example.label for example in demonstrations})
         cure = "give fewer of each class (--shots)"
         if labels > MOST_DEMONSTRATIONS:
-            cure = f"ask for fewer than its {labels} labels, or --method sentence_embeddings"
+            cure = f"they have {labels} labels, all of which sentence_embeddings takes (i2cl eval)"
         raise I2CLError(f"{most} that anchored calibration takes: {cure}")
 
 
