@@ -1,10 +1,13 @@
 import json
+import os
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from fitting import one_line
 from i2cl.models import fingerprint
@@ -37,6 +40,47 @@ def test_one_checkpoint_has_one_fingerprint_in_all_precisions_and_every_tensor_c
             assert weights_fingerprint(model) != before
             parameter.div_(2)
     assert weights_fingerprint(model) == before
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A model loaded from files whose fingerprint is kept, how often it was read, and where it is kept."""
+    reads = []
+    monkeypatch.setattr(fingerprint, "KEPT_FROM", 0)
+    place = partial(fingerprint.cached_assets_path, assets_dir=tmp_path / "assets")
+    monkeypatch.setattr(fingerprint, "cached_assets_path", place)
+    read = fingerprint.tensors_fingerprint
+    monkeypatch.setattr(fingerprint, "tensors_fingerprint", lambda named: [read(named), reads.append(1)][0])
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "model"), reads, tmp_path / "assets"
+
+
+def test_a_large_models_fingerprint_is_read_once(kept):
+    model, reads, _ = kept
+    whole = tensors_fingerprint(fingerprint.named_weights(model))
+    assert [weights_fingerprint(model) for _ in range(3)] == [whole] * 3
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize("change", ["memory", "file", "damage"])
+def test_what_changes_is_read_again(kept, change):
+    model, reads, assets = kept
+    before = weights_fingerprint(model)
+    if change == "memory":
+        model.model.layers[1].mlp.down_proj.weight.data.view(-1)[0] += 1
+    elif change == "file":
+        os.utime(Path(model.name_or_path) / "model.safetensors", ns=(0, 0))
+    else:
+        next(path for path in assets.rglob("*") if path.is_file()).write_text("half")
+    assert (weights_fingerprint(model) == before) == (change != "memory")
+    assert len(reads) == 2
+
+
+def test_a_place_that_cannot_be_written_keeps_nothing(kept):
+    model, reads, assets = kept
+    assets.write_text("in the way")
+    assert weights_fingerprint(model) == weights_fingerprint(model)
+    assert len(reads) == 2
 
 
 def test_every_single_value_counts():

@@ -40,6 +40,11 @@ class Files:
         """Names as in the model's state dict; older files leave out the base model's prefix."""
         return self._homes.keys()
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files, sorted."""
+        return sorted({path for path, _ in self._homes.values()})
+
     def read(self, name: str) -> Tensor:
         """One of them, on the CPU."""
         path, stored = self._homes[name]

@@ -4,12 +4,15 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import pydantic
 import torch
+from huggingface_hub import cached_assets_path
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,9 +20,12 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.checkpoint import Files, stored_weights
 from i2cl.models.precision import dequantized, offloaded_weight, requantized
+from i2cl.storage.atomic import replaced_file
 
 # Values rounded at a time: few enough for one thread and its cache; on a device, a copy that is worth it.
 PART, DEVICE_PART = 2**15, 2**22
+KEPT_FROM = 2 * 10**9  # bytes in memory: reading fewer is quick enough
+SAMPLED = 4096  # values of a tensor that say whether its kept fingerprint holds
 WITHOUT_EFFECT = re.compile(
     r"dropout|pdrop|layerdrop|jitter|initializer|^init_|^lambda_std|aux_loss"  # of training
     r"|_token_ids?$|^output_|^use_cache$|^return_dict$|^is_|^add_cross_attention$|^chunk_size_feed_forward$"
@@ -112,8 +118,45 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     are read from where they are. Tensors are read one by one, at about a gigabyte a second; quantized ones
     are dequantized one by one. A tensor that is split over processes is put together first, so all of them
     are to call this.
+
+    From `KEPT_FROM` on the result is kept among huggingface_hub's assets. It is taken from there while the
+    files of the checkpoint have the same size and time, and `SAMPLED` values of each tensor are the same.
     """
-    return tensors_fingerprint(_checkpoint_weights(model))
+    kept = _kept_place(model)
+    if kept is not None:
+        with suppress(OSError, ValueError):
+            held = kept.read_text(encoding="ascii")
+            if re.fullmatch(r"[0-9a-f]{16}", held):
+                return held
+    found = tensors_fingerprint(_checkpoint_weights(model))
+    if kept is not None:
+        with suppress(I2CLError):
+            replaced_file(kept, found)
+    return found
+
+
+def _kept_place(model: PreTrainedModel) -> Path | None:
+    """The file that keeps the fingerprint of a large model as it is in memory, loaded from files here."""
+    named = named_weights(model)
+    if any(weight.is_meta or isinstance(weight, DTensor) for _, weight in named):
+        return None  # what is elsewhere, or in parts, cannot be sampled
+    if sum(weight.nbytes for _, weight in named) < KEPT_FROM:
+        return None
+    stored = stored_weights(model)
+    if stored is None:
+        return None
+    digest = hashlib.sha256()
+    with suppress(OSError, ValueError):
+        for path in stored.paths:
+            held = path.stat()
+            digest.update(f"{path.resolve()} {held.st_size} {held.st_mtime_ns}".encode())
+        for name, weight in named:
+            digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
+            flat = weight.detach().reshape(-1)
+            sample = flat[:: max(1, len(flat) // SAMPLED)].contiguous().cpu()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+        return cached_assets_path("i2cl", "fingerprints") / digest.hexdigest()
+    return None
 
 
 def tensors_fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
