@@ -10,7 +10,7 @@ import json
 import re
 import runpy
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from statistics import fmean
@@ -216,18 +216,19 @@ def texts_on_top() -> str:
     return against_first(results("anchored-unlabelled"), "No prior")
 
 
-def shots() -> str:
-    """Accuracy by demonstrations a class, on average and by task."""
-    found = results("anchored-shots")
+def shots(grid: str = "anchored-shots") -> str:
+    """Accuracy by demonstrations a class, by task, and on average where no task is missing."""
+    found = results(grid)
     counts = sorted({line.shots for line in found.lines if line.shots is not None})
     rows = []
     for row in found.rows:
         lines = {line.shots: line for line in found.lines if line.row is row}
-        for task in (None, *found.tasks):
+        own = [lines.get(count, lines.get(None)) for count in counts]
+        whole = all(line is None or len(found.tasks_of(line)) == len(found.tasks) for line in own)
+        for task in (*([None] if whole else []), *found.tasks):
             cells = [
-                (average(found, line) if task is None else shown(found, line, task))
-                for count in counts
-                if (line := lines.get(count, lines.get(None))) is not None
+                "–" if line is None else average(found, line) if task is None else shown(found, line, task)
+                for line in own
             ]
             if None in lines:  # it takes no demonstrations
                 cells = [cells[0], *["–"] * (len(counts) - 1)]
@@ -489,6 +490,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "texts": texts,
     "texts-on-top": texts_on_top,
     "shots": shots,
+    "curves": partial(shots, "curves"),
+    "many-labels": partial(shots, "many-labels"),
     "second-model": second_model,
     "adapters": adapters,
     "rivals": rivals,
@@ -548,23 +551,27 @@ def bars() -> str:
     return svg(figure, title)
 
 
-def curves() -> str:
-    """Mean accuracy by demonstrations a class, as SVG."""
-    found = results("anchored-shots")
-    figure = new_figure(7.2, 4.2)
-    axes = figure.subplots()
-    styles = {
-        OURS: ("#030303", "o"),
-        "sentence_embeddings": ("#010101", "D"),
-        "Linear probe": ("#050505", "s"),
-        "Few-shot, label prior": ("#060606", "^"),
-        "Few-shot (ICL)": ("#040404", "v"),
-    }
-    for name, (colour, marker) in styles.items():
+CURVES = {
+    OURS: ("#030303", "o"),
+    "sentence_embeddings": ("#010101", "D"),
+    "Linear probe": ("#050505", "s"),
+    "LoRA": ("#060606", "P"),
+    "Few-shot, label prior": ("#060606", "^"),
+    "Few-shot (ICL)": ("#040404", "v"),
+}
+"""Colour and marker of a row in a figure of accuracy by demonstrations a class."""
+
+
+def draw_curves(axes: Axes, found: Results, task: str | None = None) -> None:
+    """Accuracy by demonstrations a class, on one task or on average, with intervals where there are seeds."""
+    every = sorted({line.shots for line in found.lines if line.shots is not None})
+    for name, (colour, marker) in CURVES.items():
         told = {
             line.shots: got
             for line in found.lines
-            if name in {line.row.name, line.row.method} and line.shots and (got := found.accuracy(line))
+            if name in {line.row.name, line.row.method}
+            and line.shots
+            and (got := found.accuracy(line, task) if task in (None, *found.tasks_of(line)) else None)
         }
         if not told:
             continue
@@ -573,19 +580,43 @@ def curves() -> str:
             [100 * (one.mean - one.low) for one in told.values()],
             [100 * (one.high - one.mean) for one in told.values()],
         ]
-        axes.errorbar(counts, means, yerr=ends, color=colour, marker=marker, capsize=3, label=SHOWN[name])
-    level = found.accuracy(found_line(found, "Zero-shot, label prior"))
-    if level is not None:
-        axes.axhline(100 * level.mean, color="#020202", linestyle="--", label="Zero-shot, label prior")
+        bars = ends if task is None else None
+        axes.errorbar(counts, means, yerr=bars, color=colour, marker=marker, capsize=3, label=SHOWN[name])
+    level = line_of(found, "Zero-shot, label prior")
+    got = found.accuracy(level, task) if level is not None else None
+    if got is not None:
+        axes.axhline(100 * got.mean, color="#020202", linestyle="--", label=level.name)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, map(str, counts))
+    axes.set_xticks(every, map(str, every))
     axes.minorticks_off()
     axes.set_xlabel("demonstrations a class", color="#010101")
+    axes.set_ylim(0, 100 if task else 90)
+    plain(axes)
+
+
+def curves() -> str:
+    """Mean accuracy by demonstrations a class, as SVG."""
+    found = results("anchored-shots")
+    figure = new_figure(7.2, 4.2)
+    axes = figure.subplots()
+    draw_curves(axes, found)
     axes.set_ylabel(f"mean accuracy over {len(found.tasks)} tasks, %", color="#010101")
     axes.legend(frameon=False, labelcolor="#010101", fontsize=9, ncols=2, loc="lower right")
-    axes.set_ylim(0, 90)
-    plain(axes)
     return svg(figure, "Mean accuracy by demonstrations a class, with 95 % intervals")
+
+
+def learning() -> str:
+    """Accuracy by demonstrations a class on three tasks, and with 77 and 150 labels, as SVG."""
+    few, many = results("curves"), results("many-labels")
+    panels = [*((few, task) for task in few.tasks), *((many, task) for task in many.tasks)]
+    figure = new_figure(9.6, 3.2)
+    for axes, (found, task) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+        draw_curves(axes, found, task)
+        axes.set_title(task, fontsize=10, color="#010101")
+    figure.axes[0].set_ylabel("accuracy, %", color="#010101")
+    handles, names = figure.axes[-1].get_legend_handles_labels()
+    figure.legend(handles, names, frameon=False, labelcolor="#010101", fontsize=9, ncols=3, loc="outside upper center")
+    return svg(figure, "Accuracy by demonstrations a class, up to eighty, and with 77 and 150 labels")
 
 
 def plain(axes: Axes) -> None:
@@ -615,6 +646,7 @@ def svg(figure: Figure, title: str) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "docs/_static/averages.svg": bars,
     "docs/_static/shots.svg": curves,
+    "docs/_static/learning.svg": learning,
     "docs/_static/reliability.svg": reliability,
 }
 

@@ -24,7 +24,7 @@ def test_tables_are_those_of_the_stores(made, page):
     assert made["filled"](text) == text, CURE
 
 
-@pytest.mark.parametrize("name", ["averages", "shots", "reliability"])
+@pytest.mark.parametrize("name", ["averages", "shots", "learning", "reliability"])
 def test_figures_are_those_of_the_stores(made, name):
     """The same bytes; under another version of matplotlib, the same words and numbers."""
     name = f"docs/_static/{name}.svg"
