@@ -59,10 +59,10 @@ def core(monkeypatch):
     """A patched engine core whose canary is never asked."""
     monkeypatch.setattr(Core, "current", Core(2))
     for owner, name, wrap in (
-        (EngineCore, "collective_rpc", engine.wrap_rpc),
-        (EngineCore, "get_supported_tasks", engine.wrap_supported_tasks),
-        (Request, "from_engine_core_request", engine.wrap_request),
-        (Executor, "__init__", engine.wrap_executor),
+        (EngineCore, "collective_rpc", engine.rpc),
+        (EngineCore, "get_supported_tasks", engine.supported_tasks),
+        (Request, "from_engine_core_request", engine.request_made),
+        (Executor, "__init__", engine.start),
     ):
         monkeypatch.setattr(owner, name, vars(owner)[name])  # to be put back
         _put(owner, name, wrap)
@@ -130,8 +130,8 @@ def test_a_request_whose_task_went_meanwhile_is_refused(core):
 
 def test_methods_are_wrapped_once_however_often_the_plugin_is_run(core):
     before = Request.from_engine_core_request.__func__, EngineCore.collective_rpc
-    _put(Request, "from_engine_core_request", engine.wrap_request)
-    _put(EngineCore, "collective_rpc", engine.wrap_rpc)
+    _put(Request, "from_engine_core_request", engine.request_made)
+    _put(EngineCore, "collective_rpc", engine.rpc)
     assert before == (Request.from_engine_core_request.__func__, EngineCore.collective_rpc)
 
 
