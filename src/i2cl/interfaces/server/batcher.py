@@ -20,7 +20,7 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.injections.pool import InjectionPool, TaskQuery
-from i2cl.interfaces.server.refusals import RefusalError, busy, failed, no_memory, stopping, too_late
+from i2cl.interfaces.server.refusals import RefusalError, busy, failed, stopping
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.scoring import NotFiniteError
 
@@ -64,7 +64,7 @@ class Ticket:
 class Batcher:
     """Answers rows of many tasks, in batches that mix them."""
 
-    def __init__(self, pool: InjectionPool, bound: int, observer: Any = None) -> None:
+    def __init__(self, pool: InjectionPool, bound: int, observer: Any) -> None:
         """Start; ``observer`` has `i2cl.interfaces.server.metrics.Metrics.batch`."""
         self.pool = pool  # scores them
         self.bound = bound  # tokens of requests that may wait or run at once
@@ -220,10 +220,9 @@ class Batcher:
             for ticket, part in chosen:
                 self._keep(ticket, outcomes[start : start + len(part)])
                 start += len(part)
-        if self._observer is not None:
-            tasks = len({id(row.task) for row in rows})
-            waited = [started - ticket.since for ticket, part in chosen if ticket.begun == len(part)]
-            self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
+        tasks = len({id(row.task) for row in rows})
+        waited = [started - ticket.since for ticket, part in chosen if ticket.begun == len(part)]
+        self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
 
     def _do(self, work: Callable[[], Any], future: "Future[Any]") -> None:
         if not future.set_running_or_notify_cancel():
@@ -250,7 +249,8 @@ class Batcher:
             if ticket.done.done() or (not ticket.begun and ticket.deadline < now):
                 heapq.heappop(heap)
                 if not ticket.done.done():
-                    self._fail(ticket, too_late())
+                    message = "the time of this request was over before it ran: send it again later"
+                    self._fail(ticket, RefusalError(504, "deadline", message))
                 continue
             taken = 0
             for row in ticket.rows[ticket.begun :]:
@@ -276,8 +276,13 @@ class Batcher:
                 return self._answered(rows[:half]) + self._answered(rows[half:])
             if isinstance(error, NotFiniteError):
                 return [RefusalError(500, "not_finite", str(error))]
-            full = isinstance(error, RuntimeError) and is_out_of_memory(error)
-            return [no_memory(error) if full or isinstance(error, I2CLError) else failed(error)]
+            if isinstance(error, I2CLError):
+                why = str(error)
+            elif isinstance(error, RuntimeError) and is_out_of_memory(error):
+                why = "the model is out of memory: send it again later"
+            else:
+                return [failed(error)]
+            return [RefusalError(503, "out_of_memory", why, headers={"Retry-After": "5"})]
 
     def _keep(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:
         if ticket.done.done():

@@ -141,7 +141,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
             nonlocal shown
             if done == of or time.monotonic() - shown > LOOK:
                 shown = time.monotonic()
-                job.show("step", step=done, steps=of, loss=loss, **_map_of(decoder.seen))
+                job.show("step", step=done, steps=of, loss=loss, **map_of(decoder.seen))
 
         injection = method.injection(decoder, task, demonstrations, request["seed"], step)
         seconds = time.perf_counter() - started - decoder.elsewhere
@@ -161,7 +161,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     told: dict[str, Any] = {"name": entry.name, "digest": entry.digest, "labels": list(entry.labels)}
     told |= {"demonstrations": len(demonstrations), "history": list(injection.history)}
     told |= {"worth": injection.worth or None, "tokens": _tokens(decoder, task, demonstrations)}
-    return told | map_of(injection)
+    return told | map_of(injection.edit())
 
 
 def _untimed(injection: Injection) -> Injection:
@@ -173,13 +173,10 @@ def _untimed(injection: Injection) -> Injection:
     return replace(injection, worth=injection.worth | {"methods": methods})
 
 
-def map_of(injection: Injection) -> dict[str, Any]:
-    """Coefficients [layer][writer][lambda, beta] and the size of lambda v [layer][writer], for JSON."""
-    return _map_of(injection.edit())
-
-
-def _map_of(edit: Edit | None) -> dict[str, Any]:
-    """The same of what a pass had injected; of several rows' own ones, the first."""
+def map_of(edit: Edit | None) -> dict[str, Any]:
+    """Coefficients [layer][writer][lambda, beta] and the size of lambda v [layer][writer], for JSON, of what
+    a pass injects; of several rows' own ones, the first.
+    """
     if isinstance(edit, NoisyEdit):
         edit = edit.injection
     if isinstance(edit, LinearEdit):

@@ -73,8 +73,7 @@ class Job:
     def stored(cls, folder: Path) -> "Job":
         """A folder's job; unreadable events are left out. Raises OSError or ValueError if there is none."""
         head = Head.model_validate_json((folder / "job.json").read_bytes())
-        job = cls(folder, head.kind, head.told, head.created, owner=head.owner)
-        job.cancelled = (folder / CANCELLED).exists()
+        job = cls(folder, **dict(head), cancelled=(folder / CANCELLED).exists())
         for event in readable_lines(folder / "events.jsonl"):
             at = event.get("at")
             if event.get("event") in TOLD and isinstance(at, float | int) and math.isfinite(at):
@@ -201,14 +200,14 @@ class Jobs:
         with self.scratch() as scratch:
             fresh = scratch / "job"
             fresh.mkdir()
-            own = {"job.json": head.model_dump_json(), "events.jsonl": json.dumps(queued) + "\n"}
-            for name, content in {**files, **{name: text.encode() for name, text in own.items()}}.items():
+            (fresh / "job.json").write_text(head.model_dump_json(), encoding="utf-8")
+            (fresh / "events.jsonl").write_text(json.dumps(queued) + "\n", encoding="utf-8")
+            for name, content in files.items():
                 if isinstance(content, Path):
                     content.rename(fresh / name)
                 else:
                     (fresh / name).write_bytes(content)
-                synced(fresh / name)
-            synced(fresh)
+            synced(*fresh.iterdir(), fresh)
             fresh.rename(folder)
             synced(self._root)
         job = Job(folder, kind, dict(told), created, [queued], owner=owner)
@@ -250,8 +249,7 @@ class Jobs:
             self._stops = True
             self._changed.notify_all()
         for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
+            thread.join()
 
     def _read(self) -> None:
         for folder in self._root.iterdir():
@@ -262,7 +260,7 @@ class Jobs:
                 _log.warning("jobs/%s stays as it is: %s when it was read", folder.name, type(error).__name__)
                 continue
             self._jobs[job.id] = job
-        for job in sorted(self._jobs.values(), key=lambda job: job.created):
+        for job in self.all()[::-1]:
             if job.cancelled and not job.ended:
                 with suppress(OSError):  # on a full disk it ends when its turn comes
                     self._end(job, "cancelled")

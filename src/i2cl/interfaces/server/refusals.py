@@ -58,22 +58,6 @@ class RefusalError(I2CLError):
         return {"error": problem if self.rows is None else problem | {"rows": self.rows}}
 
 
-def unknown_task(name: str) -> RefusalError:
-    """There is none of that name."""
-    return RefusalError(404, "unknown_task", f"no task {name!r} is here: GET /v1/models lists those that are")
-
-
-def read_only() -> RefusalError:
-    """Nothing is written here."""
-    return RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
-
-
-def too_late() -> RefusalError:
-    """Its time was over before it ran."""
-    message = "the time of this request was over before it ran: send it again later"
-    return RefusalError(504, "deadline", message)
-
-
 def stopping() -> RefusalError:
     """No new work is taken."""
     message = "this server stops and takes nothing new: send it again"
@@ -84,12 +68,6 @@ def busy(status: int, why: str, seconds: int = 5) -> RefusalError:
     """There is no room now, and may be soon."""
     headers = {"Retry-After": str(seconds)}
     return RefusalError(status, "busy", f"{why}: send it again in {seconds} s", headers=headers)
-
-
-def no_memory(error: Exception) -> RefusalError:
-    """Not even one row alone fits."""
-    why = str(error) if isinstance(error, I2CLError) else "the model is out of memory: send it again later"
-    return RefusalError(503, "out_of_memory", why, headers={"Retry-After": "5"})
 
 
 def failed(error: Exception) -> RefusalError:

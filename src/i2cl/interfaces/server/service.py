@@ -1,7 +1,6 @@
 """The parts of a server put together, without HTTP: texts in, answers out, tasks that come and go."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job, Jobs
 from i2cl.interfaces.server.metrics import Metrics
-from i2cl.interfaces.server.refusals import RefusalError, stopping, too_late
+from i2cl.interfaces.server.refusals import RefusalError, stopping
 from i2cl.interfaces.server.routes.schemas import require_number
 from i2cl.interfaces.server.task_store import Entry, TaskStore
 from i2cl.interfaces.server.uploads import unpack, unusable
@@ -123,8 +122,6 @@ class Service:
             await asyncio.wait([waits, *watches], return_when=asyncio.FIRST_COMPLETED)
             if not waits.done():
                 return None
-            if waits.cancelled():
-                raise too_late()
             scores = waits.result()
         finally:
             self.batcher.cancel(ticket)
@@ -169,10 +166,10 @@ class Service:
 
 
 async def answer_request(
-    service: Service, request: Any, name: str, texts: Sequence[str], timeout: float | None
+    service: Service, request: Any, response: Any, name: str, texts: str | list[str], timeout: float | None
 ) -> Answer:
-    """`Service.classify` for a request of Starlette's, until its client goes. Raises RefusalError as that,
-    and on the name of the base model.
+    """`Service.classify` for a request of Starlette's, until its client goes; the response's headers name the
+    version. Raises RefusalError as that, and on the name of the base model.
     """
     if name == service.base:
         message = f"{name!r} is the base model, which has no labels: name a task of GET /v1/models"
@@ -182,12 +179,9 @@ async def answer_request(
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
+    texts = [texts] if isinstance(texts, str) else texts
     answer = await service.classify(name, texts, timeout=timeout or TIMEOUT, gone=gone)
     if answer is None:
         raise RefusalError(499, "gone", "the client went away: its rows did not run")
+    response.headers["X-Task-Digest"] = answer.entry.digest
     return answer
-
-
-def new_id(kind: str) -> str:
-    """A name for one answer."""
-    return f"{kind}-{secrets.token_hex(12)}"

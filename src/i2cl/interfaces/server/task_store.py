@@ -25,7 +25,7 @@ from i2cl.core.artefact import FILES
 from i2cl.core.injection import Injection
 from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.injections.pool import InjectionPool, Loaded, TaskQuery
-from i2cl.interfaces.server.refusals import RefusalError, fault, read_only, unknown_task
+from i2cl.interfaces.server.refusals import RefusalError, fault
 from i2cl.interfaces.server.uploads import refused_artefact, require_moderate
 from i2cl.storage.atomic import replaced_file, synced
 
@@ -79,7 +79,8 @@ class TaskStore:
         try:
             return _read(self._alias(name)) if self.read_only else self._named[name]
         except (OSError, LookupError, TypeError, ValueError):
-            raise unknown_task(name) from None
+            message = f"no task {name!r} is here: GET /v1/models lists those that are"
+            raise RefusalError(404, "unknown_task", message) from None
 
     def entries(self) -> list[Entry]:
         """All of them, by name."""
@@ -194,7 +195,7 @@ class TaskStore:
     def require_writable(self) -> None:
         """Go on only where tasks may be changed. Raises RefusalError: 403 otherwise."""
         if self.read_only:
-            raise read_only()
+            raise RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
 
     def _alias(self, name: str) -> Path:
         return self._names / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"

@@ -14,7 +14,7 @@ from i2cl.errors import first_problem
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.guard import BODY, READER
 from i2cl.interfaces.server.jobs import Job, Jobs, unknown_job
-from i2cl.interfaces.server.refusals import RefusalError, read_only
+from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry, require_name
@@ -73,7 +73,7 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
         record |= {"settings": injection.settings, "history": list(injection.history)}
         record |= {"metrics": injection.metrics, "worth": injection.worth or None}
         record |= {"label_bias": injection.label_bias, "temperature": injection.temperature}
-        return record | fits.map_of(injection)
+        return record | fits.map_of(injection.edit())
 
     @routes.put("/v1/tasks/{name:path}", summary="Upload an artefact's folder", openapi_extra=_TAR)
     async def put(name: str, request: Request) -> dict[str, Any]:
@@ -207,8 +207,8 @@ def queue_batch(service: Service, body: IO[bytes], model: str | None, owner: str
 
 def jobs_of(service: Service) -> Jobs:
     """The jobs of a server that writes; a 403 of one that does not."""
-    if service.jobs is None:
-        raise read_only()
+    service.tasks.require_writable()
+    assert service.jobs is not None  # noqa: S101 - as whatever writes has them
     return service.jobs
 
 
