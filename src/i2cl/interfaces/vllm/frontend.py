@@ -94,10 +94,8 @@ class ServedTasks:
         return self.served[name]
 
     def admit(self, params: Any) -> None:
-        """Write the digest of a request's task into its parameters, a ``SamplingParams``.
-
-        The parameters are the caller's, who may use them again: what they hold is not changed in place.
-        Raises I2CLError if its task is not loaded, or no name.
+        """Write the digest of a request's task into its ``SamplingParams``. They are the caller's, who may
+        use them again: what they hold is not changed in place. Raises I2CLError on another name.
         """
         extra = params.extra_args or {}
         named = extra.get(NAME)
@@ -186,9 +184,7 @@ def beam_search(refusal: type[I2CLError], original: Any, request: Any, *args: An
 
 
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
-    """Which model an engine runs, from its files, which are read once.
-
-    ``config``: the engine's ``ModelConfig``; ``tokenizer``: the engine's. Raises I2CLError if its files
+    """Which model an engine runs, from the files that its ``ModelConfig`` names. Raises I2CLError if they
     cannot be found or read.
     """
     empty, text = skeleton(config.hf_config), config.hf_text_config
