@@ -14,7 +14,7 @@ from starlette.routing import Match
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server.guard import Access, Guard
-from i2cl.interfaces.server.refusals import RefusalError, failed
+from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import completions, management, schemas
 from i2cl.interfaces.server.service import Service, answer_request
 from i2cl.interfaces.server.uploads import most_bytes
@@ -51,8 +51,9 @@ def make_app(service: Service, access: Access, *, page: bool = True, origins: Se
     )
     _refusals(app, service)
     _answers(app, service)
-    app.include_router(completions.router(service))
-    app.include_router(management.router(service))
+    completions.add_chat(app, service)
+    management.add_tasks(app, service)
+    management.add_jobs(app, service)
     _state(app, service)
     if page:
         for path, name in PAGE_FILES.items():
@@ -128,7 +129,8 @@ def _refusals(app: FastAPI, service: Service) -> None:
         return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
 
     @app.exception_handler(I2CLError)
-    async def bad(_request: Request, error: I2CLError) -> JSONResponse:
+    @app.exception_handler(Exception)
+    async def failed(_request: Request, error: Exception) -> JSONResponse:
         return told(RefusalError.of(error))
 
     @app.exception_handler(RequestValidationError)
@@ -150,10 +152,6 @@ def _refusals(app: FastAPI, service: Service) -> None:
         code, what = known.get(error.status_code, ("bad_request", "it cannot be read"))
         message = f"{what}: /openapi.json lists addresses and what they take"
         return told(RefusalError(error.status_code, code, message, headers=headers))
-
-    @app.exception_handler(Exception)
-    async def unexpected(_request: Request, error: Exception) -> JSONResponse:
-        return told(failed(error))
 
 
 async def _file(path: Path) -> FileResponse:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.injections.pool import InjectionPool, TaskQuery
-from i2cl.interfaces.server.refusals import RefusalError, busy, failed, stopping
+from i2cl.interfaces.server.refusals import RefusalError, busy, stopping
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.scoring import NotFiniteError
 
@@ -104,10 +104,8 @@ class Batcher:
             raise busy(429, f"{self.waiting} tokens wait already", seconds)
 
     def submit(self, rows: Sequence[TaskQuery], deadline: float) -> Ticket:
-        """Let a request wait for its turn.
-
-        ``rows``: at least one; ``deadline``: on `time.monotonic`, before which it has to begin. Raises
-        RefusalError, see `require_room`.
+        """Let a request of at least one row wait for its turn, which has to come before ``deadline`` on
+        `time.monotonic`. Raises RefusalError, see `require_room`.
         """
         with self._changed:
             tokens = sum(row.tokens for row in rows)
@@ -119,10 +117,8 @@ class Batcher:
         return ticket
 
     def submit_slices(self, rows: Sequence[TaskQuery], *, large: bool = True) -> Ticket:
-        """Let rows of a file run between requests; they do not count towards the bound.
-
-        ``rows``: at least one; ``large``: whether they wait for a slice; False for few rows that a person
-        waits for. Raises RefusalError: 503 if nothing new is taken.
+        """Let at least one row of a file run between requests, beside the bound; with ``large=False`` few
+        that a person waits for, not in slices. Raises RefusalError: 503 if nothing new is taken.
         """
         with self._changed:
             if self.stops:
@@ -211,15 +207,13 @@ class Batcher:
             return
         started = time.monotonic()
         rows = [row for _, part in chosen for row in part]
-        outcomes = self._answered(rows)
+        outcomes = iter(self._answered(rows))
         seconds = time.monotonic() - started
         with self._changed:
             tokens = sum(row.tokens for row in rows)
             self._rate = tokens / seconds if not self._rate else 0.8 * self._rate + 0.2 * tokens / seconds
-            start = 0
             for ticket, part in chosen:
-                self._keep(ticket, outcomes[start : start + len(part)])
-                start += len(part)
+                self._keep(ticket, [next(outcomes) for _ in part])
         tasks = len({id(row.task) for row in rows})
         waited = [started - ticket.since for ticket, part in chosen if ticket.begun == len(part)]
         self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
@@ -229,11 +223,9 @@ class Batcher:
             return
         self._fits, self._resumed = True, time.monotonic()
         try:
-            result = work()
+            future.set_result(work())
         except Exception as error:  # noqa: BLE001 - who waits for it is told
             future.set_exception(error)
-        else:
-            future.set_result(result)
         finally:
             self._fits = False
 
@@ -281,7 +273,7 @@ class Batcher:
             elif isinstance(error, RuntimeError) and is_out_of_memory(error):
                 why = "the model is out of memory: send it again later"
             else:
-                return [failed(error)]
+                return [RefusalError.of(error)]
             return [RefusalError(503, "out_of_memory", why, headers={"Retry-After": "5"})]
 
     def _keep(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:

@@ -123,11 +123,9 @@ def _read(request: Mapping[str, Any], folder: Path) -> Task:
 
 
 def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
-    """Do the job of a fit: what its last event tells.
-
-    It begins anew after a kill and comes to the same vectors: nothing in it is random but by its seed. Raises
-    I2CLError on examples that cannot be fitted, such as scores that are not finite; FitStoppedError if it is
-    cancelled, or the server stops.
+    """Do the job of a fit: what its last event tells. It begins anew after a kill and comes to the same
+    vectors. Raises I2CLError on examples that cannot be fitted, such as scores that are not finite;
+    FitStoppedError if it is cancelled, or the server stops.
     """
     request = job.told
     decoder = SharedDecoder(batcher, job)

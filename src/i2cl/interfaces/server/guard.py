@@ -19,7 +19,7 @@ from starlette.types import Message, Scope
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server.metrics import Metrics
-from i2cl.interfaces.server.refusals import RefusalError, busy, failed
+from i2cl.interfaces.server.refusals import RefusalError, busy
 
 Role = Literal["read", "admin"]
 
@@ -37,11 +37,9 @@ MOST_RUNNING = 512  # requests at once, those aside that need no token
 # In a scope: the body as a file that closes with the request; whose reading token it was.
 BODY, READER = "i2cl.body", "i2cl.reader"
 
-POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-POLICY += "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-
 HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -141,15 +139,13 @@ class Guard:
         try:
             received = await self._admitted(scope, receive, ends)
             await self.app(scope, received, sent)
-        except RefusalError as refusal:
-            if not began:
-                await self._refuse(refusal, sent)
         except Exception as error:  # noqa: BLE001 - the process lives on, and the client is told
-            frames = traceback.extract_tb(error.__traceback__)[-3:]
-            places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
-            _log.error("%s at %s", type(error).__name__, places)  # not its words, which may hold a text
+            if not isinstance(error, RefusalError):
+                frames = traceback.extract_tb(error.__traceback__)[:-4:-1]
+                places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
+                _log.error("%s at %s", type(error).__name__, places)  # not its words, which may hold a text
             if not began:
-                await self._refuse(failed(error), sent)
+                await self._refuse(RefusalError.of(error), sent)
         finally:
             ends.close()
             self.running -= 1

@@ -26,9 +26,8 @@ from typing import Any, Literal
 
 import pydantic
 
-from i2cl.errors import I2CLError
 from i2cl.interfaces.server.batcher import FitStoppedError
-from i2cl.interfaces.server.refusals import RefusalError, failed, stopping
+from i2cl.interfaces.server.refusals import RefusalError, stopping
 from i2cl.storage.atomic import synced
 from i2cl.storage.journal import Journal, readable_lines
 
@@ -143,10 +142,7 @@ class Jobs:
     """All jobs of a server. Of each kind one runs at a time, in the order they came."""
 
     def __init__(self, root: Path, workers: Mapping[Kind, Worker]) -> None:
-        """Take up what an earlier process left.
-
-        ``root``: their folder, made if it is not there; ``workers``: what does the jobs of each kind.
-        """
+        """Take up what an earlier process left in a folder; ``workers`` do the jobs of each kind."""
         self._root = root
         self._workers = workers
         self._jobs: dict[str, Job] = {}
@@ -186,11 +182,8 @@ class Jobs:
     def add(
         self, kind: Kind, told: Mapping[str, Any], files: Mapping[str, bytes | Path], owner: str | None = None
     ) -> Job:
-        """Queue a job, which is on the disk when this returns.
-
-        ``kind``: what is to be done; ``told``: see `Job`; ``files``: what its folder holds; a path, which is
-        in a `scratch` folder, is moved there; ``owner``: see `Job`. Raises RefusalError, see `require_room`;
-        OSError if it cannot be written.
+        """Queue a job, which is on the disk when this returns, with its ``files``: a path, which is in a
+        `scratch` folder, is moved. Raises RefusalError, see `require_room`; OSError if it cannot be written.
         """
         self.require_room(kind, owner)
         folder = self._root / f"{kind}-{secrets.token_hex(8)}"
@@ -288,13 +281,10 @@ class Jobs:
         except (FitStoppedError, CancelledError):
             if job.cancelled:
                 self._end(job, "cancelled")
-        except RefusalError as refusal:
+        except Exception as error:  # noqa: BLE001 - the other jobs go on
+            refusal = RefusalError.of(error)
             if refusal.code != "stopping":
                 self._end(job, "failed", **refusal.body())
-        except I2CLError as error:
-            self._end(job, "failed", **RefusalError.of(error).body())
-        except Exception as error:  # noqa: BLE001 - the other jobs go on
-            self._end(job, "failed", **failed(error).body())
 
     @staticmethod
     def _end(job: Job, event: str, **what: Any) -> None:

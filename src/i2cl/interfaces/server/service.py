@@ -102,14 +102,11 @@ class Service:
         timeout: float = TIMEOUT,
         gone: Callable[[], Awaitable[Any]] | None = None,
     ) -> Answer | None:
-        """Classify texts.
+        """Classify texts, all by one version of a task, whatever is loaded and replaced meanwhile.
 
-        Whatever the number of tasks that are loaded and replaced meanwhile, one version answers all texts.
-
-        ``name``: of the task; ``timeout``: seconds before which the first text has to begin; ``gone``:
-        returns when nobody waits for the answer any more: then what has not run does not, and the answer is
-        None. Raises RefusalError: 413 on too many texts, see `TaskStore.queries` and `Batcher.submit`;
-        I2CLError on an empty text.
+        ``timeout``: seconds before which the first text has to begin; ``gone``: returns when nobody waits for
+        the answer any more: then what has not run does not, and the answer is None. Raises RefusalError: 413
+        on too many texts, see `TaskStore.queries` and `Batcher.submit`; I2CLError on an empty text.
         """
         require_number(texts, "send fewer, or a file to /v1/batches")
         deadline = time.monotonic() + timeout
@@ -136,10 +133,8 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._parsing, partial(work, *args, **kwargs))
 
     async def upload(self, name: str, body: bytes) -> Entry:
-        """Give a name to an artefact, once it has answered a text.
-
-        ``name``: of the task; ``body``: see `i2cl.interfaces.server.uploads.unpack`. Raises RefusalError:
-        422 on an artefact that cannot be used; see `TaskStore.put`.
+        """Give a name to an artefact in a tar file, once it has answered a text. Raises RefusalError: 422 on
+        one that cannot be used; see `TaskStore.put`.
         """
         injection = await self.parsed(unpack, body)
         rows = await self.parsed(lambda: self.tasks.loaded(injection).queries(["a"], cut=False))

@@ -25,7 +25,7 @@ from i2cl.core.artefact import FILES
 from i2cl.core.injection import Injection
 from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.injections.pool import InjectionPool, Loaded, TaskQuery
-from i2cl.interfaces.server.refusals import RefusalError, fault
+from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import refused_artefact, require_moderate
 from i2cl.storage.atomic import replaced_file, synced
 
@@ -163,10 +163,8 @@ class TaskStore:
     def _load(self, digest: str) -> None:
         try:
             self.pool.load(digest, self.injection(digest))
-        except RefusalError:
-            raise
-        except OSError as error:
-            raise fault(error) from None
+        except (RefusalError, OSError) as error:
+            raise RefusalError.of(error) from None
         except I2CLError:  # it was made on another model, or by a later i2cl
             message = f"version {digest} cannot be used by this server: fit it again, or ask its operator"
             raise RefusalError(500, "unusable", message) from None

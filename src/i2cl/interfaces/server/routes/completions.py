@@ -5,18 +5,17 @@ import secrets
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
 
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service, answer_request
 
 
-def router(service: Service) -> APIRouter:
+def add_chat(app: FastAPI, service: Service) -> None:
     """The route."""
-    routes = APIRouter()
 
-    @routes.post("/v1/chat/completions", summary="The label of a text, as an answer in a chat")
+    @app.post("/v1/chat/completions", summary="The label of a text, as an answer in a chat")
     async def chat(
         body: schemas.Chat, request: Request, response: Response, timeout: schemas.Timeout = None
     ) -> dict[str, Any]:
@@ -43,8 +42,6 @@ def router(service: Service) -> APIRouter:
             "choices": [choice],
             "usage": {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1},
         }
-
-    return routes
 
 
 def _require_label_alone(body: schemas.Chat) -> None:
