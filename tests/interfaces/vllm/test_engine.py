@@ -99,7 +99,10 @@ def test_a_worker_tells_its_error_and_goes_on():
     tables = Tables([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], 3, 4, 8)
     worker = Worker()
     worker.model_runner = SimpleNamespace(model=SimpleNamespace(i2cl_tables=tables))
-    for layers, width, fault in ((2, 4, "edits 4 residual writers"), (1, 3, "RuntimeError")):
+    for layers, width, fault in (
+        (2, 4, "edits 4 residual writers, and the model has 2"),
+        (1, 3, "RuntimeError"),
+    ):
         packed = Packed.of(torch.ones(layers, 2, width), torch.ones(layers, 2))
         assert fault in worker.i2cl_write(1, packed.digest, packed.rows, packed.scales)
         assert not tables.places
