@@ -51,11 +51,11 @@ def examples(task):
 
 
 def checked(service, body, model=None):
-    """What the job of a file has to know, and its lines."""
+    """What the job of a file has to know, and its files."""
     rows = io.BytesIO()
     count, names = files.read_lines(io.BytesIO(body), model, service.tasks.entry, rows)
     with service.tasks.kept(names) as digests:
-        return {"rows": count, "tasks": names, "digests": digests}, rows.getvalue()
+        return {"rows": count, "tasks": names, "digests": digests}, {files.INPUT: rows.getvalue()}
 
 
 def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
@@ -105,7 +105,7 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
     texts = [f"{text} {number}" for number in range(3) for text in TEXTS]
     lines = [{"input": text, "model": "ab"[at % 2], "custom_id": f"n{at}"} for at, text in enumerate(texts)]
     body = "\n".join(json.dumps(line) for line in lines).encode()
-    told, rows = checked(service, body)
+    told, held = checked(service, body)
     injections = {name: service.tasks.injection(digest) for name, digest in told["digests"].items()}
     right = [injections[line["model"]].scores(service.decoder, [line["input"]])[0] for line in lines]
     whole = service.batcher.pool.answers
@@ -119,7 +119,7 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
         return whole(rows)
 
     service.batcher.pool.answers = some
-    job = service.jobs.add("batch", told, {files.INPUT: rows})
+    job = service.jobs.add("batch", told, held)
     until(lambda: len(calls) >= 4)
     service.close()
     with (tmp_path / "tasks" / "jobs" / job.id / files.OUTPUT).open("ab") as torn:
@@ -163,7 +163,7 @@ def lines_of(count):
 def test_a_row_that_fails_or_is_too_long_costs_its_line_and_not_the_file(service, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 4)
     service.tasks.put("a", made(service.decoder, 0))
-    told, rows = checked(service, lines_of(9) + b'\n{"input": "%s"}' % (b"long " * 3000), "a")
+    lines = lines_of(9) + b'\n{"input": "%s"}' % (b"long " * 3000)
     whole, seventh = service.batcher.pool.answers, service.tasks.queries("a", [f"{TEXTS[0]} 6"])[1][0].ids
 
     def fails(asked):
@@ -172,7 +172,7 @@ def test_a_row_that_fails_or_is_too_long_costs_its_line_and_not_the_file(service
         return whole(asked)
 
     monkeypatch.setattr(service.batcher.pool, "answers", fails)
-    job = ended(service.jobs.add("batch", told, {files.INPUT: rows}))
+    job = ended(service.jobs.add("batch", *checked(service, lines, "a")))
     out = answers(job)
     refused = {one["line"]: one["error"]["code"] for one in out if "error" in one}
     assert refused == {7: "internal", 10: "text_too_long"}
@@ -233,8 +233,8 @@ SPOILED = {
 def test_what_cannot_be_read_is_neither_removed_nor_in_the_way(opened, task, caplog, name, content):
     service = opened()
     digest = service.tasks.put("films", made(service.decoder, 0)).digest
-    first = ended(service.jobs.add("batch", *job_of(service, 3)))
-    second = ended(service.jobs.add("batch", *job_of(service, 3)))
+    given = checked(service, lines_of(3), "films")
+    first, second = (ended(service.jobs.add("batch", *given)) for _ in range(2))
     service.tasks.put("films", made(service.decoder, 4))  # the first version is needed by nobody known
     service.tasks._artefacts.joinpath(digest).mkdir()
     service.close()
@@ -251,11 +251,6 @@ def test_what_cannot_be_read_is_neither_removed_nor_in_the_way(opened, task, cap
         assert f"jobs/{first.id} stays as it is" in caplog.text
         with pytest.raises(RefusalError, match="no job"):
             again.jobs.get(first.id)
-
-
-def job_of(service, count):
-    told, rows = checked(service, lines_of(count), "films")
-    return told, {files.INPUT: rows}
 
 
 def test_a_fit_measured_by_leaving_rows_out_keeps_no_time_of_a_text(service, task):

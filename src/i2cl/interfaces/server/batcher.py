@@ -185,8 +185,7 @@ class Batcher:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not (self._single or self._large or self._work or self.stops):
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._single or self._large or self._work or self.stops)
                 work = self._work.popleft() if self._work and not self.stops else None
                 if self.stops and not (self._single or self._large):
                     for _, future in self._work:

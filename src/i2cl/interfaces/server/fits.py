@@ -42,16 +42,8 @@ class SharedDecoder(Decoder):
 
     def __init__(self, batcher: Batcher, job: Job) -> None:
         whole = batcher.pool.decoder
-        super().__init__(
-            whole.model,
-            whole.tokenizer,
-            architecture=whole.architecture,
-            name=whole.name,
-            revision=whole.revision,
-            token_budget=batcher.slice,
-        )
-        # read once for all fits
-        vars(self).update(base=whole.base, residual_identity=whole.residual_identity)
+        _ = whole.base, whole.residual_identity  # read once for all fits
+        vars(self).update(vars(whole), token_budget=batcher.slice)
         self.job = job  # that it is used for
         self.seen: Edit | None = None  # what was injected last
         self.elsewhere = 0.0  # seconds that went to requests meanwhile

@@ -265,8 +265,7 @@ class Jobs:
     def _loop(self, kind: Kind) -> None:
         while True:
             with self._changed:
-                while not (self._waiting[kind] or self._stops):
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._waiting[kind] or self._stops)
                 if self._stops:
                     return
                 job = self._waiting[kind].popleft()

@@ -143,8 +143,6 @@ class Service:
             raise RefusalError(422, "bad_artefact", f"{message}: use fewer or shorter labels")
         waits = asyncio.wrap_future(self.batcher.submit_slices(rows, large=False).done)
         await asyncio.wait([waits])
-        if waits.cancelled():
-            raise stopping()
         (outcome,) = waits.result()
         if isinstance(outcome, RefusalError):
             reasons = {"not_finite": unusable(), "internal": unusable("a text makes it fail")}
