@@ -90,9 +90,7 @@ class Batcher:
         return self._thread.is_alive()
 
     def require_room(self, tokens: int = 0) -> None:
-        """Refuse what exceeds the bound, at no cost. Raises RefusalError: 413 if it never has room, 429 if it
-        has none now, 503 if nothing new is taken.
-        """
+        """Refuse what never has room (413), has none now (429), or comes when nothing new is taken (503)."""
         if self.stops:
             raise stopping()
         if tokens > self.bound:

@@ -135,9 +135,7 @@ class TaskStore:
         return Injection.from_pretrained(folder)
 
     def queries(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[TaskQuery]]:
-        """Texts, to be asked of the version that a name stands for now. Raises RefusalError: 404 if there is
-        none of that name, 413 on a text that exceeds the context; I2CLError on an empty text.
-        """
+        """Texts, to be asked of the version that a name stands for now; raises as `entry`, `of_version`."""
         while True:
             entry = self.entry(name)
             try:

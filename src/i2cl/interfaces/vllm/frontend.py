@@ -175,9 +175,7 @@ def verify(refusal: type[I2CLError], original: Any, params: Any, *args: Any, **m
 
 
 def beam_search(refusal: type[I2CLError], original: Any, request: Any, *args: Any, **more: Any) -> Any:
-    """``to_beam_search_params`` of a request of the server, with the arguments of `verify`: beam search would
-    forget the task.
-    """
+    """``to_beam_search_params`` of a request, with arguments as `verify`: it would forget the task."""
     if NAME in (request.vllm_xargs or {}):
         raise refusal("beam search takes no task: leave use_beam_search out, or the task")
     return original(request, *args, **more)
