@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from starlette.applications import Starlette
-from starlette.routing import Mount
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from fitting import one_line
@@ -33,16 +32,10 @@ def replica(service, monkeypatch, tmp_path):
 
 
 def test_a_replica_answers_as_the_server(replica, service, asking):
-    class Through:
-        """What Ray does: gives a request, and sends what comes."""
+    async def through(scope, receive, send):  # as Ray: gives a request, and sends what comes
+        await (await replica(Request(scope, receive)))(scope, receive, send)
 
-        async def __call__(self, scope, receive, send):
-            from starlette.requests import Request
-
-            await (await replica(Request(scope, receive)))(scope, receive, send)
-
-    plain = asking(service)
-    ray = TestClient(Starlette(routes=[Mount("/", app=Through())]), base_url=HOST)
+    plain, ray = asking(service), TestClient(through, base_url=HOST)
     for path, body, status in (
         ("/v1/classify", {"model": "films", "input": list(TEXTS)}, 200),
         ("/models/films", {"inputs": TEXTS[0]}, 200),

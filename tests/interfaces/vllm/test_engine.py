@@ -1,5 +1,6 @@
 """What is put in place of vLLM's own methods in the engine core, on stand-ins; and the canary."""
 
+from inspect import signature
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
@@ -136,6 +137,7 @@ def test_methods_are_wrapped_once_however_often_the_plugin_is_run(core):
     _put(Request, "from_engine_core_request", engine.request_made)
     _put(EngineCore, "collective_rpc", engine.rpc)
     assert before == (Request.from_engine_core_request.__func__, EngineCore.collective_rpc)
+    assert [*signature(core.collective_rpc).parameters] == ["method", "timeout", "args", "kwargs"]
 
 
 def test_the_executor_gets_the_settings_or_nothing_starts(core):

@@ -265,12 +265,10 @@ class Batcher:
                 return self._answered(rows[:half]) + self._answered(rows[half:])
             if isinstance(error, NotFiniteError):
                 return [RefusalError(500, "not_finite", str(error))]
-            if isinstance(error, I2CLError):
-                why = str(error)
-            elif isinstance(error, RuntimeError) and is_out_of_memory(error):
-                why = "the model is out of memory: send it again later"
-            else:
+            full = isinstance(error, RuntimeError) and is_out_of_memory(error)
+            if not (full or isinstance(error, I2CLError)):
                 return [RefusalError.of(error)]
+            why = "the model is out of memory: send it again later" if full else str(error)
             return [RefusalError(503, "out_of_memory", why, headers={"Retry-After": "5"})]
 
     def _keep(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:

@@ -22,8 +22,6 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from i2cl.errors import I2CLError
 
-AGAIN = (429, 503)  # answers after which the same request may be sent again
-
 # What is not the server's own answer: that of a proxy, such as Ray Serve's for a replica that was killed.
 UNKNOWN = "unknown"
 
@@ -197,7 +195,7 @@ class AsyncClient:
 def _again(method: str, path: str, refused: ServerError) -> bool:
     """Whether a request that was refused may be sent again: it has done nothing, or may be done twice."""
     if refused.code != UNKNOWN or refused.status == 429:
-        return refused.status in AGAIN
+        return refused.status in {429, 503}
     return refused.status >= 500 and _may_be_done_twice(method, path)  # a proxy's answer tells nothing
 
 
